@@ -1,0 +1,120 @@
+"""Every error agentcache raises on purpose. Knows nothing of models, stores or frameworks.
+
+    AgentCacheError
+    ├── ConfigError                 a setting or an argument that cannot work          (also ValueError)
+    │   └── ForeignPackageError     another package named agentcache came first on the path
+    ├── ModelError                  the model cannot be used
+    │   ├── ModelLoadError          path or id cannot be loaded                        (also OSError)
+    │   └── DeviceMapError          weights spread over several devices
+    ├── PromptError                 the request cannot become a prompt                 (also ValueError)
+    │   ├── MessageError            messages, tool calls or tool results are malformed
+    │   ├── ToolSchemaError         a tool is not a function schema
+    │   ├── TemplateError           no chat template, or it raised
+    │   └── ContextOverflowError    prompt (+ max_tokens) longer than the model's context
+    ├── GenerationError             the request failed while it ran
+    │   ├── NonFiniteLogitsError    the model produced NaN or infinite logits
+    │   ├── OutOfMemoryError        not enough memory even when the request ran alone  (also MemoryError)
+    │   └── CancelledError          the caller cancelled the stream
+    └── EngineClosedError           the engine was closed                              (also RuntimeError)
+
+A message states the value that was refused (`!r`) and the way out.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AgentCacheError",
+    "CancelledError",
+    "ConfigError",
+    "ContextOverflowError",
+    "DeviceMapError",
+    "EngineClosedError",
+    "ForeignPackageError",
+    "GenerationError",
+    "MessageError",
+    "ModelError",
+    "ModelLoadError",
+    "NonFiniteLogitsError",
+    "OutOfMemoryError",
+    "PromptError",
+    "TemplateError",
+    "ToolSchemaError",
+]
+
+
+class AgentCacheError(Exception):
+    """Base of all errors that agentcache raises on purpose."""
+
+
+class ConfigError(AgentCacheError, ValueError):
+    """A setting or an argument cannot work."""
+
+
+class ForeignPackageError(ConfigError):
+    """Another distribution's `agentcache` was found first on the import path."""
+
+
+class ModelError(AgentCacheError):
+    """The model cannot be used."""
+
+
+class ModelLoadError(ModelError, OSError):
+    """The model's path or id cannot be loaded."""
+
+
+class DeviceMapError(ModelError):
+    """The weights are spread over several devices or offloaded."""
+
+
+class PromptError(AgentCacheError, ValueError):
+    """The request cannot be turned into a prompt."""
+
+
+class MessageError(PromptError):
+    """Messages, tool calls or tool results are malformed."""
+
+
+class ToolSchemaError(PromptError):
+    """A tool is not a function schema."""
+
+
+class TemplateError(PromptError):
+    """The tokenizer has no chat template, or the template raised."""
+
+
+class ContextOverflowError(PromptError):
+    """The prompt does not fit the model's context; raised before any prefill.
+
+    prompt_tokens and context_tokens are token counts; over_tokens is by how much the request is too long.
+    """
+
+    def __init__(self, prompt_tokens: int, context_tokens: int, max_tokens: int = 0) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
+        self.max_tokens = max_tokens
+        self.over_tokens = prompt_tokens + max_tokens - context_tokens
+        asked = f" + max_tokens {max_tokens}" if max_tokens else ""
+        super().__init__(
+            f"prompt of {prompt_tokens} tokens{asked} exceeds the context of {context_tokens} tokens by "
+            f"{self.over_tokens}: shorten the history, bind fewer tools or lower max_tokens"
+        )
+
+
+class GenerationError(AgentCacheError):
+    """The request failed while it ran."""
+
+
+class NonFiniteLogitsError(GenerationError):
+    """The model produced NaN or infinite logits; nothing of this request was kept for reuse."""
+
+
+class OutOfMemoryError(GenerationError, MemoryError):
+    """Not enough memory even when the request ran alone."""
+
+
+class CancelledError(GenerationError):
+    """The caller cancelled the stream before it ended."""
+
+
+class EngineClosedError(AgentCacheError, RuntimeError):
+    """The engine was closed."""

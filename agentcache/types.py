@@ -1,0 +1,163 @@
+"""The values that cross borders: pure, frozen, without torch. Knows nothing of models, stores or templates.
+
+Counts end in `_tokens`, sizes in `_bytes`, times in `_ms`. Intervals are half open: [start, stop).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+from .errors import ConfigError
+
+Role = Literal["system", "user", "assistant", "tool"]
+ToolOrder = Literal["given", "sorted", "sticky"]
+Rendering = Literal["canonical", "stock"]
+Reuse = Literal["exact", "off"]
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool inside an assistant message; `arguments` is the parsed object, never its JSON text."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. `tool_calls` only on assistant turns, `tool_call_id` and `name` only on tool turns."""
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call; `parameters` is a JSON schema of type object."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+
+SpanKind = Literal["system", "tools", "turn", "generation", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A named run [start, stop) of prompt tokens. `message` is the index of the message it shows, if one."""
+
+    kind: SpanKind
+    start: int
+    stop: int
+    message: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One rendered prompt: token ids and named spans that cover [0, len(ids)) in order, without gaps.
+
+    prefix_tokens: length of the stable part (system and tools), the natural end of a tool group.
+    differences: in words, each way in which the ids differ from the tokenizer's own `apply_chat_template`; empty = stock.
+    spliced_tokens: how many ids are the model's own generated ids put back verbatim.
+    tokenised_chars: how many characters went through the tokenizer for this prompt (the rest was remembered).
+    """
+
+    ids: Sequence[int]
+    spans: tuple[Span, ...]
+    text: str
+    prefix_tokens: int = 0
+    differences: tuple[str, ...] = ()
+    spliced_tokens: int = 0
+    tokenised_chars: int = 0
+
+
+class Reason(str, Enum):
+    """Why something was not reused, or not reused as well as it could be."""
+
+    REUSE_OFF = "REUSE_OFF"  # the caller asked for no reuse
+    COLD = "COLD"  # nothing of this prompt was known
+    DIVERGED = "DIVERGED"  # known up to here, other tokens from here on
+    LAST_TOKEN = "LAST_TOKEN"  # the last prompt token is always computed: its logits are needed
+    EVICTED = "EVICTED"  # was kept, then dropped for the byte budget
+    FINGERPRINT = "FINGERPRINT"  # kept under other weights, config or versions
+    NUMERICS = "NUMERICS"  # exact, but computed by kernels that round differently: not bitwise
+    LAYER_KIND = "LAYER_KIND"  # the model has layers whose state cannot be paged
+    ROPE_REGIME = "ROPE_REGIME"  # rotary frequencies change with the length of this prompt
+    NOT_ROW_PURE = "NOT_ROW_PURE"  # kernels here depend on the batch: tokens are promised, bits are not
+    APPROXIMATE = "APPROXIMATE"  # not lent to an exact request
+    BAD_BLOB = "BAD_BLOB"  # failed verification
+    NON_FINITE = "NON_FINITE"  # a computation produced NaN or infinity and was not kept
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Prompt tokens [start, stop) that were not reused, and why."""
+
+    reason: Reason
+    start: int
+    stop: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen, and when to stop. temperature 0 is greedy.
+
+    `forced` are completion ids (or text, tokenised without special tokens) that are decoded instead of sampled ones, then
+    sampling goes on: replays of recorded episodes use it. With `ignore_eos` only max_tokens and `stop` end a completion.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    forced: tuple[int, ...] | str = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, rule: str) -> None:
+            raise ConfigError(f"{name}={getattr(self, name)!r}: must be {rule}")
+
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            refuse("max_tokens", "an integer of at least 1")
+        if not self.temperature >= 0.0:
+            refuse("temperature", "0 (greedy) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            refuse("top_p", "in (0, 1]")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            refuse("top_k", "0 (off) or a positive integer")
+        if not 0.0 <= self.min_p < 1.0:
+            refuse("min_p", "in [0, 1)")
+        if not self.repetition_penalty > 0.0:
+            refuse("repetition_penalty", "positive; 1.0 is off")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            refuse("stop", "a tuple of non-empty strings")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolGroup:
+    """A named, pinned prefix: what `warm` returns."""
+
+    name: str
+    namespace: str
+    prefix_tokens: int
+    pages: int
+    kv_bytes: int
+    computed_tokens: int
+    warm_ms: float
