@@ -1,0 +1,146 @@
+"""Attention over page tables: exact, causal, optionally windowed, row-pure on a CPU. Knows nothing of models or layers' weights.
+
+Per key block b (one page) and query row r, with scores s_b = scale · q·K_b, masked where a key lies behind r or outside the window:
+
+    m = max over all blocks of s_b        l = Σ_b Σ exp(s_b - m)        out = Σ_b exp(s_b - m) V_b / l
+
+in fp32, blocks in ascending order. A fully masked block adds exact zeros, so the result of a row does not depend on how many rows or
+blocks were in the call. Tiles of heads and queries keep the scores within a fixed buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..kv import PAGE_TOKENS, Page, Sequence
+from .numerics import Numerics, scratch
+
+SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values
+
+
+@dataclass(slots=True)
+class Part:
+    """Tokens of one sequence inside a packed forward: rows [offset, offset + count) are its positions from `start` on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class Batch:
+    """One packed forward. `rows` includes the padding rows at the end."""
+
+    parts: list[Part]
+    rows: int
+    numerics: Numerics
+    masks: dict[tuple[int, int, int, int, int], torch.Tensor] = field(default_factory=dict)
+
+
+def _mask(batch: Batch, first: int, count: int, group: int, block: int, window: int) -> torch.Tensor | None:
+    """True where a query row may not see a key of this block; None if it may see all. Rows are (token, head of the group)."""
+    low, high = block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS
+    if high <= first + 1 and (not window or low > first + count - 1 - window):
+        return None
+    key = (first, count, group, block, window)
+    if key not in batch.masks:
+        keys = torch.arange(low, high)[None]
+        queries = torch.arange(first, first + count)[:, None]
+        hidden = keys > queries
+        if window:
+            hidden |= keys <= queries - window
+        batch.masks[key] = hidden.repeat_interleave(group, 0)
+    return batch.masks[key]
+
+
+def _widen(name: str, page: torch.Tensor, widen: bool) -> torch.Tensor:
+    if not widen:
+        return page
+    wide = scratch(name, page.numel()).view(page.shape)
+    return wide.copy_(page)
+
+
+def _tile(
+    batch: Batch, q: torch.Tensor, pages: list[Page], layer: int, heads: slice, span: tuple[int, int, int], scale: float, window: int
+) -> torch.Tensor:
+    """One tile: q [heads, rows, head_dim] of positions span = (first, count, group) -> fp32 [heads, rows, head_dim]."""
+    first, count, group = span
+    widen = batch.numerics.widen
+    low = max(0, first - window + 1) // PAGE_TOKENS if window else 0
+    blocks = range(low, (first + count - 1) // PAGE_TOKENS + 1)
+    shape = (len(blocks), q.shape[0], q.shape[1], PAGE_TOKENS)
+    scores = scratch("scores", shape[0] * shape[1] * shape[2] * PAGE_TOKENS).view(shape)
+    real = count * group  # rows behind it are padding
+    for i, block in enumerate(blocks):
+        keys = _widen("keys", pages[block].keys[layer, heads], widen)
+        if keys.dtype == torch.float32:
+            torch.bmm(q, keys, out=scores[i])
+        else:
+            scores[i].copy_(torch.bmm(q, keys))
+    if not widen:
+        scores.mul_(scale)
+    for i, block in enumerate(blocks):
+        hidden = _mask(batch, first, count, group, block, window)
+        if hidden is not None:
+            scores[i, :, :real].masked_fill_(hidden, float("-inf"))
+    scores.sub_(scores.amax((0, 3), keepdim=True)).exp_()
+    sums = scores.sum(-1)
+    total, out = sums[0], torch.zeros(q.shape, dtype=torch.float32)
+    for i, block in enumerate(blocks):
+        values = _widen("values", pages[block].values[layer, heads], widen)
+        if i:
+            total = total + sums[i]
+        if values.dtype == torch.float32:
+            out.baddbmm_(scores[i], values)
+        else:
+            out.add_(torch.bmm(scores[i].to(values.dtype), values))
+    return out.div_(total[..., None])
+
+
+def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
+    """Attention of one part. query [count, heads, head_dim] at positions from part.start on -> the same shape and type.
+
+    Sees every key at or before its own position (within `window` if not 0) that was written to the part's pages.
+    """
+    if query.device.type != "cpu":
+        return attend_gathered(part, layer, query, scale, window)
+    count, heads, dim = query.shape
+    kv_heads = part.sequence.spec.kv_heads
+    group = heads // kv_heads
+    blocks = (part.start + count - 1) // PAGE_TOKENS + 1
+    pad = batch.numerics.query_rows
+    most = max(1, SCORE_ELEMENTS // (blocks * PAGE_TOKENS))  # rows x heads of a tile
+    step = max(1, min(count, most // group))
+    together = max(1, min(kv_heads, most // (step * group)))
+    rows = query.view(count, kv_heads, group, dim).permute(1, 0, 2, 3)
+    rows = rows.float() * scale if batch.numerics.widen else rows
+    out = torch.empty_like(query)
+    target = out.view(count, kv_heads, group, dim).permute(1, 0, 2, 3)
+    for at in range(0, count, step):
+        n = min(step, count - at)
+        for head in range(0, kv_heads, together):
+            chosen = slice(head, min(kv_heads, head + together))
+            q = rows[chosen, at : at + n].reshape(-1, n * group, dim)
+            if short := -q.shape[1] % pad:
+                q = torch.cat([q, q.new_zeros(q.shape[0], short, dim)], 1)
+            done = _tile(batch, q, part.sequence.pages, layer, chosen, (part.start + at, n, group), scale, window)
+            target[chosen, at : at + n] = done[:, : n * group].view(-1, n, group, dim).to(query.dtype)
+    return out
+
+
+def attend_gathered(part: Part, layer: int, query: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
+    """The same by `scaled_dot_product_attention` over gathered pages: for devices whose own kernels are faster than block products."""
+    low = max(0, part.start - window + 1) if window else 0
+    keys, values = part.sequence.read(layer, low, part.start + part.count)
+    positions = torch.arange(part.start, part.start + part.count, device=query.device)[:, None]
+    seen = torch.arange(low, part.start + part.count, device=query.device)[None]
+    visible = seen <= positions
+    if window:
+        visible &= seen > positions - window
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (keys, values))
+    mask = None if part.count == 1 else visible
+    return torch.nn.functional.scaled_dot_product_attention(query.transpose(0, 1), keys, values, attn_mask=mask, scale=scale).transpose(0, 1)

@@ -1,0 +1,245 @@
+"""Which kernels run on this machine, and whether the bits of a row depend on its neighbours. Knows nothing of models or pages.
+
+Row purity: one row of a matrix product must not change when other rows stand beside it. Libraries pick other code for other row counts,
+so each product is padded to a safe multiple of rows. What is safe differs by processor, type and threads: `probe` finds out.
+
+    kernel    product of activations x with a weight w [out, in]
+    onednn    oneDNN's inner product: chosen wherever PyTorch has it; pure from 2 rows on where it was tried
+    upcast    the same in fp32, w converted block by block: for 16-bit weights on processors without 16-bit matrix units,
+              where it is 2 to 10 times faster than the emulation and rounds once, at the end
+    aten      torch.nn.functional.linear
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from blake3 import blake3
+from torch.nn import functional
+
+Kernel = Literal["onednn", "upcast", "aten"]
+SINGLE_ROW_OUTS = 16384  # upcast weights with more outputs (a vocabulary) see few rows: each runs alone, in the weight's own type
+UPCAST_BLOCK = 1024  # rows of a weight converted at a time: fits the second-level cache, and large enough to amortise a call
+_CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
+_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
+_COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
+MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What the probe found. Equal digests on equal weights mean equal bits.
+
+    rows, query_rows: multiples to which rows of linear layers and of attention are padded.
+    widen: 16-bit attention is computed in fp32. pure: row purity holds with these paddings.
+    """
+
+    kernel: Kernel
+    widen: bool
+    rows: int
+    query_rows: int
+    pure: bool
+    digest: str
+    threads: int
+    probe_ms: float
+
+
+def _has_16bit_units(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    else:
+        asks = ("_is_amx_fp16_supported",)
+    return any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
+
+
+def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:
+    """The kernel for linear layers: a pure function of the machine, so that two processes choose alike."""
+    if device.type != "cpu":
+        return "aten"
+    if dtype in (torch.bfloat16, torch.float16) and not _has_16bit_units(dtype):
+        return "upcast"
+    return "onednn" if _onednn_linear() else "aten"
+
+
+@functools.cache
+def _onednn_linear() -> Any:
+    if not torch.backends.mkldnn.is_available():
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    inner = _onednn_linear()
+    if inner is None:
+        return functional.linear(x, weight, bias)
+    return inner(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+_scratch = threading.local()
+
+
+def scratch(name: str, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A flat buffer of this thread that lives on between calls; grown when too small. Contents are whatever the last user left."""
+    held: torch.Tensor | None = getattr(_scratch, name, None)
+    if held is None or held.numel() < elements or held.dtype != dtype:
+        held = torch.empty(elements, dtype=dtype)
+        setattr(_scratch, name, held)
+    return held[:elements]
+
+
+def _upcast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    outs, ins = weight.shape
+    wide_x = x.float()
+    out = torch.empty(x.shape[0], outs, dtype=x.dtype)
+    for start in range(0, outs, UPCAST_BLOCK):
+        stop = min(outs, start + UPCAST_BLOCK)
+        block = scratch("weight", (stop - start) * ins).view(stop - start, ins)
+        block.copy_(weight[start:stop])
+        out[:, start:stop] = _product(wide_x, block, None if bias is None else bias[start:stop].float())
+    return out
+
+
+def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., in] times weight [out, in] transposed, plus bias [out], with the given kernel."""
+    if kernel == "aten" or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
+        return functional.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    if kernel == "upcast" and weight.shape[0] >= SINGLE_ROW_OUTS:
+        out = torch.cat([functional.linear(row, weight, bias) for row in flat.split(1)])
+    elif kernel == "upcast" and x.dtype in (torch.bfloat16, torch.float16):
+        out = _upcast_linear(flat, weight, bias)
+    else:
+        out = _product(flat.contiguous(), weight, bias)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+class RowPureLinear(torch.overrides.TorchFunctionMode):
+    """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            return linear(self.kernel, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _pattern(rows: int, columns: int, dtype: torch.dtype, device: torch.device, salt: int) -> torch.Tensor:
+    """Numbers in [-1, 1] that every machine makes alike, whose products do not add up exactly in any order."""
+    grid = torch.arange(rows, dtype=torch.int64)[:, None] * 7919 + torch.arange(columns, dtype=torch.int64)[None] * 104729 + salt
+    return ((grid * grid + grid) % 65521).double().div_(32760.5).sub_(1).to(dtype).to(device)
+
+
+def _impure(run: Any, full: torch.Tensor, tried: tuple[int, ...]) -> set[int]:
+    """Row counts at which rows differ from those of the full product. run(start, stop) -> rows [start, stop)."""
+    top = full.shape[-2]
+    bad = set()
+    for rows in tried:
+        start = min(37, top - rows)
+        if not torch.equal(run(start, start + rows), full[..., start : start + rows, :]):
+            bad.add(rows)
+    return bad
+
+
+def _safe_multiple(impure: set[int], tried: tuple[int, ...]) -> int | None:
+    for multiple in _CANDIDATES:
+        if not any(rows % multiple == 0 for rows in impure) and any(rows % multiple == 0 for rows in tried):
+            return multiple
+    return None
+
+
+def _probed_product(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What decides the bits of this kernel, before a final rounding to 16 bits could hide a difference."""
+    return _product(x.float(), weight.float(), None) if kernel == "upcast" else linear(kernel, x, weight)
+
+
+def _probe_linear(kernel: Kernel, widths: tuple[int, ...], dtype: torch.dtype, device: torch.device, seen: Any) -> set[int]:
+    impure: set[int] = set()
+    for salt, width in enumerate(widths):
+        weight = _pattern(_COLUMNS, width, dtype, device, salt)
+        x = _pattern(MAX_ROWS if salt == 0 else _ROWS[-1], width, dtype, device, salt + 1)
+        full = _probed_product(kernel, x, weight)
+        impure |= _impure(lambda a, b, x=x, w=weight: _probed_product(kernel, x[a:b].contiguous(), w), full, _ROWS)
+        seen.update(full[:32].float().cpu().numpy().tobytes())
+    return impure
+
+
+def _probe_attention(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, seen: Any) -> set[int]:
+    block = MAX_ROWS
+    keys = torch.stack([_pattern(head_dim, block, dtype, device, 11 + h) for h in range(heads)])
+    values = torch.stack([_pattern(block, head_dim, dtype, device, 31 + h) for h in range(heads)])
+    queries = torch.stack([_pattern(_ROWS[-1], head_dim, dtype, device, 51 + h) for h in range(heads)])
+    weights = torch.stack([_pattern(_ROWS[-1], block, dtype, device, 71 + h) for h in range(heads)]).abs()
+    impure: set[int] = set()
+    for left, right in ((queries, keys), (weights, values)):
+        full = torch.bmm(left, right)
+        impure |= _impure(lambda a, b, x=left, y=right: torch.bmm(x[:, a:b].contiguous(), y), full, _ROWS)
+        one = torch.cat([torch.bmm(left[h : h + 1].contiguous(), right[h : h + 1]) for h in range(heads)])
+        if not torch.equal(one, full):
+            impure |= set(_ROWS)  # how many heads run together must not matter either
+        seen.update(full[:, :32].float().cpu().numpy().tobytes())
+    return impure
+
+
+@functools.cache
+def _probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int, threads: int) -> Numerics:
+    began = time.perf_counter()
+    kernel = choose_kernel(dtype, device)
+    widen = kernel == "upcast"
+    seen = blake3(f"{kernel} {widen} {UPCAST_BLOCK} {MAX_ROWS}".encode())
+    with torch.inference_mode():
+        rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _ROWS)
+        wide = torch.float32 if widen else dtype
+        query_rows = _safe_multiple(_probe_attention(min(heads, 4), head_dim, wide, device, seen), _ROWS)
+    return Numerics(
+        kernel=kernel,
+        widen=widen,
+        rows=rows or 8,
+        query_rows=query_rows or 8,
+        pure=device.type == "cpu" and rows is not None and query_rows is not None,
+        digest=seen.hexdigest(16),
+        threads=threads,
+        probe_ms=(time.perf_counter() - began) * 1e3,
+    )
+
+
+def probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int) -> Numerics:
+    """Find kernel, safe paddings and digest for linear layers of these input widths and this attention shape.
+
+    Takes up to 200 ms, is remembered for the process per thread count and shape.
+    """
+    return _probe(dtype, device, tuple(sorted(set(widths))), heads, head_dim, torch.get_num_threads())
+
+
+def describe() -> dict[str, Any]:
+    """What is bitwise on this machine, with which kernels, paddings and threads, and what is not: for `agentcache doctor`."""
+    report: dict[str, Any] = {
+        "processor": platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "16-bit matrix units": {str(d).removeprefix("torch."): _has_16bit_units(d) for d in (torch.bfloat16, torch.float16)},
+    }
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = probe(dtype, torch.device("cpu"), (1024,), 4, 128)
+        report[str(dtype).removeprefix("torch.")] = {
+            "bitwise": found.pure,
+            "kernel": found.kernel,
+            "linear rows padded to": found.rows,
+            "attention rows padded to": found.query_rows,
+            "numerics": found.digest,
+            "probe_ms": round(found.probe_ms, 1),
+        }
+    report["not bitwise"] = {
+        "mixture of experts": "experts see few rows, whose bits depend on the other requests in the pack: tokens are promised",
+        "bitsandbytes": "its own kernels choose by row count: tokens are promised",
+        "cuda": "scaled dot product attention chooses kernels by shape: tokens are promised",
+    }
+    return report

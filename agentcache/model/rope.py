@@ -1,0 +1,78 @@
+"""Rotary position tables, per sequence and per regime. Knows nothing of pages or requests.
+
+Most rotary types have one set of frequencies. Two have not: longrope switches sets at its original window, dynamic NTK changes with every
+length beyond it. `transformers` picks the set by the largest position of a call, which is wrong for a pack of several sequences and for a
+chunk of a long prompt; here the length of the whole sequence decides, and KV of different regimes is never mixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FIXED = frozenset({"default", "linear", "yarn", "llama3"})
+BY_LENGTH = frozenset({"longrope", "dynamic"})
+_STEP = 4096  # positions by which a table grows
+
+
+class Rotary:
+    """cos and sin of a model's own rotary module, as tables over positions.
+
+    regime(length) names the frequencies that a sequence of that length uses; None if no single set can serve it.
+    """
+
+    def __init__(self, module: torch.nn.Module, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        parameters = getattr(config, "rope_parameters", None) or {}
+        self.module = module
+        self.kind: str = parameters.get("rope_type", "default")
+        self.original: int = int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies depend on the length of the sequence."""
+        return self.kind in BY_LENGTH
+
+    def regime(self, length: int) -> str | None:
+        """The name of the frequencies for a sequence of `length` tokens, "" where all lengths share them; None beyond dynamic NTK's window."""
+        if not self.by_length:
+            return ""
+        if length <= self.original:
+            return "short"
+        return "long" if self.kind == "longrope" else None
+
+    def limit(self, regime: str) -> int | None:
+        """The largest length that stays in this regime; None if unbounded."""
+        return self.original if regime == "short" else None
+
+    def table(self, regime: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [at least length, rotary dims] for positions from 0 on."""
+        held = self._tables.get(regime)
+        have = 0 if held is None else held[0].shape[0]
+        if held is None or have < length:
+            stop = -(-length // _STEP) * _STEP
+            fresh = self._compute(regime, have, stop if regime != "short" else min(stop, self.original))
+            held = fresh if held is None else (torch.cat([held[0], fresh[0]]), torch.cat([held[1], fresh[1]]))
+            self._tables[regime] = held
+        return held
+
+    def _compute(self, regime: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(start, stop, device=self._like.device)
+        if regime == "long":  # one position behind the original window makes the module choose its long set
+            positions = torch.cat([positions, positions.new_tensor([max(stop, self.original)])])
+        with torch.inference_mode():
+            cos, sin = self.module(self._like, positions[None])
+        return cos[0, : stop - start].clone(), sin[0, : stop - start].clone()
+
+    def rows(self, spans: list[tuple[str, int, int]], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [rows, rotary dims] for packed spans (regime, start, stop), zero-filled behind them."""
+        parts = []
+        for regime, start, stop in spans:
+            cos, sin = self.table(regime, stop)
+            parts.append((cos[start:stop], sin[start:stop]))
+        cos, sin = (parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])))
+        if short := rows - cos.shape[0]:
+            cos, sin = (torch.cat([t, t.new_zeros(short, t.shape[1])]) for t in (cos, sin))
+        return cos, sin
