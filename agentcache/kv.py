@@ -157,6 +157,14 @@ class Sequence:
         if grew_exact:
             self.exact_until = self.length
 
+    def withdraw(self, tokens: int) -> None:
+        """Unwrite everything from position `tokens` on, in pages this sequence may write: zeros, so that masked slots stay finite."""
+        for page, slot, count, _ in self.slots(tokens, self.length):
+            page.keys[..., slot : slot + count] = 0
+            page.values[..., slot : slot + count, :] = 0
+            page.filled = slot
+        self.length = self.exact_until = tokens
+
     def close(self) -> None:
         """Give up the right to append; what was written stays valid for whoever shares the pages."""
         for page in self.pages[-1:]:

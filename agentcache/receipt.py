@@ -1,0 +1,66 @@
+"""The account of one request: what was reused, what was computed, why, and what it cost. Knows nothing of how it was done.
+
+Buckets are inclusive: prompt_tokens = cached_tokens + computed_tokens; copied_tokens (slots copied by branching a shared page) lie inside
+cached_tokens, spliced_tokens (the model's own ids put back) anywhere in the prompt. Times are milliseconds on a monotonic clock, read after
+the device has finished: queue_ms from the call to the first work, layout, match and prefill follow, ttft_ms from the call to the first token,
+decode_ms from the first token to the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .types import FinishReason, Refusal, Span
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What one request cost and saved. bitwise: these bits equal those of reuse off. JSON-able by `as_dict`."""
+
+    namespace: str = "default"
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    copied_tokens: int = 0
+    spliced_tokens: int = 0
+    completion_tokens: int = 0
+    exact_until: int = 0
+    bitwise: bool = False
+    path: str = ""
+    refusals: tuple[Refusal, ...] = ()
+    differences: tuple[str, ...] = ()
+    spans: tuple[Span, ...] = ()
+    finish_reason: FinishReason | None = None
+    layout_ms: float = 0.0
+    queue_ms: float = 0.0
+    match_ms: float = 0.0
+    prefill_ms: float = 0.0
+    ttft_ms: float = 0.0
+    decode_ms: float = 0.0
+    saved_ms: float = 0.0
+    saved_flops: float = 0.0
+    redacted: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values; refusals and spans as objects."""
+        return asdict(self)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts in OpenAI's shape."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{r.reason} [{r.start}, {r.stop}) {r.detail}".rstrip() for r in self.refusals)
+        return (
+            f"{self.prompt_tokens} prompt tokens = {self.cached_tokens} cached + {self.computed_tokens} computed ({why}); "
+            f"{self.completion_tokens} completion tokens; first token after {self.ttft_ms:.0f} ms, decode {self.decode_ms:.0f} ms"
+        )
