@@ -1,0 +1,52 @@
+"""Agents on your own models: an agent step pays only for its new tokens.
+
+Importing this package loads neither torch nor transformers nor any framework: public names are looked up when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Chunk, Completion, Engine, Stream
+    from .receipt import Receipt
+
+from . import errors
+from .types import Layout, Message, Reason, Refusal, Sampling, Span, Tool, ToolCall, ToolGroup
+
+__version__ = "0.1.0"
+DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name
+
+_LAZY = {"Engine": "engine", "Completion": "engine", "Chunk": "engine", "Stream": "engine", "Receipt": "receipt"}
+
+__all__ = [
+    "Chunk",
+    "Completion",
+    "Engine",
+    "Layout",
+    "Message",
+    "Reason",
+    "Receipt",
+    "Refusal",
+    "Sampling",
+    "Span",
+    "Stream",
+    "Tool",
+    "ToolCall",
+    "ToolGroup",
+    "__version__",
+    "errors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

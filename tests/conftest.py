@@ -1,0 +1,45 @@
+"""What every test gets: warnings are errors and sockets are blocked (pyproject.toml), two or fewer threads, tiny models on request."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import models
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once instead of asking a network that is blocked
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., Any]:
+    """tiny("llama", torch.bfloat16): a model shared by the session; build your own with models.build if you change its weights."""
+    return functools.cache(models.build)
+
+
+@pytest.fixture
+def toy_tokenizer() -> Any:
+    """A tokenizer of this test's own, with a ChatML template that takes tools."""
+    return models.toy_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a user has one: weights, config, tokenizer and chat template of a tiny Qwen3."""
+    folder = tmp_path_factory.mktemp("model")
+    models.build("qwen3").save_pretrained(folder)
+    models.toy_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """threads(1): run the rest of this test on so many; what was set before comes back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
