@@ -1,0 +1,128 @@
+"""What a Renderer remembers: renderings with their ids, and the model's own ids of messages. Knows nothing of templates.
+
+Both tables are bounded, and a namespace never sees the records of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from .canonical import Plain, Turn
+from .tokenise import EMPTY, Encoded, common_chars
+
+ENTRIES = 256  # renderings per namespace: some more than agents that plausibly alternate on one device
+CHARS = 16_000_000  # of all renderings: at about 5 bytes per character (text, ids, ends as shared ints) some 100-250 MB at most
+SPLICES = 16_384  # remembered messages: 30 steps each of 500 episodes
+GENERATED = 8_000_000  # ids held by them
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The ids that the model produced behind a prompt, for the message they became."""
+
+    prompt: Encoded
+    ids: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+
+def chain(root: bytes, turns: Sequence[Turn]) -> list[bytes]:
+    """keys[i] names the first i messages as they are in canonical form, keys[0] what stands before all messages."""
+    keys = [root]
+    for turn in turns:
+        keys.append(link(keys[-1], turn.data))
+    return keys
+
+
+def link(parent: bytes, message: Plain) -> bytes:
+    """The key of a history that ends in `message`. Absent and empty fields are the same; so are arguments in another key order."""
+    said = {key: value for key, value in message.items() if value}
+    if "tool_calls" in said:  # their ids are positions, which the chain knows already
+        said["tool_calls"] = [call["function"] for call in said["tool_calls"]]
+    text = json.dumps(said, ensure_ascii=False, sort_keys=True, default=str)
+    return hashlib.blake2b(parent + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class Memory:
+    """Renderings and generated ids by namespace; safe to use from many threads."""
+
+    def __init__(self, entries: int = ENTRIES, chars: int = CHARS) -> None:
+        self._entries = entries
+        self._chars = chars
+        self._lock = threading.Lock()
+        self._renderings: OrderedDict[tuple[str, bytes], Encoded] = OrderedDict()
+        self._by_namespace: dict[str, OrderedDict[bytes, Encoded]] = {}
+        self._held_chars = 0
+        self._generated: OrderedDict[tuple[str, bytes], Generated] = OrderedDict()
+        self._held_ids = 0
+
+    def nearest(self, namespace: str, text: str, valid: Collection[bytes]) -> tuple[Encoded, int]:
+        """The rendering of which most can be used again for `text`, and how many characters of it.
+
+        Splices are used only if their message is in `valid`: a template may show an edited message as it showed the original.
+        """
+        with self._lock:
+            known = list(self._by_namespace.get(namespace, {}).values())
+        best, most = EMPTY, 0
+        for record in reversed(known):
+            if len(record.text) <= most or record.text[most // 2 : most + 1] != text[most // 2 : most + 1]:
+                continue  # cannot share more than the best so far
+            shared = usable(record, common_chars(record.text, text), valid)
+            if shared > most:
+                best, most = record, shared
+            if most == len(text):
+                break
+        return best, most
+
+    def keep(self, namespace: str, encoded: Encoded) -> None:
+        """Remembers a rendering; the least recently kept ones go when a bound is reached."""
+        splices = b"".join(splice.key for splice in encoded.splices)
+        key = hashlib.blake2b(encoded.text.encode("utf-8", "surrogatepass") + splices, digest_size=16).digest()
+        with self._lock:
+            self._drop(namespace, key)
+            self._by_namespace.setdefault(namespace, OrderedDict())[key] = encoded
+            self._renderings[namespace, key] = encoded
+            self._held_chars += len(encoded.text)
+            while len(self._by_namespace[namespace]) > self._entries:
+                self._drop(namespace, next(iter(self._by_namespace[namespace])))
+            while self._held_chars > self._chars and len(self._renderings) > 1:
+                self._drop(*next(iter(self._renderings)))
+
+    def _drop(self, namespace: str, key: bytes) -> None:
+        encoded = self._renderings.pop((namespace, key), None)
+        if encoded is not None:
+            self._held_chars -= len(encoded.text)
+            del self._by_namespace[namespace][key]
+            if not self._by_namespace[namespace]:
+                del self._by_namespace[namespace]
+
+    def learn(self, namespace: str, key: bytes, generated: Generated) -> None:
+        """Remembers that the history named `key` ends in a message which the model wrote as these ids."""
+        with self._lock:
+            old = self._generated.pop((namespace, key), None)
+            self._held_ids += generated.size - (old.size if old else 0)
+            self._generated[namespace, key] = generated
+            while len(self._generated) > 1 and (len(self._generated) > SPLICES or self._held_ids > GENERATED):
+                self._held_ids -= self._generated.popitem(last=False)[1].size
+
+    def generated(self, namespace: str, key: bytes) -> Generated | None:
+        with self._lock:
+            found = self._generated.get((namespace, key))
+            if found is not None:
+                self._generated.move_to_end((namespace, key))
+            return found
+
+
+def usable(record: Encoded, shared: int, valid: Collection[bytes]) -> int:
+    """How many of the shared characters may be used again: none behind a splice that is cut or whose message changed."""
+    for splice in record.splices:
+        if splice.stop > shared or splice.key not in valid:
+            return min(shared, splice.start)
+    return shared

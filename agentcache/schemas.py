@@ -1,0 +1,82 @@
+"""Tool schemas in one canonical form and order. Knows nothing of templates or tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .canonical import Plain, mapped
+from .errors import ToolSchemaError
+from .types import Tool, ToolOrder
+
+
+def plain_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Plain]:
+    """Plain dicts as given; raises ToolSchemaError with the index of the first that is not a function schema."""
+    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
+        raise ToolSchemaError(f"tools={tools!r:.200}: must be a list of function schemas")
+    plain = [_plain_tool(index, tool) for index, tool in enumerate(tools)]
+    first: dict[str, int] = {}
+    for index, tool in enumerate(plain):
+        name = tool_name(tool)
+        if first.setdefault(name, index) != index:
+            raise ToolSchemaError(f"tools[{index}]: name={name!r} is already used by tools[{first[name]}]; names must differ")
+    return plain
+
+
+def _plain_tool(index: int, tool: Tool | Mapping[str, Any]) -> Plain:
+    if isinstance(tool, Tool):
+        tool = {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
+    if not isinstance(tool, Mapping):
+        raise ToolSchemaError(f"tools[{index}]={tool!r:.200}: give a Tool or {{'type': 'function', 'function': {{...}}}}")
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ToolSchemaError(f"tools[{index}]={dict(tool)!r:.200}: a function schema needs a 'name' that is a string")
+    if not isinstance(function.get("description", ""), (str, type(None))):
+        raise ToolSchemaError(f"tools[{index}] {function['name']!r}: description={function['description']!r:.200} is not a string")
+    parameters = function.get("parameters")
+    if parameters is not None and (not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object"):
+        raise ToolSchemaError(
+            f"tools[{index}] {function['name']!r}: parameters={parameters!r:.200} is not a JSON schema of type object; "
+            "use {'type': 'object', 'properties': {...}}"
+        )
+    return dict(tool)
+
+
+def tool_name(tool: Plain) -> str:
+    return str(tool.get("function", tool)["name"])
+
+
+def canonical_tools(plain: Sequence[Plain], clean: Callable[[str], str]) -> tuple[list[Plain], list[str]]:
+    """Tools canonical by schema (not alphabetical: parameters keep their own key order), and what changed in words."""
+    out = [mapped(_canonical_tool(tool), str) for tool in plain]
+    safe = [mapped(tool, clean) for tool in out]
+    notes = []
+    if json.dumps(out) != json.dumps(list(plain), default=dict):
+        notes.append("tools rewritten as {type, function{name, description, parameters}}")
+    if safe != out:
+        notes.append("tools: text that spells a special token was neutralised")
+    return safe, notes
+
+
+def _canonical_tool(tool: Plain) -> Plain:
+    function = tool.get("function", tool)
+    parameters = function.get("parameters")
+    return {
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "description": function.get("description") or "",
+            "parameters": {"type": "object", "properties": {}} if parameters is None else parameters,
+        },
+    }
+
+
+def order_tools(tools: list[Plain], order: ToolOrder, sticky: Sequence[str]) -> list[Plain]:
+    """given | sorted by name | sticky: recorded names keep their recorded order, new ones follow in given order."""
+    if order == "given":
+        return tools
+    if order == "sorted":
+        return sorted(tools, key=tool_name)
+    rank = {name: position for position, name in enumerate(sticky)}
+    return sorted(tools, key=lambda tool: rank.get(tool_name(tool), len(rank)))

@@ -1,0 +1,51 @@
+"""The model's own ids put back where a template would write its message anew. Knows nothing of messages' meaning.
+
+text    |---- prompt ----|-- the message as rendered --|terminator\n|---- next turn ...
+                         start                      stop
+ids     |--- as they were|---- as generated -----------|-- encoded behind the last generated id
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .memory import Generated
+from .tokenise import Encoded, Encoder, Splice
+
+
+def spliced(
+    encoder: Encoder, generated: Generated, text: str, *, key: bytes, source: int, turn_stop: int, closer: str
+) -> tuple[Encoded, int]:
+    """text[:stop] with the generated ids in it, and how many characters were tokenised to compare them with stock ids.
+
+    `text` starts with the remembered prompt, `turn_stop` is where the next turn starts in it.
+    """
+    prompt = generated.prompt
+    start, first = len(prompt.text), len(prompt.ids)
+    stop = _message_stop(encoder, text, start, turn_stop, encoder.control.get(generated.ids[-1]), closer)
+    ids = prompt.ids + list(generated.ids)
+    stock, spent = encoder.resume(prompt, start, text[:stop])
+    splice = Splice(key, source, start, stop, first, len(ids), differs=stock.ids != ids)
+    ends = prompt.ends + [stop] * len(generated.ids)
+    return Encoded(text[:stop], ids, ends, (*prompt.splices, splice)), spent
+
+
+def _message_stop(encoder: Encoder, text: str, start: int, stop: int, end_text: str | None, closer: str) -> int:
+    """Where the text ends that the generated ids stand for. `end_text`: the control token they end with, if they do."""
+    if end_text is not None:
+        at = text.rfind(end_text, start, stop)
+        if at >= 0:
+            return at + len(end_text)
+        if text.startswith(end_text, stop):  # GLM ends an answer with the token that opens the next turn
+            return stop + len(end_text)
+    elif closer and text.endswith(closer, start, stop):
+        return stop - len(closer)
+    at, length = _last(text, encoder.control.values(), start, stop)
+    if at < 0:
+        return stop
+    return at if end_text is None else at + length  # the template ends the turn otherwise than the model did
+
+
+def _last(text: str, words: Iterable[str], start: int, stop: int) -> tuple[int, int]:
+    """(position, length) of the last of these words in text[start:stop], or (-1, 0)."""
+    return max(((text.rfind(word, start, stop), len(word)) for word in words if word), default=(-1, 0))

@@ -1,0 +1,268 @@
+"""A chat template: rendered by transformers' own renderer, and probed for what it does with text. Knows nothing of tokens.
+
+Nothing about a template is assumed from its family or name: small conversations of made-up words are rendered and compared.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .canonical import Plain
+from .errors import PromptError, TemplateError
+from .tokenise import common_chars
+
+ToolsAt = Literal["before system", "after system", "first user", "last user", "other", "absent"]
+
+_SYSTEM, _FIRST, _ANSWER, _SECOND = "Zsysqa words.", "Zuserqb words?", "Zansqc words.", "Zuserqd words?"
+_RESULTS = ("Zresqe", "Zresqf")
+_TOOL: Plain = {
+    "type": "function",
+    "function": {
+        "name": "zprobe_fn",
+        "description": "Zdescqg",
+        "parameters": {"type": "object", "properties": {"zarg": {"type": "string"}}},
+    },
+}
+_IDS = ("call00001", "call00002", "zother001", "zother002")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateReport:
+    """What probing found. P1 = system, user; P2 = P1 + call, result; P3 = P2 + call, result; P4 = P3 + answer, user.
+
+    step_preserving: P1 is a prefix of P2 and P2 of P3. turn_preserving: P3 is a prefix of P4. None: the template refused the probe.
+    """
+
+    step_preserving: bool | None
+    turn_preserving: bool | None
+    tools_at: ToolsAt
+    system: Literal["kept", "dropped", "refused"]
+    renders_call_ids: bool
+    parallel_calls: bool
+    dated: bool
+
+    @property
+    def prefix_preserving(self) -> bool:
+        return self.step_preserving is True and self.turn_preserving is True
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The literal text that a template puts around messages: `headers[before, kind]`, `closers[kind]`, the generation prompt."""
+
+    headers: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    closers: Mapping[str, str] = field(default_factory=dict)
+    generation: str = ""
+
+
+class Template:
+    """Renders messages to text, or raises TemplateError."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._given = chat_template
+        self._lock = threading.Lock()
+        self._report: TemplateReport | None = None
+        self._shapes: dict[bool, Shape] = {}
+
+    def render(
+        self, messages: Sequence[Plain], tools: Sequence[Plain], generation: bool = True, kwargs: Mapping[str, Any] | None = None
+    ) -> str:
+        import jinja2  # transformers needs it for any chat template; imported here so that a raw prompt does not
+
+        source = self._source(bool(tools))
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                chat_template=source,
+                add_generation_prompt=generation,
+                tokenize=False,
+                **(kwargs or {}),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise TemplateError(
+                f"the chat template refused these messages: {str(error) or type(error).__name__} ({type(error).__name__}); "
+                "change the messages to what the template expects or pass another chat_template="
+            ) from error
+        return str(text)
+
+    def _source(self, tools: bool) -> str:
+        """The template's text; a tokenizer may have one for tools and one without."""
+        if self._given is not None:
+            return self._given
+        try:
+            source = self._tokenizer.get_chat_template(None, [_TOOL] if tools else None)
+        except (ValueError, AttributeError) as error:
+            raise TemplateError(
+                f"the tokenizer {getattr(self._tokenizer, 'name_or_path', '')!r} has no chat template: pass chat_template=..., "
+                "or give the whole prompt as a string instead of messages"
+            ) from error
+        return str(source)
+
+    @property
+    def report(self) -> TemplateReport:
+        with self._lock:
+            if self._report is None:
+                self._report = self._probe_report()
+            return self._report
+
+    def shape(self, tools: bool) -> Shape:
+        with self._lock:
+            if tools not in self._shapes:
+                self._shapes[tools] = self._probe_shape(tools)
+            return self._shapes[tools]
+
+    def tools_text(self, tools: Sequence[Plain], kwargs: Mapping[str, Any] | None) -> str | None:
+        """The text that these tools add to a prompt ("" if it cannot be told apart), or None if the template ignores tools."""
+        user = {"role": "user", "content": _FIRST}
+        names = [str(tool.get("function", tool)["name"]) for tool in tools]
+        for messages in ([{"role": "system", "content": _SYSTEM}, user], [user]):
+            shown = self._try(messages, tools, True, kwargs)
+            if shown is None:
+                continue
+            if not all(name in shown for name in names):
+                return None
+            return _inserted(shown, self._try(messages, (), True, kwargs) or "", names[0])
+        return ""
+
+    def _try(
+        self, messages: Sequence[Plain], tools: Sequence[Plain] = (), generation: bool = True, kwargs: Mapping[str, Any] | None = None
+    ) -> str | None:
+        try:
+            return self.render(messages, tools, generation, kwargs)
+        except PromptError:
+            return None
+
+    def _probe_report(self) -> TemplateReport:
+        source = self._source(True)
+        system, tools = self._probe_system(), (_TOOL,)
+        start = [{"role": "system", "content": _SYSTEM}] if system == "kept" else []
+        conversation = [*start, {"role": "user", "content": _FIRST}]
+        prompts = [self._try(conversation, tools)]
+        for number in (0, 1):
+            conversation = [*conversation, *_tool_step(1, number)]
+            prompts.append(self._try(conversation, tools))
+        conversation = [*conversation, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _SECOND}]
+        prompts.append(self._try(conversation, tools))
+        kept = [None if one is None or two is None else two.startswith(one) for one, two in zip(prompts, prompts[1:], strict=False)]
+        other = self._try([*start, {"role": "user", "content": _FIRST}, *_tool_step(1, 0, foreign=True)], tools)
+        return TemplateReport(
+            step_preserving=None if None in kept[:2] else all(kept[:2]),
+            turn_preserving=kept[2],
+            tools_at=_tools_at(prompts[0], prompts[3], self._try(conversation[: len(start) + 1]) or ""),
+            system=system,
+            renders_call_ids=other != prompts[1],
+            parallel_calls=_shows(self._try([*conversation[: len(start) + 1], *_tool_step(2, 0)], tools), *_RESULTS),
+            dated="strftime_now" in source,
+        )
+
+    def _probe_system(self) -> Literal["kept", "dropped", "refused"]:
+        shown = self._try([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _FIRST}], (_TOOL,))
+        if shown is None:
+            return "refused"
+        return "kept" if _SYSTEM in shown else "dropped"
+
+    def _probe_shape(self, tools: bool) -> Shape:
+        """The longest probe conversation that this template accepts, cut into headers and closers at each message boundary."""
+        given: Sequence[Plain] = (_TOOL,) if tools else ()
+        first = {"role": "user", "content": _FIRST}
+        start = [{"role": "system", "content": _SYSTEM}, first]
+        chat = [{"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _SECOND}]
+        candidates = [[*start, *_tool_step(calls, 0), *chat] for calls in (2, 1)] if tools else []
+        candidates += [[*start, *chat], [first, *_tool_step(1, 0), *chat], [first, *chat]]
+        headers: dict[tuple[str, str], str] = {}
+        closers: dict[str, str] = {}
+        generation = ""
+        for conversation in candidates:
+            joint = self._try(conversation, given)
+            if joint is None:
+                continue
+            bare = self._try(conversation, given, False)
+            if bare is not None and joint.startswith(bare):
+                generation = generation or joint[len(bare) :]
+            parts = [self._try(conversation[: count + 1], given, False) for count in range(len(conversation))]
+            _learn(conversation, joint, parts, headers, closers)
+        opener = headers.get(("user", "assistant"), generation)
+        for before, kind in [key for key in headers if key[1] == "call"]:
+            text = headers[before, kind]  # ends somewhere in the markup of the call: keep what all assistant turns share
+            headers[before, kind] = text[: common_chars(text, opener)]
+        return Shape(headers, closers, generation)
+
+
+def _tool_step(calls: int, number: int, foreign: bool = False) -> list[Plain]:
+    """An assistant message with `calls` calls, and their results."""
+    ids = _IDS[2:] if foreign else _IDS[:2]
+    wanted = [
+        {"id": ids[(number + n) % 2], "type": "function", "function": {"name": "zprobe_fn", "arguments": {"zarg": f"zval{n}"}}}
+        for n in range(calls)
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "zprobe_fn", "content": _RESULTS[n]} for n, call in enumerate(wanted)]
+    return [{"role": "assistant", "content": "", "tool_calls": wanted}, *results]
+
+
+def _shows(text: str | None, *words: str) -> bool:
+    return text is not None and all(word in text for word in words)
+
+
+def _tools_at(first: str | None, last: str | None, plain: str) -> ToolsAt:
+    """Where P1 and P4 show the tool, against the system text and the two user texts. `plain` is P1 without tools."""
+    if first is None or "Zdescqg" not in first and "zprobe_fn" not in first:
+        return "absent"
+    word = "Zdescqg" if "Zdescqg" in first else "zprobe_fn"
+    at = first.index(word)
+    if last is not None and _FIRST in last and _SECOND in last and word in last and last.index(word) > last.index(_FIRST):
+        return "last user"
+    if _FIRST not in first or at > first.index(_FIRST):
+        return "other"
+    if _SYSTEM not in first:
+        return "before system"
+    if at < first.index(_SYSTEM):
+        return "before system"
+    gap = plain[plain.index(_SYSTEM) + len(_SYSTEM) : plain.index(_FIRST)].strip() if _shows(plain, _SYSTEM, _FIRST) else ""
+    return "first user" if gap and gap in first[first.index(_SYSTEM) : at] else "after system"
+
+
+def _inserted(shown: str, plain: str, name: str) -> str:
+    """The piece of `shown` that holds `name` and that `plain`, rendered without tools, does not have."""
+    head = common_chars(shown, plain)
+    tail = common_chars(shown[head:][::-1], plain[head:][::-1])
+    piece = shown[head : len(shown) - tail]
+    for word in (_SYSTEM, _FIRST):
+        if word not in piece:
+            continue
+        before, _, after = piece.partition(word)
+        if name in before:
+            piece = before
+        else:
+            _, _, rest = plain.partition(word)
+            piece = after[common_chars(after, rest) :]
+    return piece if name in piece else ""
+
+
+def _learn(
+    conversation: Sequence[Plain], joint: str, parts: Sequence[str | None], headers: dict[tuple[str, str], str], closers: dict[str, str]
+) -> None:
+    """Adds the text between neighbouring messages, split where the rendering of the first ones alone ends."""
+    before, end, cursor = "start", 0, 0
+    for index, message in enumerate(conversation):
+        kind = "call" if message.get("tool_calls") else str(message["role"])
+        word = "zprobe_fn" if kind == "call" else str(message["content"])
+        at = joint.find(word, cursor)
+        if at < 0:
+            return
+        if kind == "system" and 0 <= joint.find(_FIRST) < at:
+            continue  # glued to a later message
+        boundary = end
+        if index and (part := parts[index - 1]) is not None:
+            boundary = common_chars(joint, part)
+        if index and end <= boundary <= at and joint[boundary:at].strip():
+            headers.setdefault((before, kind), joint[boundary:at])
+            if before != "call":
+                closers.setdefault(before, joint[end:boundary])
+        last = joint.rfind("zval", cursor, joint.find("Zresqe", cursor)) if kind == "call" else -1
+        end = cursor = last + len("zval0") if last >= 0 else at + len(word)
+        before = kind

@@ -1,0 +1,238 @@
+"""Text to token ids, paying only for text that is new. Knows nothing of messages, templates or models.
+
+A safe cut is proved, not assumed. To tokenise a text that shares its first `d` characters with a known one:
+
+    known   |----------- kept ------------|==== overlap ====| d        ids and ends known
+    new     |                          cut|==== overlap ====| d .....  encoded from `cut` on
+
+The known ids saw the true left context, the new ids see the true right context. Where both agree, token by token at equal
+offsets, over a run of at least RUN tokens, the text is joined in the middle of the run. Otherwise the whole is tokenised.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+from .errors import MessageError
+
+BACK = 64  # tokens re-encoded before the divergence: pre-token rules look ahead, added tokens may straddle it
+RUN = 32  # of them must agree in one run; the join is in its middle, 16 tokens of context on each side
+BREAKERS = ("\u200d", "\u2060", " ", "\\")  # zero-width joiner, word joiner, then visible ones for normalisers that strip those
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    is_fast: bool
+
+    def __call__(self, text: str, **options: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """Characters [start, stop) of a rendering stand for tokens [first, last), the model's own ids. `key` names the message."""
+
+    key: bytes
+    source: int
+    start: int
+    stop: int
+    first: int
+    last: int
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A text with its ids. `ends[k]` is where token k ends in the text, never decreasing; empty if the tokenizer is slow."""
+
+    text: str
+    ids: list[int]
+    ends: list[int]
+    splices: tuple[Splice, ...] = ()
+
+    def tokens_before(self, char: int) -> int:
+        """How many tokens end at or before `char`."""
+        return bisect_right(self.ends, char)
+
+
+EMPTY = Encoded("", [], [])
+
+
+def common_chars(one: str, other: str) -> int:
+    """Length of the common prefix, by bisection over memory compares."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    step = 64
+    while low + step < high and one[low : low + step] == other[low : low + step]:
+        low += step
+        step *= 2
+    high = min(high, low + step)
+    while low + 1 < high:  # one[:low] equal, one[:high] not
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class Encoder:
+    """A tokenizer seen as: text to (ids, ends), without added BOS or EOS."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.fast = bool(getattr(tokenizer, "is_fast", False))
+        decoder = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        self.added = {int(token_id): str(token.content) for token_id, token in decoder.items()}
+        listed = set(getattr(tokenizer, "all_special_ids", ()))
+        special = {i for i, token in decoder.items() if token.special} | (listed & set(self.added))
+        # Non-special added tokens of this shape act as control tokens too (Phi's <|user|>); others, as <tool_call>, are plain words
+        # of the prompt that people write on purpose.
+        self.control = {i: text for i, text in self.added.items() if i in special or (text.startswith("<|") and text.endswith("|>"))}
+        for token_id in listed - set(self.control):
+            self.control[int(token_id)] = str(tokenizer.convert_ids_to_tokens(int(token_id)))  # type: ignore[attr-defined]
+
+    def encode(self, text: str) -> tuple[list[int], list[int]]:
+        """All ids of `text`, and where each ends (empty for a slow tokenizer)."""
+        if not text:
+            return [], []
+        if not self.fast:
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]), []
+        out = self._tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ends = [stop for _, stop in out["offset_mapping"]]
+        return list(out["input_ids"]), list(accumulate(ends, max))
+
+    def whole(self, text: str) -> Encoded:
+        return Encoded(text, *self.encode(text))
+
+    def resume(self, known: Encoded, shared: int, text: str) -> tuple[Encoded, int]:
+        """`text` encoded, and how many characters were tokenised for it. `known.text[:shared] == text[:shared]`.
+
+        Splices that end within the shared part are kept; the text behind the last of them is a section of its own.
+        """
+        splices = tuple(splice for splice in known.splices if splice.stop <= shared)
+        floor, first = (splices[-1].stop, splices[-1].last) if splices else (0, 0)
+        if known.ends and shared == len(text) == len(known.text):
+            return known, 0
+        if known.ends:
+            joined = self._join(known, first, floor, shared, text)
+            if joined is not None:
+                ids, ends, spent = joined
+                return Encoded(text, ids, ends, splices), spent
+        if not splices:
+            return self.whole(text), len(text)
+        return self.append(Encoded(known.text[:floor], known.ids[:first], known.ends[:first], splices), text)
+
+    def append(self, base: Encoded, text: str) -> tuple[Encoded, int]:
+        """`text` = base.text + more, the more encoded as what follows base's last token, which stays as it is."""
+        more = text[len(base.text) :]
+        last = self.control.get(base.ids[-1]) if base.ids else None
+        ids, ends = self.encode((last or "") + more)
+        skip = 0
+        if last is not None and ids and ids[0] == base.ids[-1]:
+            skip = 1
+        elif last is not None:  # a tokenizer that does not give a control token back: its text must not enter the prompt twice
+            ids, ends = self.encode(more)
+            last = None
+        shift = len(base.text) - len(last or "")
+        joined = Encoded(text, base.ids + ids[skip:], base.ends + [max(len(base.text), end + shift) for end in ends[skip:]], base.splices)
+        return joined, len(more) + len(last or "")
+
+    def _join(self, known: Encoded, first: int, floor: int, shared: int, text: str) -> tuple[list[int], list[int], int] | None:
+        """(ids, ends, characters tokenised) by the proof in the module's docstring, or None where it fails."""
+        cut = known.tokens_before(shared) - BACK
+        while cut > first and known.ends[cut] == known.ends[cut - 1]:
+            cut -= 1  # never between two tokens of one character
+        if cut <= first:
+            return None
+        start = known.ends[cut - 1]
+        ids, ends = self.encode(text[start:])
+        ends = [end + start for end in ends]
+        at = _agreement(known.ids, known.ends, cut, ids, ends, shared)
+        if at is None:
+            return None
+        old, new = at
+        return known.ids[:old] + ids[new:], known.ends[:old] + ends[new:], len(text) - start
+
+
+def _agreement(
+    known_ids: list[int], known_ends: list[int], cut: int, ids: list[int], ends: list[int], shared: int
+) -> tuple[int, int] | None:
+    """(known index, new index) in the middle of the longest agreeing run before `shared`, if it has RUN tokens."""
+    stop_old, stop_new = bisect_right(known_ends, shared), bisect_right(ends, shared)
+    best, best_at = 0, (0, 0)
+    old, new = cut, 0
+    while old < stop_old and new < stop_new:
+        run = 0
+        while (
+            old + run < stop_old
+            and new + run < stop_new
+            and known_ids[old + run] == ids[new + run]
+            and known_ends[old + run] == ends[new + run]
+        ):
+            run += 1
+        if run > best:
+            best, best_at = run, (old, new)
+        if run:
+            old, new = old + run, new + run
+        elif known_ends[old] < ends[new]:
+            old += 1
+        elif known_ends[old] > ends[new]:
+            new += 1
+        else:
+            old, new = old + 1, new + 1
+    if best < RUN:
+        return None
+    return best_at[0] + best // 2, best_at[1] + best // 2
+
+
+class Neutraliser:
+    """Breaks text that spells a control token, so that what users, tools and documents write cannot become one."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        texts = sorted({text for text in encoder.control.values() if len(text) > 1}, key=len, reverse=True)
+        ids = {text: token_id for token_id, text in encoder.control.items()}
+        folds = any(ids[text] in encoder.encode(f"a{text.swapcase()}a")[0] for text in texts)  # a lower-casing normaliser
+        flags = re.IGNORECASE if folds else 0
+        self._stems = () if folds else tuple({text[:2] for text in texts})
+        self._any = re.compile("|".join(map(re.escape, texts)) or "(?!)", flags)
+        self._breaker = self._choose(encoder, texts, set(ids.values()))
+
+    def __call__(self, text: str) -> str:
+        if self._stems and not any(stem in text for stem in self._stems):
+            return text  # the usual case, at memchr's speed
+        return self._broken(text, self._breaker)
+
+    def spells_any(self, text: str) -> bool:
+        return bool(self._any.search(text))
+
+    def _broken(self, text: str, breaker: str) -> str:
+        while (match := self._any.search(text)) is not None:  # breaking one token may lay bare another inside it
+            cut = match.start() + 1
+            text = text[:cut] + breaker + self._any.sub(lambda found: found[0][0] + breaker + found[0][1:], text[cut:])
+        return text
+
+    def _choose(self, encoder: Encoder, texts: Sequence[str], control: set[int]) -> str:
+        unknown = getattr(encoder._tokenizer, "unk_token_id", None)  # [UNK] is special and may stand for the breaker itself
+        sample = "".join(f"a{text}a" for text in texts)
+        for breaker in BREAKERS:
+            if any(breaker in text for text in texts):
+                continue
+            if not (set(encoder.encode(self._broken(sample, breaker))[0]) & control) - {unknown}:
+                return breaker
+        raise MessageError(
+            f"no way found to neutralise the special tokens of this tokenizer ({list(texts)[:8]!r} ...): use rendering='stock'"
+        )
