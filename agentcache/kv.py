@@ -56,14 +56,17 @@ class Page:
     """KV of up to 512 tokens: keys [layers, kv_heads, head_dim, 512], values [layers, kv_heads, 512, head_dim].
 
     `filled` counts the slots written so far. A page with filled == 512 is sealed: immutable, shared by reference.
+    layer_keys, layer_values: one view per layer.
     """
 
-    __slots__ = ("_claim", "_lock", "filled", "keys", "spec", "values")
+    __slots__ = ("__weakref__", "_claim", "_lock", "filled", "keys", "layer_keys", "layer_values", "spec", "values")
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
         self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), spec)
         self.values = _zeros((spec.layers, spec.kv_heads, PAGE_TOKENS, spec.head_dim), spec)
+        self.layer_keys = self.keys.unbind(0)
+        self.layer_values = self.values.unbind(0)
         self.filled = 0
         self._claim: object | None = None
         self._lock = threading.Lock()
@@ -144,8 +147,8 @@ class Sequence:
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [tokens, kv_heads, head_dim] of one layer at positions from `start` on."""
         for page, slot, count, offset in self.slots(start, start + keys.shape[0]):
-            page.keys[layer, :, :, slot : slot + count] = keys[offset : offset + count].permute(1, 2, 0)
-            page.values[layer, :, slot : slot + count] = values[offset : offset + count].transpose(0, 1)
+            page.layer_keys[layer][:, :, slot : slot + count] = keys[offset : offset + count].permute(1, 2, 0)
+            page.layer_values[layer][:, slot : slot + count] = values[offset : offset + count].transpose(0, 1)
 
     def advance(self, tokens: int) -> None:
         """Declare the next `tokens` positions written in every layer."""

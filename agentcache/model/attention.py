@@ -56,7 +56,9 @@ def _mask(batch: Batch, first: int, count: int, group: int, block: int, window: 
     return batch.masks[key]
 
 
-def _widen(name: str, page: torch.Tensor, widen: bool) -> torch.Tensor:
+def _widen(name: str, page: torch.Tensor, heads: slice, widen: bool) -> torch.Tensor:
+    if heads.stop - heads.start < page.shape[0]:
+        page = page[heads]
     if not widen:
         return page
     wide = scratch(name, page.numel()).view(page.shape)
@@ -75,7 +77,7 @@ def _tile(
     scores = scratch("scores", shape[0] * shape[1] * shape[2] * PAGE_TOKENS).view(shape)
     real = count * group  # rows behind it are padding
     for i, block in enumerate(blocks):
-        keys = _widen("keys", pages[block].keys[layer, heads], widen)
+        keys = _widen("keys", pages[block].layer_keys[layer], heads, widen)
         if keys.dtype == torch.float32:
             torch.bmm(q, keys, out=scores[i])
         else:
@@ -90,7 +92,7 @@ def _tile(
     sums = scores.sum(-1)
     total, out = sums[0], torch.zeros(q.shape, dtype=torch.float32)
     for i, block in enumerate(blocks):
-        values = _widen("values", pages[block].values[layer, heads], widen)
+        values = _widen("values", pages[block].layer_values[layer], heads, widen)
         if i:
             total = total + sums[i]
         if values.dtype == torch.float32:
