@@ -1,6 +1,6 @@
 """The conductor: messages in, completion and receipt out. Reading `Engine.stream` top to bottom names every part of a request once.
 
-    layout -> match -> plan -> fill -> decode -> keep -> receipt
+layout -> match -> plan -> fill -> decode -> keep -> receipt
 """
 
 from __future__ import annotations
