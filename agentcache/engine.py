@@ -115,8 +115,8 @@ class Stream(Iterator[Chunk]):
 class Engine:
     """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager.
 
-    model: Hugging Face id, folder, or a loaded model (then with its tokenizer). memory_bytes: budget for kept pages, by default a quarter of
-    the memory that is free after loading. chunk_tokens: longest piece of a prompt run at once. reuse: "exact", or "off" to keep nothing.
+    model: Hugging Face id, folder, or a loaded model (then with its tokenizer). memory_bytes: budget for kept pages, by default a quarter
+    of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact", or "off" to keep nothing.
     """
 
     def __init__(

@@ -117,7 +117,8 @@ class Sequence:
 
     def attach(self, pages: list[Page], tokens: int) -> None:
         """Start from shared pages that hold positions [0, tokens): sealed ones by reference, the last one claimed or branched."""
-        assert not self.pages and tokens <= len(pages) * PAGE_TOKENS
+        assert not self.pages
+        assert tokens <= len(pages) * PAGE_TOKENS
         whole, rest = divmod(tokens, PAGE_TOKENS)
         self.pages.extend(pages[:whole])
         if rest:

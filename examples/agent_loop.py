@@ -25,12 +25,10 @@ def weekday(date: str) -> str:
 
 
 FUNCTIONS = {"multiply": multiply, "weekday": weekday}
-NUMBER = {"type": "number"}
+NUMBER, TEXT = {"type": "number"}, {"type": "string"}
 TOOLS = [
     Tool("multiply", "Multiply two numbers.", {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}),
-    Tool(
-        "weekday", "Day of the week of an ISO date.", {"type": "object", "properties": {"date": {"type": "string"}}, "required": ["date"]}
-    ),
+    Tool("weekday", "Day of the week of an ISO date.", {"type": "object", "properties": {"date": TEXT}, "required": ["date"]}),
 ]
 
 

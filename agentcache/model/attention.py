@@ -145,6 +145,5 @@ def attend_gathered(part: Part, layer: int, query: torch.Tensor, scale: float, w
     group = query.shape[1] // keys.shape[1]
     keys, values = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (keys, values))
     mask = None if part.count == 1 else visible
-    return torch.nn.functional.scaled_dot_product_attention(query.transpose(0, 1), keys, values, attn_mask=mask, scale=scale).transpose(
-        0, 1
-    )
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(query.transpose(0, 1), keys, values, attn_mask=mask, scale=scale).transpose(0, 1)

@@ -51,11 +51,8 @@ class Numerics:
 
 
 def _has_16bit_units(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    else:
-        asks = ("_is_amx_fp16_supported",)
-    return any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
+    asks = {torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"), torch.float16: ("_is_amx_fp16_supported",)}
+    return any(getattr(torch.cpu, ask, lambda: False)() for ask in asks.get(dtype, ()))
 
 
 def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:
