@@ -61,7 +61,19 @@ def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:
         return "aten"
     if dtype in (torch.bfloat16, torch.float16) and not _has_16bit_units(dtype):
         return "upcast"
-    return "onednn" if _onednn_linear() else "aten"
+    return "onednn" if _onednn_takes(dtype) else "aten"
+
+
+@functools.cache
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    inner = _onednn_linear()
+    if inner is None:
+        return False
+    try:
+        inner(torch.ones(2, 32, dtype=dtype), torch.ones(8, 32, dtype=dtype), None, "none", [], "")
+    except RuntimeError:  # oneDNN has no code for this type on this processor
+        return False
+    return True
 
 
 @functools.cache
