@@ -11,8 +11,8 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.util import find_spec
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer

@@ -145,7 +145,7 @@ def run(console: Console, *, layers: int = 8, hidden: int = 768) -> dict[str, An
 
     episode = load_episode()
     tokenizer = toy.tokenizer(episode.texts, VOCAB)
-    console.print(f"A museum's operations assistant with {len(episode.tools)} tools, {len(episode.steps)} recorded steps, on a random model.")
+    console.print(f"A museum's operations assistant with {len(episode.tools)} tools, {len(episode.steps)} recorded steps, a random model.")
     for mode, meaning in MODES.items():
         console.print(f"  [bold]{mode:<5}[/bold]{meaning}")
     columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TextColumn("prompt tokens"), TimeElapsedColumn())
