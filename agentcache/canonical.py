@@ -1,30 +1,43 @@
-"""Messages in one canonical form: validated, ordered, ids by position. Knows nothing of templates or tokens.
-
-Two stages. `plain_messages` checks the caller's values and hands back plain dicts that say the same thing (what the stock
-rendering gets); `canonical_messages` then removes what may differ between two equal requests, and names what it changed.
-"""
+"""Messages in one canonical form, each worked out once: ordered, ids by position. Knows nothing of templates or tokens."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import MessageError
-from .types import Message, ToolCall
+from .plain import Plain, answered, check_list, pair_results, plain_message
+from .types import Message
 
-ROLES = ("system", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the names transformers itself treats as one
-Plain = dict[str, Any]
+ABSENT = "absent content rendered as empty text"  # a note that only matters where a template tells the two apart
+KNOWN_MESSAGES = 16_384  # messages worked out already: 150 episodes of 100
+KNOWN_CHARS = 32_000_000  # of them: the strings are mostly the caller's own
+
+_ENCODE = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+_ENCODE_SORTED = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=True, default=str).encode
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message as the template gets it. `source` is its index in the caller's list, `data` must not be modified."""
+    """One message as the template gets it. `source` is its index in the caller's list, `data` must not be modified.
+
+    notes: how it differs from what the caller gave; "{}" in them stands for the index. digest: what it says, without ids.
+    """
 
     source: int
     data: Plain
+    digest: bytes = b""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chars(self) -> int:
+        """Roughly what it costs to remember."""
+        return 200 + len(self.data.get("content", "")) * 2
 
     @property
     def kind(self) -> str:
@@ -32,140 +45,90 @@ class Turn:
         return "call" if self.data.get("tool_calls") else str(self.data["role"])
 
 
-# --- messages, stage 1: checked ------------------------------------------------------------------------------------------
+class Canon:
+    """Canonical messages, each worked out once: agents send the same messages again at every step.
+
+    Remembered by value (a string keeps its hash, so this costs no look at the text), the least recently used go first.
+    """
+
+    def __init__(self, clean: Callable[[str], str]) -> None:
+        self._clean = clean
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[Any, ...], Turn] = OrderedDict()
+        self._chars = 0
+
+    def messages(self, messages: Sequence[Message | Mapping[str, Any]]) -> tuple[list[Turn], list[str], bool]:
+        """(turns, differences in words, whether call ids were changed); raises MessageError."""
+        check_list(messages)
+        turns = [self.turn(index, message) for index, message in enumerate(messages)]
+        pair_results([turn.data for turn in turns])
+        notes = dict.fromkeys(note.format(turn.source) for turn in turns for note in turn.notes)  # ordered, without repeats
+        turns = _order_results(self._merge_system(turns, notes), notes)
+        turns, renamed = _number_calls(turns)
+        return turns, list(notes), renamed
+
+    def turn(self, index: int, message: Message | Mapping[str, Any]) -> Turn:
+        """One message in canonical form, its call ids still as given."""
+        key = _value_key(message)
+        with self._lock:
+            known = None if key is None else self._known.get(key)
+            if known is not None and key is not None:
+                self._known.move_to_end(key)
+        if known is None:
+            notes: dict[str, None] = {}
+            data = _canonical_message(plain_message(index, message), self._clean, notes)
+            known = Turn(index, data, digest_of(data), tuple(notes))
+            if key is not None:
+                self._keep(key, known)
+        return known if known.source == index else replace(known, source=index)
+
+    def _keep(self, key: tuple[Any, ...], turn: Turn) -> None:
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = turn
+                self._chars += turn.chars
+            while len(self._known) > 1 and (len(self._known) > KNOWN_MESSAGES or self._chars > KNOWN_CHARS):
+                self._chars -= self._known.popitem(last=False)[1].chars
+
+    def _merge_system(self, turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
+        """Several leading system messages as one: 15 of 67 known templates drop or refuse the second."""
+        count = next((n for n, turn in enumerate(turns) if turn.data["role"] != "system"), len(turns))
+        if count < 2:
+            return turns
+        notes[f"{count} leading system messages merged into one"] = None
+        text = "\n\n".join(turn.data["content"] for turn in turns[:count])
+        return [self.turn(turns[0].source, Message("system", text)), *turns[count:]]
 
 
-def plain_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Plain]:
-    """Plain dicts, arguments parsed; raises MessageError with the index of the first message that cannot be used."""
-    if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
-        raise MessageError(f"messages must be a list of messages or a string prompt, got {type(messages).__name__}")
-    if not messages:
-        raise MessageError("messages=[] is empty: give at least one message, or a string as a raw prompt")
-    plain = [_plain_message(index, message) for index, message in enumerate(messages)]
-    _pair_results(plain)
-    return plain
-
-
-def _plain_message(index: int, message: Message | Mapping[str, Any]) -> Plain:
+def _value_key(message: Message | Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """All that the canonical form depends on, hashable, or None where it is not cheap to tell."""
     if isinstance(message, Message):
-        out = _from_message(message)
-    elif isinstance(message, Mapping):
-        out = dict(message)
-    else:
-        raise MessageError(f"messages[{index}]={message!r:.200}: give a Message or a dict with 'role' and 'content'")
-    role = out.get("role")
-    if role not in ROLES:
-        hint = " (use 'system')" if role == "developer" else ""
-        raise MessageError(f"messages[{index}]: role={role!r} is unknown, use one of {ROLES!r}{hint}")
-    _check_content(index, out.get("content"))
-    calls = out.get("tool_calls")
-    if calls:
-        if role != "assistant":
-            raise MessageError(f"messages[{index}]: tool_calls on a {role!r} message; only an assistant message may call tools")
-        if isinstance(calls, (str, Mapping)) or not isinstance(calls, Sequence):
-            raise MessageError(f"messages[{index}]: tool_calls={calls!r:.200} is not a list of calls")
-        out["tool_calls"] = [_plain_call(index, number, call) for number, call in enumerate(calls)]
-    return out
+        made = tuple((call.id, call.name, _text(call.arguments)) for call in message.tool_calls)
+        return (Message, message.role, message.content, made, message.tool_call_id, message.name, message.reasoning)
+    if type(message) is not dict:
+        return None
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is not None and type(content) is not str:
+        return None
+    fields = [message.get(key) for key in ("role", "tool_call_id", "name", *REASONING_KEYS)]
+    if not all(field is None or type(field) is str for field in fields):
+        return None
+    return (dict, content, _text(calls) if calls else bool(calls), *fields)
 
 
-def _from_message(message: Message) -> Plain:
-    out: Plain = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        out["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        out["tool_calls"] = list(message.tool_calls)
-    if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        out["name"] = message.name
-    return out
+def _text(value: Any) -> str:
+    try:
+        return _ENCODE(value)
+    except (TypeError, ValueError):  # not JSON: still a value that can be told from others
+        return repr(value)
 
 
-def _check_content(index: int, content: Any) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, (list, tuple)):
-        raise MessageError(f"messages[{index}]: content={content!r:.200} is not text; give a string or a list of text parts")
-    for part in content:
-        if isinstance(part, str):
-            continue
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise MessageError(
-                f"messages[{index}]: content part {part!r:.200} is not text; only {{'type': 'text', 'text': ...}} parts can be rendered"
-            )
-
-
-def _plain_call(index: int, number: int, call: ToolCall | Mapping[str, Any]) -> Plain:
-    where = f"messages[{index}].tool_calls[{number}]"
-    if isinstance(call, ToolCall):
-        out: Plain = {} if call.id is None else {"id": call.id}
-        function: Plain = {"name": call.name, "arguments": call.arguments}
-        out.update(type="function", function=function)
-    elif isinstance(call, Mapping):
-        out = dict(call)
-        if "function" not in out and "name" in out:  # LangChain's own shape: {"name", "args", "id"}
-            known_id = {} if out.get("id") is None else {"id": out["id"]}
-            out = {**known_id, "type": "function", "function": {"name": out["name"], "arguments": out.get("arguments", out.get("args"))}}
-        if not isinstance(out.get("function"), Mapping):
-            raise MessageError(f"{where}={call!r:.200}: needs 'function': {{'name': ..., 'arguments': ...}}")
-        function = dict(out["function"])
-        out["function"] = function
-    else:
-        raise MessageError(f"{where}={call!r:.200}: give a ToolCall or a dict with 'function'")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise MessageError(f"{where}: name={function.get('name')!r} is not a function name")
-    function["arguments"] = _plain_arguments(where, function.get("arguments"))
-    return out
-
-
-def _plain_arguments(where: str, arguments: Any) -> Plain:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}  # some clients send "" for a call without arguments
-        except ValueError as error:
-            raise MessageError(f"{where}: arguments={arguments!r:.200} is not JSON ({error}); give a JSON object or a dict") from error
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, Mapping):
-        raise MessageError(f"{where}: arguments={arguments!r:.200} is not a JSON object")
-    return dict(arguments)
-
-
-def _pair_results(plain: list[Plain]) -> None:
-    """Checks that each tool result answers a call of the last assistant message that called tools, and each only once."""
-    waiting: list[tuple[str | None, str]] = []
-    for index, message in enumerate(plain):
-        if message.get("tool_calls"):
-            waiting = [(call.get("id"), call["function"]["name"]) for call in message["tool_calls"]]
-        elif message["role"] == "tool":
-            position = _answered(waiting, message)
-            if position is None:
-                raise MessageError(
-                    f"messages[{index}]: tool result with tool_call_id={message.get('tool_call_id')!r} answers no open call "
-                    f"(open: {[call_id for call_id, _ in waiting]!r}); put the assistant message with its tool_calls before it"
-                )
-            waiting.pop(position)
-
-
-def _answered(waiting: Sequence[tuple[str | None, str]], message: Plain) -> int | None:
-    """Position of the open call that a result answers: by id, else by order where either side has no id."""
-    wanted = message.get("tool_call_id")
-    for position, (call_id, _) in enumerate(waiting):
-        if call_id == wanted or call_id is None or wanted is None:
-            return position
-    return None
-
-
-# --- messages, stage 2: canonical ----------------------------------------------------------------------------------------
-
-
-def canonical_messages(plain: Sequence[Plain], clean: Callable[[str], str]) -> tuple[list[Turn], list[str], bool]:
-    """(turns, differences in words, whether call ids were changed). `clean` neutralises special-token text."""
-    notes: dict[str, None] = {}  # ordered and without repeats
-    turns = [Turn(index, _canonical_message(index, message, clean, notes)) for index, message in enumerate(plain)]
-    turns = _order_results(_merge_system(turns, notes), notes)
-    turns, renamed = _number_calls(turns)
-    return turns, list(notes), renamed
+def digest_of(message: Plain) -> bytes:
+    """A name for what a canonical message says: without ids, and the same for arguments in another key order."""
+    said = {key: value for key, value in message.items() if value and key != "tool_call_id"}
+    if "tool_calls" in said:
+        said["tool_calls"] = [call["function"] for call in said["tool_calls"]]
+    return hashlib.blake2b(_ENCODE_SORTED(said).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def text_of(content: Any) -> str:
@@ -177,19 +140,20 @@ def text_of(content: Any) -> str:
     return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
-def _canonical_message(index: int, message: Plain, clean: Callable[[str], str], notes: dict[str, None]) -> Plain:
+def _canonical_message(message: Plain, clean: Callable[[str], str], notes: dict[str, None]) -> Plain:
     def cleaned(text: str) -> str:
         safe = clean(text)
         if safe != text:
-            notes[f"message {index}: text that spells a special token was neutralised"] = None
+            notes["message {}: text that spells a special token was neutralised"] = None
         return safe
 
     out: Plain = {"role": message["role"]}
     content = message.get("content")
-    if content is not None and not isinstance(content, str):
-        notes[f"message {index}: content parts joined into one text"] = None
-    if content is not None:  # transformers drops None before rendering: an absent key is what stock shows the template
-        out["content"] = cleaned(text_of(content))
+    if content is None:
+        notes[ABSENT] = None
+    elif not isinstance(content, str):
+        notes["message {}: content parts joined into one text"] = None
+    out["content"] = cleaned(text_of(content))  # transformers drops None before rendering, and some templates fail on the absent key
     reasoning = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), None)
     if reasoning is not None:
         out["reasoning_content"] = cleaned(reasoning)
@@ -218,16 +182,6 @@ def mapped(value: Any, clean: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [mapped(item, clean) for item in value]
     return value
-
-
-def _merge_system(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
-    """Several leading system messages as one: 15 of 67 known templates drop or refuse the second."""
-    count = next((n for n, turn in enumerate(turns) if turn.data["role"] != "system"), len(turns))
-    if count < 2:
-        return turns
-    notes[f"{count} leading system messages merged into one"] = None
-    text = "\n\n".join(turn.data.get("content", "") for turn in turns[:count])
-    return [Turn(turns[0].source, {"role": "system", "content": text}), *turns[count:]]
 
 
 def _order_results(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
@@ -274,8 +228,8 @@ def _number_calls(turns: list[Turn]) -> tuple[list[Turn], bool]:
                 calls.append({**call, "id": new})
             data = {**data, "tool_calls": calls}
         elif data["role"] == "tool":
-            position = _answered(waiting, data)
+            position = answered(waiting, data)
             assert position is not None, "checked by plain_messages"
             data = {**data, "tool_call_id": waiting.pop(position)[1]}
-        out.append(Turn(turn.source, data))
+        out.append(turn if data is turn.data else replace(turn, data=data))
     return out, changed

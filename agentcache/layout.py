@@ -10,42 +10,24 @@ Layout
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .canonical import Plain, Turn, canonical_messages, plain_messages
-from .errors import ConfigError, MessageError, TemplateError
+from .errors import ConfigError, MessageError
 from .memory import Generated, Memory, chain, link
-from .schemas import canonical_tools, order_tools, plain_tools, tool_name
-from .spans import Mark, marks, spans
+from .request import Request, Requests
+from .spans import Mark, generation_start, marks, places, spans
 from .splice import spliced
-from .template import Template, TemplateReport
-from .tokenise import EMPTY, Encoded, Encoder, Neutraliser, common_chars
+from .template import SENTINEL, Shape, Template, TemplateReport
+from .tokenise import EMPTY, Encoded, Encoder, Place, common_chars
 from .types import Layout, Message, Rendering, Span, Tool, ToolOrder
 
 __all__ = ["Renderer", "TemplateReport"]
 
-TOOL_LISTS = 128  # remembered tool lists and prefixes; each costs some small renderings to find again
-
-# What a user's text may start with: the prefix ends before any token that depends on it.
-_OPENINGS = ("Qz opening", "\n\nQz", "  Qz", "7 Qz", "!Qz", "é", "字", "/Qz", '"Qz', "qz")
-_SENTINEL = "Qzsentinel"
-_LATER = (
-    [{"role": "assistant", "content": "Qzanswer"}, {"role": "user", "content": "qzmore"}],
-    [
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "qzname", "arguments": {}}}],
-        },
-        {"role": "tool", "tool_call_id": "call00001", "name": "qzname", "content": "qzresult"},
-    ],
-)
+PREFIXES = 128  # remembered stable prefixes; each costs some small renderings to find again
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +36,6 @@ class Rendered(Layout):
 
     encoded: Encoded = field(default=EMPTY, repr=False, compare=False)
     chain: bytes = field(default=b"", repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tools:
-    """A tool list ready to render. `root` names it, `text` is what it adds to a prompt."""
-
-    schemas: list[Plain]
-    notes: tuple[str, ...]
-    text: str
-    root: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """One request in the form that is rendered."""
-
-    turns: list[Turn]
-    tools: _Tools
-    notes: list[str]
-    keys: list[bytes]
-    kwargs: Mapping[str, Any]
-    generation: bool
 
 
 class Renderer:
@@ -88,13 +48,12 @@ class Renderer:
         self._encoder = Encoder(tokenizer)
         self._tokenizer = tokenizer
         self._template = Template(tokenizer, chat_template)
+        self._requests = Requests(self._template, self._encoder)
         self._special_tokens = special_tokens
         self._memory = Memory()
         self._lock = threading.Lock()
-        self._clean: Neutraliser | None = None
         self._leading_ids: list[int] | None = None
-        self._tool_texts: OrderedDict[bytes, str] = OrderedDict()
-        self._prefixes: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[str, bytes], list[int]] = OrderedDict()
 
     @property
     def report(self) -> TemplateReport:
@@ -119,24 +78,25 @@ class Renderer:
         _check_options(rendering, tools_order)
         if isinstance(messages, str):
             return self._render_text(messages, tools, namespace)
-        kwargs = template_kwargs or {}
+        request = self._requests.build(messages, tools, rendering, tools_order, sticky, template_kwargs or {})
+        return self._layout(request, rendering, namespace, generation)
+
+    def _layout(self, request: Request, rendering: Rendering, namespace: str, generation: bool) -> Rendered:
+        text = self._template.render([turn.data for turn in request.turns], request.tools.schemas, generation, request.kwargs)
+        frame = _Frame(request, self._template.shape(bool(request.tools.schemas)), generation)
         if rendering == "stock":
-            request = self._stock(messages, tools, kwargs, generation)
+            encoded, spent = self._encode(namespace, text, frame)
         else:
-            request = self._canonical(messages, tools, tools_order, sticky, kwargs, generation)
-        text = self._template.render([turn.data for turn in request.turns], request.tools.schemas, generation, kwargs)
-        found = marks(text, request.turns, self._template.shape(bool(request.tools.schemas)), request.tools.text, generation)
-        if rendering == "stock":
-            encoded, spent = self._encode(namespace, text)
-        else:
-            encoded, spent = self._encode_own(namespace, text, request, found)
+            encoded, spent = self._encode_own(namespace, text, request, frame)
+        encoded = replace(encoded, places=frame.places)
+        self._keep(namespace, encoded)
         prefix, extra = self._prefix_tokens(encoded.ids, request, namespace)
         return Rendered(
             ids=encoded.ids,
-            spans=spans(encoded, found),
+            spans=spans(encoded, frame.marks(text)),
             text=text,
             prefix_tokens=prefix,
-            differences=() if rendering == "stock" else (*request.tools.notes, *request.notes, *_splice_notes(encoded)),
+            differences=(*request.notes, *_splice_notes(encoded)),
             spliced_tokens=sum(splice.last - splice.first for splice in encoded.splices),
             tokenised_chars=spent + extra,
             encoded=encoded,
@@ -150,9 +110,10 @@ class Renderer:
         """
         if not isinstance(layout, Rendered) or not layout.chain or not generated_ids or not self._encoder.fast:
             return  # stock renderings and raw prompts are never spliced
-        plain = plain_messages([Message("user", ""), replace(message, tool_call_id=None)])[1:]
-        turns, _, _ = canonical_messages(plain, self._neutraliser())
-        self._memory.learn(namespace, link(layout.chain, turns[0].data), Generated(layout.encoded, tuple(map(int, generated_ids))))
+        if message.role != "assistant":
+            raise MessageError(f"remember(message={message!r:.200}): only an assistant message is generated")
+        key = link(layout.chain, self._requests.canon().turn(0, message))
+        self._memory.learn(namespace, key, Generated(layout.encoded, tuple(map(int, generated_ids))))
 
     def prefix(
         self,
@@ -167,110 +128,49 @@ class Renderer:
     ) -> Layout:
         """The longest token prefix of system and tools that does not depend on any later message."""
         _check_options(rendering, tools_order)
-        kwargs = template_kwargs or {}
-        given = list(messages) if messages else []
-        leading = [m for m in given if (m.role if isinstance(m, Message) else m.get("role")) == "system"]
+        leading = [m for m in messages or () if (m.role if isinstance(m, Message) else m.get("role")) == "system"]
         # A user message stands behind the system text, as in every request to come; it is cut off again.
-        opened = [*leading, Message("user", _SENTINEL)]
-        if rendering == "stock":
-            request = self._stock(opened, tools, kwargs, True)
-        else:
-            request = self._canonical(opened, tools, tools_order, sticky, kwargs, True)
-        before, found_at = self._prefix_of(request, namespace)
-        text = self._template.render([turn.data for turn in request.turns], request.tools.schemas, True, kwargs)
-        encoded, spent = self._encode(namespace, text)
-        found = marks(text, request.turns, self._template.shape(bool(request.tools.schemas)), request.tools.text, True)
-        size = len(before)
-        covered = tuple(replace(span, stop=min(span.stop, size)) for span in spans(encoded, found) if span.start < size)
-        shown = text[: encoded.ends[size - 1]] if encoded.ends and size else ""
-        notes = () if rendering == "stock" else (*request.tools.notes, *request.notes)
-        return Layout(before, covered, shown, size, notes, 0, spent + found_at)
-
-    def _stock(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        tools: Sequence[Tool | Mapping[str, Any]],
-        kwargs: Mapping[str, Any],
-        generation: bool,
-    ) -> _Request:
-        turns = [Turn(index, message) for index, message in enumerate(plain_messages(messages))]
-        listed = self._listed(plain_tools(tools), [], kwargs)
-        return _Request(turns, listed, [], chain(listed.root, turns[:1]), kwargs, generation)
-
-    def _canonical(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        tools: Sequence[Tool | Mapping[str, Any]],
-        order: ToolOrder,
-        sticky: Sequence[str],
-        kwargs: Mapping[str, Any],
-        generation: bool,
-    ) -> _Request:
-        clean = self._neutraliser()
-        turns, notes, renamed = canonical_messages(plain_messages(messages), clean)
-        given, changed = canonical_tools(plain_tools(tools), clean) if tools else ([], [])
-        ordered = order_tools(given, order, sticky)
-        if ordered != given:
-            changed.append(f"tools reordered: {order}")
-        listed = self._listed(ordered, changed, kwargs)
-        if renamed and self.report.renders_call_ids:
-            notes.append("tool-call ids replaced by their position")
-        return _Request(turns, listed, notes, chain(listed.root, turns), kwargs, generation)
-
-    def _listed(self, schemas: list[Plain], notes: list[str], kwargs: Mapping[str, Any]) -> _Tools:
-        """The tool list with what it adds to a prompt; found once per list, by rendering it alone."""
-        said = json.dumps([schemas, sorted(kwargs.items())], ensure_ascii=False, default=repr)
-        root = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        text = _recall(self._lock, self._tool_texts, root)
-        if text is None:
-            text = self._template.tools_text(schemas, kwargs) if schemas else ""
-            if text is None:
-                raise TemplateError(
-                    f"the chat template does not show the tools {[tool_name(tool) for tool in schemas][:8]!r}: it ignores `tools`; pass "
-                    "chat_template= with one that renders tools, describe them in the system message, or pass no tools"
-                )
-            _store(self._lock, self._tool_texts, root, text)
-        return _Tools(schemas, tuple(notes), text, root)
-
-    def _neutraliser(self) -> Neutraliser:
-        if self._clean is None:  # two threads may both build it: the same value twice
-            self._clean = Neutraliser(self._encoder)
-        return self._clean
+        opened = [*leading, Message("user", SENTINEL)]
+        request = self._requests.build(opened, tools, rendering, tools_order, sticky, template_kwargs or {})
+        whole = self._layout(request, rendering, namespace, True)
+        size, ends = whole.prefix_tokens, whole.encoded.ends
+        covered = tuple(replace(span, stop=min(span.stop, size)) for span in whole.spans if span.start < size)
+        shown = whole.text[: ends[size - 1]] if ends and size else ""
+        return Layout(whole.ids[:size], covered, shown, size, whole.differences, 0, whole.tokenised_chars)
 
     # --- text to ids -----------------------------------------------------------------------------------------------------
 
-    def _encode(self, namespace: str, text: str) -> tuple[Encoded, int]:
+    def _encode(self, namespace: str, text: str, frame: _Frame | None = None) -> tuple[Encoded, int]:
         """Exactly the ids of tokenising all of `text`, and how many characters were tokenised for it."""
         known, shared = self._memory.nearest(namespace, text, ())
-        encoded, spent = self._encoder.resume(known, shared, text)
-        self._keep(namespace, encoded)
-        return encoded, spent
+        if frame is not None:
+            frame.place(text, known, shared)
+        return self._encoder.resume(known, shared, text)
 
-    def _encode_own(self, namespace: str, text: str, request: _Request, found: Sequence[Mark]) -> tuple[Encoded, int]:
+    def _encode_own(self, namespace: str, text: str, request: Request, frame: _Frame) -> tuple[Encoded, int]:
         """Like `_encode`, with the model's own ids in place of its remembered messages."""
         known, shared = self._memory.nearest(namespace, text, set(request.keys))
+        frame.place(text, known, shared)
         have = {splice.key for splice in known.splices if splice.stop <= shared}
         for number in reversed(range(len(request.turns))):
-            key = request.keys[number + 1]
-            if key in have:
+            if (key := request.keys[number + 1]) in have:
                 break
             generated = self._memory.generated(namespace, key)
             if generated is None or not text.startswith(generated.prompt.text):
                 continue
             turn = request.turns[number]
-            later = {other.source for other in request.turns[number + 1 :]}
-            start = len(generated.prompt.text)
-            stops = (mark.char for mark in found if mark.char > start and (mark.message in later or mark.kind in ("generation", "tools")))
-            closer = self._template.shape(bool(request.tools.schemas)).closers.get(turn.kind, "")
             base, compared = spliced(
-                self._encoder, generated, text, key=key, source=turn.source, turn_stop=min(stops, default=len(text)), closer=closer
+                self._encoder,
+                generated,
+                text,
+                key=key,
+                source=turn.source,
+                turn_stop=frame.turn_stop(number, len(generated.prompt.text)),
+                closer=frame.shape.closers.get(turn.kind, ""),
             )
             encoded, spent = self._encoder.append(base, text)
-            self._keep(namespace, encoded)
             return encoded, spent + compared
-        encoded, spent = self._encoder.resume(known, shared, text)
-        self._keep(namespace, encoded)
-        return encoded, spent
+        return self._encoder.resume(known, shared, text)
 
     def _keep(self, namespace: str, encoded: Encoded) -> None:
         if encoded.ends:
@@ -282,6 +182,7 @@ class Renderer:
         if not text:
             raise MessageError("the prompt '' is empty: give at least one character")
         encoded, spent = self._encode(namespace, text)
+        self._keep(namespace, encoded)
         ids = [*self._leading(text), *encoded.ids]
         return Layout(ids, (Span("text", 0, len(ids)),), text, tokenised_chars=spent)
 
@@ -297,35 +198,32 @@ class Renderer:
 
     # --- the stable prefix -----------------------------------------------------------------------------------------------
 
-    def _prefix_tokens(self, ids: list[int], request: _Request, namespace: str) -> tuple[int, int]:
+    def _prefix_tokens(self, ids: list[int], request: Request, namespace: str) -> tuple[int, int]:
         """(how many of these ids are the stable prefix, characters tokenised to find out)."""
         before, spent = self._prefix_of(request, namespace)
         if ids[: len(before)] == before:
             return len(before), spent
         return _common_ids(ids, before), spent
 
-    def _prefix_of(self, request: _Request, namespace: str) -> tuple[list[int], int]:
+    def _prefix_of(self, request: Request, namespace: str) -> tuple[list[int], int]:
         leading = request.turns[:1] if request.turns[0].data["role"] == "system" else []
-        key = chain(request.tools.root + namespace.encode(), leading)[-1] + bytes([request.generation])
-        found = _recall(self._lock, self._prefixes, key)
-        if found is not None:
-            return found, 0
-        found, spent = self._find_prefix([turn.data for turn in leading], request, namespace)
-        _store(self._lock, self._prefixes, key, found)
+        key = namespace, chain(request.tools.root, leading)[-1]
+        with self._lock:
+            if (found := self._prefixes.get(key)) is not None:
+                self._prefixes.move_to_end(key)
+                return found, 0
+        texts = self._template.openings([turn.data for turn in leading], request.tools.schemas, request.kwargs)
+        found, spent = self._common_prefix(texts, namespace)
+        with self._lock:
+            self._prefixes[key] = found
+            while len(self._prefixes) > PREFIXES:
+                self._prefixes.popitem(last=False)
         return found, spent
 
-    def _find_prefix(self, leading: list[Plain], request: _Request, namespace: str) -> tuple[list[int], int]:
-        """The common ids of prompts that start with these messages and these tools and go on in different ways."""
-        opened: list[Plain] = [*leading, {"role": "user", "content": _SENTINEL}]
-        texts = []
-        for later in ([], *_LATER):
-            try:
-                texts.append(self._template.render([*opened, *later], request.tools.schemas, True, request.kwargs))
-            except TemplateError:
-                continue  # not every template takes every conversation; one rendering at least is needed
+    def _common_prefix(self, texts: Sequence[str], namespace: str) -> tuple[list[int], int]:
+        """The ids with which all these texts start, and how many characters were tokenised to find them."""
         if not texts:
             return [], 0
-        texts += [texts[0].replace(_SENTINEL, opening, 1) for opening in _OPENINGS]
         known, spent = self._encode(namespace, texts[0])
         ids = known.ids
         for text in texts[1:]:
@@ -334,22 +232,40 @@ class Renderer:
         return ids, spent
 
 
-def _common_ids(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+class _Frame:
+    """Where the parts of one rendering stand: worked out once, for splicing and for the spans."""
+
+    def __init__(self, request: Request, shape: Shape, generation: bool) -> None:
+        self._request = request
+        self.shape = shape
+        self._generation = generation
+        self.places: list[Place] = []
+        self._stop = 0
+        self._tools: tuple[int, int] | None = None
+
+    def place(self, text: str, known: Encoded, shared: int) -> None:
+        added = self._request.tools.text
+        at = text.find(added) if added else -1
+        self._tools = (at, at + len(added)) if at >= 0 else None
+        self._stop = generation_start(text, self.shape, self._generation)
+        self.places = places(text, self._request.turns, self._request.keys[1:], self.shape, self._stop, known, shared)
+
+    def turn_stop(self, number: int, start: int) -> int:
+        """Where the turn ends that stands behind `start`: at the next turn shown, at the tools, or at the generation prompt."""
+        later = [place.start for place in self.places[number + 1 :] if place.start is not None and place.start > start]
+        tools = [self._tools[0]] if self._tools is not None and self._tools[0] > start else []
+        return min([*later[:1], *tools, self._stop])
+
+    def marks(self, text: str) -> list[Mark]:
+        return marks(self._request.turns, self.places, len(text), self._stop, self._tools)
 
 
-def _recall(lock: threading.Lock, table: OrderedDict[bytes, Any], key: bytes) -> Any:
-    with lock:
-        if key in table:
-            table.move_to_end(key)
-        return table.get(key)
-
-
-def _store(lock: threading.Lock, table: OrderedDict[bytes, Any], key: bytes, value: Any) -> None:
-    with lock:
-        table[key] = value
-        while len(table) > TOOL_LISTS:
-            table.popitem(last=False)
+def _common_ids(one: list[int], other: list[int]) -> int:
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # one[:low] equal; bisection over slices, which are compared in C
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def _check_options(rendering: str, order: str) -> None:

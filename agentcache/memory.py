@@ -6,13 +6,12 @@ Both tables are bounded, and a namespace never sees the records of another.
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from .canonical import Plain, Turn
+from .canonical import Turn
 from .tokenise import EMPTY, Encoded, common_chars
 
 ENTRIES = 256  # renderings per namespace: some more than agents that plausibly alternate on one device
@@ -37,17 +36,13 @@ def chain(root: bytes, turns: Sequence[Turn]) -> list[bytes]:
     """keys[i] names the first i messages as they are in canonical form, keys[0] what stands before all messages."""
     keys = [root]
     for turn in turns:
-        keys.append(link(keys[-1], turn.data))
+        keys.append(link(keys[-1], turn))
     return keys
 
 
-def link(parent: bytes, message: Plain) -> bytes:
-    """The key of a history that ends in `message`. Absent and empty fields are the same; so are arguments in another key order."""
-    said = {key: value for key, value in message.items() if value}
-    if "tool_calls" in said:  # their ids are positions, which the chain knows already
-        said["tool_calls"] = [call["function"] for call in said["tool_calls"]]
-    text = json.dumps(said, ensure_ascii=False, sort_keys=True, default=str)
-    return hashlib.blake2b(parent + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def link(parent: bytes, turn: Turn) -> bytes:
+    """The key of a history that ends in `turn`. A call id is a position by now: it tells which call a result answers."""
+    return hashlib.blake2b(parent + turn.digest + str(turn.data.get("tool_call_id") or "").encode(), digest_size=16).digest()
 
 
 class Memory:

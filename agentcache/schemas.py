@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .canonical import Plain, mapped
+from .canonical import mapped
 from .errors import ToolSchemaError
+from .plain import Plain
 from .types import Tool, ToolOrder
 
 

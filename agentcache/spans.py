@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .canonical import Turn, text_of
 from .template import Shape
-from .tokenise import Encoded
+from .tokenise import Encoded, Place
 from .types import Span, SpanKind
 
 HEAD = 48  # characters of content that identify a message behind its header
@@ -27,25 +27,32 @@ class Mark:
     message: int | None = None
 
 
-def turn_starts(text: str, turns: Sequence[Turn], shape: Shape, stop: int) -> list[int | None]:
-    """The character at which each turn's header starts, or None where the rendering does not show the turn."""
-    starts: list[int | None] = []
-    before, end, cursor = "start", 0, 0
-    for number, turn in enumerate(turns):
+def places(text: str, turns: Sequence[Turn], keys: Sequence[bytes], shape: Shape, stop: int, known: Encoded, shared: int) -> list[Place]:
+    """Where each turn stands in text[:stop]. What `known` tells about the shared characters is taken over; keys[i] ends in turn i."""
+    out: list[Place] = []
+    for place, key in zip(known.places, keys, strict=False):
+        if place.key != key or place.stop > min(shared, stop):
+            break
+        out.append(place)
+    shown = next((place for place in reversed(out) if place.start is not None), Place(b"", "start", 0, 0))
+    for number in range(len(out), len(turns)):
+        turn = turns[number]
         content = text_of(turn.data.get("content")).strip()
-        found = _find(text, turn, content, shape.headers.get((before, turn.kind), ""), cursor, stop)
-        if found is None or (turn.kind == "system" and _overtaken(text, turns[number + 1 :], cursor, found[1])):
-            starts.append(None)
+        found = _find(text, turn, content, shape.headers.get((shown.kind, turn.kind), ""), shown.stop, stop)
+        if found is None or (turn.kind == "system" and _overtaken(text, turns[number + 1 :], shown.stop, found[1])):
+            out.append(Place(keys[number], turn.kind, None, shown.stop))
             continue
-        header, at, length = found
-        starts.append(_boundary(text, end, at, shape.closers.get(before, "")) if header is None else header)
-        before, cursor = turn.kind, at + length
-        end = cursor
+        start, at, length = found
+        if start is None:
+            start = _boundary(text, shown.stop, at, shape.closers.get(shown.kind, ""))
+        end = at + length
         if turn.kind == "call":
             name = str(turn.data["tool_calls"][-1]["function"]["name"])
-            place = text.find(name, cursor, stop)
-            end = cursor = place + len(name) if place >= 0 else cursor
-    return starts
+            behind = text.find(name, end, stop)
+            end = behind + len(name) if behind >= 0 else end
+        shown = Place(keys[number], turn.kind, start, end)
+        out.append(shown)
+    return out
 
 
 def _find(text: str, turn: Turn, content: str, header: str, cursor: int, stop: int) -> tuple[int | None, int, int] | None:
@@ -78,23 +85,21 @@ def _boundary(text: str, end: int, at: int, closer: str) -> int:
     return end + len(closer) if closer and text.startswith(closer, end) and end + len(closer) <= at else end
 
 
-def marks(text: str, turns: Sequence[Turn], shape: Shape, tools: str, generation: bool) -> list[Mark]:
-    """Marks in ascending order, the first at 0."""
-    stop = len(text)
-    if generation and shape.generation and text.endswith(shape.generation):
-        stop -= len(shape.generation)
-    starts = turn_starts(text, turns, shape, stop)
-    leading = turns[0].source if turns and turns[0].data["role"] == "system" and starts[0] is not None else None
+def generation_start(text: str, shape: Shape, generation: bool) -> int:
+    """Where the generation prompt starts, the end of the text if there is none."""
+    return len(text) - len(shape.generation) if generation and shape.generation and text.endswith(shape.generation) else len(text)
+
+
+def marks(turns: Sequence[Turn], found: Sequence[Place], size: int, stop: int, tools: tuple[int, int] | None) -> list[Mark]:
+    """Marks in ascending order, the first at 0. `size`: of the text; `stop`: start of the generation prompt."""
+    leading = turns[0].source if turns and turns[0].data["role"] == "system" and found[0].start is not None else None
     out = [Mark(0, "system", leading)]
-    for number, (turn, start) in enumerate(zip(turns, starts, strict=True)):
-        if start is not None and (number or leading is None):
-            out.append(Mark(start, "system" if turn.data["role"] == "system" else "turn", turn.source))
-    if stop < len(text) or generation:
+    for number, (turn, place) in enumerate(zip(turns, found, strict=True)):
+        if place.start is not None and (number or leading is None):
+            out.append(Mark(place.start, "system" if turn.kind == "system" else "turn", turn.source))
+    if stop < size:
         out.append(Mark(stop, "generation"))
-    at = text.find(tools) if tools else -1
-    if at >= 0:
-        out = _with_tools(out, at, at + len(tools))
-    return out
+    return out if tools is None else _with_tools(out, *tools)
 
 
 def _with_tools(out: list[Mark], start: int, stop: int) -> list[Mark]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .memory import Generated
-from .tokenise import Encoded, Encoder, Splice
+from .tokenise import BACK, Encoded, Encoder, Splice
 
 
 def spliced(
@@ -24,8 +24,9 @@ def spliced(
     start, first = len(prompt.text), len(prompt.ids)
     stop = _message_stop(encoder, text, start, turn_stop, encoder.control.get(generated.ids[-1]), closer)
     ids = prompt.ids + list(generated.ids)
+    near = max(0, first - 2 * BACK)  # what lies further back was not tokenised anew
     stock, spent = encoder.resume(prompt, start, text[:stop])
-    splice = Splice(key, source, start, stop, first, len(ids), differs=stock.ids != ids)
+    splice = Splice(key, source, start, stop, first, len(ids), differs=stock.ids[near:] != ids[near:])
     ends = prompt.ends + [stop] * len(generated.ids)
     return Encoded(text[:stop], ids, ends, (*prompt.splices, splice)), spent
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .canonical import Plain
 from .errors import PromptError, TemplateError
+from .plain import Plain
 from .tokenise import common_chars
 
 ToolsAt = Literal["before system", "after system", "first user", "last user", "other", "absent"]
@@ -29,11 +29,17 @@ _TOOL: Plain = {
 _IDS = ("call00001", "call00002", "zother001", "zother002")
 
 
+SENTINEL = "Qzsentinel"
+# What a user's text may start with: a stable prefix ends before any token that depends on it.
+_OPENINGS = ("Qz opening", "\n\nQz", "  Qz", "7 Qz", "!Qz", "é", "字", "/Qz", '"Qz', "qz")
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
     """What probing found. P1 = system, user; P2 = P1 + call, result; P3 = P2 + call, result; P4 = P3 + answer, user.
 
     step_preserving: P1 is a prefix of P2 and P2 of P3. turn_preserving: P3 is a prefix of P4. None: the template refused the probe.
+    absent_is_empty: a call without content renders as one with empty content (or is refused). dated: today's date may be shown.
     """
 
     step_preserving: bool | None
@@ -42,6 +48,7 @@ class TemplateReport:
     system: Literal["kept", "dropped", "refused"]
     renders_call_ids: bool
     parallel_calls: bool
+    absent_is_empty: bool
     dated: bool
 
     @property
@@ -129,6 +136,14 @@ class Template:
             return _inserted(shown, self._try(messages, (), True, kwargs) or "", names[0])
         return ""
 
+    def openings(self, leading: Sequence[Plain], tools: Sequence[Plain], kwargs: Mapping[str, Any]) -> list[str]:
+        """Prompts that start with these messages and tools and go on in different ways; none if the template refuses them all."""
+        user: Plain = {"role": "user", "content": SENTINEL}
+        more: list[Plain] = [{"role": "assistant", "content": "Qzanswer"}, {"role": "user", "content": "qzmore"}]
+        tried = ([user], [user, *more], [user, *_tool_step(1, 0)], more)
+        shown = [text for later in tried if (text := self._try([*leading, *later], tools, True, kwargs)) is not None]
+        return shown + [shown[0].replace(SENTINEL, opening, 1) for opening in _OPENINGS if shown and SENTINEL in shown[0]]
+
     def _try(
         self, messages: Sequence[Plain], tools: Sequence[Plain] = (), generation: bool = True, kwargs: Mapping[str, Any] | None = None
     ) -> str | None:
@@ -150,12 +165,15 @@ class Template:
         prompts.append(self._try(conversation, tools))
         kept = [None if one is None or two is None else two.startswith(one) for one, two in zip(prompts, prompts[1:], strict=False)]
         other = self._try([*start, {"role": "user", "content": _FIRST}, *_tool_step(1, 0, foreign=True)], tools)
+        call, result = _tool_step(1, 0)
+        bare = self._try([*conversation[: len(start) + 1], {**call, "content": None}, result], tools)
         return TemplateReport(
             step_preserving=None if None in kept[:2] else all(kept[:2]),
             turn_preserving=kept[2],
             tools_at=_tools_at(prompts[0], prompts[3], self._try(conversation[: len(start) + 1]) or ""),
             system=system,
             renders_call_ids=other != prompts[1],
+            absent_is_empty=bare is None or bare == prompts[1],
             parallel_calls=_shows(self._try([*conversation[: len(start) + 1], *_tool_step(2, 0)], tools), *_RESULTS),
             dated="strftime_now" in source,
         )

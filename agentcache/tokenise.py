@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .errors import MessageError
 
@@ -46,6 +46,15 @@ class Splice:
     differs: bool
 
 
+class Place(NamedTuple):
+    """Where a message stands: its header starts at `start` (None: not shown), its content ends at `stop`. `key` names the history."""
+
+    key: bytes
+    kind: str
+    start: int | None
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A text with its ids. `ends[k]` is where token k ends in the text, never decreasing; empty if the tokenizer is slow."""
@@ -54,6 +63,7 @@ class Encoded:
     ids: list[int]
     ends: list[int]
     splices: tuple[Splice, ...] = ()
+    places: Sequence[Place] = ()
 
     def tokens_before(self, char: int) -> int:
         """How many tokens end at or before `char`."""

@@ -1,0 +1,123 @@
+"""One request in the form that is rendered: messages and tools checked, canonical or as given. Knows nothing of text and tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .canonical import ABSENT, Canon, Turn, digest_of
+from .errors import TemplateError
+from .memory import chain
+from .plain import Plain, plain_messages
+from .schemas import canonical_tools, order_tools, plain_tools, tool_name
+from .template import Template
+from .tokenise import Encoder, Neutraliser
+from .types import Message, Rendering, Tool, ToolOrder
+
+TOOL_LISTS = 128  # remembered tool lists; each costs two small renderings and a walk over its schemas to find again
+
+
+@dataclass(frozen=True, slots=True)
+class ToolList:
+    """Tools ready to render. `root` names them with the template's arguments, `text` is what they add to a prompt."""
+
+    schemas: list[Plain]
+    notes: tuple[str, ...]
+    text: str
+    root: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is rendered. keys[i] names the history of the first i turns. notes: differences from stock, in words."""
+
+    turns: list[Turn]
+    tools: ToolList
+    notes: list[str]
+    keys: list[bytes]
+    kwargs: Mapping[str, Any]
+
+
+class Requests:
+    """Builds requests for one template and one tokenizer; what agents send again at each step is worked out once."""
+
+    def __init__(self, template: Template, encoder: Encoder) -> None:
+        self._template = template
+        self._encoder = encoder
+        self._lock = threading.Lock()
+        self._clean: Neutraliser | None = None
+        self._canon: Canon | None = None
+        self._tools: OrderedDict[bytes, ToolList] = OrderedDict()
+
+    def build(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[Tool | Mapping[str, Any]],
+        rendering: Rendering,
+        order: ToolOrder,
+        sticky: Sequence[str],
+        kwargs: Mapping[str, Any],
+    ) -> Request:
+        if rendering == "stock":
+            plain = plain_messages(messages)
+            listed = self._listed(plain_tools(tools), rendering, "given", (), kwargs)
+            turns = [Turn(index, message, digest_of(message)) for index, message in enumerate(plain)]
+            return Request(turns, listed, [], chain(listed.root, turns), kwargs)
+        turns, notes, renamed = self.canon().messages(messages)
+        listed = self._listed(plain_tools(tools), rendering, order, sticky, kwargs)
+        notes = [*listed.notes, *(note for note in notes if note != ABSENT or not self._template.report.absent_is_empty)]
+        if renamed and self._template.report.renders_call_ids:
+            notes.append("tool-call ids replaced by their position")
+        return Request(turns, listed, notes, chain(listed.root, turns), kwargs)
+
+    def canon(self) -> Canon:
+        if self._canon is None:  # two threads may both build it: the same value twice
+            self._canon = Canon(self._neutraliser())
+        return self._canon
+
+    def _neutraliser(self) -> Neutraliser:
+        if self._clean is None:
+            self._clean = Neutraliser(self._encoder)
+        return self._clean
+
+    def _listed(
+        self, plain: list[Plain], rendering: Rendering, order: ToolOrder, sticky: Sequence[str], kwargs: Mapping[str, Any]
+    ) -> ToolList:
+        said = json.dumps([plain, rendering, order, list(sticky), sorted(kwargs.items())], ensure_ascii=False, default=repr)
+        key = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            if (known := self._tools.get(key)) is not None:
+                self._tools.move_to_end(key)
+                return known
+        schemas, notes = plain, list[str]()
+        if rendering == "canonical" and plain:
+            given, notes = canonical_tools(plain, self._neutraliser())
+            schemas = order_tools(given, order, sticky)
+            if schemas != given:
+                notes.append(f"tools reordered: {order}")
+        listed = ToolList(schemas, tuple(notes), self._added_text(schemas, kwargs), _root(schemas, kwargs))
+        with self._lock:
+            self._tools[key] = listed
+            while len(self._tools) > TOOL_LISTS:
+                self._tools.popitem(last=False)
+        return listed
+
+    def _added_text(self, schemas: list[Plain], kwargs: Mapping[str, Any]) -> str:
+        text = self._template.tools_text(schemas, kwargs) if schemas else ""
+        if text is None:
+            raise TemplateError(
+                f"the chat template does not show the tools {[tool_name(tool) for tool in schemas][:8]!r}: it ignores `tools`; pass "
+                "chat_template= with one that renders tools, describe them in the system message, or pass no tools"
+            )
+        return text
+
+
+def _root(schemas: list[Plain], kwargs: Mapping[str, Any]) -> bytes:
+    """The same for the same tools in the same order, however they were given."""
+    said = json.dumps([schemas, sorted(kwargs.items())], ensure_ascii=False, default=repr)
+    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
