@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ ABSENT = "absent content rendered as empty text"  # a note that only matters whe
 KNOWN_MESSAGES = 16_384  # messages worked out already: 150 episodes of 100
 KNOWN_CHARS = 32_000_000  # of them: the strings are mostly the caller's own
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODE = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 _ENCODE_SORTED = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=True, default=str).encode
 
@@ -142,8 +144,11 @@ def text_of(content: Any) -> str:
 
 def _canonical_message(message: Plain, clean: Callable[[str], str], notes: dict[str, None]) -> Plain:
     def cleaned(text: str) -> str:
-        safe = clean(text)
-        if safe != text:
+        valid = text.encode("utf-8", "replace").decode() if _SURROGATE.search(text) else text  # what a broken decoder leaves behind
+        if valid is not text:
+            notes["message {}: lone surrogates replaced"] = None
+        safe = clean(valid)
+        if safe != valid:
             notes["message {}: text that spells a special token was neutralised"] = None
         return safe
 

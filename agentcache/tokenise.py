@@ -6,7 +6,9 @@ A safe cut is proved, not assumed. To tokenise a text that shares its first `d` 
     new     |                          cut|==== overlap ====| d .....  encoded from `cut` on
 
 The known ids saw the true left context, the new ids see the true right context. Where both agree, token by token at equal
-offsets, over a run of at least RUN tokens, the text is joined in the middle of the run. Otherwise the whole is tokenised.
+offsets, over a run of at least RUN tokens, the text is joined near the middle of the run: where a pre-token starts, since
+pre-tokens are tokenised one by one. BPE joins inside one too: its merges depend on neighbours only (a Unigram model weighs whole
+pre-tokens, and breaks ties by the rounding of their sums). Otherwise the whole is tokenised.
 """
 
 from __future__ import annotations
@@ -23,6 +25,15 @@ from .errors import MessageError
 BACK = 64  # tokens re-encoded before the divergence: pre-token rules look ahead, added tokens may straddle it
 RUN = 32  # of them must agree in one run; the join is in its middle, 16 tokens of context on each side
 BREAKERS = ("\u200d", "\u2060", " ", "\\")  # zero-width joiner, word joiner, then visible ones for normalisers that strip those
+
+
+_OPTIONS: dict[str, Any] = {
+    "add_special_tokens": False,
+    "return_offsets_mapping": True,
+    "return_attention_mask": False,
+    "return_token_type_ids": False,
+    "verbose": False,
+}
 
 
 class Tokenizer(Protocol):
@@ -98,6 +109,7 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.fast = bool(getattr(tokenizer, "is_fast", False))
+        self._merges = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
         decoder = getattr(tokenizer, "added_tokens_decoder", None) or {}
         self.added = {int(token_id): str(token.content) for token_id, token in decoder.items()}
         listed = set(getattr(tokenizer, "all_special_ids", ()))
@@ -110,20 +122,23 @@ class Encoder:
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
         """All ids of `text`, and where each ends (empty for a slow tokenizer)."""
+        ids, ends, _ = self._encode(text)
+        return ids, ends
+
+    def _encode(self, text: str) -> tuple[list[int], list[int], Any]:
+        """(ids, ends, the tokenizer's own answer)."""
         if not text:
-            return [], []
+            return [], [], []
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            bad = text[error.start : error.end]
+            raise MessageError(f"the text holds {bad!r}, a lone surrogate: decode it with errors='replace' first") from error
         if not self.fast:
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]), []
-        out = self._tokenizer(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]), [], []
+        out = self._tokenizer(text, **_OPTIONS)
         ends = [stop for _, stop in out["offset_mapping"]]
-        return list(out["input_ids"]), list(accumulate(ends, max))
+        return list(out["input_ids"]), list(accumulate(ends, max)), out
 
     def whole(self, text: str) -> Encoded:
         return Encoded(text, *self.encode(text))
@@ -169,19 +184,24 @@ class Encoder:
         if cut <= first:
             return None
         start = known.ends[cut - 1]
-        ids, ends = self.encode(text[start:])
+        ids, ends, answer = self._encode(text[start:])
         ends = [end + start for end in ends]
-        at = _agreement(known.ids, known.ends, cut, ids, ends, shared)
-        if at is None:
+        run, old, new = _agreement(known.ids, known.ends, cut, ids, ends, shared)
+        if run < RUN:
             return None
-        old, new = at
-        return known.ids[:old] + ids[new:], known.ends[:old] + ends[new:], len(text) - start
+        words = answer.word_ids()  # the number of each token's pre-token, None for an added token
+        middle = new + run // 2
+        inside = range(new + run // 4, new + run - run // 4)
+        starts = [at for at in inside if words[at] != words[at - 1]]
+        if not starts and not self._merges:
+            return None
+        new_at = min(starts, key=lambda at: abs(at - middle), default=middle)
+        old_at = old + new_at - new
+        return known.ids[:old_at] + ids[new_at:], known.ends[:old_at] + ends[new_at:], len(text) - start
 
 
-def _agreement(
-    known_ids: list[int], known_ends: list[int], cut: int, ids: list[int], ends: list[int], shared: int
-) -> tuple[int, int] | None:
-    """(known index, new index) in the middle of the longest agreeing run before `shared`, if it has RUN tokens."""
+def _agreement(known_ids: list[int], known_ends: list[int], cut: int, ids: list[int], ends: list[int], shared: int) -> tuple[int, int, int]:
+    """(length, known index, new index) of the longest run before `shared` in which ids and ends agree."""
     stop_old, stop_new = bisect_right(known_ends, shared), bisect_right(ends, shared)
     best, best_at = 0, (0, 0)
     old, new = cut, 0
@@ -204,9 +224,7 @@ def _agreement(
             new += 1
         else:
             old, new = old + 1, new + 1
-    if best < RUN:
-        return None
-    return best_at[0] + best // 2, best_at[1] + best // 2
+    return best, *best_at
 
 
 class Neutraliser:

@@ -124,7 +124,7 @@ STRIPPING = [AddedToken("<|left|>", lstrip=True, special=True), AddedToken("<|ri
 PLAIN_ADDED = [AddedToken("<think>", special=False, normalized=False), AddedToken("</think>", special=False, normalized=False)]
 
 CORPUS = [
-    "The tool returns a list of open orders, for example {\"id\": 12345, \"total\": 17.50}, and the user wants to cancel one.",
+    'The tool returns a list of open orders, for example {"id": 12345, "total": 17.50}, and the user wants to cancel one.',
     "You are an agent. Call the functions below; answer briefly, in the language of the user: de, fr, pt-BR or 中文 if needed.",
     "def reset(password: str) -> None:\n    if not password:\n        raise ValueError('empty')\n\n\n    return store(password)\n",
     "aaaa aa aaaaaa  abab abba  bbbb\n\n\n\tbaab   aab ab ba b a",

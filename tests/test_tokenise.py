@@ -1,0 +1,131 @@
+"""Incremental tokenisation equals tokenising the whole, for every kind of tokenizer; special-token text is broken."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentcache.errors import MessageError
+from agentcache.tokenise import BACK, EMPTY, Encoded, Encoder, Neutraliser, Splice, common_chars
+from tests.chat_templates import CORPUS, KINDS, SPECIAL, tokenizer
+
+PIECES = [
+    *" \n\t.abAB17é字",
+    *("aa", "ab", "ba", "   ", "\n\n", " the", "tool", "123456", "e\u0301", "🎉", "<", "|", "<|", "|>", "im_start", "[INST", "]"),
+    *("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|left|>", "<|right|>", "<think>", "[INST]", *CORPUS),
+]
+SHARDS = ["<|left|>", "<|right|>", "<|", "|>", "im_", "start", "<", " ", "x", "[", "]"]
+TEXT = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+LONG = st.tuples(st.integers(0, 2**32), st.integers(0, 300)).map(lambda pair: _long(*pair))
+RELAXED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def _long(seed: int, size: int) -> str:
+    draw = random.Random(seed)
+    pieces = draw.sample(PIECES, draw.randint(1, len(PIECES)))
+    return "".join(draw.choice(pieces) for _ in range(size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@RELAXED
+@given(shared=LONG, old=TEXT, new=st.one_of(TEXT, LONG))
+def test_resume_equals_the_whole(kind: str, shared: str, old: str, new: str) -> None:
+    encoder = Encoder(tokenizer(kind))
+    known, text = encoder.whole(shared + old), shared + new
+    resumed, spent = encoder.resume(known, common_chars(known.text, text), text)
+    whole = encoder.whole(text)
+    assert resumed.ids == whole.ids
+    assert resumed.ends == whole.ends
+    assert spent <= len(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@RELAXED
+@given(seed=st.integers(0, 2**32), size=st.integers(100, 600), extra=st.integers(0, 40))
+def test_resume_in_runs_of_two_letters(kind: str, seed: int, size: int, extra: int) -> None:
+    draw = random.Random(seed)
+    text = "".join(draw.choices("ab", (draw.random() + 0.01, 1), k=size))
+    encoder = Encoder(tokenizer(kind))
+    known = encoder.whole(text[: size - 10])
+    longer = text + "a" * extra
+    assert encoder.resume(known, size - 10, longer)[0].ids == encoder.whole(longer).ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_growing_text_costs_what_is_new(kind: str) -> None:
+    encoder, draw = Encoder(tokenizer(kind)), random.Random(3)
+    known, text = EMPTY, ""
+    for step in range(30):
+        new = " ".join("".join(draw.choices("abcde123", k=5)) + " the tool" for _ in range(20)) + "<|im_end|>"
+        text += new
+        known, spent = encoder.resume(known, len(known.text), text)
+        if step > 3:
+            assert spent < len(new) + 10 * BACK, "the new text and 64 tokens"
+    assert known.ids == encoder.whole(text).ids
+
+
+def test_the_same_text_is_not_tokenised_again() -> None:
+    encoder = Encoder(tokenizer())
+    known = encoder.whole("some text <|im_end|>")
+    assert encoder.resume(known, len(known.text), known.text) == (known, 0)
+
+
+def test_ids_behind_a_splice_are_kept() -> None:
+    encoder = Encoder(tokenizer())
+    base = encoder.whole("question <|im_start|>")
+    end = encoder.encode("<|im_end|>")[0]
+    odd = [encoder.encode(letter)[0][0] for letter in "answer"] + end  # not as the tokenizer would write it
+    text = base.text + "answer<|im_end|>"
+    splice = Splice(b"k", 1, len(base.text), len(text), len(base.ids), len(base.ids) + len(odd), True)
+    known = Encoded(text, base.ids + odd, base.ends + [len(text)] * len(odd), (splice,))
+    longer, _ = encoder.append(known, text + "\nmore text")
+    assert longer.ids == known.ids + encoder.encode("<|im_end|>\nmore text")[0][1:]
+    again, _ = encoder.resume(longer, len(longer.text), longer.text + " and more " * 50)
+    assert again.ids == known.ids + encoder.encode("<|im_end|>\nmore text" + " and more " * 50)[0][1:]
+
+
+@given(one=st.text(alphabet="ab", max_size=300), other=st.text(alphabet="ab", max_size=300), shared=st.text(alphabet="ab", max_size=300))
+def test_common_chars(one: str, other: str, shared: str) -> None:
+    one, other = shared + one, shared + other
+    expected = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    assert common_chars(one, other) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@RELAXED
+@given(
+    pieces=st.lists(st.sampled_from([*SPECIAL, "<|left|>", "<|right|>", "<|", "|>", "im_", "start", "<", " ", "x", "[", "]"]), max_size=10)
+)
+def test_neutralised_text_holds_no_control_token(kind: str, pieces: list[str]) -> None:
+    encoder = Encoder(tokenizer(kind))
+    text = "".join(pieces)
+    ids, _ = encoder.encode(Neutraliser(encoder)(text))
+    control = set(encoder.control) - {encoder._tokenizer.unk_token_id}
+    assert not control & set(ids)
+    spelled = control & set(encoder.encode(text)[0])
+    assert spelled or Neutraliser(encoder)(text) == text, "text without control tokens is left alone"
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(MessageError, match="surrogate"):
+        Encoder(tokenizer()).encode("broken \ud83d emoji")
+
+
+class Slow:
+    """A tokenizer without offsets: everything is tokenised whole."""
+
+    is_fast = False
+    all_special_ids = ()
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [ord(char) for char in text]}
+
+
+def test_a_slow_tokenizer_tokenises_the_whole() -> None:
+    encoder = Encoder(Slow())
+    known = encoder.whole("abc")
+    longer, spent = encoder.resume(known, 3, "abcd")
+    assert (longer.ids, longer.ends, spent) == ([97, 98, 99, 100], [], 4)
