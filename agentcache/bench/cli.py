@@ -1,0 +1,196 @@
+"""`agentcache bench ...`: options in, tables and one JSON line out. Loads torch only inside a command."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import AgentCacheError, ConfigError
+
+app = typer.Typer(help="Measure against what is used today; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
+
+
+class Shape(str, Enum):
+    """Known shapes; the same names as in shapes.py, which would load too much for `--help`."""
+
+    qwen3_06b = "qwen3-0.6b"
+    qwen3_8b = "qwen3-8b"
+    llama_32_1b = "llama-3.2-1b"
+    mistral_7b = "mistral-7b"
+    llama_2_7b = "llama-2-7b"
+    small = "small"
+
+
+class Dtype(str, Enum):
+    """Types of weights and KV."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+ModelOption = Annotated[str | None, typer.Option(help="Folder or Hugging Face id of a model; instead of --shape.")]
+ShapeOption = Annotated[Shape | None, typer.Option(help="A known shape with random weights: timing does not depend on them.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Type of the weights (of a --shape, or to load a --model in).")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default its own choice.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON line to FILE.")]
+
+
+class _said_plainly(AbstractContextManager[None]):
+    """Errors that agentcache raises on purpose become one line and exit code 1; a failed check of a measurement keeps its traceback."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, AgentCacheError):
+            typer.echo(f"agentcache: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    """Positive integers with commas between; none in an empty text."""
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ConfigError(f"{option}={text!r}: give numbers with commas between, such as 5,10,20") from error
+    if any(number < 1 for number in found):
+        raise ConfigError(f"{option}={text!r}: all numbers must be at least 1")
+    return found
+
+
+def _loaded(model: str | None, shape: Shape | None, dtype: Dtype, threads: int | None, texts: list[str] | None = None) -> Any:
+    """A running engine."""
+    import torch
+
+    from ..engine import Engine
+    from . import shapes
+
+    if model is not None and shape is not None:
+        raise ConfigError(f"model={model!r} and shape={shape.value!r}: give one of them")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if model is not None:
+        return Engine(model, dtype=dtype.value)
+    return Engine(*shapes.load((shape or Shape.small).value, dtype=dtype.value, texts=texts or ()))
+
+
+def _described(engine: Any) -> dict[str, Any]:
+    """Machine, versions, model and numerics: what the figures depend on."""
+    from dataclasses import asdict
+
+    import torch
+
+    from .load import machine, versions
+
+    numerics = engine.model.numerics
+    return {
+        "machine": {**machine(), "threads": torch.get_num_threads()},
+        "versions": versions(),
+        "model": {
+            "name": engine.name,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in engine.model.model.parameters()),
+            "kv_bytes_per_token": engine.model.spec.token_bytes if engine.model.spec else None,
+            "stepped": engine.model.stepped,
+            "bitwise": engine.model.bitwise,
+        },
+        "numerics": asdict(numerics) if numerics else None,
+    }
+
+
+@app.command()
+def latency(
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    tools: Annotated[str, typer.Option(help="Tool counts, with commas; empty: no such rows.")] = "5,10,20,50,100",
+    tail: Annotated[int, typer.Option(min=1, help="Tokens behind the tools: user turn and generation prompt.")] = 70,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 9,
+    slow_repeats: Annotated[int | None, typer.Option(min=1, help="The same for what prefills it all: stock, static, off.")] = None,
+    decode: Annotated[int, typer.Option(min=1, help="Tokens decoded behind the first.")] = 8,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    later_step: Annotated[bool, typer.Option("--later-step", help="Also: 190 new tokens behind 3-4k, against a kept cache.")] = False,
+    decode_contexts: Annotated[str, typer.Option("--decode-contexts", "--contexts", help="Also: ms per token at these contexts.")] = "",
+    mixed: Annotated[bool, typer.Option("--mixed", help="Also: time between tokens while another request prefills 3k.")] = False,
+    agents: Annotated[int, typer.Option(min=0, help="Also: tokens per second of so many agents at once.")] = 0,
+    overhead: Annotated[bool, typer.Option("--overhead", help="Also: layout, lookup and planning at 3k and 37k tokens.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Also: peak memory against model and live KV.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All of these, at 2900 and 12000 tokens and with 8 agents.")] = False,
+    json_file: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw time to first token and speed-up.")] = None,
+) -> None:
+    """Time to first token and per token, ours against generate and its caches, for growing tool lists."""
+    with _said_plainly():
+        from . import latency as bench
+        from . import report
+
+        options = bench.Options(_numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
+        contexts = _numbers(decode_contexts, "decode-contexts") or ((2900, 12000) if everything else ())
+        wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead}
+        chosen = [name for name, asked in wanted.items() if asked or everything]
+        with _loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
+            found = {"bench": "latency", **_described(engine)}
+            found |= _extras(engine, chosen, contexts, agents or (8 if everything else 0), options, say)
+            found |= bench.run(engine, options, say)
+        for table in (*report.latency_tables(found["rows"]), *report.extra_tables(found)):
+            report.console().print(table)
+        if plot is not None:
+            report.plot(found["rows"], plot, f"{found['model']['name']}, {found['model']['dtype']}, {found['machine']['threads']} threads")
+        report.finish(found, json_file)
+
+
+def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: int, options: Any, say: Any) -> dict[str, Any]:
+    """The measurements on demand; memory first, while the process is still small."""
+    from . import extras
+
+    ways: dict[str, Any] = {
+        "memory": lambda: extras.memory(engine),
+        "later_step": lambda: extras.later_step(engine, options.repeats),
+        "mixed": lambda: extras.mixed(engine),
+        "overhead": extras.overhead,
+    }
+    found = {}
+    for name, way in ways.items():
+        if name in chosen:
+            say(name)
+            found[name] = way()
+    if contexts:
+        found["decode"] = []
+        for context in contexts:
+            say(f"decoding behind {context} tokens")
+            found["decode"].append(extras.decode_at(engine, context, options.decode, options.repeats))
+    if agents:
+        say(f"{agents} agents")
+        found["agents"] = extras.agents(engine, agents, max(24, 3 * options.decode), min(5, options.repeats))
+    return found
+
+
+@app.command()
+def react(
+    workload: Annotated[list[Path], typer.Option(help="A recorded trace (.jsonl); may be given several times.")],
+    tools_dir: Annotated[Path | None, typer.Option(help="Folder of the catalogs that traces name; default: ../tools.")] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each trace.")] = None,
+    calls: Annotated[int | None, typer.Option(min=1, help="At most so many model calls of each episode.")] = None,
+    decode: Annotated[int, typer.Option(min=1, help="Tokens decoded and timed at each call before the recorded answer is forced.")] = 1,
+    off: Annotated[bool, typer.Option("--off/--no-off", help="Also time each call with reuse off.")] = True,
+    stock: Annotated[bool, typer.Option("--stock/--no-stock", help="Also time each call with stock generate (slow).")] = False,
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Replay recorded agent episodes: tokens computed against tokens new, and the time of every call."""
+    with _said_plainly():
+        from . import react as bench
+        from . import report, workloads
+
+        families = {path.stem: list(workloads.read(path, tools_dir, episodes=episodes, calls=calls)) for path in workload}
+        texts = [text for read in families.values() for text in workloads.texts(read)]
+        with _loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
+            found = {"bench": "react", **_described(engine)}
+            found |= bench.run(engine, families, decode=decode, off=off, stock=stock, say=say)
+        report.console().print(report.react_table(found["families"]))
+        report.finish(found, json_file)

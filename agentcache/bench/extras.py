@@ -1,0 +1,266 @@
+"""Further measurements of `agentcache bench latency`, each one function on a running engine: engine in, plain JSON values out.
+
+Contexts are filled with random keys and values where only the time behind them matters: no prefill is needed, and bits cost the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from ..engine import Engine, Stream
+from ..errors import CancelledError
+from ..kv import Sequence
+from ..store.store import as_ids
+from ..types import Message
+from . import catalog, ours, stock
+from .latency import common
+from .load import Samples, Watch, peak_bytes, percentile
+from .shapes import fill
+
+_TOOLS = 20
+LATER_TOKENS = 190  # new in a later step: a tool result and what stands around it
+HISTORY_TOKENS = 650  # of the turn before it, so that 20 tools and history are 3 to 4 thousand tokens
+
+
+def _fitted(engine: Engine, before: list[Any], tools: Any, number: int, tokens: int) -> list[Any]:
+    """`before` and a user turn that adds about `tokens`, opening unlike other numbers' turns."""
+    base = len(engine.renderer.render(before, tools, generation=False).ids) if before else 0
+
+    def count(text: str) -> int:
+        return len(engine.renderer.render([*before, Message("user", text)], tools).ids) - base
+
+    return [*before, Message("user", catalog.user_turn(number, tokens, count))]
+
+
+def later_step(engine: Engine, repeats: int) -> dict[str, Any]:
+    """A step of about 190 new tokens behind 3 to 4 thousand: ours against a DynamicCache kept by hand, both up to the first token."""
+    tools, namespace = catalog.tools(_TOOLS), "later-step"
+    opening = _fitted(engine, [Message("system", catalog.SYSTEM)], tools, 0, HISTORY_TOKENS)
+    forced = tuple(engine.tokenizer("I will look that up.", add_special_tokens=False)["input_ids"]) + (engine.tokenizer.eos_token_id,)
+    answer = engine.generate(opening, tools, sampling=ours.greedy(len(forced), forced), namespace=namespace)
+    history = [*opening, answer.message]
+    steps = [_fitted(engine, history, tools, number + 1, LATER_TOKENS) for number in range(repeats + 1)]
+    prompts = [list(engine.renderer.render(step, tools, namespace=namespace).ids) for step in steps]
+    known = common(prompts[0], prompts[1])  # the step before, and what the template writes between turns
+    assert known >= answer.receipt.prompt_tokens, f"only {known} tokens are shared with the step before"
+    ours.ask(engine, steps[0], tools, 1, namespace=namespace)
+    sequence = ours.resident(engine, namespace, prompts[0][: known + 1])
+    cache = stock.cache_of(engine.model.model, sequence, known)
+    sequence.close()
+    stock.kept(engine.model.model, cache, prompts[0][known:])
+    samples = Samples()
+    for number in range(1, repeats + 1):
+        drawn = []
+        for name in ("ours", "kept") if number % 2 else ("kept", "ours"):
+            with Watch() as load:
+                if name == "kept":
+                    done = stock.kept(engine.model.model, cache, prompts[number][known:])
+                else:
+                    done, receipt = ours.ask(engine, steps[number], tools, 1, namespace=namespace)
+                    assert receipt.cached_tokens == known, f"{known} tokens were known, {receipt.cached_tokens} were reused"
+            drawn.append(done.ids[0])
+            samples.add(name, done.ttft_ms)
+            samples.note(name, load)
+        samples.add("agree", float(drawn[0] == drawn[1]))
+    prompt = len(prompts[-1])
+    mine, theirs = samples.median("ours"), samples.median("kept")
+    assert mine is not None and theirs is not None
+    figures = {"prompt_tokens": prompt, "new_tokens": prompt - known, "ms": mine, "kept_ms": theirs, "ratio": mine / theirs}
+    return {**figures, "agreement": statistics.mean(samples.values["agree"]), "repeats": repeats, "load": samples.report()}
+
+
+def _filled(engine: Engine, namespace: str, tokens: int) -> str:
+    """A text prompt of about `tokens` tokens whose pages, but for the last token, are kept with random contents."""
+    spec, numerics = engine.model.spec, engine.model.numerics
+    assert spec is not None and numerics is not None
+    words = catalog.SYSTEM.split()
+    text = " ".join(words[n % len(words)] for n in range(tokens))
+    while (size := len(engine.renderer.render(text, namespace=namespace).ids)) > tokens:
+        text = text[: max(1, int(len(text) * min(0.99, tokens / size)))]
+    ids = list(engine.renderer.render(text, namespace=namespace).ids)
+    sequence, block = Sequence(spec), stock.noise(spec)
+    sequence.reserve(len(ids))
+    for number, page in enumerate(sequence.pages):
+        fill(page.keys, block, start=number * 7919)
+        fill(page.values, block, start=number * 7919 + 31)
+    sequence.advance(len(ids))
+    sequence.close()
+    engine.store.admit(ours.scope_of(engine, namespace, len(ids)), as_ids(ids), sequence.pages, frozenset({numerics.digest}))
+    return text
+
+
+def decode_at(engine: Engine, context: int, tokens: int, repeats: int) -> dict[str, Any]:
+    """ms per decoded token behind `context` tokens: ours through the whole engine; stock as a bare loop of forwards, with both caches."""
+    namespace, model, spec = f"decode-{context}", engine.model.model, engine.model.spec
+    assert spec is not None
+    text, samples = _filled(engine, namespace, context), Samples()
+    for number in range(repeats + 1):
+        for name in ("stock", "static", "ours") if number % 2 else ("ours", "static", "stock"):
+            if name == "ours":
+                with Watch() as load:
+                    done, receipt = ours.ask(engine, text, (), tokens + 1, namespace=namespace)
+                assert receipt.computed_tokens == 1, f"{receipt.computed_tokens} prompt tokens were computed: the pages were not used"
+                took = done.decode_ms
+            else:
+                cache = stock.random_cache(model, spec, context, tokens + 1, static=name == "static")
+                with Watch() as load:
+                    took = statistics.median(stock.decode(model, cache, tokens + 1)[1:])
+            if number:
+                samples.add(name, took)
+                samples.note(name, load)
+    engine.store.clear(namespace)
+    figures = {f"{name}_ms": samples.median(name) for name in ("stock", "static")} | {"ms": samples.median("ours")}
+    ratios = {f"{name}_over_ours": (samples.median(name) or 0.0) / (samples.median("ours") or 1.0) for name in ("stock", "static")}
+    return {"context_tokens": context, **figures, **ratios, "tokens": tokens, "repeats": repeats, "load": samples.report()}
+
+
+class _Reader(threading.Thread):
+    """Reads a stream to its end and notes when each token came."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(daemon=True)
+        self.stream = stream
+        self.stamps: list[float] = []
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(CancelledError):  # some are stopped by whoever measures
+            for chunk in self.stream:
+                self.stamps += [time.perf_counter()] * len(chunk.ids)
+
+
+def mixed(engine: Engine, prefill_tokens: int = 3000) -> dict[str, Any]:
+    """Time between tokens of a decoding request while another prefills: median and 95th percentile, beside the time without one."""
+    tools, namespace = catalog.tools(_TOOLS), "mixed"
+    asks = _fitted(engine, [Message("system", catalog.SYSTEM)], tools, 0, 70)
+    words = catalog.SYSTEM.split()
+    long = " ".join(words[n % len(words)] for n in range(prefill_tokens))
+    while len(engine.renderer.render(long).ids) > prefill_tokens:
+        long = long[: int(len(long) * 0.99)]
+    with Watch() as load:
+        decoding = _Reader(engine.stream(asks, tools, sampling=ours.greedy(100_000), namespace=namespace))
+        while len(decoding.stamps) < 9 and decoding.is_alive():
+            time.sleep(0.005)
+        began = time.perf_counter()
+        done, receipt = ours.ask(engine, long, (), 1, namespace="mixed-other", reuse="off")
+        ended = time.perf_counter()
+        decoding.stream.close()
+        stamps = list(decoding.stamps)
+    inside = [at for at in stamps if began <= at <= ended]
+    quiet = [b - a for a, b in zip(stamps, stamps[1:]) if b < began]
+    gaps = [(b - a) * 1e3 for a, b in zip(inside, inside[1:])]
+    assert len(gaps) >= 2, f"only {len(inside)} tokens came during the prefill: it was too short, or it stalled the decoding"
+    return {
+        "prefill_tokens": receipt.prompt_tokens,
+        "prefill_ms": done.ttft_ms,
+        "decoded_tokens": len(inside),
+        "gap_p95_ms": percentile(gaps, 0.95),
+        "gap_median_ms": statistics.median(gaps),
+        "gap_alone_ms": statistics.median(quiet) * 1e3,
+        "load": {"foreign": load.foreign, "load_average": load.average},
+    }
+
+
+def _rate(engine: Engine, count: int, tokens: int, namespace: str, first: int) -> float:
+    """Tokens per second of `count` requests that decode at once, counted while all of them do."""
+    tools = catalog.tools(_TOOLS)
+    system = [Message("system", catalog.SYSTEM)]
+    asks = [_fitted(engine, system, tools, first + number, 40) for number in range(count)]
+    readers = [_Reader(engine.stream(each, tools, sampling=ours.greedy(tokens), namespace=namespace)) for each in asks]
+    for reader in readers:
+        reader.join()
+    start, stop = max(r.stamps[0] for r in readers), min(r.stamps[-1] for r in readers)
+    inside = sum(start < at <= stop for r in readers for at in r.stamps)
+    assert stop > start and inside >= count, "the requests did not decode at the same time: ask for more tokens"
+    return inside / (stop - start)
+
+
+def agents(engine: Engine, count: int, tokens: int, repeats: int) -> dict[str, Any]:
+    """Tokens per second of `count` agents decoding on one tool group, against one agent."""
+    namespace, samples = "agents", Samples()
+    engine.warm(catalog.SYSTEM, catalog.tools(_TOOLS), name="agents", namespace=namespace)
+    most = len(catalog.OPENINGS) - count
+    for number in range(repeats + 1):
+        for name, size in (("one", 1), ("all", count)) if number % 2 else (("all", count), ("one", 1)):
+            with Watch() as load:
+                rate = _rate(engine, size, tokens, namespace, (number * (count + 1)) % most)
+            if number:
+                samples.add(name, rate)
+                samples.note(name, load)
+    engine.release("agents", namespace=namespace)
+    one, every = samples.median("one"), samples.median("all")
+    assert one is not None and every is not None
+    return {"agents": count, "one_per_s": one, "all_per_s": every, "ratio": every / one, "repeats": repeats, "load": samples.report()}
+
+
+def overhead(sizes: Seq[int] = (3_000, 37_000), steps: int = 5) -> dict[str, Any]:
+    """Layout, lookup and planning per step of a growing conversation, ms, at about these prompt lengths; on a one-layer model."""
+    from .shapes import tiny
+
+    figures = {}
+    with Engine(*tiny()) as engine:
+        tools, history, namespace = catalog.tools(_TOOLS), [Message("system", catalog.SYSTEM)], "overhead"
+        number = 0
+        for size in sizes:
+            while len(engine.renderer.render(history, tools, generation=False, namespace=namespace).ids) < size - LATER_TOKENS * steps:
+                history = _grown(engine, history, tools, number, 900)
+                number = (number + 1) % len(catalog.OPENINGS)
+            engine.generate(history, tools, sampling=ours.greedy(1), namespace=namespace)
+            receipts = []
+            for _ in range(steps):
+                history = _grown(engine, history, tools, number, LATER_TOKENS)
+                number = (number + 1) % len(catalog.OPENINGS)
+                _, receipt = ours.ask(engine, history, tools, 1, namespace=namespace)
+                assert receipt.computed_tokens < 2 * LATER_TOKENS, f"{receipt.computed_tokens} computed: the step before was not reused"
+                receipts.append(receipt)
+            both = [r.layout_ms + r.match_ms for r in receipts]
+            figures[str(size)] = {
+                "prompt_tokens": receipts[-1].prompt_tokens,
+                "ms": statistics.median(both),
+                "worst_ms": max(both),
+                "layout_ms": statistics.median(r.layout_ms for r in receipts),
+                "match_ms": statistics.median(r.match_ms for r in receipts),
+            }
+    return figures
+
+
+def _grown(engine: Engine, history: list[Message], tools: Any, number: int, tokens: int) -> list[Message]:
+    """The conversation with one more exchange of about so many tokens. Rendered nowhere: the engine meets the text for the first time."""
+    size = round(tokens * 0.9)  # a word of the made-up turns is about one token
+    text = catalog.user_turn(number, size, lambda text: text.count(" ") + 1)
+    return [*history, *([Message("assistant", "Done.")] if history[-1].role == "user" else []), Message("user", text)]
+
+
+def memory(engine: Engine, tokens: int = 8) -> dict[str, Any]:
+    """Peak resident bytes of one warm-up and one hit, against what was resident before, live KV x 1.15 and one chunk buffer."""
+    tools, namespace, spec = catalog.tools(_TOOLS), "memory", engine.model.spec
+    assert spec is not None
+    asks = _fitted(engine, [Message("system", catalog.SYSTEM)], tools, 0, 70)
+    lengths = []
+
+    def work() -> None:
+        engine.warm(catalog.SYSTEM, tools, name="memory", namespace=namespace)
+        _, receipt = ours.ask(engine, asks, tools, tokens, namespace=namespace)
+        lengths.append(receipt.prompt_tokens + tokens)
+
+    engine.generate("Warming up.", sampling=ours.greedy(2), namespace="warm-up", reuse="off")
+    before, peak = peak_bytes(work)
+    engine.release("memory", namespace=namespace)
+    engine.store.clear(namespace)
+    live, buffer = lengths[0] * spec.token_bytes, chunk_buffer_bytes(engine)
+    bound = before + int(1.15 * live) + buffer
+    figures = {"before_bytes": before, "peak_bytes": peak, "live_kv_bytes": live, "chunk_buffer_bytes": buffer, "bound_bytes": bound}
+    return {**figures, "within": peak <= bound}
+
+
+def chunk_buffer_bytes(engine: Engine) -> int:
+    """What one chunk's forward may hold beside weights and KV: its activations in fp32, attention scores, one row of logits."""
+    config, spec = engine.model.config, engine.model.spec
+    assert spec is not None
+    per_token = 8 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_attention_heads * spec.head_dim
+    return 4 * (engine.scheduler.chunk_tokens * per_token + 4 * engine.model.vocab) + (64 << 20)

@@ -1,0 +1,223 @@
+"""`agentcache bench latency`: time to first token and per further token, ours against what users run today, for growing tool lists.
+
+Physics: a prompt costs 2 FLOPs per weight and token, plus attention over all tokens before; a hit pays that for the tail only, and reads
+weights and resident KV once. So stock time grows with the tools, ours with the tail, and the floor is the forward of the tail alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..engine import Engine
+from ..errors import ConfigError
+from ..types import ToolGroup
+from . import catalog, ours, stock
+from .load import Samples, Watch
+
+METHODS = ("stock", "static", "recipe", "kept", "off", "hit", "floor")
+SLOW = frozenset({"stock", "static", "off"})  # these compute the whole prompt
+TIE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # logits closer than this may swap places between two kernels
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to measure: tool counts, tokens behind the prefix, medians of how many (of the slow methods: slow_repeats), tokens to decode."""
+
+    tools: tuple[int, ...] = (5, 10, 20, 50, 100)
+    tail: int = 70
+    repeats: int = 9
+    slow_repeats: int = 9
+    decode: int = 8
+
+    def __post_init__(self) -> None:
+        most = len(catalog.OPENINGS) - 1
+        if not 1 <= self.repeats <= most:
+            raise ConfigError(f"repeats={self.repeats!r}: must be 1 to {most}")
+        if not 1 <= self.slow_repeats <= self.repeats:
+            raise ConfigError(f"slow_repeats={self.slow_repeats!r}: must be 1 to repeats={self.repeats!r}")
+        if self.decode < 1 or self.tail < 1:
+            raise ConfigError(f"decode={self.decode!r}, tail={self.tail!r}: both must be at least 1")
+
+
+@dataclass(slots=True)
+class Scene:
+    """One tool count, made ready: the group is warm, `prefix` tokens of each turn's prompt are resident, and in a DynamicCache too."""
+
+    engine: Engine
+    namespace: str
+    tools: tuple[dict[str, Any], ...]
+    group: ToolGroup
+    turns: list[list[dict[str, str]]]
+    prompts: list[list[int]]
+    prefix: int
+    cache: Any = None
+    agreed: dict[str, list[bool]] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)
+
+
+def prompt_of(engine: Engine, tools: tuple[dict[str, Any], ...], number: int, tail: int) -> tuple[list[dict[str, str]], list[int]]:
+    """Messages and ids of turn `number` behind the tools, with about `tail` tokens behind the stable prefix."""
+
+    def messages(text: str) -> list[dict[str, str]]:
+        return [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": text}]
+
+    def count(text: str) -> int:
+        layout = engine.renderer.render(messages(text), tools)
+        return len(layout.ids) - layout.prefix_tokens
+
+    said = messages(catalog.user_turn(number, tail, count))
+    return said, list(engine.renderer.render(said, tools).ids)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Length of the longest common start."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def prepare(engine: Engine, count: int, options: Options) -> Scene | None:
+    """Warm the group of `count` tools and make as many different turns as there are repeats; None if the context is too short."""
+    tools = catalog.tools(count)
+    made = [prompt_of(engine, tools, number, options.tail) for number in range(options.repeats + 1)]
+    prompts = [ids for _, ids in made]
+    if max(map(len, prompts)) + options.decode + 1 > engine.model.context_tokens:
+        return None
+    namespace = f"tools-{count}"
+    group = engine.warm(catalog.SYSTEM, tools, name="bench", namespace=namespace)
+    prefix = common(prompts[0], prompts[1])
+    assert group.prefix_tokens <= prefix <= group.prefix_tokens + 2, f"turns share {prefix} tokens, the group holds {group.prefix_tokens}"
+    return Scene(engine, namespace, tools, group, [messages for messages, _ in made], prompts, prefix)
+
+
+def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], stock.Timed]]:
+    """Each way to answer turn `number` with `new` tokens (kept and floor: with one)."""
+    engine, ids, model = scene.engine, scene.prompts[number], scene.engine.model.model
+
+    def off() -> stock.Timed:
+        done, receipt = ours.ask(engine, scene.turns[number], scene.tools, new, namespace=scene.namespace, reuse="off")
+        assert receipt.cached_tokens == 0, f"reuse off reused {receipt.cached_tokens} tokens"
+        return done
+
+    def hit() -> stock.Timed:
+        done, receipt = ours.ask(engine, scene.turns[number], scene.tools, new, namespace=scene.namespace)
+        known = scene.prefix if number else scene.group.prefix_tokens
+        assert receipt.cached_tokens == known, f"a hit of {known} tokens was to be timed, the receipt says {receipt.cached_tokens}"
+        assert receipt.computed_tokens == len(ids) - known, f"{receipt.computed_tokens} computed, the tail has {len(ids) - known}"
+        return done
+
+    def floor() -> stock.Timed:
+        done, logits = ours.floor(engine, scene.namespace, ids, scene.prefix)
+        best, second = logits.topk(2).values.tolist()
+        scene.gaps.append(best - second)
+        return done
+
+    return {
+        "stock": lambda: stock.dynamic(model, ids, new),
+        "static": lambda: stock.static(model, ids, new),
+        "recipe": lambda: stock.recipe(model, scene.cache, ids, new),
+        "kept": lambda: stock.kept(model, scene.cache, ids[scene.prefix :]),
+        "off": off,
+        "hit": hit,
+        "floor": floor,
+    }
+
+
+def check(scene: Scene, done: dict[str, stock.Timed], dtype: str) -> None:
+    """Our ways draw the same tokens; the stock ways the same first token, unless the two best logits are a tie. Notes each agreement."""
+    assert done["floor"].ids[0] == done["hit"].ids[0], "the floor drew another token than the hit"
+    if "off" in done:
+        assert done["off"].ids == done["hit"].ids, f"reuse off drew {done['off'].ids}, the hit {done['hit'].ids}"
+    for name in ("stock", "static", "recipe", "kept"):
+        if name in done:
+            same = done[name].ids[0] == done["hit"].ids[0]
+            tie = scene.gaps[-1] <= TIE.get(dtype, 0.0)
+            assert same or tie, f"{name} drew token {done[name].ids[0]}, the hit {done['hit'].ids[0]}, {scene.gaps[-1]:.3f} apart: no tie"
+            scene.agreed.setdefault(name, []).append(same)
+
+
+def measure(scene: Scene, options: Options, say: Say) -> Samples:
+    """All methods, repeat by repeat, in an order that rotates: what disturbs the machine disturbs them alike."""
+    samples, dtype, new = Samples(), str(scene.engine.model.dtype).removeprefix("torch."), 1 + options.decode
+    first = methods(scene, 0, 2)
+    first["hit"]()  # the first call of each path allocates; it also makes turn 0 known, so that later hits are `prefix` long
+    sequence = ours.resident(scene.engine, scene.namespace, scene.prompts[0][: scene.prefix + 1])
+    scene.cache = stock.cache_of(scene.engine.model.model, sequence, scene.prefix)
+    sequence.close()
+    for name in ("recipe", "kept", "floor"):
+        first[name]()
+    for number in range(1, options.repeats + 1):
+        ways, done = methods(scene, number, new), {}
+        turn = number % len(METHODS)
+        for name in (*METHODS[turn:], *METHODS[:turn]):
+            if name in SLOW and number > options.slow_repeats:
+                continue
+            say(f"{len(scene.tools)} tools, repeat {number} of {options.repeats}: {name}")
+            with Watch() as load:
+                one = done[name] = ways[name]()
+            samples.note(name, load)
+            for figure in ("ttft_ms", "decode_ms", "total_ms"):
+                samples.add(f"{name}_{figure}", getattr(one, figure))
+        check(scene, done, dtype)
+    return samples
+
+
+def row(scene: Scene, samples: Samples) -> dict[str, Any]:
+    """One line of the table: medians, sizes, what warming costs and when it has paid for itself."""
+    median = {name: samples.median(name) for name in samples.values}
+    stock_ttft, hit_ttft, floor = median["stock_ttft_ms"], median["hit_ttft_ms"], median["floor_ttft_ms"]
+    stock_total, hit_total = median["stock_total_ms"], median["hit_total_ms"]
+    assert stock_ttft and hit_ttft and floor and stock_total and hit_total
+    saved = stock_total - hit_total
+    lengths = sorted(len(ids) for ids in scene.prompts[1:])
+    prompt = lengths[len(lengths) // 2]
+    return {
+        "tools": len(scene.tools),
+        "prompt_tokens": prompt,
+        "prefix_tokens": scene.prefix,
+        "tail_tokens": prompt - scene.prefix,
+        **{f"{name}_ttft_ms": median[f"{name}_ttft_ms"] for name in METHODS if name != "floor"},
+        "floor_ms": floor,
+        "stock_decode_ms": median["stock_decode_ms"],
+        "static_decode_ms": median["static_decode_ms"],
+        "recipe_decode_ms": median["recipe_decode_ms"],
+        "off_decode_ms": median["off_decode_ms"],
+        "decode_ms": median["hit_decode_ms"],
+        **{f"{name}_total_ms": median[f"{name}_total_ms"] for name in ("stock", "static", "recipe", "off", "hit")},
+        "warm_ms": scene.group.warm_ms,
+        "group_bytes": scene.group.kv_bytes,
+        "break_even_requests": scene.group.warm_ms / saved if saved > 0 else None,
+        "saved_ms_per_1000": 1000 * saved - scene.group.warm_ms,
+        "speedup": stock_ttft / hit_ttft,
+        "hit_over_floor": hit_ttft / floor,
+        "off_over_stock": (median["off_ttft_ms"] or 0.0) / stock_ttft,
+        "agreement": {name: sum(same) / len(same) for name, same in scene.agreed.items()},
+        "top2_gap_min": min(scene.gaps),
+        "repeats": samples.repeats,
+        "load": samples.report(),
+    }
+
+
+def warm_up(engine: Engine) -> None:
+    """Run each path once on a short prompt: kernels are chosen and buffers made on first use."""
+    ids = list(engine.renderer.render([{"role": "user", "content": catalog.SYSTEM}]).ids)
+    stock.dynamic(engine.model.model, ids, 2)
+    stock.static(engine.model.model, ids, 2)
+    engine.generate([{"role": "user", "content": catalog.SYSTEM}], sampling=ours.greedy(2), namespace="warm-up", reuse="off")
+
+
+def run(engine: Engine, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
+    """All tool counts, smallest first: rows, and the counts whose prompts do not fit the model's context."""
+    rows, too_long = [], []
+    warm_up(engine)
+    for count in sorted(options.tools):
+        say(f"{count} tools: warming")
+        scene = prepare(engine, count, options)
+        if scene is None:
+            too_long.append(count)
+            continue
+        rows.append(row(scene, measure(scene, options, say)))
+        engine.release("bench", namespace=scene.namespace)
+        engine.store.clear(scene.namespace)
+    return {"rows": rows, "too_long": too_long, "options": asdict(options)}

@@ -1,0 +1,144 @@
+"""What stood beside a measurement: the machine, its versions, and what other processes took from it meanwhile. Knows no engine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import psutil
+
+
+@dataclass(slots=True)
+class Load:
+    """One stretch of time. foreign: share of all processors that other processes used during it, 0 to 1; average: the load average."""
+
+    wall_ms: float = 0.0
+    foreign: float = 0.0
+    average: float = 0.0
+
+
+class Watch:
+    """Context manager that measures a Load: all processors' busy time less this process's own."""
+
+    def __init__(self) -> None:
+        self.load = Load()
+
+    def __enter__(self) -> Load:
+        self._began, self._busy, self._own = time.perf_counter(), _busy_s(), _own_s()
+        return self.load
+
+    def __exit__(self, *exc: object) -> None:
+        wall = time.perf_counter() - self._began
+        others = (_busy_s() - self._busy) - (_own_s() - self._own)
+        self.load.wall_ms = wall * 1e3
+        self.load.foreign = min(1.0, max(0.0, others / (wall * (psutil.cpu_count() or 1)))) if wall > 0 else 0.0
+        self.load.average = psutil.getloadavg()[0]
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0))
+
+
+def _own_s() -> float:
+    own = psutil.Process().cpu_times()
+    return float(own.user + own.system)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Repeated measurements by name: values in the unit the name ends with, and the load beside each."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+    loads: dict[str, list[Load]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float) -> None:
+        """One more value."""
+        self.values.setdefault(name, []).append(value)
+
+    def note(self, method: str, load: Load) -> None:
+        """The load while a method ran once."""
+        self.loads.setdefault(method, []).append(load)
+
+    def median(self, name: str) -> float | None:
+        """Median so far; None if it was never measured."""
+        return statistics.median(self.values[name]) if self.values.get(name) else None
+
+    @property
+    def repeats(self) -> dict[str, int]:
+        """How many values each median has."""
+        return {name: len(values) for name, values in self.values.items()}
+
+    def report(self) -> dict[str, Any]:
+        """Share of the machine that others took, per method: median and worst; and the load average."""
+        return {
+            method: {
+                "foreign_median": round(statistics.median(each.foreign for each in loads), 3),
+                "foreign_worst": round(max(each.foreign for each in loads), 3),
+                "load_average": round(statistics.median(each.average for each in loads), 2),
+            }
+            for method, loads in self.loads.items()
+        }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the values lie, by the nearest rank."""
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, max(0, -(-int(share * 1000) * len(ranked) // 1000) - 1))]
+
+
+def peak_bytes(run: Callable[[], Any], every_s: float = 0.01) -> tuple[int, int]:
+    """(resident bytes before, the most while `run` ran), sampled by a thread."""
+    process, over = psutil.Process(), threading.Event()
+    before = process.memory_info().rss
+    seen = [before]
+
+    def sample() -> None:
+        while not over.wait(every_s):
+            seen.append(process.memory_info().rss)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        run()
+    finally:
+        seen.append(process.memory_info().rss)
+        over.set()
+        thread.join()
+    return before, max(seen)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def versions(names: Iterable[str] = ("torch", "transformers", "tokenizers", "numpy")) -> dict[str, str]:
+    """Installed versions, python's included."""
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,75 @@
+"""The engine, timed from outside as a caller sees it; and the floor: the forward alone, with everything else already done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from ..engine import Engine, Stream
+from ..errors import ConfigError
+from ..kv import Sequence
+from ..receipt import Receipt
+from ..runner import Work
+from ..scheduler import Chunk
+from ..store.store import Scope, as_ids
+from ..types import Sampling
+from .stock import Timed, timed
+
+
+def greedy(new: int, forced: tuple[int, ...] = ()) -> Sampling:
+    """Exactly `new` greedy tokens, the first ones as forced."""
+    return Sampling(max_tokens=new, forced=forced, ignore_eos=True)
+
+
+def stamps_of(stream: Stream) -> list[tuple[float, int]]:
+    """(seconds on perf_counter, id) of each token of a stream as it arrives."""
+    return [(time.perf_counter(), token) for chunk in stream if isinstance(chunk, Chunk) for token in chunk.ids]
+
+
+def ask(engine: Engine, messages: Any, tools: Any, new: int, **options: Any) -> tuple[Timed, Receipt]:
+    """One request through the public face, timed from the call."""
+    began = time.perf_counter()
+    stream = engine.stream(messages, tools, sampling=greedy(new), **options)
+    seen = stamps_of(stream)
+    assert len(seen) == new, f"the engine gave {len(seen)} tokens, {new} were asked for"
+    return timed(began, [at for at, _ in seen], [token for _, token in seen]), stream.receipt
+
+
+def scope_of(engine: Engine, namespace: str, tokens: int) -> Scope:
+    """Where the store keeps a prompt of so many tokens."""
+    rotary, fingerprint = engine.model.rotary, engine.fingerprint
+    regime = rotary.regime(tokens) if rotary else None
+    if fingerprint is None or regime is None:
+        raise ConfigError(f"model {engine.name!r} has no pages ({engine.model.support.why}): there is nothing to compare")
+    return Scope(namespace, fingerprint.whole, regime)
+
+
+def resident(engine: Engine, namespace: str, ids: Seq[int]) -> Sequence:
+    """A sequence attached to what is kept of ids. Close it."""
+    assert engine.model.spec is not None
+    scope = scope_of(engine, namespace, len(ids))
+    found = engine.store.match(scope, as_ids(ids))
+    sequence = Sequence(engine.model.spec)
+    sequence.attach(list(found.pages), found.tokens)
+    return sequence
+
+
+def floor(engine: Engine, namespace: str, ids: Seq[int], prefix: int) -> tuple[Timed, torch.Tensor]:
+    """Bare forward of ids[prefix:] behind the resident KV of ids[:prefix], lm_head and one greedy token included; also the logits [vocab].
+
+    Only while the engine is idle: it runs the model in this thread.
+    """
+    sequence = resident(engine, namespace, ids[: prefix + 1])
+    assert sequence.length == prefix, f"{sequence.length} tokens are resident, the floor needs {prefix}"
+    regime = scope_of(engine, namespace, len(ids)).regime
+    began = time.perf_counter()
+    [outcome] = engine.scheduler.runner.run([Work(sequence, list(ids[prefix:]), regime)])
+    assert outcome.logits is not None
+    token = int(outcome.logits.argmax())
+    stamp = time.perf_counter()
+    sequence.withdraw(prefix)  # the group's own last page may have been claimed: leave it as it was
+    sequence.close()
+    return timed(began, [stamp], [token]), outcome.logits

@@ -1,0 +1,193 @@
+"""Figures for people and for programs: tables, one plot, one JSON line. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import ConfigError
+
+_TTFT = (("stock", "stock"), ("static", "static"), ("recipe", "recipe"), ("kept", "kept"), ("off", "off"), ("hit", "hit"))
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
+    """A table of right-aligned cells."""
+    made = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
+    for column in columns:
+        made.add_column(column, justify="right", no_wrap=True)
+    for cells in rows:
+        made.add_row(*cells)
+    return made
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """With thousands separated; a dash for what was not measured."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def latency_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """First tokens; further tokens and what warming is worth."""
+    first = [
+        [
+            number(r["tools"]),
+            number(r["prompt_tokens"]),
+            number(r["tail_tokens"]),
+            *(number(r[f"{key}_ttft_ms"]) for key, _ in _TTFT),
+            number(r["floor_ms"]),
+            f"{r['speedup']:.1f}x",
+            f"{r['hit_over_floor']:.2f}",
+            f"{r['off_over_stock']:.2f}",
+        ]
+        for r in rows
+    ]
+    columns = ["tools", "prompt", "tail", *(label for _, label in _TTFT), "floor", "stock/hit", "hit/floor", "off/stock"]
+    rest = [
+        [
+            number(r["tools"]),
+            *(number(r[f"{key}_decode_ms"], 1) for key in ("stock", "static")),
+            number(r["decode_ms"], 1),
+            *(number(r[f"{key}_total_ms"]) for key in ("stock", "off", "hit")),
+            number(r["warm_ms"]),
+            number(r["group_bytes"] / 1e6, 1),
+            number(r["break_even_requests"], 2),
+            number(r["saved_ms_per_1000"] / 6e4, 1),
+        ]
+        for r in rows
+    ]
+    others = ["tools", *(f"{name} ms/tok" for name in ("stock", "static", "ours")), *(f"{name} all" for name in ("stock", "off", "hit"))]
+    others += ["warm ms", "MB", "even after", "min saved"]
+    caption = "even after: requests that repay warming; saved: per 1,000 requests"
+    return [
+        table("time to first token, ms (medians)", columns, first),
+        table("decoding, whole answers in ms, and the tool group", others, rest, caption),
+    ]
+
+
+def extra_tables(found: Mapping[str, Any]) -> list[Table]:
+    """What was measured on demand; nothing for what was not."""
+    tables = []
+    if step := found.get("later_step"):
+        cells = [
+            number(step["prompt_tokens"]),
+            number(step["new_tokens"]),
+            number(step["ms"]),
+            number(step["kept_ms"]),
+            f"{step['ratio']:.2f}",
+        ]
+        tables.append(table("a later step, ms to the first token", ["prompt", "new", "ours", "kept", "ours/kept"], [cells]))
+    if decode := found.get("decode"):
+        lines = [
+            [
+                number(d["context_tokens"]),
+                *(number(d[key], 1) for key in ("stock_ms", "static_ms", "ms", "stock_over_ours", "static_over_ours")),
+            ]
+            for d in decode
+        ]
+        tables.append(table("decoding, ms per token", ["context", "stock", "static", "ours", "stock/ours", "static/ours"], lines))
+    if mixed := found.get("mixed"):
+        cells = [number(mixed["prefill_tokens"]), *(number(mixed[f"gap_{key}_ms"], 1) for key in ("alone", "median", "p95"))]
+        tables.append(table("ms between tokens while another request prefills", ["prefill", "alone", "median", "p95"], [cells]))
+    if agents := found.get("agents"):
+        cells = [number(agents["agents"]), number(agents["one_per_s"], 1), number(agents["all_per_s"], 1), f"{agents['ratio']:.2f}x"]
+        tables.append(table("agents decoding at once, tokens per second", ["agents", "one", "all", "ratio"], [cells]))
+    if overhead := found.get("overhead"):
+        lines = [
+            [number(o["prompt_tokens"]), *(number(o[key], 2) for key in ("layout_ms", "match_ms", "ms", "worst_ms"))]
+            for o in overhead.values()
+        ]
+        tables.append(table("around the forwards, ms per step", ["prompt", "layout", "match", "both", "worst"], lines))
+    if memory := found.get("memory"):
+        names = ("before", "live_kv", "chunk_buffer", "bound", "peak")
+        cells = [*(number(memory[f"{name}_bytes"] / 1e6) for name in names), "yes" if memory["within"] else "NO"]
+        title = "peak resident memory, MB: before + live KV x 1.15 + one chunk buffer = bound"
+        tables.append(table(title, ["before", "live KV", "chunk buffer", "bound", "peak", "within"], [cells]))
+    return tables
+
+
+def react_table(families: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One line per family of episodes."""
+    lines = [
+        [
+            name,
+            *(number(f[key]) for key in ("calls", "prompt_tokens", "new_tokens", "computed_tokens")),
+            f"{(f['computed_tokens'] - f['calls']) / max(1, f['new_tokens']):.3f}",
+            "yes" if f["within_bound"] else "NO",
+            *(number(f[key]) for key in ("stock_ms", "off_ms", "ms")),
+            f"{f['off_ms'] / f['ms']:.1f}x" if f["off_ms"] and f["ms"] else "-",
+            *(number(f[key]) for key in ("pages_held", "group_pages", "skipped_calls")),
+        ]
+        for name, f in families.items()
+    ]
+    columns = ["family", "calls", "prompt", "new", "computed", "(computed-calls)/new", "in bound", "stock ms", "off ms", "ms", "off/ours"]
+    return table("recorded episodes, sums over all calls", [*columns, "pages", "group pages", "skipped"], lines)
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Time to first token (log scale) and speed-up over stock, against the number of tools, as one PNG."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'agentcache-llm[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    counts = [r["tools"] for r in rows]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    styles: dict[str, Any] = {"hit": {"linewidth": 2.6, "color": "tab:red"}, "off": {"linestyle": "--", "color": "tab:pink"}}
+    names = {"hit": "agentcache, tool group warm", "off": "agentcache, reuse off", "kept": "DynamicCache kept by hand"}
+    names |= {"stock": "generate, DynamicCache", "static": "generate, StaticCache", "recipe": "prefix cache, deep copied"}
+    for key, _ in _TTFT:
+        values = [r[f"{key}_ttft_ms"] for r in rows]
+        left.plot(counts, values, marker="o", label=names[key], **styles.get(key, {}))
+        if key != "stock":
+            right.plot(counts, [r["stock_ttft_ms"] / v for r, v in zip(rows, values)], marker="o", label=names[key], **styles.get(key, {}))
+    floors = [r["floor_ms"] for r in rows]
+    left.plot(counts, floors, color="black", linestyle=":", label="floor: forward of the tail alone")
+    right.plot(counts, [r["stock_ttft_ms"] / f for r, f in zip(rows, floors)], color="black", linestyle=":", label="floor")
+    left.set_yscale("log")
+    left.set_ylabel("time to first token, ms")
+    right.set_ylabel("times faster than stock generate")
+    for axes in (left, right):
+        axes.set_xlabel("tools in the prompt")
+        axes.set_xticks(counts, [f"{r['tools']}\n{r['prompt_tokens']:,} tok" for r in rows], fontsize=8)
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8)
+    right.set_ylim(bottom=0)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def finish(report: Mapping[str, Any], json_file: Path | None) -> None:
+    """The whole report as the last line of standard output, and in a file if one is named."""
+    line = json.dumps(report, allow_nan=False)
+    if json_file is not None:
+        json_file.write_text(line + "\n", encoding="utf-8")
+    print(line, flush=True)
+
+
+def console() -> Console:
+    """Where tables go: standard output, wide enough for them even without a terminal."""
+    made = Console()
+    return made if made.is_terminal else Console(width=170)
+
+
+class Progress:
+    """One line on standard error that says what runs; silent where that is not a terminal."""
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

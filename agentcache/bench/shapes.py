@@ -1,0 +1,150 @@
+"""Known model shapes with random weights, and a tokenizer trained on the spot: timing does not depend on what the weights say.
+
+Built without initialisers: weights are made on no device, then filled from one block of normal numbers. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import ConfigError
+
+TOKENIZER_VOCAB = 8192  # learned from a few hundred kB of text: about 4 characters per token, as real tokenizers have on JSON
+_BLOCK = 4_194_319  # prime, so that no two rows of a weight are the same cut of the block
+_INIT_STD = 0.02
+
+_QWEN3 = {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "max_position_embeddings": 40960}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int, tied: bool) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+
+
+# name -> (family of transformers, its published config; ids of special tokens are left out: they belong to the tokenizer)
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-0.6b": ("qwen3", {**_sizes(1024, 3072, 28, 16, 8, 128, 151936, True), **_QWEN3}),
+    "qwen3-8b": ("qwen3", {**_sizes(4096, 12288, 36, 32, 8, 128, 151936, False), **_QWEN3}),
+    "llama-3.2-1b": (
+        "llama",
+        {
+            **_sizes(2048, 8192, 16, 32, 8, 64, 128256, True),
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _LLAMA3_ROPE,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "mistral-7b": (  # v0.3: without the sliding window of v0.1
+        "mistral",
+        {
+            **_sizes(4096, 14336, 32, 32, 8, 128, 32768, False),
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "max_position_embeddings": 32768,
+            "sliding_window": None,
+        },
+    ),
+    "llama-2-7b": (
+        "llama",
+        {
+            **_sizes(4096, 11008, 32, 32, 32, 128, 32000, False),
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "max_position_embeddings": 4096,
+        },
+    ),
+    "small": ("qwen3", {**_sizes(128, 384, 2, 4, 2, 64, TOKENIZER_VOCAB, True), **_QWEN3, "max_position_embeddings": 131072}),
+}
+
+
+def config(name: str) -> Any:
+    """The transformers config of a named shape."""
+    from transformers import AutoConfig
+
+    if name not in SHAPES:
+        raise ConfigError(f"shape={name!r} is unknown: use one of {', '.join(SHAPES)}, or pass a model folder instead")
+    family, fields = SHAPES[name]
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # nothing but a length may end a timed generation
+    return AutoConfig.for_model(family, **fields, **none)
+
+
+def dtype_of(name: str) -> Any:
+    """A torch dtype by name."""
+    import torch
+
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in known:
+        raise ConfigError(f"dtype={name!r} is unknown: use one of {', '.join(known)}")
+    return known[name]
+
+
+def random_model(config: Any, dtype: Any, *, seed: int = 0) -> Any:
+    """A causal model of this config with random weights: seconds and no extra memory, also for 8 billion of them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    decoder = model.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config)  # its frequencies are buffers that to_empty left undefined
+    block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(seed)).mul_(_INIT_STD).to(dtype)
+    with torch.no_grad():
+        for number, (name, weight) in enumerate(model.named_parameters()):
+            if weight.ndim == 1:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                fill(weight, block, start=number * 7919)
+    return model.eval().requires_grad_(False)
+
+
+def fill(tensor: Any, block: Any, *, start: int = 0) -> None:
+    """Write the numbers of `block` [n] into a contiguous tensor, from its place `start` on, over and over."""
+    flat, at, offset = tensor.view(-1), 0, start % len(block)
+    while at < len(flat):
+        count = min(len(block) - offset, len(flat) - at)
+        flat[at : at + count].copy_(block[offset : offset + count])
+        at, offset = at + count, 0
+
+
+def tiny(layers: int = 1) -> tuple[Any, Any]:
+    """(model, tokenizer) so small that only the work around the forwards takes time."""
+    import torch
+    from transformers import AutoConfig
+
+    from .. import toy
+    from .catalog import training_texts
+
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    fields = {**_sizes(32, 64, layers, 1, 1, 32, TOKENIZER_VOCAB, True), **_QWEN3, "max_position_embeddings": 131072}
+    model = random_model(AutoConfig.for_model("qwen3", **fields, **none), torch.float32)
+    return model, toy.tokenizer(training_texts(), TOKENIZER_VOCAB)
+
+
+def load(name: str, *, dtype: str = "bfloat16", texts: Iterable[str] = (), seed: int = 0) -> tuple[Any, Any]:
+    """(model, tokenizer) of a named shape. texts: what the tokenizer is to be good at, besides the benchmark's own tools."""
+    from .. import toy
+    from .catalog import training_texts
+
+    shape = config(name)
+    model = random_model(shape, dtype_of(dtype), seed=seed)
+    model.name_or_path = model.config._name_or_path = name
+    return model, toy.tokenizer([*training_texts(), *texts], min(int(shape.vocab_size), TOKENIZER_VOCAB))

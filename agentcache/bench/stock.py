@@ -1,0 +1,138 @@
+"""What users run today, timed: transformers' generate, its caches, the documented prefix recipe, and a cache kept by hand.
+
+Gets token ids, so tokenising is not in these times (it is in ours). Knows no engine; pages only as a source of keys and values.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from ..kv import KVSpec, Sequence
+from .shapes import fill
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One timed answer: ms to the first token, ms per further token, ms in all, and the greedy ids."""
+
+    ttft_ms: float
+    decode_ms: float
+    total_ms: float
+    ids: tuple[int, ...]
+
+
+def timed(began: float, stamps: Seq[float], ids: Seq[int]) -> Timed:
+    """The figures of tokens that came at `stamps` (seconds on perf_counter) after a call at `began`."""
+    further = len(stamps) - 1
+    decode = (stamps[-1] - stamps[0]) / further * 1e3 if further else 0.0
+    return Timed((stamps[0] - began) * 1e3, decode, (stamps[-1] - began) * 1e3, tuple(ids))
+
+
+class _Clock(BaseStreamer):
+    """Notes when each token arrives; the first thing that generate puts is the prompt."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+        self._prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        if self._prompt_seen:
+            self.stamps.append(time.perf_counter())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+def generate(model: Any, ids: Seq[int], new: int, cache: Any = None, began: float | None = None) -> Timed:
+    """`model.generate`, greedy, exactly `new` tokens; a cache may hold the first part of ids."""
+    began = time.perf_counter() if began is None else began
+    clock = _Clock()
+    given = torch.tensor([list(ids)], device=model.device)
+    plain = GenerationConfig(
+        max_new_tokens=new, min_new_tokens=new, do_sample=False, repetition_penalty=1.0, pad_token_id=0, disable_compile=True
+    )
+    with torch.inference_mode():
+        out = model.generate(given, attention_mask=torch.ones_like(given), generation_config=plain, past_key_values=cache, streamer=clock)
+    drawn = out[0, len(ids) :].tolist()
+    assert len(drawn) == len(clock.stamps) == new, f"generate gave {len(drawn)} tokens in {len(clock.stamps)} puts, {new} were asked for"
+    return timed(began, clock.stamps, drawn)
+
+
+def dynamic(model: Any, ids: Seq[int], new: int) -> Timed:
+    """generate as everybody calls it: a fresh DynamicCache."""
+    return generate(model, ids, new)
+
+
+def static(model: Any, ids: Seq[int], new: int) -> Timed:
+    """generate with a StaticCache just large enough; nothing is compiled."""
+    began = time.perf_counter()
+    return generate(model, ids, new, StaticCache(config=model.config, max_cache_len=len(ids) + new), began)
+
+
+def recipe(model: Any, prefix: Any, ids: Seq[int], new: int) -> Timed:
+    """The documented prefix reuse: deep copy of a prefix DynamicCache, then generate with the full ids."""
+    began = time.perf_counter()
+    return generate(model, ids, new, copy.deepcopy(prefix), began)
+
+
+def kept(model: Any, cache: Any, new_ids: Seq[int]) -> Timed:
+    """One step of a loop that carries one DynamicCache: forward of the new ids only, one greedy token; the cache is cropped back after."""
+    began = time.perf_counter()
+    with torch.inference_mode():
+        given = torch.tensor([list(new_ids)], device=model.device)
+        token = int(model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+    stamp = time.perf_counter()
+    cache.crop(-len(new_ids))
+    return timed(began, [stamp], [token])
+
+
+def cache_of(model: Any, sequence: Sequence, tokens: int) -> Any:
+    """A DynamicCache with the first `tokens` of a sequence: the baselines start from our pages instead of another minute of prefill."""
+    cache = DynamicCache(config=model.config)
+    for layer in range(sequence.spec.layers):
+        keys, values = (t.transpose(0, 1)[None].contiguous() for t in sequence.read(layer, 0, tokens))
+        cache.update(keys, values, layer)
+    return cache
+
+
+def random_kv(spec: KVSpec, tokens: int, layer: int) -> tuple[Any, Any]:
+    """Random keys and values [1, kv_heads, tokens, head_dim] of one layer."""
+    keys, values = (torch.empty(1, spec.kv_heads, tokens, spec.head_dim, dtype=spec.dtype, device=spec.device) for _ in range(2))
+    block = noise(spec)
+    fill(keys, block, start=layer * 7919)
+    fill(values, block, start=layer * 7919 + 31)
+    return keys, values
+
+
+def noise(spec: KVSpec) -> Any:
+    """A block of normal numbers of the model's type."""
+    return torch.randn(1_048_583, generator=torch.Generator().manual_seed(1)).to(device=spec.device, dtype=spec.dtype)
+
+
+def random_cache(model: Any, spec: KVSpec, tokens: int, room: int, *, static: bool) -> Any:
+    """A DynamicCache, or a StaticCache with `room` further slots, that holds `tokens` random tokens."""
+    cache = StaticCache(config=model.config, max_cache_len=tokens + room) if static else DynamicCache(config=model.config)
+    for layer in range(spec.layers):
+        cache.update(*random_kv(spec, tokens, layer), layer)
+    return cache
+
+
+def decode(model: Any, cache: Any, tokens: int, first: int = 0) -> list[float]:
+    """ms of each of `tokens` single-token forwards behind a cache, greedy: a bare loop, without generate's own cost per token."""
+    took, token = [], first
+    with torch.inference_mode():
+        for _ in range(tokens):
+            began = time.perf_counter()
+            given = torch.tensor([[token]], device=model.device)
+            token = int(model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+            took.append((time.perf_counter() - began) * 1e3)
+    return took

@@ -1,0 +1,129 @@
+"""Recorded agent episodes as prompts and answers, one per model call. Reads files; knows no model.
+
+Kinds, told apart by their keys:
+
+    chat         {"system", "tools" | "tools_ref" [+ "tool_names"], "messages", ["tools_events"]}   history only grows
+    text         {"prompts", "completions"}                                                         raw text, no chat template
+    chat_steps   {"tools", "steps": [{"messages", "completion"}]}                                   history may be edited
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model call: the prompt (messages, or raw text) with its tools, and the recorded answer (a message, or raw text)."""
+
+    prompt: list[Json] | str
+    tools: tuple[Json, ...]
+    answer: Json | str
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One recorded run of an agent. kind: chat, text or chat_steps."""
+
+    id: str
+    kind: str
+    calls: tuple[Call, ...]
+
+
+def read(path: Path, tools_dir: Path | None = None, *, episodes: int | None = None, calls: int | None = None) -> Iterator[Episode]:
+    """The episodes of a trace file, at most so many, each cut behind its first `calls` calls.
+
+    tools_dir: where `tools_ref` catalogs lie; by default `tools` beside the trace's own folder.
+    """
+    if not path.is_file():
+        raise ConfigError(f"workload {str(path)!r} is not a file: give a .jsonl trace")
+    folder = tools_dir if tools_dir is not None else path.resolve().parent.parent / "tools"
+    with path.open(encoding="utf-8") as lines:
+        done = 0
+        for number, line in enumerate(lines, 1):
+            if episodes is not None and done >= episodes:
+                return
+            if not line.strip():
+                continue
+            try:
+                raw = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"workload {str(path)!r}, line {number}: not JSON ({error})") from error
+            yield episode(raw, folder, where=f"workload {str(path)!r}, line {number}", calls=calls)
+            done += 1
+
+
+def episode(raw: Any, tools_dir: Path, *, where: str = "episode", calls: int | None = None) -> Episode:
+    """One episode of any of the three kinds."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: {type(raw).__name__} instead of an object")
+    readers = {"prompts": ("text", _text), "steps": ("chat_steps", _chat_steps), "messages": ("chat", _chat)}
+    for key, (kind, reader) in readers.items():
+        if key in raw:
+            try:
+                found = tuple(reader(raw, tools_dir))
+            except KeyError as error:
+                raise ConfigError(f"{where}: a {kind} episode without {error.args[0]!r}") from error
+            return Episode(str(raw.get("id", where)), kind, found[:calls])
+    raise ConfigError(f"{where}: has none of {sorted(readers)!r}, so its kind is unknown; keys are {sorted(raw)!r}")
+
+
+def _text(raw: Mapping[str, Any], tools_dir: Path) -> Iterator[Call]:
+    for prompt, completion in zip(raw["prompts"], raw["completions"], strict=True):
+        yield Call(prompt, (), completion)
+
+
+def _chat_steps(raw: Mapping[str, Any], tools_dir: Path) -> Iterator[Call]:
+    tools = tuple(raw["tools"])
+    for step in raw["steps"]:
+        yield Call(list(step["messages"]), tools, step["completion"])
+
+
+def _chat(raw: Mapping[str, Any], tools_dir: Path) -> Iterator[Call]:
+    messages: list[Json] = raw["messages"]
+    leading: list[Json] = [{"role": "system", "content": raw["system"]}] if raw.get("system") else []
+    greeted = bool(raw.get("first_assistant_is_fixed_greeting"))
+    catalog = _catalog(tools_dir, raw["tools_ref"]) if "tools_ref" in raw else {}
+    first = raw["tools"] if "tools" in raw else _named(catalog, raw.get("tool_names", catalog))
+    for at, message in enumerate(messages):
+        if message["role"] == "assistant" and not (greeted and at == 0):
+            added = [t for event in raw.get("tools_events", ()) if event["before_message"] <= at for t in event["add_tools"]]
+            yield Call(leading + messages[:at], (*first, *_named(catalog, added)), message)
+
+
+def _named(catalog: Mapping[str, Json], listed: Any) -> list[Json]:
+    """Schemas by name; whole schemas pass through."""
+    unknown = [item for item in listed if isinstance(item, str) and item not in catalog]
+    if unknown:
+        raise ConfigError(f"tools {unknown!r} are not in the catalog of this trace")
+    return [catalog[item] if isinstance(item, str) else item for item in listed]
+
+
+def _catalog(tools_dir: Path, name: str) -> dict[str, Json]:
+    path = tools_dir / f"{name}.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"tools_ref {name!r}: no file {str(path)!r}; name the folder of the catalogs with --tools-dir")
+    schemas = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return {schema["function"]["name"]: schema for schema in schemas}
+
+
+def texts(episodes: list[Episode], most_chars: int = 400_000) -> list[str]:
+    """What these episodes say, for training a tokenizer on it: the last prompt of each, up to so many characters in all."""
+    found, left = [], most_chars
+    for one in episodes:
+        if left <= 0 or not one.calls:
+            break
+        last = one.calls[-1]
+        parts = [last.prompt] if isinstance(last.prompt, str) else [str(message.get("content") or "") for message in last.prompt]
+        said = "\n".join([*parts, *(json.dumps(tool) for tool in last.tools)])[:left]
+        found.append(said)
+        left -= len(said)
+    return found
