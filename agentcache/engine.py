@@ -5,17 +5,20 @@ layout -> match -> plan -> fill -> decode -> keep -> receipt
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import torch
 
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError
+from .inflight import Chunk, Done, Request
+from .kv import PAGE_TOKENS
 from .layout import Renderer
 from .model.fingerprint import Fingerprint
 from .model.hf import HFModel, load
@@ -23,93 +26,16 @@ from .model.sampling import Sampler, TextStream
 from .model.tool_calls import parse
 from .receipt import Receipt
 from .runner import Runner
-from .scheduler import Chunk, Done, Request, Scheduler
+from .scheduler import Scheduler
 from .store.store import Scope, Store, as_ids
+from .stream import Completion, Stream
 from .types import Layout, Message, Reason, Rendering, Reuse, Sampling, Tool, ToolGroup, ToolOrder
 
 __all__ = ["Chunk", "Completion", "Engine", "Stream"]
 
 Messages = Seq[Message | Mapping[str, Any]] | str
 Tools = Seq[Tool | Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What a request produced. `message` is the assistant turn to send back; unchanged, it costs nothing the next time."""
-
-    text: str
-    ids: tuple[int, ...]
-    message: Message
-    receipt: Receipt
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why it ended: stop, length or tool_calls."""
-        return self.receipt.finish_reason
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """Token counts in OpenAI's shape, cached tokens included."""
-        return self.receipt.usage
-
-
-class Stream(Iterator[Chunk]):
-    """Chunks of one running request. Leaving early (`close`, or the end of a `with` block) frees the device within one step.
-
-    completion: the whole result; reading it runs the stream to its end.
-    """
-
-    def __init__(self, request: Request, finish: Callable[[Request], Completion]) -> None:
-        self._request = request
-        self._finish = finish
-        self._completion: Completion | None = None
-        self._error: AgentCacheError | None = None
-        self._over = False
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Chunk:
-        if self._over:
-            raise StopIteration
-        event = self._request.events.get()
-        if isinstance(event, Chunk):
-            return event
-        self._over = True
-        if isinstance(event, Done):
-            self._completion = self._finish(self._request)
-            raise StopIteration
-        self._error = event
-        raise event
-
-    @property
-    def receipt(self) -> Receipt:
-        """The account so far; final once the stream has ended."""
-        return self._request.receipt
-
-    @property
-    def completion(self) -> Completion:
-        """The whole result; runs what is left of the stream."""
-        for _ in self:
-            pass
-        if self._completion is None:
-            raise self._error or EngineClosedError("the stream was closed before it ended")
-        return self._completion
-
-    def close(self) -> None:
-        """Stop the request; what it had computed stays reusable."""
-        self._request.cancelled.set()
-        self._over = True
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if not self._over:
-            self.close()
-
-    def __del__(self) -> None:
-        self._request.cancelled.set()
+Held = tuple[ToolGroup, Scope, tuple[int, ...], tuple[str, ...]]  # a tool group with its ids and the order of its tools
 
 
 class Engine:
@@ -150,7 +76,8 @@ class Engine:
         self.model = HFModel(loaded)
         self.fingerprint = Fingerprint(self.model.model, self.model.numerics.kernel) if self.model.numerics else None
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
-        self._groups: dict[tuple[str, str], tuple[ToolGroup, Scope, tuple[int, ...], tuple[str, ...]]] = {}
+        self._groups: dict[tuple[str, str], Held] = {}
+        self._lock = threading.Lock()
         self._closed = False
         ends = self.model.stop_ids
         own = getattr(self.tokenizer, "eos_token_id", None)
@@ -175,7 +102,7 @@ class Engine:
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
         group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total): prompt tokens so far, called
-        on the device thread.
+        in the thread that reads the stream, while it waits for the first chunk.
         """
         called = time.perf_counter()
         sampling = sampling or Sampling()
@@ -254,8 +181,8 @@ class Engine:
         message = parse(request.text.text)
         if message.tool_calls and receipt.finish_reason == "stop":
             receipt.finish_reason = "tool_calls"
-        if generated and not isinstance(layout.text, type(None)):
-            self.renderer.remember(layout, generated, message, namespace=request.namespace)
+        if spelled := generated[: request.text.spelled or 0]:  # what a stop string cut off is no part of the message
+            self.renderer.remember(layout, spelled, message, namespace=request.namespace)
         receipt.saved_ms = receipt.cached_tokens * self.scheduler.ms_per_token
         receipt.saved_flops = self._flops(receipt.cached_tokens)
         return Completion(request.text.text, generated, message, receipt)
@@ -287,45 +214,62 @@ class Engine:
         if not layout.ids:
             raise ConfigError("nothing to warm: system and tools give no common prefix under this chat template")
         request = self._request(layout, Sampling(max_tokens=1), namespace, "exact", called)
+        self._fit(layout, Sampling(max_tokens=1))
         request.fill_only, request.on_progress = True, on_progress
         self.scheduler.submit(request)
-        for event in iter(request.events.get, None):
-            if isinstance(event, AgentCacheError):
-                raise event
-            if isinstance(event, Done):
-                break
+        pinned = False
+        try:
+            for _ in Stream(request, None):
+                pass
+            pinned = True
+        finally:
+            if not pinned:
+                self._abandon(request)
         return self._pin(request, layout, name, tools, called)
+
+    def _abandon(self, request: Request) -> None:
+        """The caller's callback failed, or the request did: nothing stays pinned."""
+        request.cancelled.set()
+        while request.sequence is not None and not isinstance(request.events.get(), (Done, AgentCacheError)):
+            pass
+        if request.pinned and request.scope:
+            self.store.pin(request.scope, request.array(), -1)
 
     def _pin(self, request: Request, layout: Layout, name: str | None, tools: Tools, called: float) -> ToolGroup:
         scope, ids = request.scope, tuple(layout.ids)
         if scope is None:
             raise ConfigError(f"this model's state cannot be kept ({self.model.support.why or Reason.ROPE_REGIME}): nothing to warm")
-        name = name or self.store.key(scope.root, as_ids(ids)).hex()[:12]
-        self.release(name, namespace=request.namespace)
-        pages = self.store.pin(scope, as_ids(ids))
-        if not pages:
-            need = -(-len(ids) // 512) * (self.model.spec.page_bytes if self.model.spec else 0)
+        if not request.pinned:
+            need = -(-len(ids) // PAGE_TOKENS) * (self.model.spec.page_bytes if self.model.spec else 0)
             raise ConfigError(f"memory_bytes={self.store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
+        name = name or self.store.key(scope.root, as_ids(ids)).hex()[:12]
         spec = self.model.spec
         group = ToolGroup(
             name=name,
             namespace=request.namespace,
             prefix_tokens=len(ids),
-            pages=pages,
+            pages=request.pinned,
             kv_bytes=len(ids) * spec.token_bytes if spec else 0,
             computed_tokens=request.receipt.computed_tokens,
             warm_ms=(time.perf_counter() - called) * 1e3,
         )
         names = tuple(_tool_name(tool) for tool in tools)
-        self._groups[request.namespace, name] = (group, scope, ids, names)
+        with self._lock:
+            before = self._groups.get((request.namespace, name))
+            self._groups[request.namespace, name] = (group, scope, ids, names)
+        self._unpin(before)
         return group
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""
-        held = self._groups.pop((namespace, name), None)
+        with self._lock:
+            held = self._groups.pop((namespace, name), None)
+        self._unpin(held)
+        return held is not None
+
+    def _unpin(self, held: Held | None) -> None:
         if held is not None:
             self.store.pin(held[1], as_ids(held[2]), -1)
-        return held is not None
 
     @property
     def groups(self) -> tuple[ToolGroup, ...]:

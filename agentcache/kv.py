@@ -162,16 +162,19 @@ class Sequence:
             self.exact_until = self.length
 
     def withdraw(self, tokens: int) -> None:
-        """Unwrite everything from position `tokens` on, in pages this sequence may write: zeros, so that masked slots stay finite."""
-        for page, slot, count, _ in self.slots(tokens, self.length):
+        """Unwrite everything from position `tokens` on, in pages this sequence may write: zeros, so that masked slots stay finite.
+
+        What a forward that failed may have left behind `length` included.
+        """
+        for page, slot, count, _ in self.slots(tokens, len(self.pages) * PAGE_TOKENS):
             page.keys[..., slot : slot + count] = 0
             page.values[..., slot : slot + count, :] = 0
             page.filled = slot
         self.length = self.exact_until = tokens
 
     def close(self) -> None:
-        """Give up the right to append; what was written stays valid for whoever shares the pages."""
-        for page in self.pages[-1:]:
+        """Give up the right to append. What was written stays valid for whoever shares the pages, which forget this sequence."""
+        for page in self.pages:
             page.release(self)
 
     def read(self, layer: int, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import threading
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .errors import OutOfMemoryError
+from .errors import GenerationError, OutOfMemoryError
 from .kv import Sequence
 from .model.attention import Part
 from .model.hf import HFModel
+
+# What code of models and tokenizers may raise. A fault must reach its own request, not the thread that serves the others.
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    NameError,
+    OSError,
+    ReferenceError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +58,14 @@ class Work:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one piece of work: logits [vocab] in fp32 if they were wanted, or the error that hit it alone."""
+    """What became of one piece of work: logits [vocab] in fp32 if they were wanted, or the error that hit it alone.
+
+    retried: why it ran alone after its pack had failed; empty if it did not.
+    """
 
     logits: torch.Tensor | None = None
-    error: OutOfMemoryError | None = None
-    retried: bool = field(default=False)
+    error: GenerationError | None = None
+    retried: str = field(default="")
 
 
 def _no_memory(error: BaseException) -> bool:
@@ -51,36 +73,76 @@ def _no_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "cannot allocate" in text or "not enough memory" in text
 
 
+def as_failure(error: BaseException, tokens: int) -> GenerationError:
+    """The typed error for a fault while `tokens` tokens were in KV. Keeps its traceback, but nothing that its frames held."""
+    if _no_memory(error):
+        advice = "lower memory_bytes, chunk_tokens or the number of concurrent requests"
+        failure: GenerationError = OutOfMemoryError(f"no memory for {tokens} tokens of KV ({type(error).__name__}: {error}): {advice}")
+    else:
+        failure = GenerationError(f"the model failed behind token {tokens}: {type(error).__name__}: {error}")
+    traceback.clear_frames(error.__traceback__)
+    failure.__cause__ = error
+    return failure
+
+
+def process_threads() -> int:
+    """What `torch.set_num_threads` was last given anywhere: OpenMP tells only threads that start afterwards, so one is asked."""
+    told: list[int] = []
+    asked = threading.Thread(target=lambda: told.append(torch.get_num_threads()), name="agentcache-threads")
+    asked.start()
+    asked.join()
+    return told[0]
+
+
 class Runner:
-    """The only place that calls the model."""
+    """The only place that calls the model. Not thread safe: one thread owns the device."""
 
     def __init__(self, model: HFModel) -> None:
         self.model = model
 
+    def follow_threads(self) -> None:
+        """Make this thread compute with the number of threads the process asks for now; other threads may mean other numerics."""
+        wanted = process_threads()
+        if wanted != torch.get_num_threads():
+            torch.set_num_threads(wanted)
+
     def run(self, work: list[Work]) -> list[Outcome]:
-        """Run all work in one forward and advance its sequences. A pack that does not fit in memory is run member by member."""
+        """Run all work in one forward and advance its sequences. Members of a pack that fails are run one by one."""
         paged = [w for w in work if isinstance(w.sequence, Sequence)]
         outcomes = {id(w): o for w, o in zip(paged, self._pack(paged), strict=True)}
         for w in work:
             if isinstance(w.sequence, StockSequence):
-                outcomes[id(w)] = self._alone(w)
+                outcomes[id(w)] = self._single(w)
         return [outcomes[id(w)] for w in work]
 
     def _pack(self, work: list[Work]) -> list[Outcome]:
-        if not work:
-            return []
+        if len(work) < 2:
+            return [self._single(w) for w in work]
+        done = self._try(work)
+        if not isinstance(done, BaseException):
+            return done
+        what = "did not fit in memory" if _no_memory(done) else f"failed: {type(done).__name__}"
+        why = f"ran alone after a pack of {len(work)} {what}"
+        traceback.clear_frames(done.__traceback__)
+        outcomes = [self._single(w) for w in work]
+        for outcome in outcomes:
+            outcome.retried = why
+        return outcomes
+
+    def _single(self, work: Work) -> Outcome:
+        done = self._try([work])
+        if not isinstance(done, BaseException):
+            return done[0]
+        tokens = work.sequence.length + len(work.ids)
+        if isinstance(work.sequence, Sequence):
+            work.sequence.withdraw(work.sequence.length)
+        return Outcome(error=as_failure(done, tokens))
+
+    def _try(self, work: list[Work]) -> list[Outcome] | BaseException:
         try:
-            return self._forward(work)
-        except (MemoryError, RuntimeError, OSError) as error:
-            if not _no_memory(error):
-                raise
-            if len(work) > 1:
-                outcomes = [self._pack([w])[0] for w in work]
-                for outcome in outcomes:
-                    outcome.retried = True
-                return outcomes
-            tokens = work[0].sequence.length + len(work[0].ids)
-            return [Outcome(error=OutOfMemoryError(f"no memory for {tokens} tokens of KV ({error}): lower memory_bytes or chunk_tokens"))]
+            return [self._stock(work[0])] if isinstance(work[0].sequence, StockSequence) else self._forward(work)
+        except FAULTS as error:
+            return error
 
     def _forward(self, work: list[Work]) -> list[Outcome]:
         parts, wanted, at = [], [], 0
@@ -97,14 +159,9 @@ class Runner:
             part.sequence.advance(part.count)
         return [Outcome(next(logits) if w.wanted else None) for w in work]
 
-    def _alone(self, work: Work) -> Outcome:
+    def _stock(self, work: Work) -> Outcome:
         sequence = work.sequence
         assert isinstance(sequence, StockSequence)
-        try:
-            logits, sequence.cache = self.model.stock(torch.tensor(work.ids), sequence.cache)
-        except (MemoryError, RuntimeError) as error:
-            if not _no_memory(error):
-                raise
-            return Outcome(error=OutOfMemoryError(f"no memory for {sequence.length + len(work.ids)} tokens ({error})"))
+        logits, sequence.cache = self.model.stock(torch.tensor(work.ids), sequence.cache)
         sequence.length += len(work.ids)
         return Outcome(logits if work.wanted else None)

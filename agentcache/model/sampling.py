@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -17,91 +16,132 @@ from transformers import (
 
 from ..types import Sampling
 
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
+
 
 class Sampler:
     """Next tokens for one request, in the order in which `generate` applies its processors. Reproducible by seed, whatever the packing."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._greedy = sampling.temperature == 0.0
-        self._generator = torch.Generator(device=device)
-        if sampling.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(sampling.seed)
+        self._generator: torch.Generator | None = None
+        if not self._greedy:
+            self._generator = torch.Generator(device=device)
+            if sampling.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(sampling.seed)
+        self._penalised = sampling.repetition_penalty != 1.0
+        self._seen: set[int] = set()
+        self._looked = 0
         steps: list[Any] = []
-        if sampling.repetition_penalty != 1.0:
-            steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if self._penalised:
+            steps.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
         if not self._greedy:
             if sampling.temperature != 1.0:
-                steps.append(TemperatureLogitsWarper(sampling.temperature))
+                steps.append(TemperatureLogitsWarper(float(sampling.temperature)))
             if sampling.top_k:
                 steps.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1.0:
-                steps.append(TopPLogitsWarper(sampling.top_p))
+                steps.append(TopPLogitsWarper(float(sampling.top_p)))
             if sampling.min_p:
-                steps.append(MinPLogitsWarper(sampling.min_p))
+                steps.append(MinPLogitsWarper(float(sampling.min_p)))
         self._steps = LogitsProcessorList(steps)
 
     def __call__(self, logits: torch.Tensor, ids: list[int]) -> int:
-        """The next id from logits [vocab] (fp32) behind all ids so far."""
+        """The next id from logits [vocab] (fp32) behind all ids so far: `ids` must be the list of the last call, grown."""
         if self._steps:
-            logits = self._steps(torch.tensor([ids], device=logits.device), logits[None])[0]
+            logits = self._steps(self._known(ids, logits.device), logits[None])[0]
         if self._greedy:
             return int(logits.argmax())
-        return int(torch.multinomial(torch.softmax(logits, -1), 1, generator=self._generator))
+        # shifted first: a tiny temperature makes logits infinite, and infinity minus infinity is no number
+        top = logits.max()
+        odds = (logits == top).float() if bool(torch.isinf(top)) else torch.softmax(logits, -1)
+        return int(torch.multinomial(odds, 1, generator=self._generator))
+
+    def _known(self, ids: list[int], device: torch.device) -> torch.Tensor:
+        """The ids that a penalty looks at, each once: what it does to one it does not do twice. [1, count]"""
+        if not self._penalised:
+            return torch.empty(1, 0, dtype=torch.long, device=device)
+        self._seen.update(ids[self._looked :])
+        self._looked = len(ids)
+        return torch.tensor([sorted(self._seen)], device=device)
 
 
 class TextStream:
-    """Text of a growing completion: whole characters only, held back where a stop string may be starting, cut where one begins."""
+    """Text of a growing completion: whole characters only, held back where a stop string may be starting, cut where one begins.
+
+    With several stop strings the one that is complete first counts, so that the text does not depend on where tokens end.
+    """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._hidden = hidden
-        fast = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream = DecodeStream(skip_special_tokens=False) if fast is not None else None
-        self._fast = fast
         self._ids: list[int] = []
+        self._ends: list[int] = []  # length of the text behind each pushed id
+        self._from = self._read = 0  # ids [_from, _read) are the left context in which those behind are decoded
         self.text = ""
         self._sent = 0
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Add one id; returns the text that has become certain."""
-        if token in self._hidden:
+        if self.stopped:
             return ""
-        self._ids.append(token)
-        if self._stream is not None:
-            self.text += self._stream.step(self._fast, token) or ""
-        else:
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            self.text = whole.rstrip("\ufffd")
-        return self._release(final=False)
+        if token not in self._hidden:
+            self._ids.append(token)
+            self.text += self._fresh()
+        self._ends.append(len(self.text))
+        return self._release(final=False) if token not in self._hidden else ""
 
     def finish(self) -> str:
         """The rest of the text, incomplete characters included."""
         if not self.stopped:
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            whole = self._decode(0, len(self._ids))
             if whole.startswith(self.text):
                 self.text = whole
         return self._release(final=True)
 
+    @property
+    def spelled(self) -> int | None:
+        """How many of the pushed ids spell exactly `text`; None if a stop string cut inside one."""
+        if not self.stopped:
+            return len(self._ends)
+        if not self.text:
+            return 0
+        return next((count for count, end in enumerate(self._ends, 1) if end == len(self.text)), None)
+
+    def _decode(self, start: int, stop: int) -> str:
+        if start == stop:
+            return ""
+        text = self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def _fresh(self) -> str:
+        """What the last ids add, decoded behind a few before them: some decoders drop a space at the very start."""
+        before, whole = self._decode(self._from, self._read), self._decode(self._from, len(self._ids))
+        if whole.endswith(UNFINISHED) or len(whole) <= len(before):
+            return ""
+        self._from, self._read = self._read, len(self._ids)
+        return whole[len(before) :]
+
     def _release(self, final: bool) -> str:
         if self.stopped:
             return ""
-        cuts = [at for stop in self._stop if (at := self.text.find(stop, max(0, self._sent - len(stop)))) >= 0]
-        if cuts:
-            self.text, self.stopped = self.text[: min(cuts)], True
+        found = [(at + len(stop), at) for stop in self._stop if (at := self.text.find(stop, self._sent)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)[1]], True
         held = 0 if final or self.stopped else self._maybe_stop()
         ready = self.text[self._sent : len(self.text) - held]
-        self._sent = max(self._sent, len(self.text) - held)
+        self._sent += len(ready)
         return ready
 
     def _maybe_stop(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
         longest = 0
         for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
+            for size in range(min(len(stop) - 1, len(self.text) - self._sent), longest, -1):
                 if self.text.endswith(stop[:size]):
                     longest = size
                     break

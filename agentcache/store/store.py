@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -18,10 +19,12 @@ from blake3 import blake3
 from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, Page
 from ..types import Reason
+from .dropped import Dropped, page_key
 
 Ids = np.ndarray  # uint32 [tokens]
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
-REMEMBERED = 65536  # keys of dropped pages, so that a miss can say why
+LONGER = "new behind all that is kept"  # the kept prompt ended
+OTHER = "kept prompts go on differently from here"
 
 
 def as_ids(ids: Seq[int]) -> Ids:
@@ -40,26 +43,29 @@ class Scope:
     @property
     def root(self) -> bytes:
         """The key above the first page. Without the fingerprint: the same tokens have the same keys under other weights."""
-        return blake3(repr((self.namespace, self.regime)).encode()).digest()
+        return blake3(repr((self.namespace, self.regime)).encode("utf-8", "surrogatepass")).digest()
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One kept page: `ids` are its valid tokens, `numerics` the digest of the kernels that computed it."""
+    """One kept page, or the root of a tree (without page and ids).
+
+    ids: its valid tokens. numerics: digests of all kernels that had a part in it, those of the pages before it included.
+    """
 
     key: bytes
+    scope: Scope
     ids: Ids
     page: Page | None
     parent: Entry | None
-    numerics: str = ""
-    children: list[Entry] = field(default_factory=list)
+    numerics: frozenset[str] = frozenset()
+    children: dict[bytes, Entry] = field(default_factory=dict)
     pins: int = 0
-    used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest exact prefix: `pages` hold tokens [0, tokens). `missed` says why it ends there.
+    """The longest exact prefix: `pages` hold tokens [0, tokens). `missed` and `detail` say why it ends there.
 
     numerics: digests of the kernels that computed the pages.
     """
@@ -68,181 +74,234 @@ class Match:
     pages: tuple[Page, ...]
     missed: Reason
     numerics: frozenset[str] = frozenset()
+    detail: str = ""
 
 
 def _common(a: Ids, b: Ids) -> int:
     short = min(len(a), len(b))
-    differs = np.flatnonzero(a[:short] != b[:short])
-    return int(differs[0]) if len(differs) else short
+    differs = a[:short] != b[:short]
+    first = int(differs.argmax()) if short else 0
+    return first if short and differs[first] else short
 
 
 class Store:
     """Kept pages in memory under a byte budget: least recently used leaves go first, pinned ones never. Thread safe.
 
-    changes: counts admissions and removals, so that a caller can tell whether a match may have become longer.
+    A page counts with all its bytes, however full. changes: counts admissions and removals, so that a caller can tell whether a match may
+    have become longer.
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        if budget_bytes < 0:
-            raise ConfigError(f"memory_bytes={budget_bytes!r}: must be 0 (keep nothing) or more")
+        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
+            raise ConfigError(f"memory_bytes={budget_bytes!r}: must be 0 (keep nothing) or a larger whole number of bytes")
         self.budget_bytes = budget_bytes
         self.bytes = 0
         self.changes = 0
-        self._tick = 0
         self._lock = threading.RLock()
         self._roots: dict[Scope, Entry] = {}
-        self._entries: dict[int, Entry] = {}
-        self._gone: OrderedDict[bytes, Reason] = OrderedDict()
+        self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always behind its children
+        self._pinned: dict[tuple[Scope, bytes], list[list[Entry]]] = {}
+        self._dropped = Dropped()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._order)
 
     # -- looking up ------------------------------------------------------------------------------------------------
 
-    def match(self, scope: Scope, ids: Ids) -> Match:
-        """The longest kept prefix of ids[:-1] (the last token is always computed). Touches what it finds; pages stay valid by reference."""
-        with self._lock:
-            entry, at, pages, path = self._walk(scope, ids, len(ids) - 1)
-            return Match(at, tuple(pages), self._why(scope, entry, ids, at), frozenset(e.numerics for e in path))
+    def match(self, scope: Scope, ids: Ids, *, peek: bool = False) -> Match:
+        """The longest kept prefix of ids[:-1] (the last token is always computed). Pages stay valid by reference.
 
-    def _walk(self, scope: Scope, ids: Ids, limit: int) -> tuple[Entry | None, int, list[Page], list[Entry]]:
-        entry, at, pages, path = self._roots.get(scope), 0, [], []
+        What is found counts as used, unless it is only peeked at.
+        """
+        with self._lock:
+            path, at = self._walk(scope, ids, len(ids) - 1)
+            if not peek:
+                self._touch(path)
+            reason, detail = self._why(scope, path, ids, at)
+            numerics = frozenset().union(*(entry.numerics for entry in path))
+            return Match(at, tuple(entry.page for entry in path if entry.page is not None), reason, numerics, detail)
+
+    def _walk(self, scope: Scope, ids: Ids, limit: int) -> tuple[list[Entry], int]:
+        """The entries that hold the longest kept prefix of ids[:limit], and its length."""
+        entry, at, path = self._roots.get(scope), 0, []
         while entry is not None and at < limit:
             best, run = self._best_child(entry, ids[at : min(at + PAGE_TOKENS, limit)])
-            if best is None or best.page is None:
+            if best is None:
                 break
-            pages.append(best.page)
             path.append(best)
             at += run
-            self._touch(best)
             if run < PAGE_TOKENS:
                 break
             entry = best
-        return entry, at, pages, path
+        return path, at
 
     def _best_child(self, parent: Entry, ids: Ids) -> tuple[Entry | None, int]:
+        if len(ids) == PAGE_TOKENS and (whole := parent.children.get(page_key(parent.key, ids))) is not None:
+            if np.array_equal(whole.ids, ids):
+                return whole, PAGE_TOKENS
         best, longest = None, 0
-        for child in parent.children:
-            if child.ids[0] == ids[0] and (run := _common(child.ids, ids)) > longest:
+        first = ids[0]
+        for child in parent.children.values():
+            if child.ids[0] == first and (run := _common(child.ids, ids)) > longest:
                 best, longest = child, run
                 if run == len(ids):
                     break
         return best, longest
 
-    def _why(self, scope: Scope, entry: Entry | None, ids: Ids, at: int) -> Reason:
+    def _why(self, scope: Scope, path: list[Entry], ids: Ids, at: int) -> tuple[Reason, str]:
         if at >= len(ids) - 1:
-            return Reason.LAST_TOKEN
-        parent = scope.root if entry is None else entry.key
-        whole = ids[at - at % PAGE_TOKENS :][:PAGE_TOKENS]
-        if (gone := self._gone.get(self.key(parent, whole))) is not None:
-            return gone
-        return Reason.DIVERGED if at else Reason.COLD
+            return Reason.LAST_TOKEN, ""
+        inside = at % PAGE_TOKENS
+        parent = scope.root if at < PAGE_TOKENS else path[at // PAGE_TOKENS - 1].key
+        gone = self._dropped.why(parent, ids[at - inside : at - inside + PAGE_TOKENS], inside, scope.fingerprint)
+        if gone not in (None, Reason.FINGERPRINT):
+            return gone, ""
+        for other in self._roots:
+            same = (other.namespace, other.regime) == (scope.namespace, scope.regime)
+            if same and other != scope and self._walk(other, ids, len(ids) - 1)[1] > at:
+                gone = Reason.FINGERPRINT
+        if gone is not None:
+            return gone, "kept under other weights, config or versions"
+        if not at:
+            return Reason.COLD, ""
+        ended = len(path[-1].ids) == (inside or PAGE_TOKENS) and not path[-1].children
+        return Reason.DIVERGED, LONGER if ended else OTHER
 
-    def _touch(self, entry: Entry) -> None:
-        self._tick += 1
-        entry.used = self._tick
+    def _touch(self, path: list[Entry]) -> None:
+        for entry in reversed(path):  # parents last: whoever is oldest is a leaf
+            self._order.move_to_end(id(entry))
 
     @staticmethod
     def key(parent: bytes, ids: Ids) -> bytes:
         """Chain hash of one page."""
-        return blake3(parent + ids.tobytes()).digest()
+        return page_key(parent, ids)
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
-    def admit(self, scope: Scope, ids: Ids, pages: Seq[Page], numerics: str) -> None:
+    def admit(self, scope: Scope, ids: Ids, pages: Seq[Page], numerics: frozenset[str] | str) -> None:
         """Keep `pages`, which hold `ids` from the start. Known pages are not kept twice.
 
-        The last page may be partly filled; a longer one replaces a shorter.
+        The last page may be partly filled; a longer one replaces a shorter. numerics: digests of all kernels that computed them.
         """
-        if self.budget_bytes == 0:
+        if self.budget_bytes == 0 or not len(ids):
             return
+        assert len(pages) == -(-len(ids) // PAGE_TOKENS), f"{len(pages)} pages for {len(ids)} tokens"
+        numerics = frozenset([numerics]) if isinstance(numerics, str) else numerics
         with self._lock:
-            entry = self._roots.setdefault(scope, Entry(scope.root, ids[:0], None, None))
+            entry = self._roots.get(scope) or self._roots.setdefault(scope, Entry(scope.root, scope, ids[:0], None, None))
+            path = []
             for page, start in zip(pages, range(0, len(ids), PAGE_TOKENS), strict=True):
-                part = ids[start : start + PAGE_TOKENS].copy()
-                child = self._keep(entry, part, page, numerics)
-                if len(part) == PAGE_TOKENS:
-                    entry = child
-            self.changes += 1
+                entry = self._keep(entry, ids[start : start + PAGE_TOKENS], page, numerics)
+                path.append(entry)
+            self._touch(path)
             self._evict()
 
-    def _keep(self, parent: Entry, ids: Ids, page: Page, numerics: str) -> Entry:
-        for child in parent.children:
-            run = _common(child.ids, ids)
-            if run == len(ids) and (run == len(child.ids) or run < PAGE_TOKENS):
-                self._touch(child)
-                return child  # known already, perhaps longer
-            if run == len(child.ids) and not child.children:
-                self._replace(child, self.key(parent.key, ids), ids, page, numerics)
-                return child
-        child = Entry(self.key(parent.key, ids), ids, page, parent, numerics)
-        parent.children.append(child)
-        self._entries[id(child)] = child
+    def _keep(self, parent: Entry, ids: Ids, page: Page, numerics: frozenset[str]) -> Entry:
+        child, run = self._best_child(parent, ids)
+        if child is not None and run == len(ids):
+            return child  # known already, perhaps longer
+        if child is not None and run == len(child.ids):
+            self._rename(child, ids.copy())  # a longer page takes its place, its pins and its children (it has none: it was not full)
+            child.page, child.numerics = page, numerics
+            return child
+        child = Entry(page_key(parent.key, ids), parent.scope, ids.copy(), page, parent, numerics)
+        parent.children[child.key] = child
+        self._order[id(child)] = child
         self.bytes += page.spec.page_bytes
-        self._gone.pop(child.key, None)
-        self._touch(child)
+        self.changes += 1
+        self._dropped.discard(child.key)
         if len(parent.children) > CHILDREN:
-            self._drop_oldest([c for c in parent.children if c is not child])
+            self._drop_oldest([c for c in self._order.values() if c.parent is parent and c is not child])
         return child
 
-    def _replace(self, entry: Entry, key: bytes, ids: Ids, page: Page, numerics: str) -> None:
-        entry.key, entry.ids, entry.page, entry.numerics = key, ids, page, numerics
-        self._gone.pop(key, None)
-        self._touch(entry)
+    def _rename(self, entry: Entry, ids: Ids) -> None:
+        """Give an entry without children more or fewer tokens."""
+        assert entry.parent is not None and not entry.children
+        del entry.parent.children[entry.key]
+        entry.key, entry.ids = page_key(entry.parent.key, ids), ids
+        entry.parent.children[entry.key] = entry
+        self._dropped.discard(entry.key)
+        self.changes += 1
 
-    def forget(self, scope: Scope, ids: Ids, since: int) -> None:
-        """Drop what is kept of this prompt behind its first `since` tokens: a request that failed withdraws its own pages."""
+    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
+        """A request that failed takes back what it gave: tokens of `ids` behind the first `since`, where they lie in its own `pages`."""
+        own = {id(page) for page in pages}
         with self._lock:
-            entry, at = self._roots.get(scope), 0
-            while entry is not None and at < len(ids):
-                child, run = self._best_child(entry, ids[at : at + PAGE_TOKENS])
-                if child is None:
+            path, _ = self._walk(scope, ids, len(ids))
+            for entry, start in zip(path, range(0, len(ids), PAGE_TOKENS), strict=False):
+                if id(entry.page) not in own or start + len(entry.ids) <= since:
+                    continue
+                if start >= since:
+                    self._drop_tree(entry, Reason.NON_FINITE)
                     return
-                if at + run > since:
+                for child in list(entry.children.values()):
                     self._drop_tree(child, Reason.NON_FINITE)
-                    return
-                entry, at = child, at + run
+                assert entry.parent is not None
+                kept = entry.ids[: since - start]
+                if page_key(entry.parent.key, kept) in entry.parent.children:
+                    self._drop_tree(entry, Reason.NON_FINITE)  # another page keeps just these
+                else:
+                    self._rename(entry, kept)
+                return
 
     def clear(self, namespace: str | None = None, reason: Reason = Reason.EVICTED) -> None:
         """Drop everything, or everything of one namespace, pinned or not."""
         with self._lock:
             for scope in [s for s in self._roots if namespace in (None, s.namespace)]:
-                for child in list(self._roots.pop(scope).children):
+                for child in list(self._roots[scope].children.values()):
                     self._drop_tree(child, reason)
+            for held in [h for h in self._pinned if namespace in (None, h[0].namespace)]:
+                del self._pinned[held]
 
     # -- pins and the budget ---------------------------------------------------------------------------------------
 
     def pin(self, scope: Scope, ids: Ids, count: int = 1) -> int:
-        """Pin (count=1) or unpin (count=-1) the pages that hold `ids`; returns how many. Pinned pages are never evicted."""
+        """Pin (count=1) the pages that hold all of `ids`, or take such a pin back (count=-1); returns how many pages. Pinned pages are
+        never evicted. 0, and nothing is pinned, where some of `ids` are not kept.
+        """
+        held = (scope, blake3(ids.tobytes()).digest())
         with self._lock:
-            _, at, _, path = self._walk(scope, ids, len(ids))
+            if count > 0:
+                path, at = self._walk(scope, ids, len(ids))
+                if at < len(ids):
+                    return 0
+                self._touch(path)
+                self._pinned.setdefault(held, []).append(path)
+            else:
+                paths = self._pinned.get(held)
+                if not paths:
+                    return 0
+                path = paths.pop()
+                if not paths:
+                    del self._pinned[held]
             for entry in path:
-                entry.pins = max(0, entry.pins + count)
-            if count < 0:
-                self._evict()
-            return len(path) if at == len(ids) else 0
+                entry.pins += 1 if count > 0 else -1
+            self._evict()
+            return len(path)
 
     def _evict(self) -> None:
-        while self.bytes > self.budget_bytes:
-            if not self._drop_oldest(list(self._entries.values())):
-                return
+        while self.bytes > self.budget_bytes and self._drop_oldest(self._order.values()):
+            pass
 
-    def _drop_oldest(self, among: list[Entry]) -> bool:
-        leaves = [e for e in among if not e.children and not e.pins]
-        if not leaves:
-            return False
-        self._drop_tree(min(leaves, key=lambda e: e.used), Reason.EVICTED)
-        return True
+    def _drop_oldest(self, among: Iterable[Entry]) -> bool:
+        for entry in among:
+            if not entry.children and not entry.pins:
+                self._drop_tree(entry, Reason.EVICTED)
+                return True
+        return False
 
     def _drop_tree(self, entry: Entry, reason: Reason) -> None:
-        for child in list(entry.children):
-            self._drop_tree(child, reason)
-        assert entry.page is not None and entry.parent is not None
-        entry.parent.children.remove(entry)
-        self.bytes -= entry.page.spec.page_bytes
-        del self._entries[id(entry)]
-        entry.page = None
-        self.changes += 1
-        self._gone[entry.key] = reason
-        while len(self._gone) > REMEMBERED:
-            self._gone.popitem(last=False)
+        """Drop a page and what hangs under it; the deepest first."""
+        below = [entry]
+        for known in below:
+            below.extend(known.children.values())
+        for gone in reversed(below):
+            assert gone.page is not None and gone.parent is not None
+            self._dropped.add(gone.parent.key, gone.key, len(gone.ids), gone.scope.fingerprint, reason)
+            self.bytes -= gone.page.spec.page_bytes
+            self.changes += 1
+            del self._order[id(gone)]
+            del gone.parent.children[gone.key]
+            gone.page = None
+            if gone.parent.parent is None and not gone.parent.children:
+                del self._roots[gone.scope]

@@ -1,0 +1,102 @@
+"""One request on its way through the device, and the events its caller receives. Knows nothing of models and stores."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .errors import AgentCacheError
+from .kv import Sequence
+from .model.sampling import Sampler, TextStream
+from .plan import Plan
+from .receipt import Receipt
+from .runner import StockSequence, Work
+from .store.store import Ids, Scope, as_ids
+from .types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Text that has become certain, and the ids decoded since the last chunk."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How many of the prompt's tokens are filled."""
+
+    done: int
+    total: int
+
+
+class Done:
+    """Marks the end of a request's events."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request on its way. `ids` grow as tokens are decoded; `events` carry progress and chunks, then Done or the error.
+
+    fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the store has or had.
+    numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
+    """
+
+    ids: list[int]
+    namespace: str
+    fingerprint: str
+    sampling: Sampling
+    sampler: Sampler
+    text: TextStream
+    stop_ids: frozenset[int]
+    receipt: Receipt
+    reuse: bool = True
+    fill_only: bool = False
+    forced: deque[int] = field(default_factory=deque)
+    on_progress: Callable[[int, int], None] | None = None
+    events: queue.SimpleQueue[Chunk | Progress | Done | AgentCacheError] = field(default_factory=queue.SimpleQueue)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    called: float = field(default_factory=time.perf_counter)
+    # while it runs
+    sequence: Sequence | StockSequence | None = None
+    scope: Scope | None = None
+    plan: Plan | None = None
+    prompt: int = 0
+    peeked: tuple[int, int] = (-1, 0)
+    kept: int = 0
+    pinned: int = 0
+    numerics: set[str] = field(default_factory=set)
+    skipped: int = 0
+    started: float = 0.0
+    first: float = 0.0
+    _array: Ids | None = None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to be run before the next one can be chosen."""
+        return len(self.ids) - (self.sequence.length if self.sequence else 0)
+
+    @property
+    def filling(self) -> bool:
+        """Whether more than the token chosen last is to be run."""
+        return self.first == 0.0 or self.remaining > 1
+
+    def array(self, count: int | None = None) -> Ids:
+        """The first `count` ids (by default all) as the store wants them. Converted once: a list of 37k ids takes a millisecond."""
+        count = len(self.ids) if count is None else count
+        if self._array is None or len(self._array) < count:
+            self._array = as_ids(self.ids)
+        return self._array[:count]
+
+    def work(self, count: int) -> Work:
+        """The next `count` tokens to run, at most what remains; logits only behind the last one."""
+        assert self.sequence is not None
+        at = self.sequence.length
+        count = min(count, len(self.ids) - at)
+        regime = self.scope.regime if self.scope else ""
+        return Work(self.sequence, self.ids[at : at + count], regime, wanted=at + count == len(self.ids) and not self.fill_only)

@@ -1,0 +1,217 @@
+"""The life of one request on the device: attached to what is known, filled, decoded, kept for others, ended. Knows no other request."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import torch
+
+from .errors import AgentCacheError, EngineClosedError, NonFiniteLogitsError
+from .inflight import Chunk, Done, Progress, Request
+from .kv import PAGE_TOKENS, Sequence
+from .plan import make
+from .receipt import Receipt
+from .runner import FAULTS, Outcome, Runner, StockSequence
+from .store.store import Match, Scope, Store
+from .types import FinishReason, Reason, Refusal
+
+
+class Life:
+    """What happens to a request, on the device's one thread."""
+
+    def __init__(self, runner: Runner, store: Store) -> None:
+        self.runner = runner
+        self.store = store
+
+    # -- attaching -------------------------------------------------------------------------------------------------
+
+    def scope(self, request: Request, length: int) -> Scope | None:
+        """Among whose pages a sequence of this length finds its own; None if its state cannot be paged."""
+        model = self.runner.model
+        regime = model.rotary.regime(length) if model.rotary and model.support.paged else None
+        return None if regime is None else Scope(request.namespace, request.fingerprint, regime)
+
+    def uncached(self, request: Request) -> int:
+        """How much of a waiting prompt would be computed if it started now."""
+        if request.peeked[0] != self.store.changes:
+            scope = self.scope(request, len(request.ids))
+            known = self.store.match(scope, request.array(), peek=True).tokens if scope and request.reuse else 0
+            request.peeked = (self.store.changes, known)
+        return len(request.ids) - request.peeked[1]
+
+    def start(self, request: Request) -> None:
+        """Match, plan and attach; the account of the prompt is final afterwards, but for its times."""
+        request.started = time.perf_counter()
+        request.prompt = len(request.ids)
+        receipt = request.receipt
+        receipt.queue_ms = max(0.0, (request.started - request.called) * 1e3 - receipt.layout_ms)
+        self.runner.follow_threads()
+        self._attach(request)
+        assert request.plan is not None and request.sequence is not None
+        receipt.refusals += request.plan.refusals
+        receipt.cached_tokens, receipt.computed_tokens = request.plan.cached_tokens, request.plan.computed_tokens
+        receipt.copied_tokens = request.sequence.copied_tokens
+        receipt.match_ms = (time.perf_counter() - request.started) * 1e3
+
+    def _attach(self, request: Request) -> None:
+        """Give the request a sequence that starts from the longest known prefix of all its ids."""
+        model, length = self.runner.model, len(request.ids)
+        request.scope = self.scope(request, length)
+        if request.scope is None:
+            reason, detail = Reason.LAYER_KIND, model.support.why
+            if model.support.paged:
+                reason, detail = Reason.ROPE_REGIME, f"no fixed frequencies beyond {model.rotary.original if model.rotary else 0} tokens"
+            request.sequence, request.plan = StockSequence(), make(length, 0, reason, detail)
+            request.receipt.path, request.receipt.bitwise = "stock", False
+            return
+        assert model.spec is not None
+        found = self.store.match(request.scope, request.array()) if request.reuse else Match(0, (), Reason.REUSE_OFF)
+        request.sequence = sequence = Sequence(model.spec)
+        request.plan = make(length, found.tokens, found.missed, found.detail)
+        request.kept = found.tokens
+        if found.tokens:
+            sequence.attach(list(found.pages), found.tokens)
+        request.receipt.path = "stepped" if model.stepped else "generic"
+        self._state_bits(request, found)
+
+    def _state_bits(self, request: Request, found: Match) -> None:
+        model, receipt = self.runner.model, request.receipt
+        assert model.numerics is not None
+        request.numerics = {*found.numerics, model.numerics.digest}
+        receipt.bitwise = model.bitwise and len(request.numerics) == 1
+        if len(request.numerics) > 1:
+            receipt.refusals += (Refusal(Reason.NUMERICS, 0, found.tokens, "computed with other threads or kernels"),)
+        elif not model.bitwise:
+            receipt.refusals += (Refusal(Reason.NOT_ROW_PURE, 0, len(request.ids), "tokens are promised, bits are not"),)
+
+    # -- filling and decoding --------------------------------------------------------------------------------------
+
+    def deliver(self, request: Request, outcome: Outcome) -> AgentCacheError | FinishReason | None:
+        """Take the result of one round: the error or reason with which the request ends, None if it goes on."""
+        if outcome.error is not None:
+            return outcome.error
+        self._note(request, outcome)
+        if outcome.logits is not None and not bool(torch.isfinite(outcome.logits).all()):
+            return self._non_finite(request, "logits")
+        if request.first == 0.0:
+            assert request.sequence is not None
+            if request.on_progress:
+                request.events.put(Progress(request.sequence.length, request.prompt))
+            if not self.keep(request, whole_only=request.remaining > 0):
+                return self._non_finite(request, "keys or values")
+        if request.fill_only:
+            return self._filled(request) if not request.remaining else None
+        return self._choose(request, outcome.logits) if outcome.logits is not None else None
+
+    def _note(self, request: Request, outcome: Outcome) -> None:
+        numerics = self.runner.model.numerics
+        if numerics is not None and isinstance(request.sequence, Sequence):
+            request.numerics.add(numerics.digest)
+            request.receipt.bitwise = request.receipt.bitwise and len(request.numerics) == 1
+        if outcome.retried and outcome.retried not in request.receipt.notes:
+            request.receipt.notes.append(outcome.retried)
+
+    def _filled(self, request: Request) -> FinishReason:
+        self._first_token(request)
+        if request.scope is not None:
+            request.pinned = self.store.pin(request.scope, request.array())  # here: before another admission could evict it
+        return "stop"
+
+    def _first_token(self, request: Request) -> float:
+        request.first = now = time.perf_counter()
+        request.receipt.prefill_ms = (now - request.started) * 1e3 - request.receipt.match_ms
+        request.receipt.ttft_ms = (now - request.called) * 1e3
+        return now
+
+    def _choose(self, request: Request, logits: torch.Tensor) -> FinishReason | None:
+        forced = bool(request.forced)
+        token = request.forced.popleft() if forced else request.sampler(logits, request.ids)
+        now = time.perf_counter() if request.first else self._first_token(request)
+        receipt: Receipt = request.receipt
+        request.ids.append(token)
+        receipt.completion_tokens += 1
+        receipt.decode_ms = (now - request.first) * 1e3
+        ended = token in request.stop_ids and not request.sampling.ignore_eos and not request.forced
+        request.events.put(Chunk(request.text.push(token), (token,)))
+        if ended or request.text.stopped:
+            return "stop"
+        if receipt.completion_tokens >= request.sampling.max_tokens:
+            return "length"
+        self._cross_regime(request)
+        return None
+
+    def _cross_regime(self, request: Request) -> None:
+        """A sequence that outgrows its rotary frequencies is computed again under the next ones, as transformers does."""
+        rotary, length = self.runner.model.rotary, len(request.ids)
+        if request.scope is None or rotary is None or rotary.regime(length) == request.scope.regime:
+            return
+        assert request.sequence is not None
+        self.keep(request)
+        request.sequence.close()
+        self._attach(request)
+        assert request.plan is not None
+        again = request.plan.computed_tokens - 1
+        request.receipt.notes.append(f"{again} tokens computed again behind {length - 1}: rotary frequencies change with the length")
+
+    # -- keeping and ending ----------------------------------------------------------------------------------------
+
+    def keep(self, request: Request, whole_only: bool = False) -> bool:
+        """Give the store what this sequence has computed since; only whole pages while it is being filled. False: it is not finite."""
+        sequence, scope = request.sequence, request.scope
+        if scope is None or not isinstance(sequence, Sequence) or not request.reuse:
+            return True
+        count = min(sequence.length, sequence.exact_until)
+        if whole_only:
+            count -= count % PAGE_TOKENS
+        if count <= request.kept:
+            return True
+        if not _finite(sequence, request.kept, count):
+            return False
+        self.store.admit(scope, request.array(count), sequence.pages[: -(-count // PAGE_TOKENS)], frozenset(request.numerics))
+        request.kept = count
+        return True
+
+    def _non_finite(self, request: Request, what: str) -> NonFiniteLogitsError:
+        """Take back what the request gave, and scrub what it wrote and never gave: masked slots must stay finite."""
+        sequence, at = request.sequence, len(request.ids)
+        if isinstance(sequence, Sequence):
+            at = sequence.length
+            if request.scope and request.plan:
+                since = request.plan.cached_tokens
+                self.store.forget(request.scope, request.array(), since, sequence.pages[since // PAGE_TOKENS :])
+            sequence.withdraw(min(request.kept, sequence.length))
+        return NonFiniteLogitsError(f"NaN or infinite {what} behind token {at}: nothing of this request was kept")
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """The request is answered."""
+        self.keep(request)
+        tail = request.text.finish()
+        if tail:
+            request.events.put(Chunk(tail, ()))
+        request.receipt.finish_reason = reason
+        self._leave(request)
+        request.events.put(Done())
+
+    def fail(self, request: Request, error: AgentCacheError) -> None:
+        """The request ends with an error. What it had computed is right all the same and may serve a retry, unless it was not finite."""
+        if request.sequence is not None and not isinstance(error, (NonFiniteLogitsError, EngineClosedError)):
+            with suppress(*FAULTS):  # the error that is under way is the one to tell
+                self.keep(request)
+        self._leave(request)
+        request.events.put(error)
+
+    def _leave(self, request: Request) -> None:
+        if request.sequence is not None:
+            request.receipt.exact_until = request.sequence.exact_until
+            request.sequence.close()
+            request.sequence = None
+
+
+def _finite(sequence: Sequence, start: int, stop: int) -> bool:
+    """Whether positions [start, stop) are free of NaN and infinity. The last layer tells: the residual stream carries them there."""
+    for page, slot, count, _ in sequence.slots(start, stop):
+        keys, values = page.layer_keys[-1][..., slot : slot + count], page.layer_values[-1][:, slot : slot + count]
+        if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+            return False
+    return True
