@@ -156,7 +156,7 @@ class Renderer:
             if (key := request.keys[number + 1]) in have:
                 break
             generated = self._memory.generated(namespace, key)
-            if generated is None or not text.startswith(generated.prompt.text):
+            if generated is None or not text.startswith(generated.prompt.text) or not frame.shows(number + 1):
                 continue
             turn = request.turns[number]
             base, compared = spliced(
@@ -249,6 +249,10 @@ class _Frame:
         self._tools = (at, at + len(added)) if at >= 0 else None
         self._stop = generation_start(text, self.shape, self._generation)
         self.places = places(text, self._request.turns, self._request.keys[1:], self.shape, self._stop, known, shared)
+
+    def shows(self, number: int) -> bool:
+        """Whether turn `number` was found, so that the end of the one before it is known; true behind the last turn."""
+        return number >= len(self.places) or self.places[number].start is not None
 
     def turn_stop(self, number: int, start: int) -> int:
         """Where the turn ends that stands behind `start`: at the next turn shown, at the tools, or at the generation prompt."""

@@ -16,6 +16,7 @@ from .tokenise import Encoded, Place
 from .types import Span, SpanKind
 
 HEAD = 48  # characters of content that identify a message behind its header
+SURE = 8  # and as many that do so without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ def places(text: str, turns: Sequence[Turn], keys: Sequence[bytes], shape: Shape
         end = at + length
         if turn.kind == "call":
             name = str(turn.data["tool_calls"][-1]["function"]["name"])
-            behind = text.find(name, end, stop)
-            end = behind + len(name) if behind >= 0 else end
+            behind = text.find(name, at, stop)
+            end = max(end, behind + len(name)) if behind >= 0 else end
         shown = Place(keys[number], turn.kind, start, end)
         out.append(shown)
     return out
@@ -57,21 +58,30 @@ def places(text: str, turns: Sequence[Turn], keys: Sequence[bytes], shape: Shape
 
 def _find(text: str, turn: Turn, content: str, header: str, cursor: int, stop: int) -> tuple[int | None, int, int] | None:
     """(start of the header if it was recognised, start of the content, its length)."""
-    head = content[:HEAD]
-    if header:
+    heads = [content[:HEAD], json.dumps(content, ensure_ascii=False)[1:-1][:HEAD]] if content else []
+    if turn.kind == "call" and not heads:
+        heads = [""]  # the header alone; the names of the calls are looked for behind it
+    for head in heads if header else ():
         at = text.find(header + head, cursor, stop)
-        if at < 0 and turn.kind == "call":
-            at, head = text.find(header, cursor, stop), ""  # some templates drop the text beside a call
         if at >= 0:
-            inside = at + len(header)
-            return at, inside, len(content) if head and text.startswith(content, inside) else len(head)
-    if turn.kind == "call" and not head:
-        head = content = str(turn.data["tool_calls"][0]["function"]["name"])
-    for shown in (head, json.dumps(content, ensure_ascii=False)[1:-1][:HEAD]):
-        at = text.find(shown, cursor, stop) if shown else -1
+            return at, at + len(header), _length(text, content, head, at + len(header))
+    for head in heads:
+        at = text.find(head, cursor, stop) if len(head) >= SURE else -1
         if at >= 0:
-            return None, at, len(content) if text.startswith(content, at) else len(shown)
+            return None, at, _length(text, content, head, at)
+    at = text.find(header, cursor, stop) if header else -1
+    if at >= 0:  # the template changed the content; what stands in messages cannot spell a header's special tokens
+        return at, at + len(header), 0
+    name = str(turn.data["tool_calls"][0]["function"]["name"]) if turn.kind == "call" else ""
+    for head in (name, *heads):
+        at = text.find(head, cursor, stop) if head else -1
+        if at >= 0:
+            return None, at, _length(text, content, head, at)
     return None
+
+
+def _length(text: str, content: str, head: str, at: int) -> int:
+    return len(content) if head and text.startswith(content, at) else len(head)
 
 
 def _overtaken(text: str, later: Sequence[Turn], cursor: int, at: int) -> bool:

@@ -34,7 +34,7 @@ def spliced(
 def _message_stop(encoder: Encoder, text: str, start: int, stop: int, end_text: str | None, closer: str) -> int:
     """Where the text ends that the generated ids stand for. `end_text`: the control token they end with, if they do."""
     if end_text is not None:
-        at = text.rfind(end_text, start, stop)
+        at = text.find(end_text, start, stop)  # the first one: no message's content can spell it
         if at >= 0:
             return at + len(end_text)
         if text.startswith(end_text, stop):  # GLM ends an answer with the token that opens the next turn

@@ -140,7 +140,7 @@ class Template:
         """Prompts that start with these messages and tools and go on in different ways; none if the template refuses them all."""
         user: Plain = {"role": "user", "content": SENTINEL}
         more: list[Plain] = [{"role": "assistant", "content": "Qzanswer"}, {"role": "user", "content": "qzmore"}]
-        tried = ([user], [user, *more], [user, *_tool_step(1, 0)], more)
+        tried = ([user], [user, *more], [user, *_tool_step(1, 0)])
         shown = [text for later in tried if (text := self._try([*leading, *later], tools, True, kwargs)) is not None]
         return shown + [shown[0].replace(SENTINEL, opening, 1) for opening in _OPENINGS if shown and SENTINEL in shown[0]]
 
@@ -190,24 +190,29 @@ class Template:
         first = {"role": "user", "content": _FIRST}
         start = [{"role": "system", "content": _SYSTEM}, first]
         chat = [{"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _SECOND}]
-        candidates = [[*start, *_tool_step(calls, 0), *chat] for calls in (2, 1)] if tools else []
-        candidates += [[*start, *chat], [first, *_tool_step(1, 0), *chat], [first, *chat]]
+        calls = [_tool_step(count, 0) for count in (2, 1)]
+        candidates = [(given, [*start, *step, *chat]) for step in calls]
+        candidates += [(given, [*start, *chat]), (given, [first, *calls[1], *chat]), (given, [first, *chat])]
+        candidates += [((), [first, *step, *chat]) for step in calls]  # where tools stand before the last user message, they hide the rest
         headers: dict[tuple[str, str], str] = {}
         closers: dict[str, str] = {}
         generation = ""
-        for conversation in candidates:
-            joint = self._try(conversation, given)
+        for listed, conversation in candidates:
+            joint = self._try(conversation, listed)
             if joint is None:
                 continue
-            bare = self._try(conversation, given, False)
+            bare = self._try(conversation, listed, False)
             if bare is not None and joint.startswith(bare):
                 generation = generation or joint[len(bare) :]
-            parts = [self._try(conversation[: count + 1], given, False) for count in range(len(conversation))]
+            parts = [self._try(conversation[: count + 1], listed, False) for count in range(len(conversation))]
             _learn(conversation, joint, parts, headers, closers)
         opener = headers.get(("user", "assistant"), generation)
-        for before, kind in [key for key in headers if key[1] == "call"]:
-            text = headers[before, kind]  # ends somewhere in the markup of the call: keep what all assistant turns share
-            headers[before, kind] = text[: common_chars(text, opener)]
+        for before, kind in list(headers):  # an assistant turn starts alike, whether it calls a tool or not
+            text = headers[before, kind]
+            if kind == "call":  # ends somewhere in the markup of the call: keep what all assistant turns share
+                headers[before, kind] = text = text[: common_chars(text, opener)]
+            if kind in ("call", "assistant"):
+                headers.setdefault((before, "assistant" if kind == "call" else "call"), text)
         return Shape(headers, closers, generation)
 
 
