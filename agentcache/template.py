@@ -190,7 +190,7 @@ class Template:
         first = {"role": "user", "content": _FIRST}
         start = [{"role": "system", "content": _SYSTEM}, first]
         chat = [{"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _SECOND}]
-        calls = [_tool_step(count, 0) for count in (2, 1)]
+        calls = [[*_tool_step(count, 0), *_tool_step(1, 1)] for count in (2, 1)]
         candidates = [(given, [*start, *step, *chat]) for step in calls]
         candidates += [(given, [*start, *chat]), (given, [first, *calls[1], *chat]), (given, [first, *chat])]
         candidates += [((), [first, *step, *chat]) for step in calls]  # where tools stand before the last user message, they hide the rest

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from agentcache.errors import ConfigError, MessageError, TemplateError
 from agentcache.layout import Renderer
 from agentcache.types import Layout, Message, ToolCall
-from tests.chat_templates import CHATML, KINDS, NO_TOOLS, SPECIAL, TOOL_TEMPLATES, call, episode, tokenizer, tool
+from tests.chat_templates import CHATML, KINDS, NO_TOOLS, SPECIAL, TOOL_TEMPLATES, episode, tokenizer, tool
 
 TOOLS = [tool("search", 'Finds "flights" and more.'), tool("book", "Books one.")]
 CONVERSATIONS = [episode(n, system)[:stop] for system in (True, False) for n in (0, 2) for stop in (1, 2, 4, 6, None)]
@@ -111,7 +110,7 @@ def test_spans_show_their_messages(name: str) -> None:
             assert f"flights {(index - 2) // 2}" in shown(renderer, layout, "turn", index)
         else:
             text = shown(renderer, layout, "turn", index)
-            assert message["content"] in text or json.dumps(message["content"]) in text
+            assert message["content"] in text or json.dumps(message["content"])[1:-1] in text
             others = [m["content"] for m in messages if m is not message and m["content"] and m["role"] != "system"]
             assert not any(other in text for other in others)
     tools = shown(renderer, layout, "tools")
@@ -124,180 +123,6 @@ def test_the_generation_prompt_has_a_span() -> None:
     renderer = fresh()
     assert shown(renderer, renderer.render(episode(1), TOOLS), "generation") == "<|im_start|>assistant\n"
     assert shown(renderer, renderer.render(episode(1)[:-1], TOOLS, generation=False), "generation") == ""
-
-
-# --- own ids -------------------------------------------------------------------------------------------------------------
-
-
-def odd_ids(renderer: Renderer, text: str, end: str = "<|im_end|>") -> list[int]:
-    """`text` letter by letter, as no tokenizer would write it, and the end token."""
-    return [token for letter in text for token in renderer._encoder.encode(letter)[0]] + renderer._encoder.encode(end)[0]
-
-
-def steps(renderer: Renderer, count: int, end: str = "<|im_end|>", **options: Any) -> list[tuple[Layout, list[int]]]:
-    """An agent loop of `count` calls; the model writes its JSON with other spaces than the template."""
-    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go"}]
-    out = []
-    for step in range(count):
-        layout = renderer.render(messages, TOOLS, **options)
-        generated = odd_ids(renderer, f'<tool_call>{{"name":"search","arguments":{{"query":"{step}"}}}}</tool_call>', end)
-        answer = Message("assistant", "", (ToolCall("search", {"query": str(step)}, f"x{step}"),))
-        renderer.remember(layout, generated, answer, **{k: v for k, v in options.items() if k == "namespace"})
-        out.append((layout, generated))
-        messages += [answer, Message("tool", f"result {step} of the search", tool_call_id=f"x{step}")]
-    return out
-
-
-@pytest.mark.parametrize("name", [name for name in TOOL_TEMPLATES if name != "last_user"])
-@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot|>", ""])
-def test_own_ids_come_back_verbatim(name: str, end: str) -> None:
-    renderer = fresh(TOOL_TEMPLATES[name])
-    done = steps(renderer, 4, end)
-    for (old, generated), (new, _) in zip(done, done[1:], strict=False):
-        expected = list(old.ids) + generated
-        assert new.ids[: len(expected)] == expected
-        tail = renderer._tokenizer.decode(new.ids[len(expected) :])
-        assert tail.count("result") == 1
-        assert "tool_call>" not in tail
-        assert '"arguments"' not in tail
-    last = done[-1][0]
-    assert last.spliced_tokens == sum(len(generated) for _, generated in done[:-1])
-    assert any("own ids" in note and "2, 4, 6" in note for note in last.differences)
-    check_cover(last)
-
-
-def test_the_terminator_is_added_when_generation_lacked_it() -> None:
-    renderer = fresh()
-    done = steps(renderer, 2, "")
-    old, generated = done[0]
-    tail = renderer._tokenizer.decode(done[1][0].ids[len(old.ids) + len(generated) :])
-    assert tail.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
-    with_end = fresh()
-    done = steps(with_end, 2)
-    old, generated = done[0]
-    tail = with_end._tokenizer.decode(done[1][0].ids[len(old.ids) + len(generated) :])
-    assert tail.startswith("\n<|im_start|>user\n<tool_response>")
-
-
-def test_ids_as_the_tokenizer_writes_them_are_no_difference() -> None:
-    renderer = fresh()
-    messages: list[Any] = [{"role": "user", "content": "Go"}]
-    layout = renderer.render(messages)
-    generated = renderer._encoder.encode("It is done.<|im_end|>")[0]
-    renderer.remember(layout, generated, Message("assistant", "It is done."))
-    messages += [{"role": "assistant", "content": "It is done."}, {"role": "user", "content": "Thanks"}]
-    new = renderer.render(messages)
-    assert new.spliced_tokens == len(generated)
-    assert new.differences == ()
-    assert new.ids == stock_ids(tokenizer(), CHATML, messages, [])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"content": "It is not done."},
-        {"reasoning": "because"},
-        {"tool_calls": (ToolCall("search", {"query": "x"}, "a"),)},
-    ],
-)
-def test_a_changed_message_is_not_spliced(change: dict[str, Any]) -> None:
-    renderer = fresh()
-    layout = renderer.render([Message("user", "Go")])
-    renderer.remember(layout, odd_ids(renderer, "It is done."), Message("assistant", "It is done."))
-    kept = Message("assistant", "It is done.")
-    changed = Message(**{"role": "assistant", "content": kept.content, **change})
-    assert renderer.render([Message("user", "Go"), kept, Message("user", "So?")]).spliced_tokens > 0
-    assert renderer.render([Message("user", "Go"), changed, Message("user", "So?")]).spliced_tokens == 0
-    assert renderer.render([Message("user", "Gone"), kept, Message("user", "So?")]).spliced_tokens == 0
-    assert renderer.render([Message("user", "Go"), kept, Message("user", "So?")], rendering="stock").spliced_tokens == 0
-
-
-def test_an_edit_that_the_template_drops_is_not_spliced() -> None:
-    renderer = fresh()  # this template shows no reasoning at all
-    user, more = Message("user", "Go"), Message("user", "So?")
-    layout = renderer.render([user])
-    generated = odd_ids(renderer, "hm It is done.")
-    renderer.remember(layout, generated, Message("assistant", "It is done.", reasoning="hm"))
-    assert renderer.render([user, Message("assistant", "It is done.", reasoning="hm"), more]).spliced_tokens == len(generated)
-    assert renderer.render([user, Message("assistant", "It is done.", reasoning="edited"), more]).spliced_tokens == 0
-
-
-def test_no_splice_where_the_template_moved_text() -> None:
-    renderer = fresh(TOOL_TEMPLATES["reasoning"])
-    user, more = Message("user", "Go"), Message("user", "So?")
-    thought = Message("assistant", "", (ToolCall("search", {}, "a"),), reasoning="hm")
-    layout = renderer.render([user], TOOLS)
-    renderer.remember(layout, odd_ids(renderer, "<think>hm</think>search"), thought)
-    result = Message("tool", "found", tool_call_id="a")
-    second = renderer.render([user, thought, result], TOOLS)
-    assert second.spliced_tokens > 0
-    renderer.remember(second, odd_ids(renderer, "Here."), Message("assistant", "Here."))
-    third = renderer.render([user, thought, result, Message("assistant", "Here."), more], TOOLS)
-    assert "hm" not in third.text
-    assert third.ids[: len(layout.ids)] == layout.ids
-    assert third.spliced_tokens > 0, "the model's own ids are the history, also where the template would drop their reasoning"
-
-
-def test_namespaces_do_not_see_each_other() -> None:
-    renderer = fresh()
-    steps(renderer, 3, namespace="one")
-    other = steps(renderer, 3, namespace="two")
-    alone = steps(fresh(), 3)
-    assert [layout for layout, _ in other] == [layout for layout, _ in alone]
-    messages = [
-        Message("system", "Be brief."),
-        Message("user", "Go"),
-        Message("assistant", "", (ToolCall("search", {"query": "0"}, "x0"),)),
-    ]
-    messages.append(Message("tool", "result 0 of the search", tool_call_id="x0"))
-    assert renderer.render(messages, TOOLS, namespace="three").spliced_tokens == 0
-    assert renderer.render(messages, TOOLS, namespace="two").spliced_tokens > 0
-
-
-# --- cost ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("remember", [True, False])
-def test_thirty_steps_tokenise_what_is_new(remember: bool) -> None:
-    renderer = fresh()
-    messages: list[Any] = [{"role": "system", "content": "Rules. " * 300}, {"role": "user", "content": "Go"}]
-    before = renderer.render(messages, TOOLS).text
-    for step in range(30):
-        answer = {"role": "assistant", "content": "", "tool_calls": [call("search", {"query": f"number {step}"}, f"x{step}")]}
-        messages += [answer, {"role": "tool", "tool_call_id": f"x{step}", "content": f"result {step}, " * 20}]
-        layout = renderer.render(messages, TOOLS)
-        if remember:
-            renderer.remember(
-                layout,
-                odd_ids(renderer, f"call search number {step + 1}"),
-                Message("assistant", "", (ToolCall("search", {"query": f"number {step + 1}"}, "y"),)),
-            )
-        new = len(layout.text) - len(before)
-        assert layout.tokenised_chars < 2 * new + 64 * 8, "what is new, twice where own ids are compared, and 64 tokens"
-        before = layout.text
-        assert layout.ids == fresh().render(messages, TOOLS).ids or layout.spliced_tokens
-
-
-def test_ids_do_not_depend_on_what_was_rendered_before() -> None:
-    renderer = fresh()
-    for messages in [*CONVERSATIONS, *reversed(CONVERSATIONS)]:
-        assert renderer.render(messages, TOOLS).ids == fresh().render(messages, TOOLS).ids
-
-
-def test_many_threads() -> None:
-    renderer = fresh()
-    expected = [layout.ids for layout, _ in steps(fresh(), 4)]
-    found: list[Any] = []
-
-    def work(number: int) -> None:
-        found.append([layout.ids for layout, _ in steps(renderer, 4, namespace=str(number % 3))])
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [expected] * 9
 
 
 # --- canonical -----------------------------------------------------------------------------------------------------------
