@@ -1,4 +1,4 @@
-"""All coupling to transformers: loading, one packed forward through its public extension points, and the stock path. Knows no storage.
+"""All coupling to transformers' models: one packed forward through its public extension points, and the stock path. Knows no storage.
 
 A packed forward runs tokens of several sequences along one axis. Families whose layers we know are stepped (steps.py); the others run
 transformers' own modules with our attention function, which finds the page tables in the extra keyword `batch`.
@@ -6,94 +6,61 @@ transformers' own modules with our attention function, which finds the page tabl
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
-from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 from ..kv import KVSpec
 from . import steps
 from .attention import Batch, Part
-from .family import Support, support
+from .family import Support, examine, support
+from .loading import load, one_device, unwrap
 from .numerics import SINGLE_ROW_OUTS, Numerics, RowPureLinear, linear, probe
 from .rope import Rotary
 
+__all__ = ["ATTENTION", "HFModel", "load"]
+
 ATTENTION = "agentcache"
-_running = threading.local()  # the batch of the packed forward in this thread, for the rotary hook
+_running = threading.local()  # of the packed forward in this thread: rotary tables, and how many layers have attended
 
 
-def _paged_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, batch: Batch | None = None, **kw: Any
-) -> tuple[torch.Tensor, None]:
-    """The attention function given to transformers. Without a batch (the owner's own generate) it is stock sdpa."""
-    if batch is None:
-        return sdpa_attention_forward(module, query, key, value, mask, **kw)  # type: ignore[return-value]
-    scale = kw.get("scaling") or query.shape[-1] ** -0.5
-    window = kw.get("sliding_window") or 0
-    rows = [t[0].transpose(0, 1).contiguous() for t in (query, key, value)]
-    return steps.mix(batch, module.layer_idx, *rows, scale, window)[None], None
+def _stock_attention(eager: bool, module: Any) -> Callable[..., Any]:
+    """What the owner's own calls ran before: torch's sdpa, or the eager function in the model's own file."""
+    return sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward  # type: ignore[no-any-return]
 
 
-AttentionInterface.register(ATTENTION, _paged_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+def _register(before: str) -> None:
+    """Register our attention for models that ran `before`, which goes on serving every call that is not a packed forward."""
+    eager, stock_mask = before == "eager", {"eager": eager_mask, "sdpa": sdpa_mask}[before]
+
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, batch: Batch | None = None, **kw: Any
+    ) -> Any:
+        if batch is None:
+            return _stock_attention(eager, module)(module, query, key, value, mask, **kw)
+        _running.layers += 1
+        scale = kw.get("scaling") or query.shape[-1] ** -0.5
+        q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+        return steps.mix(batch, module.layer_idx, q, k, v, scale, kw.get("sliding_window") or 0)[None], None
+
+    def mask(*args: Any, **kw: Any) -> Any:
+        return None if getattr(_running, "tables", None) is not None else stock_mask(*args, **kw)
+
+    AttentionInterface.register(f"{ATTENTION}_{before}", attention)
+    AttentionMaskInterface.register(f"{ATTENTION}_{before}", mask)
 
 
-def load(
-    model: Any, tokenizer: Any = None, *, device: str | None = None, dtype: str | torch.dtype | None = None, bits: int | None = None
-) -> tuple[Any, Any]:
-    """A loaded model and its tokenizer from a Hugging Face id, a folder, or loaded objects. bits: 4 (NF4) or 8, by bitsandbytes."""
-    if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
-        if tokenizer is None:
-            raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
-        if bits or dtype or device:
-            raise ConfigError("device, dtype and load_in_*bit apply to a model id or folder: load the model that way yourself")
-        return model, tokenizer
-    options: dict[str, Any] = {"dtype": dtype or "auto"}
-    if bits:
-        from transformers import BitsAndBytesConfig
-
-        plan = {4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 8: {"load_in_8bit": True}}[bits]
-        options["quantization_config"] = BitsAndBytesConfig(**plan)
-    if device or bits:
-        options["device_map"] = {"": device or "cpu"}
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, **options)
-        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise ModelLoadError(f"model {model!r} cannot be loaded: {error}. Pass a local folder or a Hugging Face id of a causal model") from error
-    return loaded.eval(), tokenizer
-
-
-def _unwrap(model: Any) -> Any:
-    model = getattr(model, "_orig_mod", model)  # torch.compile
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
-
-
-def _check_device(model: Any) -> torch.device:
-    devices = {p.device for p in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type == "meta":
-        spread = sorted(str(d) for d in devices)
-        raise DeviceMapError(f"weights on {spread!r}: several devices or offloading are not supported; load the model onto one device")
-    return devices.pop()
-
-
-def _steppable(decoder: Any) -> bool:
-    """Whether every layer is exactly what steps.py computes: plain linears, no hooks, no adapters."""
-    for layer in decoder.layers:
-        modules = list(layer.modules())
-        if any(m._forward_hooks or m._forward_pre_hooks for m in modules):
-            return False
-        for module in modules:
-            if not list(module.children()) and any(True for _ in module.parameters(recurse=False)):
-                if type(module) is not nn.Linear and not hasattr(module, "variance_epsilon"):
-                    return False
-    return type(decoder.embed_tokens) is nn.Embedding
+for _before in ("sdpa", "eager"):
+    _register(_before)
 
 
 class HFModel:
@@ -103,28 +70,34 @@ class HFModel:
     """
 
     def __init__(self, model: Any) -> None:
-        self.model = _unwrap(model)
-        if not hasattr(self.model, "generate") or not hasattr(self.model, "config"):
-            raise ModelError(f"{type(model).__name__!r} is not a causal language model of transformers")
+        self.model = unwrap(model)
         self.config = self.model.config.get_text_config()
-        self.device = _check_device(self.model)
+        self.device = one_device(self.model)
         self.dtype: torch.dtype = self.model.dtype
         self.quantized = getattr(self.model, "hf_quantizer", None) is not None or bool(getattr(self.model, "quantization_method", None))
         self.context_tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
         self.support: Support = support(self.config)
         self.vocab = int(self.config.vocab_size)
         self.spec: KVSpec | None = None
-        self.numerics: Numerics | None = None
         self.rotary: Rotary | None = None
-        self._restore: list[Any] = []
+        self.force_generic = False
+        self._shape: steps.Shape | None = None
+        self._widths: tuple[int, ...] = ()
+        self._training = self.model.training
+        self._restore: list[Callable[[], Any]] = []
         self.model.eval()
         if self.support.paged:
             self._prepare()
 
     @property
+    def numerics(self) -> Numerics | None:
+        """Kernels and paddings for the threads of the calling thread; None if the model cannot be paged."""
+        return probe(self.dtype, self.device, self._widths, self.spec.kv_heads, self.spec.head_dim) if self.spec else None
+
+    @property
     def stepped(self) -> bool:
-        """Whether layers run by our own loop."""
-        return self.support.paged and self.support.family.stepped and self._is_steppable
+        """Whether layers run by our own loop. Not while hooks, adapters or patches sit in them, or with `force_generic`."""
+        return self._shape is not None and not self.force_generic and self._shape.holds()
 
     @property
     def bitwise(self) -> bool:
@@ -141,28 +114,50 @@ class HFModel:
 
     def _prepare(self) -> None:
         config, decoder = self.config, self.model.get_decoder()
-        heads = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        family, why = self.support.family, examine(self.model, decoder)
+        if not why:
+            heads = config.num_attention_heads
+            dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            rotary = Rotary(decoder.rotary_emb, config, self.dtype, self.device)
+            if family.stepped and not self.quantized and rotary.dims == dim:
+                self._shape = steps.Shape(self.model)
+            if not self.stepped and any(m._compiled_call_impl is not None for m in self.model.modules()):
+                why = "it was compiled in place: pass the model before its compile()"
+        if why:
+            self.support = Support(family, False, why)
+            return
+        self.rotary = rotary
+        if rotary.kind == "dynamic":
+            self.context_tokens = int(self.context_tokens * config.rope_parameters.get("factor", 1.0))
         self.spec = KVSpec(config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, dim, self.dtype, self.device)
         widths = {p.shape[1] for p in decoder.layers[0].parameters() if p.ndim == 2 and p.is_floating_point()} or {config.hidden_size}
-        self.numerics = probe(self.dtype, self.device, tuple(widths), self.spec.kv_heads, dim)
-        self.rotary = Rotary(decoder.rotary_emb, config, self.dtype, self.device)
-        self._is_steppable = not self.quantized and _steppable(decoder)
+        self._widths = tuple(widths)
+        if self.quantized:
+            self.stock(torch.zeros(1, dtype=torch.long), None)  # bitsandbytes repacks weights at their first use: before they are hashed
         if not self.stepped:
-            before = self.config._attn_implementation
-            self.model.set_attn_implementation(ATTENTION)
-            self._restore.append(lambda: self.model.set_attn_implementation(before))
-            hook = decoder.rotary_emb.register_forward_hook(self._rotary_hook)
-            self._restore.append(hook.remove)
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Make transformers' modules call our attention; again if the owner has chosen another one since."""
+        before = self.config._attn_implementation
+        if before.startswith(f"{ATTENTION}_"):
+            if not self._restore:  # another engine holds this model too
+                self._restore.append(lambda: None)
+                self._hook()
+            return
+        self.model.set_attn_implementation(f"{ATTENTION}_{'eager' if before == 'eager' else 'sdpa'}")
+        self._restore.append(lambda: self.model.set_attn_implementation(before))
+        if len(self._restore) == 1:
+            self._hook()
+
+    def _hook(self) -> None:
+        self._restore.append(self.model.get_decoder().rotary_emb.register_forward_hook(_rotary_hook).remove)
 
     def close(self) -> None:
         """Give the owner's model object back as it was."""
         while self._restore:
             self._restore.pop()()
-
-    def _rotary_hook(self, module: Any, args: Any, output: Any) -> Any:
-        tables = getattr(_running, "tables", None)
-        return output if tables is None else tuple(t[None] for t in tables)
+        self.model.train(self._training)
 
     def rows_for(self, tokens: int) -> int:
         """Rows of a packed forward of so many tokens, padding included."""
@@ -175,22 +170,27 @@ class HFModel:
 
         Writes the keys and values of every token into the parts' pages; the caller advances the sequences.
         """
-        assert self.numerics is not None and self.rotary is not None
-        rows = self.rows_for(len(ids))
+        numerics = self.numerics
+        assert numerics is not None and self.rotary is not None
+        rows = -(-len(ids) // numerics.rows) * numerics.rows
         positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in parts])
         ids, positions = (nn.functional.pad(t, (0, rows - len(t))).to(self.device) for t in (ids, positions))
         spans = [(regime, p.start, p.start + p.count) for p, regime in zip(parts, regimes, strict=True)]
         tables = self.rotary.rows(spans, rows)
-        batch = Batch(parts, rows, self.numerics)
+        batch = Batch(parts, rows, numerics)
         if self.stepped:
             hidden = steps.hidden_states(self.model, ids, *tables, batch)
             return self._head(hidden, wanted)
-        _running.tables = tables
+        self._adopt()
+        _running.tables, _running.layers = tables, 0
         try:
-            with RowPureLinear(self.numerics.kernel):
-                return self._generic(ids, positions, batch, wanted)
+            with RowPureLinear(batch.numerics.kernel):
+                logits = self._generic(ids, positions, batch, wanted)
         finally:
             _running.tables = None
+        if self.spec is None or _running.layers != self.spec.layers:
+            raise RuntimeError(f"{_running.layers} of the model's layers called our attention: its attention was exchanged while it ran")
+        return logits
 
     def _padded(self, wanted: Seq[int]) -> torch.Tensor:
         assert self.numerics is not None
@@ -214,9 +214,23 @@ class HFModel:
         return self.model(**call, logits_to_keep=self._padded(wanted)).logits[0, : len(wanted)].float()  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def stock(self, ids: torch.Tensor, cache: DynamicCache | None) -> tuple[torch.Tensor, DynamicCache]:
-        """transformers' own forward for one sequence: new ids [tokens] behind `cache` -> last logits [vocab] in fp32, grown cache."""
-        out = self.model(
-            input_ids=ids[None].to(self.device), past_key_values=cache or DynamicCache(config=self.config), use_cache=True, logits_to_keep=1
-        )
-        return out.logits[0, -1].float(), out.past_key_values
+    def stock(self, ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        """transformers' own forward for one sequence: new ids [tokens] behind `state` -> last logits [vocab] in fp32, grown state.
+
+        state: None at first, then what was returned: transformers' cache, or all ids so far where a model's state has no such object.
+        """
+        ids = ids.to(self.device)
+        if not isinstance(state, torch.Tensor):
+            takes = inspect.signature(type(self.model).forward).parameters
+            keyword = "cache_params" if "cache_params" in takes else "past_key_values"
+            held = DynamicCache(config=self.config) if state is None and keyword == "past_key_values" else state
+            out = self.model(input_ids=ids[None], use_cache=True, logits_to_keep=1, **{keyword: held})
+            if getattr(out, keyword, None) is not None:
+                return out.logits[0, -1].float(), out[keyword]
+        ids = torch.cat([state, ids]) if isinstance(state, torch.Tensor) else ids
+        return self.model(input_ids=ids[None], use_cache=False).logits[0, -1].float(), ids
+
+
+def _rotary_hook(module: Any, args: Any, output: Any) -> Any:
+    tables = getattr(_running, "tables", None)
+    return output if tables is None else tuple(t[None] for t in tables)

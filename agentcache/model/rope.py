@@ -7,6 +7,7 @@ chunk of a long prompt; here the length of the whole sequence decides, and KV of
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -24,11 +25,26 @@ class Rotary:
 
     def __init__(self, module: torch.nn.Module, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         parameters = getattr(config, "rope_parameters", None) or {}
-        self.module = module
         self.kind: str = parameters.get("rope_type", "default")
-        self.original: int = int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
+        window = parameters.get("original_max_position_embeddings") if self.kind != "dynamic" else None
+        self.original: int = int(window or config.max_position_embeddings)
         self._like = torch.empty(0, dtype=dtype, device=device)
+        self._owners: Any = module
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Copy the owner's module, since longrope and dynamic NTK change their frequencies whenever they are called."""
+        self._version = self._owners.inv_freq._version
+        self._module = copy.deepcopy(self._owners)
+        if self.kind == "dynamic":  # it may have grown already
+            self._module.inv_freq.copy_(self._module.original_inv_freq)
+            self._module.max_seq_len_cached = self._module.original_max_seq_len
         self._tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def dims(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return 2 * int(self._module.inv_freq.numel())
 
     @property
     def by_length(self) -> bool:
@@ -36,7 +52,7 @@ class Rotary:
         return self.kind in BY_LENGTH
 
     def regime(self, length: int) -> str | None:
-        """The name of the frequencies for a sequence of `length` tokens, "" where all lengths share them; None beyond dynamic NTK's window."""
+        """The name of the frequencies for a sequence of `length` tokens, "" where all share them; None beyond dynamic NTK's window."""
         if not self.by_length:
             return ""
         if length <= self.original:
@@ -49,6 +65,8 @@ class Rotary:
 
     def table(self, regime: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [at least length, rotary dims] for positions from 0 on."""
+        if not self.by_length and self._owners.inv_freq._version != self._version:
+            self._adopt()  # edited in place
         held = self._tables.get(regime)
         have = 0 if held is None else held[0].shape[0]
         if held is None or have < length:
@@ -63,7 +81,7 @@ class Rotary:
         if regime == "long":  # one position behind the original window makes the module choose its long set
             positions = torch.cat([positions, positions.new_tensor([max(stop, self.original)])])
         with torch.inference_mode():
-            cos, sin = self.module(self._like, positions[None])
+            cos, sin = self._module(self._like, positions[None])
         return cos[0, : stop - start].clone(), sin[0, : stop - start].clone()
 
     def rows(self, spans: list[tuple[str, int, int]], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +90,7 @@ class Rotary:
         for regime, start, stop in spans:
             cos, sin = self.table(regime, stop)
             parts.append((cos[start:stop], sin[start:stop]))
-        cos, sin = (parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])))
+        cos, sin = parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
         if short := rows - cos.shape[0]:
             cos, sin = (torch.cat([t, t.new_zeros(short, t.shape[1])]) for t in (cos, sin))
         return cos, sin

@@ -6,9 +6,11 @@ Llama, Mistral, Qwen2, Qwen3. Tested bit-equal to the generic path. Knows nothin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from .attention import Batch, attend
 from .numerics import linear
@@ -30,19 +32,22 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def _attention(block: Any, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
     kernel, dim = batch.numerics.kernel, block.head_dim
-    query, key, value = (
-        linear(kernel, x, p.weight, p.bias).view(x.shape[0], -1, dim) for p in (block.q_proj, block.k_proj, block.v_proj)
-    )
+    query, key, value = (linear(kernel, x, p.weight, p.bias).view(x.shape[0], -1, dim) for p in (block.q_proj, block.k_proj, block.v_proj))
     if hasattr(block, "q_norm"):
         query, key = rms_norm(block.q_norm, query), rms_norm(block.k_norm, key)
     query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-    out = mix(batch, layer, query, key, value, block.scaling, getattr(block, "sliding_window", None) or 0)
+    out = mix(batch, layer, query, key, value, block.scaling, window(block))
     return linear(kernel, out.view(x.shape[0], -1), block.o_proj.weight, block.o_proj.bias)
 
 
-def mix(
-    batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
-) -> torch.Tensor:
+def window(block: Any) -> int:
+    """The sliding window of an attention module, 0 if it sees everything."""
+    if hasattr(block, "sliding_window"):
+        return block.sliding_window or 0
+    return (block.config.sliding_window or 0) if block.config.model_type == "mistral" else 0  # Mistral reads its config at each call
+
+
+def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     """Write the new keys and values of every part, then attend. All tensors [rows, heads, head_dim]; padding rows give zeros."""
     outs = []
     for part in batch.parts:
@@ -66,3 +71,60 @@ def hidden_states(model: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.T
         gate = gate * linear(kernel, h, mlp.up_proj.weight, mlp.up_proj.bias)
         x = x + linear(kernel, gate, mlp.down_proj.weight, mlp.down_proj.bias)
     return rms_norm(decoder.norm, x)
+
+
+_LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+class Shape:
+    """What `hidden_states` relies on: exactly these modules, unwrapped. Adapters, hooks or patches put in later are noticed by `holds`."""
+
+    def __init__(self, model: Any) -> None:
+        self._modules: list[tuple[dict[str, Any], str, Any]] = []
+        self._ok = all(self._known(*found) for found in self._walk(model))
+
+    def _walk(self, model: Any) -> Iterator[tuple[Any, str, str]]:
+        decoder = model.model
+        self._modules += [({"": m}, "", m) for m in (model, decoder)]
+        self._modules += [(decoder.layers._modules, name, layer) for name, layer in decoder.layers.named_children()]
+        yield model, "lm_head", "linear"
+        yield decoder, "embed_tokens", "embedding"
+        yield decoder, "norm", "norm"
+        for layer in decoder.layers:
+            expected = {*_LINEARS, *_NORMS}
+            if set(layer._modules) != expected:
+                self._modules.append(({}, "", layer))  # never holds
+                continue
+            for name in _NORMS:
+                yield layer, name, "norm"
+            for part, linears in _LINEARS.items():
+                yield layer, part, "part"
+                block = layer._modules[part]
+                for name in linears:
+                    yield block, name, "linear"
+                for name in set(block._modules) - set(linears):
+                    yield block, name, "norm" if name in ("q_norm", "k_norm") else "activation"
+
+    def _known(self, parent: Any, name: str, kind: str) -> bool:
+        module = parent._modules.get(name)
+        self._modules.append((parent._modules, name, module))
+        if kind == "linear":
+            return type(module) is nn.Linear
+        if kind == "embedding":
+            return type(module) is nn.Embedding and module.max_norm is None
+        if kind == "norm":
+            return hasattr(module, "variance_epsilon") and type(module).forward.__module__.startswith("transformers.")
+        if kind == "activation":
+            return name == "act_fn" and not list(module.parameters())
+        return type(module).forward.__module__.startswith("transformers.models.")
+
+    def holds(self) -> bool:
+        """Whether nothing was exchanged, hooked or patched since. Some tens of microseconds."""
+        return self._ok and all(
+            held.get(name) is module is not None
+            and not module._forward_hooks
+            and not module._forward_pre_hooks
+            and "forward" not in module.__dict__
+            for held, name, module in self._modules
+        )

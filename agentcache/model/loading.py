@@ -1,0 +1,71 @@
+"""Getting a model from a name, a folder or an object, out of its wrappers and onto one device, or a refusal by name. Runs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
+
+
+def load(
+    model: Any, tokenizer: Any = None, *, device: str | None = None, dtype: str | torch.dtype | None = None, bits: int | None = None
+) -> tuple[Any, Any]:
+    """A loaded model and its tokenizer from a Hugging Face id, a folder, or loaded objects. bits: 4 (NF4) or 8, by bitsandbytes."""
+    if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
+        if tokenizer is None:
+            raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
+        if bits or dtype or device:
+            raise ConfigError("device, dtype and load_in_*bit apply to a model id or folder: load the model that way yourself")
+        return model, tokenizer
+    options: dict[str, Any] = {"dtype": dtype or "auto"}
+    if device or bits:
+        options["device_map"] = {"": device or "cpu"}
+    try:
+        if bits:
+            options["quantization_config"] = _quantization(model, dtype, bits)
+        loaded = AutoModelForCausalLM.from_pretrained(model, **options)
+        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"model {model!r} cannot be loaded: {error}. Pass a folder or a Hugging Face id of a causal model") from error
+    return loaded.eval(), tokenizer
+
+
+def _quantization(model: Any, dtype: Any, bits: int) -> Any:
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if dtype in (None, "auto"):
+        dtype = getattr(AutoConfig.from_pretrained(model), "dtype", None)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
+
+
+def unwrap(wrapper: Any) -> Any:
+    """The transformers model inside torch.compile's and PEFT's wrappers; ModelError for what is something else."""
+    model: Any = wrapper
+    if isinstance(model, torch.nn.DataParallel):
+        raise ModelError(f"{type(model).__name__!r} spreads batches over devices: pass its `.module`")
+    model = getattr(model, "_orig_mod", model)  # torch.compile
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+            raise ModelError(f"{type(model).__name__!r} with a prompt-learning adapter feeds vectors, not tokens: unload it")
+        model = model.get_base_model()
+        model = getattr(model, "_orig_mod", model)
+    if not all(hasattr(model, name) for name in ("generate", "config", "parameters", "get_output_embeddings")):
+        raise ModelError(f"{type(wrapper).__name__!r} is not a causal language model of transformers: pass a name, a folder or one")
+    if model.get_output_embeddings() is None:
+        raise ModelError(f"{type(model).__name__!r} has no output head, so it cannot answer: load it with AutoModelForCausalLM")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{type(model).__name__!r} is an encoder-decoder: only decoder-only models can be used")
+    return model
+
+
+def one_device(model: Any) -> torch.device:
+    """The device that holds all weights; DeviceMapError names the devices if there are several, or weights were offloaded."""
+    mapped = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    devices = {p.device for p in model.parameters()}
+    if len(mapped) > 1 or mapped & {"disk", "meta"} or len(devices) != 1 or next(iter(devices)).type == "meta":
+        spread = sorted(mapped if len(mapped) > 1 else {str(d) for d in devices} | mapped)
+        raise DeviceMapError(f"weights on {spread!r}: several devices or offloading are not supported; load the model onto one device")
+    return devices.pop()
