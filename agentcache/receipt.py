@@ -1,9 +1,9 @@
 """The account of one request: what was reused, what was computed, why, and what it cost. Knows nothing of how it was done.
 
 Buckets are inclusive: prompt_tokens = cached_tokens + computed_tokens; copied_tokens (slots copied by branching a shared page) lie inside
-cached_tokens, spliced_tokens (the model's own ids put back) anywhere in the prompt. Times are milliseconds on a monotonic clock, read after
-the device has finished: queue_ms from the call to the first work, layout, match and prefill follow, ttft_ms from the call to the first token,
-decode_ms from the first token to the last.
+cached_tokens, spliced_tokens (the model's own ids put back) anywhere in the prompt. Times are milliseconds on a monotonic clock, read
+after the device has finished, one behind the other: layout_ms, queue_ms until the device takes the request, match_ms, prefill_ms; their sum
+is ttft_ms, from the call to the first token. decode_ms goes from the first token to the last.
 """
 
 from __future__ import annotations
@@ -45,8 +45,13 @@ class Receipt:
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values; refusals and spans as objects."""
-        return asdict(self)
+        """Plain JSON values; refusals and spans as objects. No text of prompt or completion is in it; redacted, not even names of tools."""
+        plain = asdict(self)
+        if self.redacted and self.differences:
+            plain["differences"] = [f"{len(self.differences)} differences from the stock prompt (redacted)"]
+        for refusal in plain["refusals"]:
+            refusal["reason"] = str(refusal["reason"])
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
 
     @property
     def usage(self) -> dict[str, Any]:

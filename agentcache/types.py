@@ -5,6 +5,7 @@ Counts end in `_tokens`, sizes in `_bytes`, times in `_ms`. Intervals are half o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -111,6 +112,14 @@ class Refusal:
     detail: str = ""
 
 
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen, and when to stop. temperature 0 is greedy.
@@ -134,20 +143,24 @@ class Sampling:
         def refuse(name: str, rule: str) -> None:
             raise ConfigError(f"{name}={getattr(self, name)!r}: must be {rule}")
 
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+        if not _whole(self.max_tokens) or self.max_tokens < 1:
             refuse("max_tokens", "an integer of at least 1")
-        if not self.temperature >= 0.0:
-            refuse("temperature", "0 (greedy) or more")
-        if not 0.0 < self.top_p <= 1.0:
+        if not _finite(self.temperature) or self.temperature < 0.0:
+            refuse("temperature", "0 (greedy) or a finite positive number")
+        if not _finite(self.top_p) or not 0.0 < self.top_p <= 1.0:
             refuse("top_p", "in (0, 1]")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        if not _whole(self.top_k) or self.top_k < 0:
             refuse("top_k", "0 (off) or a positive integer")
-        if not 0.0 <= self.min_p < 1.0:
+        if not _finite(self.min_p) or not 0.0 <= self.min_p < 1.0:
             refuse("min_p", "in [0, 1)")
-        if not self.repetition_penalty > 0.0:
+        if not _finite(self.repetition_penalty) or self.repetition_penalty <= 0.0:
             refuse("repetition_penalty", "positive; 1.0 is off")
+        if self.seed is not None and not (_whole(self.seed) and 0 <= self.seed < 1 << 64):
+            refuse("seed", "None or an integer in [0, 2**64)")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             refuse("stop", "a tuple of non-empty strings")
+        if not isinstance(self.forced, str) and not all(_whole(token) for token in self.forced):
+            refuse("forced", "a text or token ids")
 
 
 @dataclass(frozen=True, slots=True)

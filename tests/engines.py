@@ -1,0 +1,80 @@
+"""Engines over tiny models for tests of the runner's side, and what is patched into them. Holds no tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from agentcache import Engine, Sampling
+from agentcache.store.store import Store
+from tests import models
+
+MB = 1 << 20
+SYSTEM = "You are the keeper of a lighthouse. Write down wind, tide and every ship that passes. "
+
+
+def tool(name: str, argument: str) -> dict[str, Any]:
+    """A function schema with one string argument."""
+    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": f"Looks up a {argument}.", "parameters": parameters}}
+
+
+TOOLS = [tool("get_weather", "city"), tool("search", "query")]
+
+
+@contextmanager
+def engine(family: str = "qwen3", dtype: torch.dtype = torch.float32, *, model: Any = None, **options: Any) -> Iterator[Engine]:
+    """An engine over a tiny model of its own, with 64 MB for kept pages."""
+    made = model if model is not None else models.build(family, dtype)
+    with Engine(made, models.toy_tokenizer(), **{"memory_bytes": 64 * MB, **options}) as running:
+        yield running
+
+
+def decode(max_tokens: int = 8, **fields: Any) -> Sampling:
+    """So many tokens, whatever they are."""
+    return Sampling(max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def chat(*texts: str, system: str = SYSTEM) -> list[dict[str, Any]]:
+    """A conversation: user and assistant in turn."""
+    turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
+    return [{"role": "system", "content": system}, *turns]
+
+
+def long_text(words: int, salt: int = 0) -> str:
+    """Text of about 4 tokens per word that differs from the first word on for each salt."""
+    return " ".join(f"n{salt}-{(i * 7919 + salt) % 997}" for i in range(words))
+
+
+class Spy:
+    """Counts forwards of an engine, remembers wanted logits in order and who was in each forward."""
+
+    def __init__(self, running: Engine) -> None:
+        self.forwards: list[list[tuple[int, int]]] = []
+        self.logits: list[torch.Tensor] = []
+        inner = running.model.forward
+
+        def forward(ids: torch.Tensor, parts: list[Any], regimes: list[str], wanted: Any) -> torch.Tensor:
+            self.forwards.append([(part.start, part.count) for part in parts])
+            out = inner(ids, parts, regimes, wanted)
+            self.logits.extend(row.clone() for row in out)
+            return out
+
+        running.model.forward = forward  # type: ignore[method-assign]
+
+
+def check_store(store: Store) -> None:
+    """The store's own account holds."""
+    entries = list(store._order.values())
+    assert store.bytes == sum(e.page.spec.page_bytes for e in entries)
+    assert len({id(e.page) for e in entries}) == len(entries), "a page is kept twice"
+    seen: set[int] = set()
+    for entry in entries:
+        assert entry.page is not None
+        assert entry.page.filled >= len(entry.ids) > 0
+        assert entry.parent is None or entry.key in entry.parent.children
+        assert id(entry.parent) not in seen, "a parent is older than its child"
+        seen.add(id(entry))
