@@ -130,33 +130,36 @@ class Replay:
         return done
 
     def _ours(self, call: Call, done: Sums) -> None:
-        engine, forced = self.engine, tuple(self.answer_ids(call))
-        free: tuple[int, ...] = ()
+        """Free tokens first, if more than the first are timed; then the recorded answer, which is what the next prompt continues."""
+        engine, forced, prompt = self.engine, tuple(self.answer_ids(call)), []
         if self.decode > 1:
             timed, receipt = ours.ask(engine, call.prompt, call.tools, self.decode, namespace=self.namespace)
-            done.ms, free = timed.total_ms, timed.ids
-            done.computed_tokens += receipt.computed_tokens
+            done.ms = timed.total_ms
+            prompt = self._account(call, list(timed.ids), receipt, done)
         began = time.perf_counter()
         sampling = Sampling(max_tokens=max(1, len(forced)), forced=forced, ignore_eos=True)
         stream = engine.stream(call.prompt, call.tools, sampling=sampling, namespace=self.namespace)
         seen = ours.stamps_of(stream)
-        if done.ms is None:
-            done.ms = (seen[0][0] - began) * 1e3
         drawn = [token for _, token in seen]
         assert not forced or drawn == list(forced[: len(drawn)]), "the recorded answer was not what was decoded"
-        prompt = list(engine.renderer.render(call.prompt, call.tools, namespace=self.namespace).ids)
-        self._account(prompt, drawn, list(free), stream.receipt, done)
+        if self.decode == 1:
+            done.ms = (seen[0][0] - began) * 1e3
+            self._account(call, drawn, stream.receipt, done)
+        else:  # the same prompt again is the benchmark's doing, not the agent's
+            assert stream.receipt.computed_tokens == 1, f"a prompt just answered cost {stream.receipt.computed_tokens} tokens"
+            self.oracle.add(prompt + drawn)
+        done.completion_tokens += len(drawn)
 
-    def _account(self, prompt: list[int], drawn: list[int], free: list[int], receipt: Receipt, done: Sums) -> None:
+    def _account(self, call: Call, drawn: list[int], receipt: Receipt, done: Sums) -> list[int]:
+        """Add a request's tokens to the sums and to the oracle; returns the ids of its prompt."""
+        prompt = list(self.engine.renderer.render(call.prompt, call.tools, namespace=self.namespace).ids)
         assert len(prompt) == receipt.prompt_tokens, f"rendered again it has {len(prompt)} tokens, not {receipt.prompt_tokens}"
         assert receipt.cached_tokens + receipt.computed_tokens == receipt.prompt_tokens, "a token is missing from the account"
         done.prompt_tokens += len(prompt)
         done.new_tokens += len(prompt) - self.oracle.known(prompt)
         done.computed_tokens += receipt.computed_tokens
-        done.completion_tokens += len(drawn)
         self.oracle.add(prompt + drawn)
-        if free:
-            self.oracle.add(prompt + free)
+        return prompt
 
     def _off(self, call: Call, done: Sums) -> None:
         timed, receipt = ours.ask(self.engine, call.prompt, call.tools, self.decode, namespace=self.namespace, reuse="off")

@@ -1,0 +1,262 @@
+"""Benchmarks measure what they say: keys, the last line, and assertions that fire when something else was timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from agentcache import toy
+from agentcache.bench import catalog, extras, latency, load, ours, react, report, shapes, stock
+from agentcache.bench.cli import app
+from agentcache.engine import Engine
+from agentcache.errors import ConfigError
+
+TINY = {**shapes.SHAPES["small"][1], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 2048}
+ROW_KEYS = (
+    "tools prompt_tokens tail_tokens stock_ttft_ms static_ttft_ms recipe_ttft_ms kept_ttft_ms off_ttft_ms hit_ttft_ms floor_ms "
+    "stock_decode_ms static_decode_ms decode_ms warm_ms group_bytes break_even_requests saved_ms_per_1000 repeats load agreement"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--shape small` becomes tinier, and its tokenizer learns less."""
+    monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", TINY))
+
+
+@pytest.fixture
+def engine() -> Any:
+    with Engine(*shapes.load("small")) as made:
+        yield made
+
+
+def run(*arguments: str) -> tuple[dict[str, Any], str]:
+    """A command that must succeed: what its last line says, and all it printed."""
+    done = CliRunner().invoke(app, arguments)
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+
+def refused(*arguments: str) -> str:
+    """A command that must fail: what it says."""
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1, done.output
+    return done.stderr
+
+
+# -- latency -------------------------------------------------------------------------------------------------------
+
+
+def test_latency_ends_in_one_json_line_with_every_figure(tmp_path: Path) -> None:
+    path, picture = tmp_path / "out.json", tmp_path / "out.png"
+    options = ("--tools", "3,1", "--repeats", "2", "--slow-repeats", "1", "--decode", "2", "--tail", "40")
+    said, shown = run("latency", "--shape", "small", *options, "--json", str(path), "--plot", str(picture))
+    assert json.loads(path.read_text()) == said
+    assert [row["tools"] for row in said["rows"]] == [1, 3]
+    for row in said["rows"]:
+        assert all(row[key] is not None for key in ROW_KEYS if key != "break_even_requests")
+        assert row["repeats"]["hit_ttft_ms"] == 2
+        assert row["repeats"]["stock_ttft_ms"] == 1
+        assert set(row["load"]) == set(latency.METHODS)
+        assert row["prompt_tokens"] == row["prefix_tokens"] + row["tail_tokens"]
+        assert 30 <= row["tail_tokens"] <= 44
+    assert said["machine"]["cores"] >= 1
+    assert said["numerics"]["digest"]
+    assert "stock/hit" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_prompt_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", {**TINY, "max_position_embeddings": 600}))
+    said, _ = run("latency", "--tools", "1,20", "--repeats", "1", "--decode", "1", "--tail", "40")
+    assert said["too_long"] == [20]
+    assert [row["tools"] for row in said["rows"]] == [1]
+
+
+def scene_of(engine: Engine) -> latency.Scene:
+    scene = latency.prepare(engine, 2, latency.Options(tools=(2,), tail=40, repeats=1, slow_repeats=1, decode=1))
+    assert scene is not None
+    return scene
+
+
+def test_a_hit_that_is_none_is_noticed(engine: Engine) -> None:
+    scene = scene_of(engine)
+    engine.release("bench", namespace=scene.namespace)
+    engine.store.clear()
+    with pytest.raises(AssertionError, match="a hit of .* was to be timed, the receipt says 0"):
+        latency.methods(scene, 0, 1)["hit"]()
+
+
+def test_a_repeated_tail_is_noticed(engine: Engine) -> None:
+    scene = scene_of(engine)
+    latency.methods(scene, 0, 1)["hit"]()
+    with pytest.raises(AssertionError, match="was to be timed"):
+        latency.methods(scene, 0, 1)["hit"]()
+
+
+def answer(*ids: int) -> stock.Timed:
+    return stock.Timed(1.0, 1.0, 2.0, ids)
+
+
+def test_other_tokens_are_noticed(engine: Engine) -> None:
+    scene = scene_of(engine)
+    scene.gaps.append(1.0)
+    good = {"floor": answer(5), "hit": answer(5, 6), "off": answer(5, 6), "stock": answer(5)}
+    latency.check(scene, good, "bfloat16")
+    with pytest.raises(AssertionError, match="reuse off drew"):
+        latency.check(scene, {**good, "off": answer(5, 7)}, "bfloat16")
+    with pytest.raises(AssertionError, match="the floor drew"):
+        latency.check(scene, {**good, "floor": answer(4)}, "bfloat16")
+    with pytest.raises(AssertionError, match="no tie"):
+        latency.check(scene, {**good, "stock": answer(4)}, "bfloat16")
+    scene.gaps.append(0.01)
+    latency.check(scene, {**good, "stock": answer(4)}, "bfloat16")
+    assert scene.agreed == {"stock": [True, False]}
+
+
+def test_floor_leaves_the_group_as_it_was(engine: Engine) -> None:
+    scene = scene_of(engine)
+    ids, prefix = scene.prompts[0], scene.group.prefix_tokens
+    first, second = (ours.floor(engine, scene.namespace, ids, prefix)[1] for _ in range(2))
+    assert torch.equal(first, second)
+    hit, receipt = ours.ask(engine, scene.turns[0], scene.tools, 1, namespace=scene.namespace)
+    assert receipt.cached_tokens == prefix
+    assert hit.ids == (int(first.argmax()),)
+
+
+def test_extras_by_command() -> None:
+    options = ("--tools", "", "--repeats", "1", "--decode", "3", "--later-step", "--decode-contexts", "700", "--agents", "2", "--memory")
+    said, shown = run("latency", *options)
+    assert said["rows"] == []
+    assert said["later_step"]["new_tokens"] < 220 < 3000 < said["later_step"]["prompt_tokens"]
+    assert said["decode"][0]["context_tokens"] == 700
+    assert {"stock_ms", "static_ms", "ms"} <= set(said["decode"][0])
+    assert said["agents"]["all_per_s"] > 0
+    assert said["memory"]["peak_bytes"] >= said["memory"]["before_bytes"]
+    assert "chunk buffer" in shown
+
+
+def test_time_between_tokens_during_a_prefill(engine: Engine) -> None:
+    found = extras.mixed(engine, prefill_tokens=2500)
+    assert 2000 < found["prefill_tokens"] <= 2500
+    assert found["gap_p95_ms"] >= found["gap_median_ms"] > 0
+
+
+def test_overhead_on_a_one_layer_model() -> None:
+    [figures] = extras.overhead(sizes=(3000,), steps=2).values()
+    assert figures["prompt_tokens"] > 2800
+    assert figures["ms"] >= figures["layout_ms"] > 0
+
+
+def test_filled_contexts_are_used(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.store, "admit", lambda *_: None)
+    with pytest.raises(AssertionError, match="the pages were not used"):
+        extras.decode_at(engine, 600, 2, 1)
+
+
+# -- shapes, catalog, load -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_shapes_are_known_to_transformers(name: str) -> None:
+    config = shapes.config(name)
+    assert config.num_attention_heads % config.num_key_value_heads == 0
+    assert config.eos_token_id is None
+
+
+def test_published_sizes() -> None:
+    from transformers import AutoModelForCausalLM
+
+    millions = {}
+    for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.2-1b", "mistral-7b", "llama-2-7b"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shapes.config(name))
+        millions[name] = sum(p.numel() for p in model.parameters()) // 1_000_000
+    assert millions == {"qwen3-0.6b": 596, "qwen3-8b": 8190, "llama-3.2-1b": 1235, "mistral-7b": 7248, "llama-2-7b": 6738}
+
+
+def test_random_model_is_whole() -> None:
+    model = shapes.random_model(shapes.config("small"), torch.float32)
+    like = type(model)(model.config)
+    assert torch.equal(model.model.rotary_emb.inv_freq, like.model.rotary_emb.inv_freq)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    rows = model.model.embed_tokens.weight
+    assert len({tuple(row[:8].tolist()) for row in rows}) == len(rows)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shape='gpt-9' is unknown: use one of qwen3-0.6b"):
+        shapes.load("gpt-9")
+    with pytest.raises(ConfigError, match="dtype='int4'"):
+        shapes.dtype_of("int4")
+    assert "tools='5,x'" in refused("latency", "--tools", "5,x")
+    assert "slow_repeats=3" in refused("latency", "--repeats", "2", "--slow-repeats", "3")
+    assert "give one of them" in refused("latency", "--model", "/x", "--shape", "small", "--tools", "1")
+
+
+def test_catalog() -> None:
+    many = catalog.tools(100)
+    assert many[:5] == catalog.tools(5)
+    assert len({tool["function"]["name"] for tool in many}) == 100
+    with pytest.raises(ConfigError, match="tools=500"):
+        catalog.tools(500)
+    turns = [catalog.user_turn(number, 30, lambda text: len(text.split())) for number in range(40)]
+    assert len({turn[0] for turn in turns}) == 40
+    assert {len(turn.split()) for turn in turns} == {30}
+    with pytest.raises(ConfigError, match="openings"):
+        catalog.user_turn(99, 30, len)
+
+
+def test_tool_sizes_are_as_described() -> None:
+    tokenizer = toy.tokenizer(catalog.training_texts(), shapes.TOKENIZER_VOCAB)
+    size = [len(tokenizer(json.dumps(tool))["input_ids"]) for tool in catalog.tools(40)]
+    assert 115 < sum(size) / len(size) < 165
+
+
+def test_percentile_by_nearest_rank() -> None:
+    assert load.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert load.percentile(list(range(1, 101)), 0.95) == 95
+    assert load.percentile([7.0], 0.95) == 7.0
+
+
+def test_load_of_this_process_is_not_foreign() -> None:
+    with load.Watch() as seen:
+        sum(range(2_000_000))
+    assert seen.wall_ms > 0
+    assert 0 <= seen.foreign <= 1
+
+
+def test_peak_memory_is_seen() -> None:
+    def work() -> None:
+        held = torch.ones(64 << 20, dtype=torch.uint8)
+        torch.ones(1).add_(held[0])
+        load.time.sleep(0.05)
+
+    before, peak = load.peak_bytes(work)
+    assert peak - before > 50 << 20
+
+
+def test_tables_show_a_dash_for_what_was_not_measured() -> None:
+    assert report.number(None) == "-"
+    assert report.number(1234.5, 1) == "1,234.5"
+    assert report.extra_tables({}) == []
+
+
+def test_oracle() -> None:
+    oracle = react.Oracle()
+    assert oracle.known([1, 2, 3]) == 0
+    for ids in ([1, 2, 3, 4], [1, 2, 9], [300, 2], [1, 2, 3, 4, 5], [1, 2]):
+        oracle.add(ids)
+    assert oracle.known([1, 2, 3, 4, 5, 6]) == 5
+    assert oracle.known([1, 2, 9, 9]) == 3
+    assert oracle.known([1, 2, 7]) == 2
+    assert oracle.known([300]) == 1
+    assert oracle.known([44]) == 0
