@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import __version__
+from .bench.cli import app as bench_app
 from .errors import AgentCacheError
 
 app = typer.Typer(
@@ -29,10 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-if find_spec("agentcache.bench.cli"):
-    from .bench.cli import app as bench_app
-
-    app.add_typer(bench_app, name="bench")
+app.add_typer(bench_app, name="bench")
 
 _VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "blake3", "numpy", "bitsandbytes")
 
@@ -53,7 +50,7 @@ def _options(
 @app.command()
 def demo(
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write every figure to FILE.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model: more is slower and more like a real one.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model: more is slower and more like a real one.")] = 6,
 ) -> None:
     """Replay a recorded tool-calling episode with reuse off, cold and warm, and show what each step paid."""
     from .demo import run

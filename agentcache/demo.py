@@ -21,7 +21,7 @@ from .engine import Engine
 from .receipt import Receipt
 from .types import Message, Sampling, Tool
 
-VOCAB = 3072
+VOCAB = 4096
 CHECKED_TOKENS = 16  # drawn behind the whole episode: they depend on all keys and values that were reused on the way
 MODES = {
     "off": "nothing is kept: each step computes its whole prompt",
@@ -139,11 +139,11 @@ def _sentence(replays: Mapping[str, Replay], bitwise: bool) -> str:
     )
 
 
-def run(console: Console, *, layers: int = 8, hidden: int = 768) -> dict[str, Any]:
+def run(console: Console, *, layers: int = 6, hidden: int = 512, episode: Episode | None = None) -> dict[str, Any]:
     """Replay the episode in all modes, print the table, and return every figure as plain JSON values."""
     from . import toy
 
-    episode = load_episode()
+    episode = episode or load_episode()
     tokenizer = toy.tokenizer(episode.texts, VOCAB)
     console.print(f"A museum's operations assistant with {len(episode.tools)} tools, {len(episode.steps)} recorded steps, a random model.")
     for mode, meaning in MODES.items():
