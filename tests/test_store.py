@@ -276,9 +276,9 @@ def test_what_was_dropped_is_remembered_within_bounds() -> None:
 def best_ms(run: object) -> float:
     times = []
     for _ in range(7):
-        began = time.perf_counter()
+        began = time.thread_time()  # of this thread alone: others may be busy
         run()  # type: ignore[operator]
-        times.append((time.perf_counter() - began) * 1e3)
+        times.append((time.thread_time() - began) * 1e3)
     return min(times)
 
 

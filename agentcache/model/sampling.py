@@ -16,6 +16,7 @@ from transformers import (
 
 from ..types import Sampling
 
+COLDEST = 1e-5  # a temperature below it is greedy: logits divided by less would overflow
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
 
 
@@ -23,7 +24,7 @@ class Sampler:
     """Next tokens for one request, in the order in which `generate` applies its processors. Reproducible by seed, whatever the packing."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
-        self._greedy = sampling.temperature == 0.0
+        self._greedy = sampling.temperature < COLDEST
         self._generator: torch.Generator | None = None
         if not self._greedy:
             self._generator = torch.Generator(device=device)
@@ -54,10 +55,7 @@ class Sampler:
             logits = self._steps(self._known(ids, logits.device), logits[None])[0]
         if self._greedy:
             return int(logits.argmax())
-        # shifted first: a tiny temperature makes logits infinite, and infinity minus infinity is no number
-        top = logits.max()
-        odds = (logits == top).float() if bool(torch.isinf(top)) else torch.softmax(logits, -1)
-        return int(torch.multinomial(odds, 1, generator=self._generator))
+        return int(torch.multinomial(torch.softmax(logits, -1), 1, generator=self._generator))
 
     def _known(self, ids: list[int], device: torch.device) -> torch.Tensor:
         """The ids that a penalty looks at, each once: what it does to one it does not do twice. [1, count]"""

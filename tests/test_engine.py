@@ -1,0 +1,212 @@
+"""The engine end to end: reuse off, cold, hit, branched and packed give the same ids and bits; a step pays for its new tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache import Engine, Message, Reason
+from agentcache.errors import ConfigError
+from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool
+
+TURNS = chat("What is the wind?", "North, four.", "And the tide? " + long_text(30))
+
+
+def ask(running: Engine, messages: Any, spy: Spy, **options: Any) -> tuple[tuple[int, ...], list[torch.Tensor], Any]:
+    """Ids, logits and receipt of one request alone on the device."""
+    spy.logits.clear()
+    done = running.generate(messages, **{"sampling": decode(), **options})
+    return done.ids, list(spy.logits), done.receipt
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+def test_off_cold_hit_and_branched_are_the_same_bits(family: str, dtype: torch.dtype) -> None:
+    with engine(family, dtype) as running:
+        spy = Spy(running)
+        off, off_logits, receipt = ask(running, TURNS, spy, reuse="off")
+        assert (receipt.cached_tokens, receipt.refusals[-1].reason) == (0, Reason.REUSE_OFF)
+        cold, cold_logits, receipt = ask(running, TURNS, spy)
+        assert receipt.cached_tokens == 0
+        hit, hit_logits, hit_receipt = ask(running, TURNS, spy)
+        assert hit_receipt.computed_tokens == 1
+        assert hit_receipt.copied_tokens == hit_receipt.cached_tokens % 512 > 0, "this one branches"
+        running.generate([*TURNS, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}], sampling=decode())
+        branched, branched_logits, _ = ask(running, TURNS, spy)
+        assert off == cold == hit == branched
+        for other in (cold_logits, hit_logits, branched_logits):
+            assert len(other) == len(off_logits) == 8
+            assert all(torch.equal(a, b) for a, b in zip(off_logits, other, strict=True))
+        assert hit_receipt.bitwise
+        check_store(running.store)
+
+
+def test_packed_with_others_is_the_same_bits() -> None:
+    with engine() as running:
+        spy = Spy(running)
+        prompts = [chat(long_text(20 + 15 * i, salt=i)) for i in range(5)]
+        alone = [running.generate(p, sampling=decode(12, temperature=0.9, seed=i), reuse="off").ids for i, p in enumerate(prompts)]
+        first = {tuple(row[:4].tolist()) for row in spy.logits}
+        spy.logits.clear()
+        spy.forwards.clear()
+        streams = [running.stream(p, sampling=decode(12, temperature=0.9, seed=i)) for i, p in enumerate(prompts)]
+        packed = [stream.completion.ids for stream in streams]
+        assert packed == alone
+        assert {tuple(row[:4].tolist()) for row in spy.logits} == first
+        assert max(len(parts) for parts in spy.forwards) > 1, "nothing was packed: this test shows nothing"
+        assert len(spy.forwards) < 5 * 12
+
+
+def test_chunk_size_does_not_matter() -> None:
+    prompt = chat(long_text(150))
+    with engine() as whole, engine(chunk_tokens=37) as pieces:
+        assert whole.generate(prompt, sampling=decode()).ids == pieces.generate(prompt, sampling=decode()).ids
+
+
+# -- a step pays for its new tokens ------------------------------------------------------------------------------------
+
+
+def test_a_message_returned_unchanged_costs_only_the_new_tokens() -> None:
+    with engine() as running:
+        first = running.generate(TURNS, sampling=decode(20))
+        before = first.receipt.prompt_tokens + len(first.ids) - 1  # the last sampled token has no KV yet
+        second = running.generate([*TURNS, first.message, {"role": "user", "content": "Go on."}], sampling=decode(20))
+        assert second.receipt.spliced_tokens == 20
+        assert second.receipt.cached_tokens == before
+        assert second.receipt.computed_tokens == second.receipt.prompt_tokens - before
+        (refusal,) = second.receipt.refusals
+        assert (refusal.reason, refusal.start) == (Reason.DIVERGED, before)
+
+
+def test_a_tool_call_whose_json_is_written_anew_costs_only_the_new_tokens() -> None:
+    spelled = '<tool_call>\n{"name":"get_weather",   "arguments":{"city" : "Port Averil"}}\n</tool_call><|im_end|>'
+    with engine() as running:
+        first = running.generate(TURNS, TOOLS, sampling=decode(200, forced=spelled, stop=("<|never|>",)))
+        ended = running.generate(TURNS, TOOLS, sampling=decode(len(running._forced(decode(forced=spelled))), forced=spelled))
+        assert first.ids[: len(ended.ids)] == ended.ids
+        (call,) = ended.message.tool_calls
+        assert (call.name, call.arguments) == ("get_weather", {"city": "Port Averil"})
+        function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), indent=2)}
+        back = {"role": "assistant", "content": "", "tool_calls": [{"id": "call_7", "type": "function", "function": function}]}
+        result = {"role": "tool", "tool_call_id": "call_7", "content": "rain"}
+        second = running.generate([*TURNS, back, result], TOOLS, sampling=decode(4))
+        assert second.receipt.spliced_tokens == len(ended.ids)
+        assert second.receipt.cached_tokens >= ended.receipt.prompt_tokens + len(ended.ids) - 1
+
+
+def test_an_edit_in_the_middle_costs_only_what_lies_behind_it() -> None:
+    with engine() as running:
+        turns = chat("one " + long_text(40), "two", "three " + long_text(40, 1), "four", "five")
+        full = running.generate(turns, sampling=decode()).receipt
+        edited = [dict(turn) for turn in turns]
+        edited[3]["content"] = "three " + long_text(40, 2)
+        receipt = running.generate(edited, sampling=decode()).receipt
+        span = next(span for span in full.spans if span.message == 3)
+        assert span.start < receipt.cached_tokens < span.stop
+        (refusal,) = receipt.refusals
+        assert (refusal.reason, refusal.start, refusal.stop) == (Reason.DIVERGED, receipt.cached_tokens, receipt.prompt_tokens)
+        again = running.generate(turns, sampling=decode()).receipt
+        assert again.computed_tokens == 1, "what lay behind the edit is still there"
+
+
+def test_what_a_stop_string_cut_off_does_not_come_back() -> None:
+    with engine() as running:
+        done = running.generate(TURNS, sampling=decode(40, forced="wind north END and more", stop=("END",)))
+        assert done.text == "wind north "
+        turns = [*TURNS, done.message, {"role": "user", "content": "next"}]
+        second = running.generate(turns, sampling=decode(2), reuse="off")
+        layout = running.renderer.render(turns)
+        assert "END" not in running.tokenizer.decode(layout.ids)
+        assert second.receipt.prompt_tokens == len(layout.ids)
+
+
+# -- tool groups -------------------------------------------------------------------------------------------------------
+
+
+def page_bytes(running: Engine) -> int:
+    assert running.model.spec
+    return running.model.spec.page_bytes
+
+
+def test_a_warm_group_is_pinned_and_survives_pressure() -> None:
+    budget, room = 6 * page_bytes_of_qwen3(), 6
+    with engine(memory_bytes=budget) as running:
+        seen: list[tuple[int, int]] = []
+        group = running.warm(SYSTEM + long_text(150), TOOLS, name="agents", on_progress=lambda done, total: seen.append((done, total)))
+        assert seen[-1] == (group.prefix_tokens, group.prefix_tokens)
+        assert running.groups == (group,)
+        assert group.pages == -(-group.prefix_tokens // 512) < room
+        for i in range(room):
+            running.generate(chat(long_text(5, i), system=long_text(130, i)), sampling=decode(1))
+        assert running.store.bytes <= budget
+        messages = chat("hello", system=SYSTEM + long_text(150))
+        assert running.generate(messages, TOOLS, sampling=decode(1)).receipt.cached_tokens >= group.prefix_tokens
+        assert running.release("agents")
+        assert not running.release("agents")
+        assert running.groups == ()
+        for i in range(room):
+            running.generate(chat(long_text(5, i), system=long_text(130, 50 + i)), sampling=decode(1))
+        receipt = running.generate(messages, TOOLS, sampling=decode(1)).receipt
+        assert receipt.cached_tokens < group.prefix_tokens
+        assert receipt.refusals[0].reason == Reason.EVICTED
+
+
+def pins(running: Engine) -> int:
+    return sum(entry.pins for entry in running.store._order.values())
+
+
+def test_warming_a_name_again_moves_its_pins() -> None:
+    with engine() as running:
+        first = running.warm(SYSTEM, TOOLS, name="a")
+        assert running.warm(SYSTEM, TOOLS, name="a").computed_tokens == 1
+        assert pins(running) == first.pages
+        second = running.warm("Another system prompt. " + long_text(140), TOOLS, name="a")
+        assert pins(running) == second.pages != first.pages
+        running.release("a")
+        assert pins(running) == 0
+
+
+def test_a_group_too_large_for_the_budget_is_refused_and_the_old_one_stays() -> None:
+    with engine(memory_bytes=page_bytes_of_qwen3()) as running:
+        running.warm(SYSTEM, name="a")
+        with pytest.raises(ConfigError, match=r"memory_bytes=\d+ cannot hold this tool group: it needs \d+ bytes"):
+            running.warm(long_text(300), name="a")
+        assert pins(running) == 1
+        assert [g.name for g in running.groups] == ["a"]
+
+
+def page_bytes_of_qwen3() -> int:
+    with engine() as running:
+        return page_bytes(running)
+
+
+def test_a_callback_that_fails_while_warming_leaves_no_pin() -> None:
+    def fail(done: int, total: int) -> None:
+        raise KeyError("mine")
+
+    with engine() as running:
+        with pytest.raises(KeyError, match="mine"):
+            running.warm(SYSTEM, TOOLS, name="a", on_progress=fail)
+        assert (pins(running), running.groups) == (0, ())
+
+
+def test_sticky_order_keeps_the_group() -> None:
+    with engine() as running:
+        group = running.warm(SYSTEM, TOOLS, name="a")
+        grown = [tool("added", "thing"), *reversed(TOOLS)]
+        given = running.generate(chat("hi"), grown, sampling=decode(1)).receipt
+        sticky = running.generate(chat("hi"), grown, sampling=decode(1), tools_order="sticky", group="a").receipt
+        assert given.cached_tokens < group.prefix_tokens // 2 + 60
+        assert sticky.cached_tokens > given.cached_tokens + 40
+        assert any("reordered" in text for text in sticky.differences)
+
+
+def test_stream_chunks_are_the_completion() -> None:
+    with engine() as running, running.stream(TURNS, sampling=decode(30)) as stream:
+        chunks = list(stream)
+        assert "".join(chunk.text for chunk in chunks) == stream.completion.text
+        assert tuple(i for chunk in chunks for i in chunk.ids) == stream.completion.ids
+        assert isinstance(stream.completion.message, Message)
