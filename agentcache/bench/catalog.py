@@ -16,15 +16,15 @@ SYSTEM = (
 _VERBS = ("list", "get", "create", "update", "cancel", "approve", "export", "search", "assign", "verify", "archive", "estimate")
 _NOUNS = ("invoice", "shipment", "berth", "crew_member", "contract", "customs_form", "crane", "warehouse_slot", "pilot_order", "complaint")
 _PARAMETERS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("reference", {"type": "string", "description": "Number of the document, two letters and six digits"}),
+    ("reference", {"type": "string", "description": "Two letters, six digits"}),
     ("from_date", {"type": "string", "format": "date", "description": "First day, ISO 8601"}),
     ("status", {"type": "string", "enum": ["open", "waiting", "closed"], "description": "State it must be in"}),
     ("limit", {"type": "integer", "minimum": 1, "maximum": 200, "description": "How many at most"}),
-    ("customer", {"type": "string", "description": "Customer number or full name as registered"}),
-    ("notify", {"type": "boolean", "description": "Whether the people concerned are told by mail"}),
-    ("quay", {"type": "string", "description": "Quay and place, for example N4-12"}),
-    ("amount", {"type": "number", "description": "Sum in euros before tax"}),
-    ("reason", {"type": "string", "description": "Why, in a sentence that may be shown to the customer"}),
+    ("customer", {"type": "string", "description": "Customer number or full name"}),
+    ("notify", {"type": "boolean", "description": "Tell the people concerned by mail"}),
+    ("quay", {"type": "string", "description": "Quay and place, as N4-12"}),
+    ("amount", {"type": "number", "description": "Euros before tax"}),
+    ("reason", {"type": "string", "description": "Why, in one sentence"}),
 )
 _WORDS = (
     "please check the papers of the ship that came in last night and tell me which of them are still open who has to sign them and what "
@@ -46,7 +46,7 @@ def tools(count: int, *, seed: int = 7) -> tuple[dict[str, Any], ...]:
 def _tool(verb: str, noun: str, draw: Random) -> dict[str, Any]:
     shown = noun.replace("_", " ")
     chosen = draw.sample(_PARAMETERS, 3)
-    description = f"{verb.capitalize()} a {shown} of the company. {draw.choice(('Use it', 'Call this'))} with its number."
+    description = f"{verb.capitalize()} a {shown}. {draw.choice(('Use it', 'Call this'))} with its number."
     schema = {"type": "object", "properties": dict(chosen), "required": [chosen[0][0]]}
     return {"type": "function", "function": {"name": f"{verb}_{noun}", "description": description, "parameters": schema}}
 

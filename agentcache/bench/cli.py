@@ -134,11 +134,9 @@ def latency(
             found = {"bench": "latency", **_described(engine)}
             found |= _extras(engine, chosen, contexts, agents or (8 if everything else 0), options, say)
             found |= bench.run(engine, options, say)
-        for table in (*report.latency_tables(found["rows"]), *report.extra_tables(found)):
-            report.console().print(table)
         if plot is not None:
             report.plot(found["rows"], plot, f"{found['model']['name']}, {found['model']['dtype']}, {found['machine']['threads']} threads")
-        report.finish(found, json_file)
+        report.finish(found, [*report.latency_tables(found["rows"]), *report.extra_tables(found)], json_file)
 
 
 def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: int, options: Any, say: Any) -> dict[str, Any]:
@@ -192,5 +190,4 @@ def react(
         with _loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
             found = {"bench": "react", **_described(engine)}
             found |= bench.run(engine, families, decode=decode, off=off, stock=stock, say=say)
-        report.console().print(report.react_table(found["families"]))
-        report.finish(found, json_file)
+        report.finish(found, [report.react_table(found["families"])], json_file)

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from ..errors import ConfigError
 
-_TTFT = (("stock", "stock"), ("static", "static"), ("recipe", "recipe"), ("kept", "kept"), ("off", "off"), ("hit", "hit"))
+WIDTH = 170
+_TTFT = ("stock", "static", "recipe", "kept", "off", "hit")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
@@ -38,7 +39,7 @@ def latency_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
             number(r["tools"]),
             number(r["prompt_tokens"]),
             number(r["tail_tokens"]),
-            *(number(r[f"{key}_ttft_ms"]) for key, _ in _TTFT),
+            *(number(r[f"{key}_ttft_ms"]) for key in _TTFT),
             number(r["floor_ms"]),
             f"{r['speedup']:.1f}x",
             f"{r['hit_over_floor']:.2f}",
@@ -46,7 +47,7 @@ def latency_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
         ]
         for r in rows
     ]
-    columns = ["tools", "prompt", "tail", *(label for _, label in _TTFT), "floor", "stock/hit", "hit/floor", "off/stock"]
+    columns = ["tools", "prompt", "tail", *_TTFT, "floor", "stock/hit", "hit/floor", "off/stock"]
     rest = [
         [
             number(r["tools"]),
@@ -128,54 +129,64 @@ def react_table(families: Mapping[str, Mapping[str, Any]]) -> Table:
     return table("recorded episodes, sums over all calls", [*columns, "pages", "group pages", "skipped"], lines)
 
 
+# key -> how its line is drawn; stock is the reference of the right panel
+_LINES: dict[str, dict[str, Any]] = {
+    "stock": {"label": "generate, DynamicCache", "color": "tab:blue"},
+    "static": {"label": "generate, StaticCache", "color": "tab:cyan", "linestyle": "--"},
+    "recipe": {"label": "prefix cache, deep copied", "color": "tab:orange"},
+    "kept": {"label": "DynamicCache kept by hand", "color": "tab:green"},
+    "off": {"label": "agentcache, reuse off", "color": "tab:purple", "linestyle": "--"},
+    "hit": {"label": "agentcache, tool group warm", "color": "tab:red", "linewidth": 2.8, "zorder": 5},
+    "floor": {"label": "floor: forward of the tail alone", "color": "black", "linestyle": ":", "marker": ""},
+}
+
+
 def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Time to first token (log scale) and speed-up over stock, against the number of tools, as one PNG."""
     try:
         import matplotlib
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'agentcache-llm[bench]'") from error
+    if not rows:
+        raise ConfigError("--plot: no row was measured; give --tools whose prompts fit the context")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    counts = [r["tools"] for r in rows]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
-    styles: dict[str, Any] = {"hit": {"linewidth": 2.6, "color": "tab:red"}, "off": {"linestyle": "--", "color": "tab:pink"}}
-    names = {"hit": "agentcache, tool group warm", "off": "agentcache, reuse off", "kept": "DynamicCache kept by hand"}
-    names |= {"stock": "generate, DynamicCache", "static": "generate, StaticCache", "recipe": "prefix cache, deep copied"}
-    for key, _ in _TTFT:
-        values = [r[f"{key}_ttft_ms"] for r in rows]
-        left.plot(counts, values, marker="o", label=names[key], **styles.get(key, {}))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.4), layout="constrained")
+    places = range(len(rows))  # evenly spaced: tool counts double from one to the next
+    for key, style in _LINES.items():
+        values = [r["floor_ms" if key == "floor" else f"{key}_ttft_ms"] for r in rows]
+        left.plot(places, values, **{"marker": "o", **style})
         if key != "stock":
-            right.plot(counts, [r["stock_ttft_ms"] / v for r, v in zip(rows, values)], marker="o", label=names[key], **styles.get(key, {}))
-    floors = [r["floor_ms"] for r in rows]
-    left.plot(counts, floors, color="black", linestyle=":", label="floor: forward of the tail alone")
-    right.plot(counts, [r["stock_ttft_ms"] / f for r, f in zip(rows, floors)], color="black", linestyle=":", label="floor")
+            right.plot(places, [r["stock_ttft_ms"] / value for r, value in zip(rows, values)], **{"marker": "o", **style})
+    for place, r in zip(places, rows):
+        right.annotate(f"{r['speedup']:.0f}x", (place, r["speedup"]), (9, -12), textcoords="offset points", color="tab:red")
     left.set_yscale("log")
-    left.set_ylabel("time to first token, ms")
+    left.set_ylabel("time to first token, ms (log scale)")
     right.set_ylabel("times faster than stock generate")
-    for axes in (left, right):
-        axes.set_xlabel("tools in the prompt")
-        axes.set_xticks(counts, [f"{r['tools']}\n{r['prompt_tokens']:,} tok" for r in rows], fontsize=8)
-        axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8)
     right.set_ylim(bottom=0)
+    for axes in (left, right):
+        axes.set_xlabel("tools (tokens) in the prompt")
+        axes.set_xticks(places, [f"{r['tools']}\n({r['prompt_tokens']:,})" for r in rows])
+        axes.grid(alpha=0.3, which="both")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def finish(report: Mapping[str, Any], json_file: Path | None) -> None:
-    """The whole report as the last line of standard output, and in a file if one is named."""
+def finish(report: Mapping[str, Any], tables: Sequence[Table], json_file: Path | None) -> None:
+    """The report into a file, if one is named; tables and the same line, the last one, to standard output."""
     line = json.dumps(report, allow_nan=False)
     if json_file is not None:
         json_file.write_text(line + "\n", encoding="utf-8")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)  # tables keep their columns in a file or a pipe
+    for each in tables:
+        if each.row_count:
+            console.print(each)
     print(line, flush=True)
-
-
-def console() -> Console:
-    """Where tables go: standard output, wide enough for them even without a terminal."""
-    made = Console()
-    return made if made.is_terminal else Console(width=170)
 
 
 class Progress:
