@@ -24,11 +24,22 @@ def spliced(
     start, first = len(prompt.text), len(prompt.ids)
     stop = _message_stop(encoder, text, start, turn_stop, encoder.control.get(generated.ids[-1]), closer)
     ids = prompt.ids + list(generated.ids)
-    near = max(0, first - 2 * BACK)  # what lies further back was not tokenised anew
-    stock, spent = encoder.resume(prompt, start, text[:stop])
-    splice = Splice(key, source, start, stop, first, len(ids), differs=stock.ids[near:] != ids[near:])
+    differs, spent = _differs(encoder, prompt, ids, text[:stop])
+    splice = Splice(key, source, start, stop, first, len(ids), differs)
     ends = prompt.ends + [stop] * len(generated.ids)
     return Encoded(text[:stop], ids, ends, (*prompt.splices, splice)), spent
+
+
+def _differs(encoder: Encoder, prompt: Encoded, ids: list[int], text: str) -> tuple[bool, int]:
+    """Whether tokenising `text` gives other ids than `ids` behind the prompt, and how many characters that took.
+
+    Only a window of the prompt's last tokens is looked at: the rest would be taken over as it is.
+    """
+    first = max(len(prompt.ids) - 4 * BACK, prompt.splices[-1].last if prompt.splices else 0)
+    char = prompt.ends[first - 1] if first else 0
+    window = Encoded(prompt.text[char:], prompt.ids[first:], [end - char for end in prompt.ends[first:]])
+    stock, spent = encoder.resume(window, len(window.text), text[char:])
+    return stock.ids != ids[first:], spent
 
 
 def _message_stop(encoder: Encoder, text: str, start: int, stop: int, end_text: str | None, closer: str) -> int:

@@ -65,6 +65,30 @@ def test_the_terminator_is_added_when_generation_lacked_it() -> None:
     assert tail.startswith("\n<|im_start|>user\n<tool_response>")
 
 
+PLAIN_TEXT = """{% for m in messages %}{{ m.role + ': ' + (m.content or '') + '\n###\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+SHOUTING = "{% for m in messages %}{{ m.content | upper + ' ' }}{% endfor %}"
+
+
+def test_a_terminator_in_plain_text_is_added() -> None:
+    renderer = fresh(PLAIN_TEXT)
+    layout = renderer.render([Message("user", "Go")])
+    generated = odd_ids(renderer, "It is done.", "")
+    renderer.remember(layout, generated, Message("assistant", "It is done."))
+    new = renderer.render([Message("user", "Go"), Message("assistant", "It is done."), Message("user", "So?")])
+    assert new.spliced_tokens == len(generated)
+    assert renderer._tokenizer.decode(new.ids) == "user: Go\n###\nassistant: It is done.\n###\nuser: So?\n###\nassistant: "
+
+
+def test_no_splice_where_the_next_message_is_not_found() -> None:
+    renderer = fresh(SHOUTING)
+    layout = renderer.render([Message("user", "go")])
+    renderer.remember(layout, odd_ids(renderer, "done", ""), Message("assistant", "done"))
+    new = renderer.render([Message("user", "go"), Message("assistant", "done"), Message("user", "more")])
+    assert new.spliced_tokens == 0
+    assert renderer._tokenizer.decode(new.ids) == "GO DONE MORE "
+
+
 def test_ids_as_the_tokenizer_writes_them_are_no_difference() -> None:
     renderer = fresh()
     messages: list[Any] = [{"role": "user", "content": "Go"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import MessageError
@@ -45,6 +45,7 @@ def test_resume_equals_the_whole(kind: str, shared: str, old: str, new: str) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @RELAXED
 @given(seed=st.integers(0, 2**32), size=st.integers(100, 600), extra=st.integers(0, 40))
+@example(seed=0, size=182, extra=38)  # a Unigram model breaks the tie of two segmentations by rounding
 def test_resume_in_runs_of_two_letters(kind: str, seed: int, size: int, extra: int) -> None:
     draw = random.Random(seed)
     text = "".join(draw.choices("ab", (draw.random() + 0.01, 1), k=size))
