@@ -20,6 +20,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 96, "max_window_layers": 1}),
     "mistral": ("mistral", {}),
     "mistral_window": ("mistral_window", {"sliding_window": 96}),
     "phi3": ("phi3", {}),

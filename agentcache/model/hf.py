@@ -83,6 +83,7 @@ class HFModel:
         self.force_generic = False
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
+        self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
         self._training = self.model.training
         self._restore: list[Callable[[], Any]] = []
         self.model.eval()
@@ -220,6 +221,8 @@ class HFModel:
         state: None at first, then what was returned: transformers' cache, or all ids so far where a model's state has no such object.
         """
         ids = ids.to(self.device)
+        for rotary in self._growing:  # else the longest call so far, anyone's, decides the frequencies
+            rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq.clone(), rotary.original_max_seq_len
         if not isinstance(state, torch.Tensor):
             takes = inspect.signature(type(self.model).forward).parameters
             keyword = "cache_params" if "cache_params" in takes else "past_key_values"

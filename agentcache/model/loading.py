@@ -52,10 +52,8 @@ def unwrap(wrapper: Any) -> Any:
             raise ModelError(f"{type(model).__name__!r} with a prompt-learning adapter feeds vectors, not tokens: unload it")
         model = model.get_base_model()
         model = getattr(model, "_orig_mod", model)
-    if not all(hasattr(model, name) for name in ("generate", "config", "parameters", "get_output_embeddings")):
+    if not all(hasattr(model, name) for name in ("generate", "config", "parameters")):
         raise ModelError(f"{type(wrapper).__name__!r} is not a causal language model of transformers: pass a name, a folder or one")
-    if model.get_output_embeddings() is None:
-        raise ModelError(f"{type(model).__name__!r} has no output head, so it cannot answer: load it with AutoModelForCausalLM")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"{type(model).__name__!r} is an encoder-decoder: only decoder-only models can be used")
     return model

@@ -34,12 +34,16 @@ class Rotary:
 
     def _adopt(self) -> None:
         """Copy the owner's module, since longrope and dynamic NTK change their frequencies whenever they are called."""
-        self._version = self._owners.inv_freq._version
+        self._version = self._edits()
         self._module = copy.deepcopy(self._owners)
         if self.kind == "dynamic":  # it may have grown already
-            self._module.inv_freq.copy_(self._module.original_inv_freq)
+            self._module.inv_freq = self._module.original_inv_freq.clone()
             self._module.max_seq_len_cached = self._module.original_max_seq_len
         self._tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _edits(self) -> tuple[int, int]:
+        frequencies = self._owners.inv_freq
+        return frequencies.data_ptr(), 0 if frequencies.is_inference() else frequencies._version
 
     @property
     def dims(self) -> int:
@@ -65,7 +69,7 @@ class Rotary:
 
     def table(self, regime: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [at least length, rotary dims] for positions from 0 on."""
-        if not self.by_length and self._owners.inv_freq._version != self._version:
+        if not self.by_length and self._edits() != self._version:
             self._adopt()  # edited in place
         held = self._tables.get(regime)
         have = 0 if held is None else held[0].shape[0]

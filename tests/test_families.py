@@ -1,0 +1,325 @@
+"""Every family against transformers' own forward; experts and quantised weights by tokens; what cannot be paged, and the owner's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from agentcache.errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
+from agentcache.model.family import FAMILIES, support
+from agentcache.model.hf import ATTENTION, HFModel, load
+from tests import models
+from tests.families import DENSE, STEPPED, Run, greedy, pack, stock_logits, tokens
+
+FP32, BF16 = torch.float32, torch.bfloat16
+BITSANDBYTES = pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads: Callable[[int], None]) -> None:
+    threads(1)
+
+
+# -- dense families ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*DENSE, "llama_tied", "granite_tied"])
+def test_logits_equal_the_stock_forward(name: str) -> None:
+    family, overrides = DENSE[name] if name in DENSE else (name.removesuffix("_tied"), {"tie_word_embeddings": True})
+    model, ids = models.build(family, **overrides), tokens(560)
+    stock = stock_logits(model, ids)
+    held = HFModel(model)
+    run = Run(held, ids).chunks(200, 1, 330)
+    assert held.stepped is (name in STEPPED or name == "llama_tied")
+    assert max(float((row - stock[at]).abs().max()) for at, row in run.logits.items()) < 1e-4
+    held.close()
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "qwen2_window"])
+def test_the_window_matters(name: str) -> None:
+    family, overrides = DENSE[name]
+    ids = tokens(200)
+    run = Run(HFModel(models.build(family, **overrides)), ids).chunks()
+    unwindowed = models.build(family, **({} if family == "qwen2" else {**overrides, "sliding_window": None}))
+    stock = stock_logits(unwindowed, ids)
+    assert float((run.logits[199] - stock[199]).abs().max()) > 1e-2
+    assert float((run.logits[50] - stock[50]).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen3", "mistral_window", "phi3", "granite", "olmo2", "smollm3"])
+def test_bf16_errs_at_most_four_times_as_much_as_stock(name: str) -> None:
+    family, overrides = DENSE[name]
+    model, ids = models.build(family, BF16, initializer_range=0.05, **overrides), tokens(300)
+    exact = models.build(family, BF16, initializer_range=0.05, **overrides).double()
+    exact.model.rotary_emb.double()
+    truth = stock_logits(exact, ids).double()
+    stock = stock_logits(model, ids).double() - truth
+    run = Run(HFModel(model), ids).chunks(100, 1, 70)
+    ours = torch.stack([run.logits[at] for at in range(300)]).double() - truth
+    assert 0 < ours.pow(2).mean().sqrt() <= 4 * stock.pow(2).mean().sqrt()
+    assert ours.abs().max() <= 4 * stock.abs().max()
+
+
+def test_the_table_of_families_is_the_table_of_tests() -> None:
+    assert {models.build(family).config.model_type for family in models.FAMILIES} == set(FAMILIES)
+
+
+# -- experts and quantised weights: tokens -------------------------------------------------------------------------------
+
+
+def decode(run: Run, count: int, *company: Run) -> list[int]:
+    """Greedy tokens behind what the run has, each decoded beside one more token of its company."""
+    for _ in range(count):
+        run.ids.append(int(run.logits[len(run.ids) - 1].argmax()))
+        pack((run, 1), *[(other, 1) for other in company if other.rest])
+    return run.ids[-count:]
+
+
+def episode(model: HFModel, reuse: bool) -> list[int]:
+    """Three steps of an agent, each 30 new tokens behind the last answer: with reuse from the last step's pages, in company."""
+    ids, said, last = tokens(540), [], None
+    for step in range(3):
+        ids = ids + tokens(30, seed=step)
+        company = Run(model, tokens(40, seed=9))
+        if last is not None and reuse:
+            run = last.branch(last.sequence.length, ids)
+            pack((company, 7), (run, 11))
+        else:
+            run = Run(model, ids)
+        run.chunks()
+        said += decode(run, 6, *([company] if reuse else []))
+        ids, last = list(run.ids), run
+    return said
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_give_the_same_tokens(family: str, dtype: torch.dtype) -> None:
+    model, ids = models.build(family, dtype), tokens(300)
+    stock = stock_logits(model, ids)
+    held = HFModel(model)
+    assert (held.bitwise, held.stepped, held.support.paged) == (False, False, True)
+    if dtype == FP32:
+        run = Run(held, ids).chunks(130, 1)
+        assert max(float((row - stock[at]).abs().max()) for at, row in run.logits.items()) < 1e-4
+    assert episode(held, reuse=True) == episode(held, reuse=False)
+
+
+@BITSANDBYTES
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from agentcache.model.fingerprint import Fingerprint
+
+    models.build("qwen3", dtype).save_pretrained(tmp_path)
+    loaded, _ = load(tmp_path, object(), bits=bits)
+    held = HFModel(loaded)
+    assert (held.bitwise, held.stepped, held.support.paged, held.quantized) == (False, False, True, True)
+    known = Fingerprint(held.model, "aten")
+    before = known.layers
+    assert episode(held, reuse=True) == episode(held, reuse=False)
+    assert known.layers == before, "the first use repacked the weights"
+    again, _ = load(tmp_path, object(), bits=bits)
+    assert Fingerprint(HFModel(again).model, "aten").layers == before, "another process would not find these pages"
+    held.close()
+
+
+# -- what cannot be paged ------------------------------------------------------------------------------------------------
+
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+UNPAGED: dict[str, tuple[dict[str, Any], str]] = {
+    "Gemma2": ({"head_dim": 16, "sliding_window": 32}, "soft-capped"),
+    "GptOss": ({"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32}, "sinks"),
+    "Mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2}, "linear_attention"),
+    "Qwen3Next": ({"head_dim": 16, "num_hidden_layers": 4, **_LINEAR, **_EXPERTS}, "linear_attention"),
+    "RecurrentGemma": ({"lru_width": 64, "attention_window_size": 32}, "linear_attention"),
+    "GPTNeoX": ({}, "has not been verified"),
+}
+
+
+@pytest.mark.parametrize("name", UNPAGED)
+def test_other_layers_answer_through_the_stock_path(name: str) -> None:
+    settings, why = UNPAGED[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**{**models._BASE, **settings})
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    ids = tokens(60)
+    expected = greedy(model, ids, 8)
+    held = HFModel(model)
+    assert (held.support.paged, held.spec, held.numerics, held.bitwise, held.stepped) == (False, None, None, False, False)
+    assert why in held.support.why
+    logits, state = held.stock(torch.tensor(ids), None)
+    found = []
+    for _ in range(8):
+        found.append(int(logits.argmax()))
+        logits, state = held.stock(torch.tensor(found[-1:]), state)
+    assert found == expected
+    held.close()
+
+
+def test_settings_that_cannot_be_paged_are_named() -> None:
+    def why(**settings: Any) -> str:
+        config = models.build("qwen2").config
+        for name, value in settings.items():
+            vars(config)[name] = value  # past the checks of transformers' own classes
+        found = support(config)
+        assert found.paged is (not found.why)
+        return found.why
+
+    assert why() == ""
+    assert "head_dim differs" in why(head_dim=[16, 32, 16])
+    assert "num_key_value_heads differs" in why(num_key_value_heads=[2, 4, 2])
+    assert "kv_lora_rank=16" in why(kv_lora_rank=16)
+    assert "'newrope' is not known" in why(rope_parameters={"rope_type": "newrope", "rope_theta": 1.0})
+    assert "by layer type" in why(rope_parameters={"full_attention": {"rope_type": "default"}})
+    assert "'chunked_attention'" in why(layer_types=["full_attention", "chunked_attention", "full_attention"])
+
+
+def test_modules_that_differ_from_their_family_are_named() -> None:
+    def why(change: Callable[[Any], object], family: str = "llama") -> str:
+        model = models.build(family)
+        change(model)
+        held = HFModel(model)
+        assert held.support.paged is (not held.support.why)
+        return held.support.why
+
+    assert why(lambda m: setattr(m.model.layers[1].self_attn, "k_proj", torch.nn.Linear(64, 64))) != ""
+    assert "differ between layers" in why(lambda m: setattr(m.model.layers[1].self_attn, "head_dim", 8))
+    assert "mix number types" in why(lambda m: m.model.layers[1].mlp.to(BF16))
+    assert "config says 3" in why(lambda m: m.model.layers.append(m.model.layers[0]))
+    assert "compiled in place" in why(lambda m: m.compile(backend="eager"), "phi3")
+
+    class Own(type(models.build("llama").model.layers[0].self_attn)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kw: Any) -> Any:
+            raise NotImplementedError
+
+    assert "own code" in why(lambda m: setattr(m.model.layers[0].self_attn, "__class__", Own))
+
+
+# -- loading, wrappers, devices ------------------------------------------------------------------------------------------
+
+
+def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    for path in ("/no/such/folder", str(tmp_path)):
+        with pytest.raises(ModelLoadError, match="Pass a folder or a Hugging Face id"):
+            load(path)
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
+    with pytest.raises(ModelLoadError, match="no_such_type"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match="pass its tokenizer too"):
+        load(models.build("llama"))
+    with pytest.raises(ConfigError, match="load the model that way yourself"):
+        load(models.build("llama"), object(), bits=4)
+    for other in (object(), torch.nn.Linear(2, 2), "a name", models.build("llama").model):
+        with pytest.raises(ModelError, match="is not a causal language model"):
+            HFModel(other)
+
+
+def test_several_devices_are_named() -> None:
+    model = models.build("llama")
+    model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers": 0}
+    with pytest.raises(DeviceMapError, match=r"\['0', 'cpu'\]"):
+        HFModel(model)
+    model.hf_device_map = {"": "disk"}
+    with pytest.raises(DeviceMapError, match="disk"):
+        HFModel(model)
+    model.hf_device_map = {"": "cpu"}
+    assert HFModel(model).support.paged
+    model.model.layers[2].to("meta")
+    with pytest.raises(DeviceMapError, match=r"'cpu', 'meta'"):
+        HFModel(model)
+
+
+def test_wrappers_are_taken_off_or_refused() -> None:
+    class Config:
+        is_prompt_learning = False
+
+    class Wrapper(torch.nn.Module):  # as PEFT's
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+            self.peft_config = {"default": Config()}
+
+        def get_base_model(self) -> Any:
+            return self.inner
+
+    model = models.build("llama")
+    assert HFModel(torch.compile(model, backend="eager")).model is model
+    wrapper = Wrapper(model)
+    assert HFModel(wrapper).model is model
+    Config.is_prompt_learning = True
+    with pytest.raises(ModelError, match="'Wrapper' with a prompt-learning adapter"):
+        HFModel(wrapper)
+    with pytest.raises(ModelError, match="'DataParallel'"):
+        HFModel(torch.nn.DataParallel(model))
+
+
+# -- the owner's model object --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "mistral_window", "olmo2", "mixtral"])
+def test_the_owners_generate_goes_on_working(family: str, attention: str) -> None:
+    model, ids = models.build(family, **({"sliding_window": 32} if family == "phi3" else {})), tokens(70)
+    model.set_attn_implementation(attention)
+    model.train()
+
+    def observed() -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        padded = torch.tensor([ids[:40], [0] * 10 + ids[:30]])
+        mask = torch.tensor([[1] * 40, [0] * 10 + [1] * 30])
+        was, _ = model.training, model.eval()
+        with torch.inference_mode():
+            batch = model(padded, attention_mask=mask).logits
+        found = (greedy(model, ids, 8), stock_logits(model, ids), batch)
+        model.train(was)
+        return found
+
+    before = observed()
+    held = HFModel(model)
+    while_held = [observed()]
+    Run(held, ids).chunks(30, 1)
+    while_held.append(observed())
+    held.close()
+    assert model.config._attn_implementation == attention
+    assert model.training
+    assert not model.get_decoder().rotary_emb._forward_hooks
+    for after in (*while_held, observed()):
+        assert after[0] == before[0]
+        assert torch.equal(after[1], before[1])
+        assert torch.equal(after[2], before[2])
+
+
+def test_an_owner_who_changes_the_attention_is_followed() -> None:
+    model, ids = models.build("granite"), tokens(40)
+    held = HFModel(model)
+    expected = Run(held, ids).chunks().logits[39]
+    model.set_attn_implementation("eager")
+    assert torch.equal(Run(held, ids).chunks().logits[39], expected)
+    assert model.config._attn_implementation == f"{ATTENTION}_eager"
+    held.close()
+
+
+def test_two_engines_on_one_model() -> None:
+    model, ids = models.build("granite"), tokens(40)
+    one, other = HFModel(model), HFModel(model)
+    expected = Run(one, ids).chunks().logits[39]
+    one.close()
+    assert torch.equal(Run(other, ids).chunks().logits[39], expected)
+    other.close()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_layers_that_bypass_our_attention_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HFModel(models.build("granite"))
+    monkeypatch.setattr(held, "_adopt", lambda: None)
+    held.model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="0 of the model's layers"):
+        Run(held, tokens(10)).chunks()

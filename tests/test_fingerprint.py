@@ -1,0 +1,229 @@
+"""What decides keys and values changes the digests from its layer on; what does not, does not; the second look is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from agentcache.model import fingerprint
+from agentcache.model.fingerprint import Fingerprint, layers
+from agentcache.model.hf import HFModel
+from tests import models
+from tests.families import Run, greedy, tokens
+
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+
+
+def first_difference(one: tuple[str, ...], other: tuple[str, ...]) -> int | None:
+    """The first layer whose digest differs; every later one must differ too."""
+    differs = [a != b for a, b in zip(one, other, strict=True)]
+    first = differs.index(True) if True in differs else None
+    assert first is None or all(differs[first:])
+    return first
+
+
+def bump(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.view(-1)[-1] += 0.5
+
+
+EDITS: dict[str, tuple[Callable[[Any], torch.Tensor], int | None]] = {
+    "embedding": (lambda m: m.model.embed_tokens.weight, 0),
+    "layer 0": (lambda m: m.model.layers[0].self_attn.k_proj.weight, 0),
+    "layer 1, mlp": (lambda m: m.model.layers[1].mlp.down_proj.weight, 1),
+    "layer 2, norm": (lambda m: m.model.layers[2].input_layernorm.weight, 2),
+    "frequencies": (lambda m: m.model.rotary_emb.inv_freq, 0),
+    "final norm": (lambda m: m.model.norm.weight, None),
+    "head": (lambda m: m.lm_head.weight, None),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_weight_counts_from_its_layer_on(edit: str) -> None:
+    model = models.build("qwen2")
+    known = Fingerprint(model, "aten")
+    before = known.layers
+    assert len(before) == 3
+    where, first = EDITS[edit]
+    bump(where(model))
+    assert first_difference(before, layers(model, "aten")) == first
+    assert known.layers == layers(model, "aten"), "an edit in place went unnoticed"
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    model = models.build("qwen2", tie_word_embeddings=True)
+    before = layers(model, "aten")
+    bump(model.lm_head.weight)
+    assert first_difference(before, layers(model, "aten")) == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rope_parameters": ROPE},
+        {"rms_norm_eps": 1e-5},
+        {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0},
+        {"hidden_act": "gelu"},
+        {"num_key_value_heads": 2, "num_attention_heads": 8},
+        {"max_position_embeddings": 2048},
+    ],
+    ids=str,
+)
+def test_configs_that_decide_numbers_count(other: dict[str, Any]) -> None:
+    assert first_difference(layers(models.build("qwen2"), "aten"), layers(models.build("qwen2", **other), "aten")) == 0
+
+
+def test_configs_that_decide_no_numbers_do_not() -> None:
+    model = models.build("qwen2")
+    before = layers(model, "aten")
+    model.config.use_cache, model.config.eos_token_id, model.config._name_or_path = False, 7, "elsewhere"
+    model.set_attn_implementation("eager")
+    assert layers(model, "aten") == before
+    assert layers(models.build("qwen2"), "aten") == before
+
+
+def test_type_kernel_and_versions_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("qwen2")
+    before = layers(model, "aten")
+    assert first_difference(before, layers(model, "onednn")) == 0
+    assert first_difference(before, layers(models.build("qwen2", torch.bfloat16), "aten")) == 0
+    for module, name in ((transformers, "__version__"), (torch, "__version__"), (fingerprint, "REVISION")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, "0.0")
+            assert first_difference(before, layers(model, "aten")) == 0, name
+    with monkeypatch.context() as patch:
+        patch.setattr(fingerprint, "_code_of", lambda model: "patched")
+        assert first_difference(before, layers(model, "aten")) == 0
+    assert layers(model, "aten") == before
+
+
+def test_quantisation_counts() -> None:
+    model = models.build("qwen2")
+    before = layers(model, "aten")
+    model.config.quantization_config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    eight = layers(model, "aten")
+    model.config.quantization_config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    assert len({before, eight, layers(model, "aten")}) == 3
+
+
+def test_scales_beside_quantised_weights_count() -> None:
+    class State:
+        absmax = torch.ones(4)
+
+    model = models.build("qwen2")
+    model.model.layers[1].mlp.up_proj.weight.quant_state = State()
+    before = layers(model, "aten")
+    State.absmax = torch.full((4,), 2.0)
+    assert first_difference(before, layers(model, "aten")) == 1
+
+
+class Adapter(torch.nn.Module):
+    """Built as PEFT builds a LoRA layer, down to the `weight` that shows the base alone."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.scaling = {"default": 1.0}
+        self._active_adapter = ["default"]
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(base.in_features, 4, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(4, base.out_features, bias=False)})
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._active_adapter:
+            return self.base_layer(x)
+        return self.base_layer(x) + self.scaling["default"] * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def test_adapters_count_from_their_layer_on_and_leave_the_stepped_path() -> None:
+    model, ids = models.build("llama"), tokens(40)
+    held = HFModel(model)
+    known = Fingerprint(model, "aten")
+    digests = [known.layers]
+    assert held.stepped
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapter = Adapter(model.model.layers[1].self_attn.v_proj)
+    model.model.layers[1].self_attn.v_proj = adapter
+    digests.append(known.layers)
+    assert not held.stepped
+    expected = greedy(model, ids, 1)
+    assert int(Run(held, ids).chunks().logits[39].argmax()) == expected[0]
+    adapter.scaling["default"] = 4.0
+    digests.append(known.layers)
+    adapter._active_adapter = []
+    digests.append(known.layers)
+    bump(adapter.lora_B["default"].weight)
+    digests.append(known.layers)
+    assert [first_difference(digests[0], other) for other in digests[1:]] == [1, 1, 1, 1]
+    assert len(set(digests)) == 5
+    held.close()
+
+
+def test_a_hook_in_a_layer_counts() -> None:
+    model = models.build("llama")
+    known, held = Fingerprint(model, "aten"), HFModel(model)
+    before = known.layers
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output + 1)
+    assert first_difference(before, known.layers) == 1
+    assert not held.stepped
+    hook.remove()
+    assert known.layers == before
+    assert held.stepped
+
+
+def test_our_own_hooks_and_switches_do_not_count() -> None:
+    model = models.build("phi3")
+    before = layers(model, "aten")
+    held = HFModel(model)
+    Run(held, tokens(20)).chunks()
+    assert layers(model, "aten") == before
+    held.close()
+    assert layers(model, "aten") == before
+
+
+def test_frequencies_that_follow_the_last_call_do_not_count() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = models.build("llama", max_position_embeddings=32, rope_parameters=rope)
+    before = layers(model, "aten")
+    greedy(model, tokens(50), 2)
+    assert layers(model, "aten") == before
+
+
+def test_the_second_look_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = models.build("qwen2"), []
+    original = fingerprint.layers
+    monkeypatch.setattr(fingerprint, "layers", lambda *args: calls.append(args) or original(*args))
+    known = Fingerprint(model, "aten")
+    first = (known.layers, known.whole, known.layers)
+    assert len(calls) == 1
+    greedy(model, tokens(10), 2)
+    assert (known.layers, known.whole) == first[:2]
+    assert len(calls) == 1
+    bump(model.model.layers[0].mlp.up_proj.weight)
+    assert known.layers != first[0]
+    assert len(calls) == 2
+    model.model.layers[0].mlp.up_proj.weight.data.view(-1)[0] += 1.0  # behind torch's back
+    stale = known.layers
+    known.invalidate()
+    assert known.layers != stale
+    assert len(calls) == 3
+
+
+def test_a_replaced_tensor_is_noticed() -> None:
+    model = models.build("qwen2")
+    known = Fingerprint(model, "aten")
+    before = known.layers
+    model.model.layers[2].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(128, 64))
+    assert first_difference(before, known.layers) == 2

@@ -1,0 +1,134 @@
+"""The probe of the machine: deterministic, remembered, safe where it says pure, and honest where nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from agentcache.model import numerics
+from agentcache.model.hf import HFModel
+from agentcache.model.numerics import Numerics, RowPureLinear, linear, probe
+from tests import models
+
+CPU = torch.device("cpu")
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@pytest.fixture
+def forgetful() -> Any:
+    """The probe without its memory, and without leaving anything in it."""
+    numerics._probe.cache_clear()
+    yield
+    numerics._probe.cache_clear()
+
+
+@TYPES
+def test_the_probe_is_deterministic_and_remembered(dtype: torch.dtype, forgetful: None, threads: Callable[[int], None]) -> None:
+    threads(1)
+    first = probe(dtype, CPU, (256, 64), 2, 32)
+    assert probe(dtype, CPU, (64, 256, 64), 2, 32) is first
+    numerics._probe.cache_clear()
+    again = probe(dtype, CPU, (64, 256), 2, 32)
+    assert again is not first
+    assert (again.kernel, again.widen, again.rows, again.query_rows, again.pure, again.digest) == (
+        first.kernel,
+        first.widen,
+        first.rows,
+        first.query_rows,
+        first.pure,
+        first.digest,
+    )
+    assert first.pure
+    assert first.rows >= 2
+    assert first.query_rows >= 2
+    assert (first.threads, first.probe_ms > 0) == (1, True)
+
+
+def test_the_digest_differs_by_kernel_and_type(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = {probe(dtype, CPU, (64,), 2, 32).digest for dtype in (torch.float32, torch.bfloat16)}
+    for kernel in ("upcast", "aten", "onednn"):
+        numerics._probe.cache_clear()
+        monkeypatch.setattr(numerics, "choose_kernel", lambda dtype, device, kernel=kernel: kernel)
+        digests.add(probe(torch.float32, CPU, (64,), 2, 32).digest)
+    assert len(digests) == 4  # one of the three is what float32 runs on anyway
+
+
+@TYPES
+@pytest.mark.parametrize("count", [1, 2])
+def test_padded_rows_are_alike(dtype: torch.dtype, count: int, threads: Callable[[int], None]) -> None:
+    threads(count)
+    found = probe(dtype, CPU, (256,), 2, 32)
+    weight, x = torch.randn(384, 256).to(dtype), torch.randn(40, 256).to(dtype)
+    full = linear(found.kernel, x, weight)
+    for rows in range(found.rows, 41, found.rows):
+        assert torch.equal(linear(found.kernel, x[:rows], weight), full[:rows]), f"{rows} rows"
+
+
+def test_threads_are_looked_up_each_time(threads: Callable[[int], None]) -> None:
+    held = HFModel(models.build("llama"))
+    for count in (1, 2):
+        threads(count)
+        assert held.numerics is not None
+        assert held.numerics.threads == count
+
+
+def test_nothing_safe_is_not_called_pure(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = numerics._probed_product
+    monkeypatch.setattr(numerics, "_probed_product", lambda kernel, x, weight: original(kernel, x, weight) + x.shape[0] * 1e-3)
+    found = probe(torch.float32, CPU, (64,), 2, 32)
+    assert not found.pure
+    assert found.rows == 8
+    assert not HFModel(models.build("llama")).bitwise
+
+
+def test_one_impure_count_moves_the_padding(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = numerics._probed_product
+
+    def uneven(kernel: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = original(kernel, x, weight)
+        return out + 1e-3 if x.shape[0] in (1, 2, 3, 6, 10) else out
+
+    monkeypatch.setattr(numerics, "_probed_product", uneven)
+    found: Numerics = probe(torch.float32, CPU, (64,), 2, 32)
+    assert (found.pure, found.rows) == (True, 4)
+
+
+def test_impure_attention_is_not_called_pure(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(a, b) + a.shape[0])  # how many heads run together shows
+    assert not probe(torch.float32, CPU, (64,), 2, 32).pure
+
+
+@TYPES
+@pytest.mark.parametrize("kernel", ["onednn", "upcast", "aten"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_kernels_compute_a_product(kernel: Any, dtype: torch.dtype, biased: bool) -> None:
+    if kernel == "onednn" and not numerics._onednn_takes(dtype):
+        pytest.skip("oneDNN has no code for this type here")
+    x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(1100, 96).to(dtype)
+    bias = torch.randn(1100).to(dtype) if biased else None
+    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    ours, stock = (out.double() - exact for out in (linear(kernel, x, weight, bias), functional.linear(x, weight, bias)))
+    assert ours.shape == (2, 5, 1100)
+    assert ours.abs().max() <= 2 * stock.abs().max() + 1e-5
+
+
+def test_modules_run_on_the_kernel_only_inside_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    original = numerics.linear
+    monkeypatch.setattr(numerics, "linear", lambda kernel, *args, **kw: calls.append(kernel) or original(kernel, *args, **kw))
+    module, x = torch.nn.Linear(16, 8), torch.ones(4, 16)
+    with RowPureLinear("onednn"):
+        module(x)
+    module(x)
+    assert calls == ["onednn"]
+
+
+def test_doctor_names_every_type() -> None:
+    report = numerics.describe()
+    assert {"float32", "bfloat16", "float16", "threads", "not bitwise"} <= set(report)
+    assert all(report[name]["linear rows padded to"] >= 2 for name in ("float32", "bfloat16", "float16"))
