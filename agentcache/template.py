@@ -196,6 +196,7 @@ class Template:
         candidates += [((), [first, *step, *chat]) for step in calls]  # where tools stand before the last user message, they hide the rest
         headers: dict[tuple[str, str], str] = {}
         closers: dict[str, str] = {}
+        seen: list[tuple[list[Plain], str, list[str | None]]] = []
         generation = ""
         for listed, conversation in candidates:
             joint = self._try(conversation, listed)
@@ -205,7 +206,11 @@ class Template:
             if bare is not None and joint.startswith(bare):
                 generation = generation or joint[len(bare) :]
             parts = [self._try(conversation[: count + 1], listed, False) for count in range(len(conversation))]
+            seen.append((conversation, joint, parts))
             _learn(conversation, joint, parts, headers, closers)
+        start_of_any = _shared_start(headers)
+        for conversation, joint, parts in seen if start_of_any else ():
+            _learn(conversation, joint, parts, headers, closers, start_of_any)
         opener = headers.get(("user", "assistant"), generation)
         for before, kind in list(headers):  # an assistant turn starts alike, whether it calls a tool or not
             text = headers[before, kind]
@@ -266,10 +271,26 @@ def _inserted(shown: str, plain: str, name: str) -> str:
     return piece if name in piece else ""
 
 
+def _shared_start(headers: Mapping[tuple[str, str], str]) -> str:
+    """What user and assistant turns both start with, as "<|im_start|>"; "" if not known."""
+    users = [text for (_, kind), text in headers.items() if kind == "user"]
+    others = [text for (before, kind), text in headers.items() if before == "user" and kind in ("assistant", "call")]
+    start = users[0][: common_chars(users[0], others[0])] if users and others else ""
+    return start if len(start.strip()) > 1 else ""
+
+
 def _learn(
-    conversation: Sequence[Plain], joint: str, parts: Sequence[str | None], headers: dict[tuple[str, str], str], closers: dict[str, str]
+    conversation: Sequence[Plain],
+    joint: str,
+    parts: Sequence[str | None],
+    headers: dict[tuple[str, str], str],
+    closers: dict[str, str],
+    opener: str = "",
 ) -> None:
-    """Adds the text between neighbouring messages, split where the rendering of the first ones alone ends."""
+    """Adds the text between neighbouring messages, split where the rendering of the first ones alone ends.
+
+    Some templates render a last message differently; there the split is at `opener`, with which all turns start, if it is known.
+    """
     before, end, cursor = "start", 0, 0
     for index, message in enumerate(conversation):
         kind = "call" if message.get("tool_calls") else str(message["role"])
@@ -279,10 +300,11 @@ def _learn(
             return
         if kind == "system" and 0 <= joint.find(_FIRST) < at:
             continue  # glued to a later message
-        boundary = end
-        if index and (part := parts[index - 1]) is not None:
-            boundary = common_chars(joint, part)
-        if index and end <= boundary <= at and joint[boundary:at].strip():
+        part = parts[index - 1] if index else None
+        boundary = -1 if part is None else common_chars(joint, part)
+        if opener and not end <= boundary <= at:
+            boundary = joint.find(opener, end, at)
+        if end <= boundary <= at and joint[boundary:at].strip():
             headers.setdefault((before, kind), joint[boundary:at])
             if before != "call":
                 closers.setdefault(before, joint[end:boundary])

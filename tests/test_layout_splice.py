@@ -89,6 +89,21 @@ def test_no_splice_where_the_next_message_is_not_found() -> None:
     assert renderer._tokenizer.decode(new.ids) == "GO DONE MORE "
 
 
+def test_an_empty_result_behind_a_call() -> None:
+    last_differs = CHATML.replace(
+        "'<|im_start|>assistant\n' + (m.content or '')",
+        "'<|im_start|>assistant\n' + ('<think>' if loop.last else '') + (m.content or '')",
+    )
+    assert last_differs != CHATML, "a last assistant turn shows an empty thought, so its end is not seen by rendering it alone"
+    renderer = fresh(last_differs)
+    user, answer = Message("user", "Go"), Message("assistant", "", (ToolCall("search", {}, "a"),))
+    layout = renderer.render([user], TOOLS)
+    generated = odd_ids(renderer, "call")
+    renderer.remember(layout, generated, answer)
+    new = renderer.render([user, answer, Message("tool", "", tool_call_id="a")], TOOLS)
+    assert new.spliced_tokens == len(generated)
+
+
 def test_ids_as_the_tokenizer_writes_them_are_no_difference() -> None:
     renderer = fresh()
     messages: list[Any] = [{"role": "user", "content": "Go"}]
