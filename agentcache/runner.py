@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import traceback
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from .errors import GenerationError, OutOfMemoryError
 from .kv import Sequence
 from .model.attention import Part
 from .model.hf import HFModel
+
+log = logging.getLogger("agentcache")
 
 # What code of models and tokenizers may raise. A fault must reach its own request, not the thread that serves the others.
 FAULTS = (
@@ -74,15 +77,24 @@ def _no_memory(error: BaseException) -> bool:
 
 
 def as_failure(error: BaseException, tokens: int) -> GenerationError:
-    """The typed error for a fault while `tokens` tokens were in KV. Keeps its traceback, but nothing that its frames held."""
+    """The typed error for a fault while `tokens` tokens were in KV. The traceback goes to the log as text: its frames would hold pages."""
     if _no_memory(error):
         advice = "lower memory_bytes, chunk_tokens or the number of concurrent requests"
         failure: GenerationError = OutOfMemoryError(f"no memory for {tokens} tokens of KV ({type(error).__name__}: {error}): {advice}")
     else:
+        log.warning("a forward failed\n%s", "".join(traceback.format_exception(type(error), error, error.__traceback__)))
         failure = GenerationError(f"the model failed behind token {tokens}: {type(error).__name__}: {error}")
-    traceback.clear_frames(error.__traceback__)
-    failure.__cause__ = error
+    failure.__cause__ = _bare(error)
     return failure
+
+
+def _bare(error: BaseException) -> BaseException:
+    """The error and what it came from, without tracebacks."""
+    at: BaseException | None = error
+    while at is not None:
+        at.__traceback__ = None
+        at = at.__cause__ or at.__context__
+    return error
 
 
 def process_threads() -> int:
@@ -123,7 +135,7 @@ class Runner:
             return done
         what = "did not fit in memory" if _no_memory(done) else f"failed: {type(done).__name__}"
         why = f"ran alone after a pack of {len(work)} {what}"
-        traceback.clear_frames(done.__traceback__)
+        _bare(done)
         outcomes = [self._single(w) for w in work]
         for outcome in outcomes:
             outcome.retried = why

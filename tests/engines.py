@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +48,14 @@ def chat(*texts: str, system: str = SYSTEM) -> list[dict[str, Any]]:
 def long_text(words: int, salt: int = 0) -> str:
     """Text of about 4 tokens per word that differs from the first word on for each salt."""
     return " ".join(f"n{salt}-{(i * 7919 + salt) % 997}" for i in range(words))
+
+
+def until(holds: Callable[[], Any], seconds: float = 20.0) -> bool:
+    """Wait for what the device thread does in its own time."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.005)
+    return bool(holds())
 
 
 class Spy:

@@ -14,15 +14,7 @@ import pytest
 from agentcache import Engine
 from agentcache.errors import CancelledError, EngineClosedError
 from agentcache.kv import Page
-from tests.engines import SYSTEM, Spy, chat, check_store, decode, engine, long_text
-
-
-def until(holds: Any, seconds: float = 20.0) -> bool:
-    """Wait for what the device thread does in its own time."""
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.005)
-    return bool(holds())
+from tests.engines import SYSTEM, Spy, chat, check_store, decode, engine, long_text, until
 
 
 def idle(running: Engine) -> bool:

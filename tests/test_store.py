@@ -191,6 +191,7 @@ def test_every_miss_has_its_reason() -> None:
     assert reason(store, page_of(1) + [9] * 100) == Reason.DIVERGED
     keep(store, page_of(8) + page_of(9))
     assert reason(store, prompt) == Reason.EVICTED
+    assert reason(store, prompt[:300]) == Reason.EVICTED, "a prompt that ends inside the evicted page"
     assert reason(store, prompt, Scope("ns", "other weights")) == Reason.FINGERPRINT
     keep(store, prompt)
     assert reason(store, prompt) == Reason.LAST_TOKEN
@@ -264,7 +265,7 @@ def test_what_was_dropped_is_remembered_within_bounds() -> None:
     parent = b"p"
     many: list[Ids] = [as_ids([number, 1]) for number in range(30)]
     for ids in many:
-        dropped.add(parent, page_key(parent, ids), 2, "f", Reason.EVICTED)
+        dropped.add(parent, page_key(parent, ids), ids, "f", Reason.EVICTED)
     assert len(dropped) == 10
     assert dropped.why(parent, many[-1], 0, "f") == Reason.EVICTED
     assert dropped.why(parent, many[0], 0, "f") is None

@@ -9,7 +9,8 @@ from blake3 import blake3
 
 from ..types import Reason
 
-REMEMBERED = 65536  # dropped pages, about 200 bytes each
+REMEMBERED = 65536  # dropped pages, about 300 bytes each
+HEAD = 16  # ids by which a dropped page is known to a prompt that ends inside it
 
 
 def page_key(parent: bytes, ids: np.ndarray) -> bytes:
@@ -24,14 +25,18 @@ class Dropped:
         self._most = most
         self._pages: OrderedDict[bytes, tuple[bytes, int, str, Reason]] = OrderedDict()
         self._under: dict[bytes, set[bytes]] = {}
+        self._heads: OrderedDict[bytes, tuple[str, Reason]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def add(self, parent: bytes, key: bytes, tokens: int, fingerprint: str, reason: Reason) -> None:
-        """Remember a dropped page of so many tokens."""
+    def add(self, parent: bytes, key: bytes, ids: np.ndarray, fingerprint: str, reason: Reason) -> None:
+        """Remember a dropped page of these tokens."""
         self.discard(key)
-        self._pages[key] = (parent, tokens, fingerprint, reason)
+        self._pages[key] = (parent, len(ids), fingerprint, reason)
+        self._heads[page_key(parent, ids[:HEAD])] = (fingerprint, reason)
+        if len(self._heads) > self._most:
+            self._heads.popitem(last=False)
         self._under.setdefault(parent, set()).add(key)
         if len(self._pages) > self._most:
             self.discard(next(iter(self._pages)))
@@ -46,11 +51,9 @@ class Dropped:
 
     def why(self, parent: bytes, ids: np.ndarray, known: int, fingerprint: str) -> Reason | None:
         """Why a page that starts `ids` and was longer than `known` tokens is not there any more; None if none is remembered."""
-        keys = self._under.get(parent)
-        if not keys:
-            return None
-        lengths = {self._pages[key][1] for key in keys}
+        lengths = {self._pages[key][1] for key in self._under.get(parent, ())}
         for length in sorted((n for n in lengths if known < n <= len(ids)), reverse=True):
             if (record := self._pages.get(page_key(parent, ids[:length]))) is not None:
                 return record[3] if record[2] == fingerprint else Reason.FINGERPRINT
-        return None
+        head = self._heads.get(page_key(parent, ids[:HEAD])) if known < HEAD <= len(ids) else None
+        return None if head is None else head[1] if head[0] == fingerprint else Reason.FINGERPRINT

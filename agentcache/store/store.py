@@ -298,7 +298,7 @@ class Store:
             below.extend(known.children.values())
         for gone in reversed(below):
             assert gone.page is not None and gone.parent is not None
-            self._dropped.add(gone.parent.key, gone.key, len(gone.ids), gone.scope.fingerprint, reason)
+            self._dropped.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
             self.bytes -= gone.page.spec.page_bytes
             self.changes += 1
             del self._order[id(gone)]
