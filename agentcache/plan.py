@@ -1,7 +1,7 @@
 """Which prompt tokens are attached and which are computed: decided here, obeyed by the runner. Pure; knows neither torch nor storage.
 
-    [0 ........ attach ........)[........ compute ........ n)
-                                                        ^ the last token is always computed: its logits are needed
+[0 ........ attach ........)[........ compute ........ n)
+                                                    ^ the last token is always computed: its logits are needed
 """
 
 from __future__ import annotations

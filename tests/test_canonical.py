@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from agentcache.canonical import Canon
 from agentcache.errors import MessageError, ToolSchemaError
-from agentcache.memory import chain
-from agentcache.plain import plain_messages
-from agentcache.schemas import canonical_tools, order_tools, plain_tools, tool_name
+from agentcache.layout.canonical import Canon
+from agentcache.layout.memory import chain
+from agentcache.layout.plain import plain_messages
+from agentcache.layout.schemas import canonical_tools, order_tools, plain_tools, tool_name
 from agentcache.types import Message, Tool, ToolCall
 from tests.chat_templates import call, tool
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import MessageError
-from agentcache.tokenise import BACK, EMPTY, Encoded, Encoder, Neutraliser, Splice, common_chars
+from agentcache.layout.tokenise import BACK, EMPTY, Encoded, Encoder, Neutraliser, Splice, common_chars
 from tests.chat_templates import CORPUS, KINDS, SPECIAL, tokenizer
 
 PIECES = [

@@ -1,8 +1,8 @@
 """Tool calls and reasoning out of a completion's text, for the families whose forms are known. Knows nothing of templates or ids.
 
-    Hermes, Qwen     <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-    Llama 3          {"name": ..., "parameters": {...}} as the whole text
-    Mistral          [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
+Hermes, Qwen     <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+Llama 3          {"name": ..., "parameters": {...}} as the whole text
+Mistral          [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
 """
 
 from __future__ import annotations

@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .errors import ConfigError, MessageError
+from ..errors import ConfigError, MessageError
+from ..types import Layout, Message, Rendering, Span, Tool, ToolOrder
 from .memory import Generated, Memory, chain, link
 from .request import Request, Requests
 from .spans import Mark, generation_start, marks, places, spans
 from .splice import spliced
 from .template import SENTINEL, Shape, Template, TemplateReport
 from .tokenise import EMPTY, Encoded, Encoder, Place, common_chars
-from .types import Layout, Message, Rendering, Span, Tool, ToolOrder
 
 __all__ = ["Renderer", "TemplateReport"]
 

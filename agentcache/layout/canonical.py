@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..types import Message
 from .plain import Plain, answered, check_list, pair_results, plain_message
-from .types import Message
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the names transformers itself treats as one
 ABSENT = "absent content rendered as empty text"  # a note that only matters where a template tells the two apart

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import MessageError
-from .types import Message, ToolCall
+from ..errors import MessageError
+from ..types import Message, ToolCall
 
 ROLES = ("system", "user", "assistant", "tool")
 Plain = dict[str, Any]

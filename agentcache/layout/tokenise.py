@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
-from .errors import MessageError
+from ..errors import MessageError
 
 BACK = 64  # tokens re-encoded before the divergence: pre-token rules look ahead, added tokens may straddle it
 RUN = 32  # of them must agree in one run; the join is in its middle, 16 tokens of context on each side

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .errors import PromptError, TemplateError
+from ..errors import PromptError, TemplateError
 from .plain import Plain
 from .tokenise import common_chars
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..errors import ToolSchemaError
+from ..types import Tool, ToolOrder
 from .canonical import mapped
-from .errors import ToolSchemaError
 from .plain import Plain
-from .types import Tool, ToolOrder
 
 
 def plain_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Plain]:

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import TemplateError
+from ..types import Message, Rendering, Tool, ToolOrder
 from .canonical import ABSENT, Canon, Turn, digest_of
-from .errors import TemplateError
 from .memory import chain
 from .plain import Plain, plain_messages
 from .schemas import canonical_tools, order_tools, plain_tools, tool_name
 from .template import Template
 from .tokenise import Encoder, Neutraliser
-from .types import Message, Rendering, Tool, ToolOrder
 
 TOOL_LISTS = 128  # remembered tool lists; each costs two small renderings and a walk over its schemas to find again
 

@@ -10,10 +10,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..types import Span, SpanKind
 from .canonical import Turn, text_of
 from .template import Shape
 from .tokenise import Encoded, Place
-from .types import Span, SpanKind
 
 HEAD = 48  # characters of content that identify a message behind its header
 SURE = 8  # and as many that do so without one
