@@ -50,7 +50,7 @@ def _options(
 @app.command()
 def demo(
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write every figure to FILE.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model: more is slower and more like a real one.")] = 6,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model: more is slower and more like a real one.")] = 4,
 ) -> None:
     """Replay a recorded tool-calling episode with reuse off, cold and warm, and show what each step paid."""
     from .demo import run
