@@ -141,7 +141,7 @@ class Scheduler:
             room = (STEP_MS - self._decode_ms) / self.ms_per_token if self.ms_per_token else MIN_FILL
             budget = max(MIN_FILL, min(budget, int(room)))
         budget = min(budget, MAX_ROWS - len(pack))
-        for request in sorted((r for r in self._live if r.filling), key=lambda r: (r.skipped < PATIENCE, r.remaining)):
+        for request in sorted((r for r in self._live if r.filling), key=_turn_of):
             if budget <= 0:
                 request.skipped += 1
                 continue
@@ -184,3 +184,8 @@ class Scheduler:
             decoded = self._decode_ms if any(len(work.ids) == 1 for work in works) else 0.0
             cost = max(took - decoded, 0.1 * took) / filled
             self.ms_per_token = cost if not self.ms_per_token else 0.5 * self.ms_per_token + 0.5 * cost
+
+
+def _turn_of(request: Request) -> tuple[int, int]:
+    """Short prompts first, but before them whoever has given way too often, the longest first."""
+    return (-request.skipped if request.skipped >= PATIENCE else 0, request.remaining)

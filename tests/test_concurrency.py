@@ -202,28 +202,6 @@ def test_requests_that_decode_share_their_forwards() -> None:
         assert running.scheduler.rounds - rounds <= 45
 
 
-def test_a_long_prompt_is_not_starved_by_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine(chunk_tokens=32) as running:
-        long = running.stream(chat(long_text(40, 1)), sampling=decode(1))
-        stop = threading.Event()
-        served: list[int] = []
-
-        def flood(number: int) -> None:
-            while not stop.is_set():
-                running.generate(chat(f"{number} {len(served)}"), sampling=decode(1), reuse="off")
-                served.append(number)
-
-        floods = [threading.Thread(target=flood, args=(number,)) for number in range(6)]
-        for thread in floods:
-            thread.start()
-        try:
-            assert len(long.completion.ids) == 1
-        finally:
-            stop.set()
-            for thread in floods:
-                thread.join(30)
-
-
 def test_a_callback_that_fails_ends_its_own_request_only() -> None:
     def fail(done: int, total: int) -> None:
         raise KeyError("mine")

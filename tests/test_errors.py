@@ -175,6 +175,24 @@ def test_nan_ends_its_own_request_and_nothing_of_it_is_kept(at: str, value: floa
         check_store(running.store)
 
 
+def test_nan_written_into_a_shared_page_is_scrubbed() -> None:
+    with engine() as running:
+        poisoned(running)
+        first = running.generate(chat("x"), sampling=decode(4))
+        turns = [*chat("x"), first.message]
+        with pytest.raises(errors.NonFiniteLogitsError):
+            running.generate([*turns, {"role": "user", "content": "bad " + MARK}], sampling=decode(4))
+        (entry,) = running.store._order.values()
+        assert entry.page is not None
+        assert entry.page.filled == len(entry.ids)
+        assert torch.isfinite(entry.page.keys).all()
+        good = [*turns, {"role": "user", "content": "good"}]
+        hit = running.generate(good, sampling=decode(4))
+        assert hit.receipt.cached_tokens > 60
+        assert hit.receipt.copied_tokens == 0, "the right to append was given back"
+        assert hit.ids == running.generate(good, sampling=decode(4), reuse="off").ids
+
+
 def test_nan_behind_a_long_prompt_takes_back_its_pages_and_spares_those_who_share_them() -> None:
     with engine(chunk_tokens=128) as running:
         poisoned(running)

@@ -22,7 +22,7 @@ def test_the_same_prompt_in_two_namespaces_is_computed_twice() -> None:
         assert len(set(pages.values())) == 2
 
 
-NAMES = ["", "default", "a'", "a', '", "('a', '')", "a\0b", "a/b", "../a", "A", "a ", "ä", "a\u0308", "\ud800", "default\n"]
+NAMES = ["", "default", "a", "ashort", "a'", "a', '", "('a', '')", "a\0b", "a/b", "../a", "A", "a ", "ä", "a\u0308", "\ud800", "default\n"]
 
 
 def test_no_two_names_share_a_root() -> None:

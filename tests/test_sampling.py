@@ -129,6 +129,13 @@ def test_stop_strings_cut_exactly_and_never_leak(text: str, stops: list[str], se
     assert stream.stopped == (expected != text)
 
 
+def test_the_stop_string_that_is_complete_first_counts_even_inside_one_token() -> None:
+    tokenizer = models.toy_tokenizer()
+    (token,) = tokenizer(" the", add_special_tokens=False)["input_ids"]
+    stream = TextStream(tokenizer, (" the", "h"), frozenset())
+    assert stream.push(token) == stream.text == " t"
+
+
 def test_characters_split_over_tokens_are_shown_whole() -> None:
     tokenizer = models.toy_tokenizer()
     ids = tokenizer(EMOJI, add_special_tokens=False)["input_ids"]

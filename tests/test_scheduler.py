@@ -1,0 +1,113 @@
+"""Who goes into the next forward, decided over requests that only pretend to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from agentcache import scheduler as module
+from agentcache.runner import StockSequence
+from agentcache.scheduler import MAX_DECODING, MIN_FILL, PATIENCE, Scheduler
+from tests.engines import chat, decode, engine
+
+
+@dataclass(eq=False)
+class Pretender:
+    """A request with so many tokens to go."""
+
+    remaining: int
+    filling: bool = True
+    skipped: int = 0
+    sequence: Any = None
+
+    def work(self, count: int) -> int:
+        return min(count, self.remaining)
+
+
+@pytest.fixture
+def idle() -> Iterator[Scheduler]:
+    """A scheduler whose thread has ended: its rounds are composed by hand."""
+    with engine() as running:
+        running.scheduler.close()
+        yield running.scheduler
+
+
+def compose(idle: Scheduler, *live: Pretender) -> list[tuple[Pretender, int]]:
+    idle._live = list(live)  # type: ignore[arg-type]
+    pack = idle._compose()
+    idle._live = []
+    return pack  # type: ignore[return-value]
+
+
+def test_short_prompts_go_first_and_the_budget_holds(idle: Scheduler) -> None:
+    long, short = Pretender(5000), Pretender(40)
+    assert compose(idle, long, short) == [(short, 40), (long, 512 - 40)]
+
+
+def test_who_decodes_always_goes_and_limits_what_is_filled_beside(idle: Scheduler) -> None:
+    decoding, long = Pretender(1, filling=False), Pretender(5000)
+    assert compose(idle, long, decoding) == [(decoding, 1), (long, MIN_FILL)], "nothing is known about time yet"
+    idle.ms_per_token, idle._decode_ms = 1.0, 100.0
+    assert compose(idle, long, decoding) == [(decoding, 1), (long, int(module.STEP_MS) - 100)]
+    idle._decode_ms = 10 * module.STEP_MS
+    assert compose(idle, long, decoding) == [(decoding, 1), (long, MIN_FILL)], "a fill never stands still"
+
+
+def test_a_long_prompt_is_not_starved_by_a_flood_of_short_ones(idle: Scheduler) -> None:
+    long, got = Pretender(5000), []
+    flood = [Pretender(500) for _ in range(10)]
+    for _ in range(40):
+        pack = compose(idle, long, *flood)
+        got.append(any(request is long for request, _ in pack))
+        done = [request for request, _ in pack]
+        flood = [request for request in flood if request not in done] + [Pretender(500) for r in done if r is not long]
+    assert sum(got) >= 40 // (4 * PATIENCE)
+
+
+def test_more_than_fit_take_turns_to_decode(idle: Scheduler) -> None:
+    many = [Pretender(1, filling=False) for _ in range(MAX_DECODING + 50)]
+    seen: set[int] = set()
+    for _ in range(3):
+        pack = compose(idle, *many)
+        assert len(pack) == MAX_DECODING
+        seen |= {id(request) for request, _ in pack}
+        idle.rounds += 1
+    assert len(seen) == len(many)
+
+
+def test_a_sequence_that_cannot_be_paged_is_filled_at_once(idle: Scheduler) -> None:
+    stock = Pretender(3000, sequence=StockSequence())
+    assert compose(idle, stock) == [(stock, 3000)]
+
+
+def test_a_long_prompt_waits_for_another_that_may_compute_its_prefix() -> None:
+    system = " ".join(f"word{i}" for i in range(400))
+    with engine(chunk_tokens=64) as running:
+        streams = [running.stream(chat(f"question {i}", system=system), sampling=decode(2)) for i in range(3)]
+        receipts = [stream.completion.receipt for stream in streams]
+        assert receipts[0].cached_tokens == 0
+        assert all(r.cached_tokens >= 1024 for r in receipts[1:]), "the same prefix was computed by several at once"
+        assert receipts[1].queue_ms > 0
+
+
+def test_costs_are_learned_from_rounds(idle: Scheduler) -> None:
+    import torch
+
+    from agentcache.kv import KVSpec, Sequence
+    from agentcache.runner import Work
+
+    def work(tokens: int) -> Work:
+        return Work(Sequence(KVSpec(1, 1, 2, torch.float32)), [0] * tokens)
+
+    idle.ms_per_token = idle._decode_ms = 0.0
+    idle._learn([work(1)], 40.0)
+    assert idle._decode_ms == 40.0
+    idle._learn([work(1), work(100)], 240.0)
+    assert idle.ms_per_token == pytest.approx(2.0)
+    idle._learn([work(50), work(50)], 200.0)
+    assert idle.ms_per_token == pytest.approx(2.0), "nobody decoded in this round"
+    idle._learn([Work(StockSequence(), [0] * 100)], 9000.0)
+    assert idle.ms_per_token == pytest.approx(2.0)
