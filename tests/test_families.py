@@ -113,13 +113,17 @@ def test_experts_give_the_same_tokens(family: str, dtype: torch.dtype) -> None:
 @BITSANDBYTES
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bitsandbytes")
     from agentcache.model.fingerprint import Fingerprint
 
     models.build("qwen3", dtype).save_pretrained(tmp_path)
     loaded, _ = load(tmp_path, object(), bits=bits)
+    used: list[int] = []
+    stock = HFModel.stock
+    monkeypatch.setattr(HFModel, "stock", lambda self, ids, state: used.append(len(ids)) or stock(self, ids, state))
     held = HFModel(loaded)
+    assert used == [1], "processors with 16-bit units repack weights at their first use, which must not come after hashing"
     assert (held.bitwise, held.stepped, held.support.paged, held.quantized) == (False, False, True, True)
     known = Fingerprint(held.model, "aten")
     before = known.layers
