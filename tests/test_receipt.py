@@ -80,7 +80,7 @@ def test_pages_of_other_kernels_are_said_and_taint_what_is_computed_behind_them(
         behind = [entry.numerics for entry in running.store._order.values() if entry.parent is not None and entry.parent.page is not None]
         assert behind
         assert all(len(numerics) == 2 for numerics in behind), "computed here from keys that were computed elsewhere"
-        assert running.generate(chat("never seen", system="new"), sampling=decode(2)).receipt.bitwise
+        assert running.generate(chat("x"), sampling=decode(2), namespace="fresh").receipt.bitwise
 
 
 def test_bits_are_promised_only_where_threads_agree(threads: Any) -> None:
