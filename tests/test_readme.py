@@ -58,3 +58,10 @@ def test_ci_runs_the_readmes_check() -> None:
     assert run.stat().st_mode & 0o111
     assert run.read_text(encoding="utf-8").rstrip().endswith("exec make test")
     assert "test" in subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_structure_names_every_module() -> None:
+    said = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    modules = [path.relative_to(ROOT / "agentcache") for path in (ROOT / "agentcache").rglob("*.py") if not path.stem.startswith("__")]
+    missing = [str(path) for path in modules if path.name not in said]
+    assert not [path for path in missing if not path.startswith(("bench/", "store/"))], "each module has a line in docs/structure.md"
