@@ -139,7 +139,7 @@ def _sentence(replays: Mapping[str, Replay], bitwise: bool) -> str:
     )
 
 
-def run(console: Console, *, layers: int = 4, hidden: int = 512, episode: Episode | None = None) -> dict[str, Any]:
+def run(console: Console, *, layers: int = 4, hidden: int = 384, episode: Episode | None = None) -> dict[str, Any]:
     """Replay the episode in all modes, print the table, and return every figure as plain JSON values."""
     from . import toy
 

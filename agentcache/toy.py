@@ -63,7 +63,7 @@ def tokenizer(texts: Iterable[str], vocab: int) -> Any:
     return made
 
 
-def model(vocab: int, *, layers: int = 4, hidden: int = 512, seed: int = 0) -> Any:
+def model(vocab: int, *, layers: int = 4, hidden: int = 384, seed: int = 0) -> Any:
     """A Qwen3 model with random fp32 weights, ready for inference: head_dim 64, two query heads per KV head."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
