@@ -131,16 +131,21 @@ def latency(
         wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead}
         chosen = [name for name, asked in wanted.items() if asked or everything]
         with _loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
-            found = {"bench": "latency", **_described(engine)}
-            found |= _extras(engine, chosen, contexts, agents or (8 if everything else 0), options, say)
-            found |= bench.run(engine, options, say)
+            found: dict[str, Any] = {"bench": "latency", **_described(engine)}
+
+            def keep(part: dict[str, Any]) -> None:
+                found.update(part)
+                report.save(found, json_file)
+
+            _extras(engine, chosen, contexts, agents or (8 if everything else 0), options, say, keep)
+            bench.run(engine, options, say, keep)
         if plot is not None:
             report.plot(found["rows"], plot, f"{found['model']['name']}, {found['model']['dtype']}, {found['machine']['threads']} threads")
         report.finish(found, [*report.latency_tables(found["rows"]), *report.extra_tables(found)], json_file)
 
 
-def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: int, options: Any, say: Any) -> dict[str, Any]:
-    """The measurements on demand; memory first, while the process is still small."""
+def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: int, options: Any, say: Any, keep: Any) -> None:
+    """The measurements on demand, each kept when it is done; memory first, while the process is still small."""
     from . import extras
 
     ways: dict[str, Any] = {
@@ -149,20 +154,18 @@ def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: i
         "mixed": lambda: extras.mixed(engine),
         "overhead": extras.overhead,
     }
-    found = {}
     for name, way in ways.items():
         if name in chosen:
             say(name)
-            found[name] = way()
-    if contexts:
-        found["decode"] = []
-        for context in contexts:
-            say(f"decoding behind {context} tokens")
-            found["decode"].append(extras.decode_at(engine, context, options.decode, options.repeats))
+            keep({name: way()})
+    behind: list[Any] = []
+    for context in contexts:
+        say(f"decoding behind {context} tokens")
+        behind.append(extras.decode_at(engine, context, options.decode, options.repeats))
+        keep({"decode": behind})
     if agents:
         say(f"{agents} agents")
-        found["agents"] = extras.agents(engine, agents, max(24, 3 * options.decode), min(5, options.repeats))
-    return found
+        keep({"agents": extras.agents(engine, agents, max(24, 3 * options.decode), min(5, options.repeats))})
 
 
 @app.command()

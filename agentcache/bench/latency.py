@@ -207,9 +207,14 @@ def warm_up(engine: Engine) -> None:
     engine.generate([{"role": "user", "content": catalog.SYSTEM}], sampling=ours.greedy(2), namespace="warm-up", reuse="off")
 
 
-def run(engine: Engine, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
-    """All tool counts, smallest first: rows, and the counts whose prompts do not fit the model's context."""
-    rows, too_long = [], []
+def run(
+    engine: Engine, options: Options, say: Say = lambda _: None, keep: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """All tool counts, smallest first: rows, and the counts whose prompts do not fit the model's context. `keep` gets them row by row."""
+    rows: list[dict[str, Any]] = []
+    too_long: list[int] = []
+    found = {"rows": rows, "too_long": too_long, "options": asdict(options)}
+    keep(found)
     warm_up(engine)
     for count in sorted(options.tools):
         say(f"{count} tools: warming")
@@ -220,4 +225,5 @@ def run(engine: Engine, options: Options, say: Say = lambda _: None) -> dict[str
         rows.append(row(scene, measure(scene, options, say)))
         engine.release("bench", namespace=scene.namespace)
         engine.store.clear(scene.namespace)
-    return {"rows": rows, "too_long": too_long, "options": asdict(options)}
+        keep(found)
+    return found

@@ -175,11 +175,17 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def finish(report: Mapping[str, Any], tables: Sequence[Table], json_file: Path | None) -> None:
-    """The report into a file, if one is named; tables and the same line, the last one, to standard output."""
+def save(report: Mapping[str, Any], json_file: Path | None) -> str:
+    """The report as one JSON line, into a file if one is named. Called after each part, so that a long run that is ended loses one."""
     line = json.dumps(report, allow_nan=False)
     if json_file is not None:
         json_file.write_text(line + "\n", encoding="utf-8")
+    return line
+
+
+def finish(report: Mapping[str, Any], tables: Sequence[Table], json_file: Path | None) -> None:
+    """The report into a file, if one is named; tables and the same line, the last one, to standard output."""
+    line = save(report, json_file)
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)  # tables keep their columns in a file or a pipe
@@ -190,11 +196,11 @@ def finish(report: Mapping[str, Any], tables: Sequence[Table], json_file: Path |
 
 
 class Progress:
-    """One line on standard error that says what runs; silent where that is not a terminal."""
+    """What runs, on standard error: one line that is rewritten, or a line each where that is not a terminal."""
 
     def __call__(self, text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        rewritten = sys.stderr.isatty()
+        print(f"\r\x1b[K{text}" if rewritten else text, end="" if rewritten else "\n", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self
