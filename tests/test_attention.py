@@ -91,3 +91,32 @@ def test_what_lies_behind_a_row_does_not_show() -> None:
     assert torch.equal(run(sequence, q, 540, 20), before)
     sequence.pages[1].keys[..., 47] = 7.0
     assert not torch.equal(run(sequence, q, 540, 20), before)
+
+
+@TYPES
+def test_pages_shared_in_a_pack_do_not_show(dtype: torch.dtype) -> None:
+    """Three readers of the same two sealed pages, in two layers of other contents: each gets what it gets alone."""
+    made = torch.Generator().manual_seed(1)
+    spec = kv.KVSpec(2, 2, 32, dtype)
+    owner = kv.Sequence(spec)
+    owner.reserve(1100)
+    for layer in range(2):
+        owner.write(layer, 0, *(torch.randn(1100, 2, 32, generator=made).to(dtype) for _ in range(2)))
+    owner.advance(1100)
+    owner.close()
+    parts = []
+    for number, start in enumerate((1030, 1050, 1024)):
+        reader = kv.Sequence(spec)
+        reader.attach(owner.pages, start)
+        reader.reserve(1)
+        parts.append(Part(reader, start, 1, number))
+    numerics = probe(dtype, CPU, (64,), 2, 32)
+    together = Batch(parts, len(parts), numerics)
+    assert len(together.shared) == (2 if numerics.widen else 0)
+    for layer in range(2):
+        for part in parts:
+            part.sequence.write(layer, part.start, *(torch.randn(1, 2, 32, generator=made).to(dtype) for _ in range(2)))
+        for part in parts:
+            q = torch.randn(1, 6, 32, generator=made).to(dtype)
+            alone = attend(Batch([part], 1, numerics), part, layer, q, 32**-0.5)
+            assert torch.equal(attend(together, part, layer, q, 32**-0.5), alone)

@@ -10,6 +10,7 @@ blocks were in the call. Tiles of heads and queries keep the scores within a fix
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from ..kv import PAGE_TOKENS, Page, Sequence
 from .numerics import Numerics, scratch
 
 SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values
+SHARED_ELEMENTS = 1 << 23  # 32 MB of widened pages that several parts of a pack read: widened once per layer, not once per part
 
 
 @dataclass(slots=True)
@@ -38,6 +40,17 @@ class Batch:
     rows: int
     numerics: Numerics
     masks: dict[tuple[int, int, int, int, int], torch.Tensor] = field(default_factory=dict)
+    shared: dict[int, int] = field(init=False, default_factory=dict)  # id of a page -> its buffers
+    widened: dict[tuple[str, int], int] = field(init=False, default_factory=dict)  # (kind, buffer) -> the layer it holds
+
+    def __post_init__(self) -> None:
+        if not self.numerics.widen or len(self.parts) < 2:
+            return
+        spec = self.parts[0].sequence.spec
+        most = SHARED_ELEMENTS // (2 * PAGE_TOKENS * spec.kv_heads * spec.head_dim)
+        # sealed ones only: nothing is written to them while this forward runs
+        seen = Counter(id(page) for part in self.parts for page in part.sequence.pages if page.sealed)
+        self.shared = {page: at for at, (page, times) in enumerate(seen.most_common(most)) if times > 1}
 
 
 def _mask(batch: Batch, first: int, count: int, group: int, block: int, window: int) -> torch.Tensor | None:
@@ -56,13 +69,21 @@ def _mask(batch: Batch, first: int, count: int, group: int, block: int, window: 
     return batch.masks[key]
 
 
-def _widen(name: str, page: torch.Tensor, heads: slice, widen: bool) -> torch.Tensor:
-    if heads.stop - heads.start < page.shape[0]:
-        page = page[heads]
-    if not widen:
-        return page
-    wide = scratch(name, page.numel()).view(page.shape)
-    return wide.copy_(page)
+def _block(batch: Batch, kind: str, page: Page, layer: int, heads: slice) -> torch.Tensor:
+    """Keys or values of one page for some heads, in the type that is computed in."""
+    stored = (page.layer_keys if kind == "keys" else page.layer_values)[layer]
+    whole = heads.stop - heads.start == stored.shape[0]
+    if not batch.numerics.widen:
+        return stored if whole else stored[heads]
+    buffer = batch.shared.get(id(page)) if whole else None
+    if buffer is None:
+        part = stored if whole else stored[heads]
+        return scratch(kind, part.numel()).view(part.shape).copy_(part)
+    wide = scratch(f"{kind} {buffer}", stored.numel()).view(stored.shape)
+    if batch.widened.get((kind, buffer)) != layer:
+        wide.copy_(stored)
+        batch.widened[kind, buffer] = layer
+    return wide
 
 
 def _tile(
@@ -77,7 +98,7 @@ def _tile(
     scores = scratch("scores", shape[0] * shape[1] * shape[2] * PAGE_TOKENS).view(shape)
     real = count * group  # rows behind it are padding
     for i, block in enumerate(blocks):
-        keys = _widen("keys", pages[block].layer_keys[layer], heads, widen)
+        keys = _block(batch, "keys", pages[block], layer, heads)
         if keys.dtype == torch.float32:
             torch.bmm(q, keys, out=scores[i])
         else:
@@ -92,7 +113,7 @@ def _tile(
     sums = scores.sum(-1)
     total, out = sums[0], torch.zeros(q.shape, dtype=torch.float32)
     for i, block in enumerate(blocks):
-        values = _widen("values", pages[block].layer_values[layer], heads, widen)
+        values = _block(batch, "values", pages[block], layer, heads)
         if i:
             total = total + sums[i]
         if values.dtype == torch.float32:
