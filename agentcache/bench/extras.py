@@ -150,7 +150,8 @@ def mixed(engine: Engine, prefill_tokens: int = 3000) -> dict[str, Any]:
         done, receipt = ours.ask(engine, long, (), 1, namespace="mixed-other", reuse="off")
         ended = time.perf_counter()
         decoding.stream.close()
-        stamps = list(decoding.stamps)
+        decoding.join()
+        stamps = decoding.stamps
     inside = [at for at in stamps if began <= at <= ended]
     quiet = [b - a for a, b in zip(stamps, stamps[1:]) if b < began]
     gaps = [(b - a) * 1e3 for a, b in zip(inside, inside[1:])]
