@@ -22,6 +22,7 @@ def plain_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Plai
 
 
 def check_list(messages: Any) -> None:
+    """MessageError unless `messages` is a list with something in it."""
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
         raise MessageError(f"messages must be a list of messages or a string prompt, got {type(messages).__name__}")
     if not messages:
@@ -29,6 +30,7 @@ def check_list(messages: Any) -> None:
 
 
 def plain_message(index: int, message: Message | Mapping[str, Any]) -> Plain:
+    """One message, checked, as the dict that a chat template reads. `index` is what an error names."""
     if isinstance(message, Message):
         out = _from_message(message)
     elif isinstance(message, Mapping):

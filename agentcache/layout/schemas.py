@@ -45,6 +45,7 @@ def _plain_tool(index: int, tool: Tool | Mapping[str, Any]) -> Plain:
 
 
 def tool_name(tool: Plain) -> str:
+    """The function's name, from either shape of a tool."""
     return str(tool.get("function", tool)["name"])
 
 
