@@ -11,7 +11,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
@@ -94,11 +93,12 @@ class _said_plainly:
 def _examine(model: str | None, shape: str | None) -> dict[str, Any]:
     import agentcache_llm
 
+    from .bench.load import versions
     from .model.numerics import describe
 
     report: dict[str, Any] = {
         "installation": agentcache_llm.conflict() or "ok",
-        "versions": _versions(),
+        "versions": {"agentcache": __version__, **versions(_VERSIONS)},
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -135,16 +135,6 @@ def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
         if spec is not None and numerics is not None:
             report |= {"KV bytes per token": spec.token_bytes, "numerics": asdict(numerics)}
         return report
-
-
-def _versions() -> dict[str, str]:
-    found = {"agentcache": __version__, "python": platform.python_version()}
-    for name in _VERSIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def _memory_bytes() -> int | None:

@@ -244,9 +244,6 @@ class Neutraliser:
             return text  # the usual case, at memchr's speed
         return self._broken(text, self._breaker)
 
-    def spells_any(self, text: str) -> bool:
-        return bool(self._any.search(text))
-
     def _broken(self, text: str, breaker: str) -> str:
         while (match := self._any.search(text)) is not None:  # breaking one token may lay bare another inside it
             cut = match.start() + 1

@@ -160,11 +160,6 @@ class HFModel:
             self._restore.pop()()
         self.model.train(self._training)
 
-    def rows_for(self, tokens: int) -> int:
-        """Rows of a packed forward of so many tokens, padding included."""
-        assert self.numerics is not None
-        return -(-tokens // self.numerics.rows) * self.numerics.rows
-
     @torch.inference_mode()
     def forward(self, ids: torch.Tensor, parts: list[Part], regimes: list[str], wanted: Seq[int]) -> torch.Tensor:
         """Run packed ids [tokens] of `parts` and return logits [len(wanted), vocab] in fp32 of the wanted rows.
