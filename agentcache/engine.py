@@ -27,7 +27,8 @@ from .model.tool_calls import parse
 from .receipt import Receipt
 from .runner import Runner
 from .scheduler import Scheduler
-from .store.store import Scope, Store, as_ids
+from .store.keys import Scope, as_ids
+from .store.store import Store
 from .stream import Completion, Stream
 from .types import Layout, Message, Reason, Rendering, Reuse, Sampling, Tool, ToolGroup, ToolOrder
 

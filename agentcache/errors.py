@@ -15,6 +15,12 @@
     │   ├── NonFiniteLogitsError    the model produced NaN or infinite logits
     │   ├── OutOfMemoryError        not enough memory even when the request ran alone  (also MemoryError)
     │   └── CancelledError          the caller cancelled the stream
+    ├── StoreError                  the store on disk cannot do what was asked         (also OSError)
+    │   ├── StoreFormatError        written by another version, or encrypted with another key
+    │   ├── StorePermissionError    its folder belongs to, or is open to, somebody else
+    │   ├── StoreCorruptError       its index is damaged
+    │   ├── StoreFullError          the disk or the budget is full
+    │   └── BlobError               one page is damaged, cut short or not ours
     └── EngineClosedError           the engine was closed                              (also RuntimeError)
 
 A message states the value that was refused (`!r`) and the way out.
@@ -24,6 +30,7 @@ from __future__ import annotations
 
 __all__ = [
     "AgentCacheError",
+    "BlobError",
     "CancelledError",
     "ConfigError",
     "ContextOverflowError",
@@ -37,6 +44,11 @@ __all__ = [
     "NonFiniteLogitsError",
     "OutOfMemoryError",
     "PromptError",
+    "StoreCorruptError",
+    "StoreError",
+    "StoreFormatError",
+    "StoreFullError",
+    "StorePermissionError",
     "TemplateError",
     "ToolSchemaError",
 ]
@@ -118,3 +130,27 @@ class CancelledError(GenerationError):
 
 class EngineClosedError(AgentCacheError, RuntimeError):
     """The engine was closed."""
+
+
+class StoreError(AgentCacheError, OSError):
+    """The store on disk cannot do what was asked."""
+
+
+class StoreFormatError(StoreError):
+    """The store was written by another version, or is encrypted with another key, or with none."""
+
+
+class StorePermissionError(StoreError):
+    """The store's folder belongs to somebody else, or others may read or write it."""
+
+
+class StoreCorruptError(StoreError):
+    """The index of the store is damaged; it can be made again from the pages."""
+
+
+class StoreFullError(StoreError):
+    """The disk, or the store's budget, has no room for this."""
+
+
+class BlobError(StoreError):
+    """One stored page is damaged, cut short, foreign, or does not belong to its row."""

@@ -15,7 +15,7 @@ from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Receipt
 from .runner import StockSequence, Work
-from .store.store import Ids, Scope, as_ids
+from .store.keys import Ids, Scope, as_ids
 from .types import Sampling
 
 

@@ -13,7 +13,8 @@ from .kv import PAGE_TOKENS, Sequence
 from .plan import make
 from .receipt import Receipt
 from .runner import FAULTS, Outcome, Runner, StockSequence
-from .store.store import Match, Scope, Store
+from .store.keys import Scope
+from .store.store import Match, Store
 from .types import FinishReason, Reason, Refusal
 
 

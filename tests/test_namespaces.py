@@ -6,7 +6,7 @@ import pytest
 
 from agentcache import Reason
 from agentcache.errors import ConfigError
-from agentcache.store.store import Scope
+from agentcache.store.keys import Scope
 from tests.engines import SYSTEM, TOOLS, chat, decode, engine, long_text
 
 

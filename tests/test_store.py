@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from agentcache.errors import ConfigError
 from agentcache.kv import PAGE_TOKENS, KVSpec, Page
-from agentcache.store.dropped import Dropped, page_key
-from agentcache.store.store import CHILDREN, LONGER, OTHER, Ids, Match, Scope, Store, as_ids
+from agentcache.store.dropped import Dropped
+from agentcache.store.keys import Ids, Scope, as_ids, page_key
+from agentcache.store.store import CHILDREN, LONGER, OTHER, Match, Store
 from agentcache.types import Reason
 from tests.engines import check_store
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..engine import Engine, Stream
 from ..errors import CancelledError
 from ..kv import Sequence
-from ..store.store import as_ids
+from ..store.keys import as_ids
 from ..types import Message
 from . import catalog, ours, stock
 from .latency import common

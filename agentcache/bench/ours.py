@@ -14,7 +14,7 @@ from ..kv import Sequence
 from ..receipt import Receipt
 from ..runner import Work
 from ..scheduler import Chunk
-from ..store.store import Scope, as_ids
+from ..store.keys import Scope, as_ids
 from ..types import Sampling
 from .stock import Timed, timed
 

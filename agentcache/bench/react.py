@@ -20,7 +20,7 @@ from ..errors import ConfigError, ContextOverflowError
 from ..kv import PAGE_TOKENS, Page
 from ..layout import Renderer
 from ..receipt import Receipt
-from ..store.store import as_ids
+from ..store.keys import as_ids
 from ..types import Sampling
 from . import ours, stock
 from .load import Watch

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import numpy as np
-from blake3 import blake3
 
 from ..types import Reason
+from .keys import page_key
 
 REMEMBERED = 65536  # dropped pages, about 300 bytes each
 HEAD = 16  # ids by which a dropped page is known to a prompt that ends inside it
-
-
-def page_key(parent: bytes, ids: np.ndarray) -> bytes:
-    """Chain hash of one page."""
-    return blake3(parent + ids.tobytes()).digest()
 
 
 class Dropped:

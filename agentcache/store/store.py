@@ -8,7 +8,6 @@ Pages hang in a tree: a child continues its parent's tokens. Keys are chain hash
 from __future__ import annotations
 
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -20,31 +19,12 @@ from blake3 import blake3
 from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, Page
 from ..types import Reason
-from .dropped import Dropped, page_key
+from .dropped import Dropped
+from .keys import Ids, Scope, page_key
 
-Ids = np.ndarray  # uint32 [tokens]
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the kept prompt ended
 OTHER = "kept prompts go on differently from here"
-
-
-def as_ids(ids: Seq[int]) -> Ids:
-    """Token ids as the array that keys are made of. By way of `array`, which takes a list four times as fast as numpy does."""
-    return np.frombuffer(array("I", ids), dtype=np.uint32)
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What must be equal for pages to be shared: who asks, under which weights, with which rotary regime."""
-
-    namespace: str
-    fingerprint: str
-    regime: str = ""
-
-    @property
-    def root(self) -> bytes:
-        """The key above the first page. Without the fingerprint: the same tokens have the same keys under other weights."""
-        return blake3(repr((self.namespace, self.regime)).encode("utf-8", "surrogatepass")).digest()
 
 
 @dataclass(slots=True, eq=False)

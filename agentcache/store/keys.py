@@ -1,0 +1,39 @@
+"""What pages are known by: chain hashes over token ids, and the scope within which they may be shared. Knows nothing of pages' contents.
+
+page_key = BLAKE3(parent key ‖ ids)          root key = BLAKE3(namespace, regime)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from blake3 import blake3
+
+Ids = np.ndarray  # uint32 [tokens]
+
+
+def as_ids(ids: Sequence[int]) -> Ids:
+    """Token ids as the array that keys are made of. By way of `array`, which takes a list four times as fast as numpy does."""
+    return np.frombuffer(array("I", ids), dtype=np.uint32)
+
+
+def page_key(parent: bytes, ids: np.ndarray) -> bytes:
+    """Chain hash of one page."""
+    return blake3(parent + ids.tobytes()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What must be equal for pages to be shared: who asks, under which weights, with which rotary regime."""
+
+    namespace: str
+    fingerprint: str
+    regime: str = ""
+
+    @property
+    def root(self) -> bytes:
+        """The key above the first page. Without the fingerprint: the same tokens have the same keys under other weights."""
+        return blake3(repr((self.namespace, self.regime)).encode("utf-8", "surrogatepass")).digest()
