@@ -15,11 +15,13 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Literal
 
 import torch
 
+Tier = Literal["device", "host"]
 PAGE_TOKENS = 512  # also the key block of the attention loop: one page, one matrix product
 
 
@@ -55,16 +57,18 @@ def _zeros(shape: tuple[int, ...], spec: KVSpec) -> torch.Tensor:
 class Page:
     """KV of up to 512 tokens: keys [layers, kv_heads, head_dim, 512], values [layers, kv_heads, 512, head_dim].
 
-    `filled` counts the slots written so far. A page with filled == 512 is sealed: immutable, shared by reference.
+    `filled` counts the slots written so far. spec: of the model; a page of tier "host" waits in the computer's own memory. A page with filled == 512 is sealed: immutable, shared by reference.
     layer_keys, layer_values: one view per layer.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_lock", "filled", "keys", "layer_keys", "layer_values", "spec", "values")
+    __slots__ = ("__weakref__", "_claim", "_lock", "filled", "keys", "layer_keys", "layer_values", "spec", "tier", "values")
 
-    def __init__(self, spec: KVSpec) -> None:
+    def __init__(self, spec: KVSpec, tier: Tier = "device") -> None:
         self.spec = spec
-        self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), spec)
-        self.values = _zeros((spec.layers, spec.kv_heads, PAGE_TOKENS, spec.head_dim), spec)
+        self.tier: Tier = tier
+        place = spec if tier == "device" else replace(spec, device=torch.device("cpu"))
+        self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), place)
+        self.values = _zeros((spec.layers, spec.kv_heads, PAGE_TOKENS, spec.head_dim), place)
         self.layer_keys = self.keys.unbind(0)
         self.layer_values = self.values.unbind(0)
         self.filled = 0
@@ -90,13 +94,23 @@ class Page:
             if self._claim is owner:
                 self._claim = None
 
-    def branch(self, tokens: int, owner: object) -> Page:
-        """A private copy of the first `tokens` slots, claimed by `owner`."""
+    @property
+    def claimed(self) -> bool:
+        """Whether somebody has the right to append."""
+        return self._claim is not None
+
+    def copy(self, tokens: int, tier: Tier = "device") -> Page:
+        """A copy of the first `tokens` slots in another page."""
         assert 0 < tokens <= self.filled
-        page = Page(self.spec)
+        page = Page(self.spec, tier)
         page.keys[..., :tokens].copy_(self.keys[..., :tokens])
         page.values[..., :tokens, :].copy_(self.values[..., :tokens, :])
         page.filled = tokens
+        return page
+
+    def branch(self, tokens: int, owner: object) -> Page:
+        """A private copy of the first `tokens` slots, claimed by `owner`."""
+        page = self.copy(tokens)
         page._claim = owner
         return page
 

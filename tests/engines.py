@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from agentcache import Engine, Sampling
-from agentcache.store.store import Store
+from agentcache.store.tree import Tree
 from tests import models
 
 MB = 1 << 20
@@ -75,7 +75,7 @@ class Spy:
         running.model.forward = forward  # type: ignore[method-assign]
 
 
-def check_store(store: Store) -> None:
+def check_store(store: Tree) -> None:
     """The store's own account holds."""
     entries = list(store._order.values())
     assert store.bytes == sum(e.page.spec.page_bytes for e in entries)

@@ -8,11 +8,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 from blake3 import blake3
 
 Ids = np.ndarray  # uint32 [tokens]
+
+
+class Role(IntEnum):
+    """What a page serves. Where room is short, turns go first and tool groups last."""
+
+    TURN = 0
+    PREFIX = 1  # stable part of a prompt: system and tools
+    GROUP = 2  # named by `warm`
 
 
 def as_ids(ids: Sequence[int]) -> Ids:

@@ -1,8 +1,8 @@
-"""Remembering pages: which prompts' keys and values are kept, and the longest exact prefix of a new one. Knows nothing of models.
+"""Pages kept in memory: which prompts' keys and values, and the longest exact prefix of a new one. Knows neither models nor disks.
 
 Pages hang in a tree: a child continues its parent's tokens. Keys are chain hashes over token ids, and the ids are compared on a hit.
 
-    page_key = BLAKE3(parent key ‖ ids)          root key = BLAKE3(namespace)          one tree per (namespace, fingerprint, regime)
+    one tree per (namespace, fingerprint, regime)          keys: keys.py          tiers: DEVICE, and behind it HOST where that is other memory
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 from blake3 import blake3
 
 from ..errors import ConfigError
-from ..kv import PAGE_TOKENS, Page
+from ..kv import PAGE_TOKENS, Page, Tier
 from ..types import Reason
 from .dropped import Dropped
-from .keys import Ids, Scope, page_key
+from .keys import Ids, Role, Scope, page_key
 
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the kept prompt ended
@@ -32,6 +32,7 @@ class Entry:
     """One kept page, or the root of a tree (without page and ids).
 
     ids: its valid tokens. numerics: digests of all kernels that had a part in it, those of the pages before it included.
+    role: what it serves. row: its row in the index of the store on disk, 0 if it is not there.
     """
 
     key: bytes
@@ -42,6 +43,13 @@ class Entry:
     numerics: frozenset[str] = frozenset()
     children: dict[bytes, Entry] = field(default_factory=dict)
     pins: int = 0
+    role: Role = Role.TURN
+    row: int = 0
+
+    @property
+    def place(self) -> int:
+        """How many pages stand before it."""
+        return -1 if self.parent is None else self.parent.place + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +64,31 @@ class Match:
     missed: Reason
     numerics: frozenset[str] = frozenset()
     detail: str = ""
+    entries: tuple[Entry, ...] = ()
 
 
-def _common(a: Ids, b: Ids) -> int:
+def common(a: Ids, b: Ids) -> int:
+    """How many leading ids are equal."""
     short = min(len(a), len(b))
     differs = a[:short] != b[:short]
     first = int(differs.argmax()) if short else 0
     return first if short and differs[first] else short
 
 
-class Store:
-    """Kept pages in memory under a byte budget: least recently used leaves go first, pinned ones never. Thread safe.
+class Tree:
+    """Kept pages in memory under a byte budget: least recently used leaves go first, tool groups last, pinned ones never. Thread safe.
 
     A page counts with all its bytes, however full. changes: counts admissions and removals, so that a caller can tell whether a match may
-    have become longer.
+    have become longer. host_bytes: where pages lie on another device, how much of them may wait in the computer's own memory.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
         if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
             raise ConfigError(f"memory_bytes={budget_bytes!r}: must be 0 (keep nothing) or a larger whole number of bytes")
         self.budget_bytes = budget_bytes
+        self.host_budget_bytes = host_bytes
         self.bytes = 0
+        self.host_bytes = 0
         self.changes = 0
         self._lock = threading.RLock()
         self._roots: dict[Scope, Entry] = {}
@@ -98,9 +110,15 @@ class Store:
             path, at = self._walk(scope, ids, len(ids) - 1)
             if not peek:
                 self._touch(path)
+                self._promote(path)
             reason, detail = self._why(scope, path, ids, at)
             numerics = frozenset().union(*(entry.numerics for entry in path))
-            return Match(at, tuple(entry.page for entry in path if entry.page is not None), reason, numerics, detail)
+            return Match(at, tuple(e.page for e in path if e.page is not None), reason, numerics, detail, tuple(path))
+
+    def path(self, scope: Scope, ids: Ids) -> list[Entry]:
+        """The entries that hold the longest kept prefix of all these ids."""
+        with self._lock:
+            return self._walk(scope, ids, len(ids))[0]
 
     def _walk(self, scope: Scope, ids: Ids, limit: int) -> tuple[list[Entry], int]:
         """The entries that hold the longest kept prefix of ids[:limit], and its length."""
@@ -123,7 +141,7 @@ class Store:
         best, longest = None, 0
         first = ids[0]
         for child in parent.children.values():
-            if child.ids[0] == first and (run := _common(child.ids, ids)) > longest:
+            if child.ids[0] == first and (run := common(child.ids, ids)) > longest:
                 best, longest = child, run
                 if run == len(ids):
                     break
@@ -152,20 +170,18 @@ class Store:
         for entry in reversed(path):  # parents last: whoever is oldest is a leaf
             self._order.move_to_end(id(entry))
 
-    @staticmethod
-    def key(parent: bytes, ids: Ids) -> bytes:
-        """Chain hash of one page."""
-        return page_key(parent, ids)
-
     # -- keeping ---------------------------------------------------------------------------------------------------
 
-    def admit(self, scope: Scope, ids: Ids, pages: Seq[Page], numerics: frozenset[str] | str) -> None:
-        """Keep `pages`, which hold `ids` from the start. Known pages are not kept twice.
+    def admit(
+        self, scope: Scope, ids: Ids, pages: Seq[Page], numerics: frozenset[str] | str, prefix_tokens: int = 0, evict: bool = True
+    ) -> list[Entry]:
+        """Keep `pages`, which hold `ids` from the start, and return what holds them now. Known pages are not kept twice.
 
         The last page may be partly filled; a longer one replaces a shorter. numerics: digests of all kernels that computed them.
+        prefix_tokens: length of the stable part of the prompt.
         """
         if self.budget_bytes == 0 or not len(ids):
-            return
+            return []
         assert len(pages) == -(-len(ids) // PAGE_TOKENS), f"{len(pages)} pages for {len(ids)} tokens"
         numerics = frozenset([numerics]) if isinstance(numerics, str) else numerics
         with self._lock:
@@ -174,8 +190,12 @@ class Store:
             for page, start in zip(pages, range(0, len(ids), PAGE_TOKENS), strict=True):
                 entry = self._keep(entry, ids[start : start + PAGE_TOKENS], page, numerics)
                 path.append(entry)
+                if start < prefix_tokens:
+                    entry.role = max(entry.role, Role.PREFIX)
             self._touch(path)
-            self._evict()
+            if evict:
+                self._evict()
+            return path
 
     def _keep(self, parent: Entry, ids: Ids, page: Page, numerics: frozenset[str]) -> Entry:
         child, run = self._best_child(parent, ids)
@@ -183,12 +203,14 @@ class Store:
             return child  # known already, perhaps longer
         if child is not None and run == len(child.ids):
             self._rename(child, ids.copy())  # a longer page takes its place, its pins and its children (it has none: it was not full)
+            self._count(child.page, -1)
+            self._count(page, 1)
             child.page, child.numerics = page, numerics
             return child
         child = Entry(page_key(parent.key, ids), parent.scope, ids.copy(), page, parent, numerics)
         parent.children[child.key] = child
         self._order[id(child)] = child
-        self.bytes += page.spec.page_bytes
+        self._count(page, 1)
         self.changes += 1
         self._dropped.discard(child.key)
         if len(parent.children) > CHILDREN:
@@ -199,7 +221,7 @@ class Store:
         """Give an entry without children more or fewer tokens."""
         assert entry.parent is not None and not entry.children
         del entry.parent.children[entry.key]
-        entry.key, entry.ids = page_key(entry.parent.key, ids), ids
+        entry.key, entry.ids, entry.row = page_key(entry.parent.key, ids), ids, 0
         entry.parent.children[entry.key] = entry
         self._dropped.discard(entry.key)
         self.changes += 1
@@ -257,19 +279,66 @@ class Store:
                     del self._pinned[held]
             for entry in path:
                 entry.pins += 1 if count > 0 else -1
+                if count > 0:
+                    entry.role = Role.GROUP
             self._evict()
             return len(path)
 
     def _evict(self) -> None:
-        while self.bytes > self.budget_bytes and self._drop_oldest(self._order.values()):
+        while self.bytes > self.budget_bytes and (self._demote() or self._drop_oldest(self._order.values())):
             pass
 
     def _drop_oldest(self, among: Iterable[Entry]) -> bool:
+        """Drop the least recently used leaf, one of a tool group only if there is no other."""
+        group = None
         for entry in among:
-            if not entry.children and not entry.pins:
+            if entry.children or entry.pins:
+                continue
+            if entry.role < Role.GROUP:
                 self._drop_tree(entry, Reason.EVICTED)
                 return True
-        return False
+            group = group or entry
+        if group is not None:
+            self._drop_tree(group, Reason.EVICTED)
+        return group is not None
+
+    # -- the second tier -------------------------------------------------------------------------------------------
+
+    def _count(self, page: Page | None, sign: int) -> None:
+        assert page is not None
+        if page.tier == "host":
+            self.host_bytes += sign * page.spec.page_bytes
+        else:
+            self.bytes += sign * page.spec.page_bytes
+
+    def _move(self, entry: Entry, tier: Tier) -> None:
+        assert entry.page is not None
+        page = entry.page.copy(len(entry.ids), tier)
+        self._count(entry.page, -1)
+        self._count(page, 1)
+        entry.page = page
+
+    def _demote(self) -> bool:
+        """Copy the least recently used page that nobody appends to from the device to the host, if there is room or can be made."""
+        if not self.host_budget_bytes:
+            return False
+        found = next((e for e in self._order.values() if not e.pins and e.page and e.page.tier == "device" and not e.page.claimed), None)
+        if found is None or found.page is None:
+            return False
+        need = found.page.spec.page_bytes
+        while self.host_bytes + need > self.host_budget_bytes:
+            waiting = [e for e in self._order.values() if e.page and e.page.tier == "host"]
+            if not self._drop_oldest(waiting):
+                return False
+        self._move(found, "host")
+        return True
+
+    def _promote(self, path: list[Entry]) -> None:
+        waiting = [entry for entry in path if entry.page is not None and entry.page.tier == "host"]
+        for entry in waiting:
+            self._move(entry, "device")
+        if waiting:
+            self._evict()
 
     def _drop_tree(self, entry: Entry, reason: Reason) -> None:
         """Drop a page and what hangs under it; the deepest first."""
@@ -279,7 +348,7 @@ class Store:
         for gone in reversed(below):
             assert gone.page is not None and gone.parent is not None
             self._dropped.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
-            self.bytes -= gone.page.spec.page_bytes
+            self._count(gone.page, -1)
             self.changes += 1
             del self._order[id(gone)]
             del gone.parent.children[gone.key]

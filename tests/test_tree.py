@@ -14,7 +14,7 @@ from agentcache.errors import ConfigError
 from agentcache.kv import PAGE_TOKENS, KVSpec, Page
 from agentcache.store.dropped import Dropped
 from agentcache.store.keys import Ids, Scope, as_ids, page_key
-from agentcache.store.store import CHILDREN, LONGER, OTHER, Match, Store
+from agentcache.store.tree import CHILDREN, LONGER, OTHER, Match, Tree
 from agentcache.types import Reason
 from tests.engines import check_store
 
@@ -22,7 +22,7 @@ SPEC = KVSpec(1, 1, 1, torch.bfloat16)
 HERE = Scope("ns", "weights")
 
 
-def keep(store: Store, ids: list[int], scope: Scope = HERE, numerics: str = "n") -> list[Page]:
+def keep(store: Tree, ids: list[int], scope: Scope = HERE, numerics: str = "n") -> list[Page]:
     """Admit a prompt as the scheduler does: known pages are shared, the others are new."""
     found = store.match(scope, as_ids([*ids, 0]))
     whole = found.tokens // PAGE_TOKENS
@@ -38,7 +38,7 @@ def common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def kept_prompts(store: Store) -> list[list[int]]:
+def kept_prompts(store: Tree) -> list[list[int]]:
     """Every path of the tree, as the tokens it holds."""
     found: list[list[int]] = []
 
@@ -64,7 +64,7 @@ def prompts(chance: random.Random) -> list[int]:
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_the_longest_exact_prefix_under_eviction_and_pins(seed: int, room: int) -> None:
     chance = random.Random(seed)
-    store = Store(room * SPEC.page_bytes)
+    store = Tree(room * SPEC.page_bytes)
     pinned: list[list[int]] = []
     for _ in range(30):
         ids = prompts(chance)
@@ -98,7 +98,7 @@ def page_of(number: int, tokens: int = PAGE_TOKENS) -> list[int]:
 
 
 def test_least_recently_used_goes_first_and_leaves_before_their_parents() -> None:
-    store = Store(4 * SPEC.page_bytes)
+    store = Tree(4 * SPEC.page_bytes)
     a, b = page_of(1) + page_of(2), page_of(3) + page_of(4)
     keep(store, a)
     keep(store, b)
@@ -111,7 +111,7 @@ def test_least_recently_used_goes_first_and_leaves_before_their_parents() -> Non
 
 
 def test_partial_pages_are_found_by_their_longest_common_run_and_grow() -> None:
-    store = Store(100 * SPEC.page_bytes)
+    store = Tree(100 * SPEC.page_bytes)
     keep(store, page_of(1) + [2] * 100 + [3] * 50)
     keep(store, page_of(1) + [2] * 100 + [4] * 80)
     assert len(store) == 3
@@ -125,7 +125,7 @@ def test_partial_pages_are_found_by_their_longest_common_run_and_grow() -> None:
 
 
 def test_twenty_prompts_on_one_prefix_keep_its_sealed_pages_once() -> None:
-    store = Store(1000 * SPEC.page_bytes)
+    store = Tree(1000 * SPEC.page_bytes)
     prefix = page_of(1) + page_of(2) + page_of(3)
     for agent in range(20):
         keep(store, prefix + [10 + agent] * 30)
@@ -136,7 +136,7 @@ def test_twenty_prompts_on_one_prefix_keep_its_sealed_pages_once() -> None:
 
 
 def test_continuations_of_one_page_are_capped() -> None:
-    store = Store(10**9)
+    store = Tree(10**9)
     for number in range(CHILDREN + 20):
         keep(store, [7, number, number])
     assert len(store) == CHILDREN
@@ -147,7 +147,7 @@ def test_continuations_of_one_page_are_capped() -> None:
 
 
 def test_pins_hold_exactly_what_was_pinned() -> None:
-    store = Store(2 * SPEC.page_bytes)
+    store = Tree(2 * SPEC.page_bytes)
     group = page_of(1, 700)
     keep(store, group)
     assert store.pin(HERE, as_ids(group)) == 2
@@ -165,18 +165,18 @@ def test_pins_hold_exactly_what_was_pinned() -> None:
 
 
 def test_a_pin_of_what_is_not_kept_pins_nothing() -> None:
-    store = Store(10 * SPEC.page_bytes)
+    store = Tree(10 * SPEC.page_bytes)
     keep(store, page_of(1))
     assert store.pin(HERE, as_ids(page_of(1) + [2])) == 0
     assert all(entry.pins == 0 for entry in store._order.values())
 
 
-def reason(store: Store, ids: list[int], scope: Scope = HERE) -> Reason:
+def reason(store: Tree, ids: list[int], scope: Scope = HERE) -> Reason:
     return store.match(scope, as_ids(ids)).missed
 
 
 def test_every_miss_has_its_reason() -> None:
-    store = Store(2 * SPEC.page_bytes)
+    store = Tree(2 * SPEC.page_bytes)
     prompt = page_of(1) + [2] * 100
     assert reason(store, prompt) == Reason.COLD
     keep(store, prompt)
@@ -199,7 +199,7 @@ def test_every_miss_has_its_reason() -> None:
 
 
 def test_numerics_of_all_pages_are_told() -> None:
-    store = Store(100 * SPEC.page_bytes)
+    store = Tree(100 * SPEC.page_bytes)
     keep(store, page_of(1), numerics="a")
     keep(store, page_of(1) + [2] * 9, numerics="b")
     assert store.match(HERE, as_ids(page_of(1) + [2, 3])).numerics == {"a", "b"}
@@ -207,7 +207,7 @@ def test_numerics_of_all_pages_are_told() -> None:
 
 
 def test_forget_takes_back_own_pages_and_nothing_else() -> None:
-    store = Store(100 * SPEC.page_bytes)
+    store = Tree(100 * SPEC.page_bytes)
     shared = page_of(1) + [2] * 100
     pages = keep(store, shared)
     full = shared + [3] * 412 + page_of(4)
@@ -226,7 +226,7 @@ def test_forget_takes_back_own_pages_and_nothing_else() -> None:
 
 
 def test_clear_of_one_namespace_leaves_the_others() -> None:
-    store = Store(100 * SPEC.page_bytes)
+    store = Tree(100 * SPEC.page_bytes)
     keep(store, page_of(1))
     keep(store, page_of(1), Scope("b", "weights"))
     store.pin(HERE, as_ids(page_of(1)))
@@ -238,7 +238,7 @@ def test_clear_of_one_namespace_leaves_the_others() -> None:
 
 
 def test_changes_tells_whether_a_match_may_differ() -> None:
-    store = Store(100 * SPEC.page_bytes)
+    store = Tree(100 * SPEC.page_bytes)
     keep(store, page_of(1))
     before = store.changes
     store.match(HERE, as_ids(page_of(1)))
@@ -251,12 +251,12 @@ def test_changes_tells_whether_a_match_may_differ() -> None:
 @pytest.mark.parametrize("budget", [-1, 1.5, "1GB", True])
 def test_a_budget_that_cannot_work_is_refused(budget: object) -> None:
     with pytest.raises(ConfigError, match=f"memory_bytes={budget!r}"):
-        Store(budget)  # type: ignore[arg-type]
+        Tree(budget)  # type: ignore[arg-type]
 
 
 def test_a_budget_of_nothing_or_too_little_keeps_nothing() -> None:
     for budget in (0, SPEC.page_bytes - 1):
-        store = Store(budget)
+        store = Tree(budget)
         keep(store, page_of(1) + page_of(2))
         assert (store.bytes, len(store)) == (0, 0)
 
@@ -286,7 +286,7 @@ def best_ms(run: object) -> float:
 
 @pytest.mark.parametrize(("tokens", "limit_ms"), [(3_000, 3.0), (37_000, 6.0)])
 def test_match_and_hashing_are_fast(tokens: int, limit_ms: float) -> None:
-    store = Store(10**9)
+    store = Tree(10**9)
     ids = [number * 31 % 150_000 for number in range(tokens)]
     keep(store, ids)
     for agent in range(100):
