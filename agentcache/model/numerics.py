@@ -6,7 +6,7 @@ so each product is padded to a safe multiple of rows. What is safe differs by pr
     kernel    product of activations x with a weight w [out, in]
     onednn    oneDNN's inner product: chosen wherever PyTorch has it; pure from 2 rows on where it was tried
     upcast    the same in fp32, w converted block by block: for 16-bit weights on processors without 16-bit matrix units,
-              where it is 2 to 10 times faster than the emulation and rounds once, at the end
+              where it is 2 to 10 times faster than the emulation and rounds once, at the end. Few rows: jit.py, with the same bits
     aten      torch.nn.functional.linear
 """
 
@@ -23,12 +23,16 @@ import torch
 from blake3 import blake3
 from torch.nn import functional
 
+from . import jit
+
 Kernel = Literal["onednn", "upcast", "aten"]
 SINGLE_ROW_OUTS = 16384  # upcast weights with more outputs (a vocabulary) see few rows: each runs alone, in the weight's own type
 UPCAST_BLOCK = 1024  # rows of a weight converted at a time: fits the second-level cache, and large enough to amortise a call
 _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
 _COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
+_CHAIN_ROWS = 6
+_BLOCKS = (1 << 20, 512, 1024, 256, 384, 768, 192, 128, 1536, 2048)  # of inputs, the first one is all of them
 MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
 
 
@@ -106,13 +110,41 @@ def scratch(name: str, elements: int, dtype: torch.dtype = torch.float32) -> tor
 def _upcast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     outs, ins = weight.shape
     wide_x = x.float()
+    if jit.takes(weight, x.shape[0]) and (order := _chain_block(ins, torch.get_num_threads())):
+        wide = jit.product(wide_x, weight, order)
+        return (wide if bias is None else wide.add_(bias.float())).to(x.dtype)
     out = torch.empty(x.shape[0], outs, dtype=x.dtype)
     for start in range(0, outs, UPCAST_BLOCK):
         stop = min(outs, start + UPCAST_BLOCK)
         block = scratch("weight", (stop - start) * ins).view(stop - start, ins)
         block.copy_(weight[start:stop])
-        out[:, start:stop] = _product(wide_x, block, None if bias is None else bias[start:stop].float())
+        wide = _product(wide_x, block, None)
+        out[:, start:stop] = wide if bias is None else wide.add_(bias[start:stop].float())
     return out
+
+
+@functools.cache
+def _chain_block(ins: int, threads: int) -> int | None:
+    """After how many inputs the fp32 product adds up what it has, if it is otherwise a plain chain of fused multiply-adds.
+
+    Found by trying the sizes that such kernels use; None if none gives its bits, and then few rows run as many do.
+    """
+    x = _pattern(_CHAIN_ROWS, ins, torch.bfloat16, torch.device("cpu"), 3)
+    weight = _pattern(_COLUMNS, ins, torch.bfloat16, torch.device("cpu"), 5)
+    expected = _product(x.float(), weight.float(), None)
+    few = _product(x.float(), weight[:64].float(), None)
+    if not torch.equal(few, expected[:, :64]):
+        return None
+    likely = sorted(_BLOCKS, key=lambda block: abs(block - ins / 2.5))  # both sides of the usual rule: halves, or the cache's share
+    return next((block for block in likely if torch.equal(jit.product(x.float(), weight, block), expected)), None)
+
+
+def _vocabulary(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product with very many outputs, of which few rows are ever asked: each row by itself."""
+    if jit.takes(weight, 1):
+        wide = torch.cat([jit.product(rows.float(), weight, weight.shape[1]) for rows in x.split(jit.MOST_ROWS)])
+        return (wide if bias is None else wide.add_(bias.float())).to(x.dtype)
+    return torch.cat([functional.linear(row, weight, bias) for row in x.split(1)])
 
 
 def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -121,7 +153,7 @@ def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
         return functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
     if kernel == "upcast" and weight.shape[0] >= SINGLE_ROW_OUTS:
-        out = torch.cat([functional.linear(row, weight, bias) for row in flat.split(1)])
+        out = _vocabulary(flat, weight, bias)
     elif kernel == "upcast" and x.dtype in (torch.bfloat16, torch.float16):
         out = _upcast_linear(flat, weight, bias)
     else:

@@ -1,0 +1,266 @@
+"""Products of few rows with 16-bit weights on processors without 16-bit matrix units, compiled at run time. Knows nothing of models.
+
+A decoding step multiplies one row per request with every weight. Converting the weights to fp32 first, as larger products do, reads and
+writes three times their bytes. Here each weight is read once, converted in a register and accumulated in the very order of oneDNN's fp32
+product, which `Numerics` finds out: so the bits are those of the large products, and rows never depend on each other.
+
+    out[m, n] = Σ over blocks b, in order, of chain(b)        chain(b) = fma(x[m, k], w[n, k], ...) for k of the block, ascending, from 0
+
+A tile is `lanes` outputs: per step one 64 byte line (or less) of each of their weight rows is loaded, the lines are transposed in registers,
+and each lane then runs its own chain. Needs llvmlite (the extra `cpu`) and PyTorch's OpenMP runtime, whose threads it borrows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROWS = (1, 2, 4, 8)  # rows of one pass over the weights: more need more registers than there are
+MOST_ROWS = 16  # above it, converting the weights first is as fast
+_FIELDS = 8  # of the argument block, 64 bits each: weight, x, out, outs, ins, block, tiles, thread count
+_BINARY = {torch.bfloat16: "bfloat", torch.float16: "half"}
+
+
+def _shuffles(lanes: int) -> tuple[list[str], list[str]]:
+    """IR that transposes lanes vectors %r0.. of lanes 32-bit words by exchanging halves, quarters, ... between pairs of vectors."""
+    lines: list[str] = []
+    names = [f"%r{i}" for i in range(lanes)]
+    kind = f"<{lanes} x i32>"
+    step = 1
+    while step < lanes:
+        low = [lane if not lane & step else lane - step + lanes for lane in range(lanes)]
+        high = [lane + step if not lane & step else lane + lanes for lane in range(lanes)]
+        after = list(names)
+        for i in range(lanes):
+            if i & step:
+                continue
+            for name, mask, at in ((f"%t{step}_{i}", low, i), (f"%t{step}_{i + step}", high, i + step)):
+                lanes_of = ", ".join(f"i32 {m}" for m in mask)
+                lines.append(f"{name} = shufflevector {kind} {names[i]}, {kind} {names[i + step]}, <{lanes} x i32> <{lanes_of}>")
+                after[at] = name
+        names = after
+        step *= 2
+    return lines, names
+
+
+def _wide(lanes: int, element: str, word: str, name: str) -> list[str]:
+    """IR that makes %{name}0 and %{name}1, fp32 vectors, of the low and the high 16-bit numbers of the words."""
+    ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
+
+    def splat(value: int) -> str:
+        return "<" + ", ".join([f"i32 {value}"] * lanes) + ">"
+
+    if element == "bfloat":
+        return [
+            f"%{name}l = shl {ints} {word}, {splat(16)}",
+            f"%{name}h = and {ints} {word}, {splat(-65536)}",
+            f"%{name}0 = bitcast {ints} %{name}l to {floats}",
+            f"%{name}1 = bitcast {ints} %{name}h to {floats}",
+        ]
+    lines = [f"%{name}s = lshr {ints} {word}, {splat(16)}"]
+    for number, source in ((0, word), (1, f"%{name}s")):
+        lines += [
+            f"%{name}n{number} = trunc {ints} {source} to <{lanes} x i16>",
+            f"%{name}b{number} = bitcast <{lanes} x i16> %{name}n{number} to <{lanes} x half>",
+            f"%{name}{number} = fpext <{lanes} x half> %{name}b{number} to {floats}",
+        ]
+    return lines
+
+
+def _step(lanes: int, rows: int, element: str) -> tuple[list[str], list[str]]:
+    """IR of one step: 2 * lanes products for each lane and row; also the names of the chains behind it."""
+    floats = f"<{lanes} x float>"
+    lines = []
+    for i in range(lanes):
+        lines += [
+            f"%p{i} = getelementptr i8, ptr %w{i}, i64 %kb",
+            f"%f{i} = getelementptr i8, ptr %p{i}, i64 512",
+            f"call void @llvm.prefetch.p0(ptr %f{i}, i32 0, i32 3, i32 1)",
+            f"%r{i} = load <{lanes} x i32>, ptr %p{i}, align 2",
+        ]
+    moves, words = _shuffles(lanes)
+    lines += moves
+    chains = [f"%acc{m}" for m in range(rows)]
+    for j, word in enumerate(words):
+        lines += _wide(lanes, element, word, f"v{j}_")
+        for half in (0, 1):
+            for m in range(rows):
+                at = f"{m}_{j}_{half}"
+                lines += [
+                    f"%xp{at} = getelementptr float, ptr %x{m}, i64 {2 * j + half}",
+                    f"%xs{at} = load float, ptr %xp{at}, align 4",
+                    f"%xi{at} = insertelement {floats} poison, float %xs{at}, i32 0",
+                    f"%xv{at} = shufflevector {floats} %xi{at}, {floats} poison, <{lanes} x i32> zeroinitializer",
+                    f"%a{at} = call {floats} @llvm.fma.v{lanes}f32({floats} %xv{at}, {floats} %v{j}_{half}, {floats} {chains[m]})",
+                ]
+                chains[m] = f"%a{at}"
+    return lines, chains
+
+
+def _source(lanes: int, rows: int, element: str) -> str:
+    """The module: `share` computes the tiles of one thread of a team."""
+    floats = f"<{lanes} x float>"
+    fields = "\n".join(f"  %q{i} = getelementptr i64, ptr %args, i64 {i}\n  %u{i} = load i64, ptr %q{i}, align 8" for i in range(_FIELDS))
+    body, chains = _step(lanes, rows, element)
+    rows_of = range(rows)
+    minus_zero = "<" + ", ".join(["float -0.0"] * lanes) + ">"
+    weights = "\n".join(
+        f"  %n{i} = add i64 %first, {i}\n  %o{i} = mul i64 %n{i}, %line\n  %w{i} = getelementptr i8, ptr %w, i64 %o{i}"
+        for i in range(lanes)
+    )
+    inputs = "\n".join(
+        f"  %xo{m} = mul i64 %ins, {m}\n  %xk{m} = add i64 %xo{m}, %k\n  %x{m} = getelementptr float, ptr %x, i64 %xk{m}" for m in rows_of
+    )
+    totals = "\n".join(f"  %sum{m} = phi {floats} [ {minus_zero}, %tile ], [ %new{m}, %closed ]" for m in rows_of)
+    starts = "\n".join(f"  %acc{m} = phi {floats} [ zeroinitializer, %block ], [ {chains[m]}, %step ]" for m in rows_of)
+    closes = "\n".join(f"  %new{m} = fadd {floats} %sum{m}, {chains[m]}" for m in rows_of)
+    stores = "\n".join(
+        f"  %so{m} = mul i64 %outs, {m}\n  %sn{m} = add i64 %so{m}, %first\n  %sp{m} = getelementptr float, ptr %out, i64 %sn{m}\n"
+        f"  store {floats} %new{m}, ptr %sp{m}, align 4"
+        for m in rows_of
+    )
+    steps = "\n  ".join(body)
+    return f"""
+declare i32 @omp_get_thread_num()
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare {floats} @llvm.fma.v{lanes}f32({floats}, {floats}, {floats})
+
+define void @share(ptr %args) {{
+entry:
+{fields}
+  %w = inttoptr i64 %u0 to ptr
+  %x = inttoptr i64 %u1 to ptr
+  %out = inttoptr i64 %u2 to ptr
+  %outs = add i64 %u3, 0
+  %ins = add i64 %u4, 0
+  %line = mul i64 %ins, 2
+  %me32 = call i32 @omp_get_thread_num()
+  %me = sext i32 %me32 to i64
+  %before = mul i64 %me, %u6
+  %from = udiv i64 %before, %u7
+  %next = add i64 %me, 1
+  %behind = mul i64 %next, %u6
+  %to = udiv i64 %behind, %u7
+  %some = icmp ult i64 %from, %to
+  br i1 %some, label %tile, label %end
+tile:
+  %t = phi i64 [ %from, %entry ], [ %tnext, %stored ]
+  %first = mul i64 %t, {lanes}
+{weights}
+  br label %block
+block:
+  %kstart = phi i64 [ 0, %tile ], [ %kend, %closed ]
+{totals}
+  %kraw = add i64 %kstart, %u5
+  %over = icmp ugt i64 %kraw, %ins
+  %kend = select i1 %over, i64 %ins, i64 %kraw
+  br label %step
+step:
+  %k = phi i64 [ %kstart, %block ], [ %knext, %step ]
+{starts}
+  %kb = mul i64 %k, 2
+{inputs}
+  {steps}
+  %knext = add i64 %k, {2 * lanes}
+  %more = icmp ult i64 %knext, %kend
+  br i1 %more, label %step, label %closed
+closed:
+{closes}
+  %blocks = icmp ult i64 %kend, %ins
+  br i1 %blocks, label %block, label %stored
+stored:
+{stores}
+  %tnext = add i64 %t, 1
+  %tiles = icmp ult i64 %tnext, %to
+  br i1 %tiles, label %tile, label %end
+end:
+  ret void
+}}
+"""
+
+
+class _Kernels:
+    """Compiled kernels by rows and type; they live as long as the process."""
+
+    def __init__(self, binding: Any, team: Any, lanes: int) -> None:
+        self.lanes = lanes
+        self._binding = binding
+        self._team = team
+        self._machine = binding.Target.from_default_triple().create_target_machine(
+            cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3
+        )
+        self._engines: list[Any] = []
+        self._shares: dict[tuple[int, str], int] = {}
+
+    def _share(self, rows: int, element: str) -> int:
+        if (rows, element) not in self._shares:
+            module = self._binding.parse_assembly(_source(self.lanes, rows, element))
+            module.verify()
+            engine = self._binding.create_mcjit_compiler(module, self._machine)
+            engine.finalize_object()
+            self._engines.append(engine)
+            self._shares[rows, element] = engine.get_function_address("share")
+        return self._shares[rows, element]
+
+    def run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, block: int) -> None:
+        """out [rows, outs] fp32 of x [rows, ins] fp32 and weight [outs, ins]."""
+        share = self._share(x.shape[0], _BINARY[weight.dtype])
+        outs, ins = weight.shape
+        threads = torch.get_num_threads()
+        args = (ctypes.c_int64 * _FIELDS)(weight.data_ptr(), x.data_ptr(), out.data_ptr(), outs, ins, block, outs // self.lanes, threads)
+        self._team(share, ctypes.addressof(args), threads, 0)
+
+
+@functools.cache
+def kernels() -> _Kernels | None:
+    """The compiler, if everything it needs is here."""
+    runtimes = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    try:
+        from llvmlite import binding
+    except ImportError:
+        return None
+    if not runtimes:
+        return None
+    runtime = ctypes.CDLL(str(runtimes[0]))  # loaded already, by torch: the same threads
+    team = runtime.GOMP_parallel
+    team.argtypes, team.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    binding.add_symbol("omp_get_thread_num", ctypes.cast(runtime.omp_get_thread_num, ctypes.c_void_p).value)
+    has = binding.get_host_cpu_features()
+    if not (has.get("fma") and has.get("f16c")):
+        return None
+    return _Kernels(binding, team, 16 if has.get("avx512f") and has.get("avx512bw") else 8)
+
+
+def takes(weight: torch.Tensor, rows: int) -> bool:
+    """Whether this product can run here."""
+    found = kernels() if rows <= MOST_ROWS and weight.dtype in _BINARY else None
+    return (
+        found is not None
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and weight.shape[0] % found.lanes == 0
+        and weight.shape[1] % (2 * found.lanes) == 0
+    )
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, block: int) -> torch.Tensor:
+    """x [rows, ins] fp32 times weight [outs, ins] transposed -> [rows, outs] fp32, accumulated in blocks of `block` inputs.
+
+    Only what `takes` this weight; block is a multiple of 32.
+    """
+    found = kernels()
+    assert found is not None and block % (2 * found.lanes) == 0
+    x = x.contiguous()
+    out = torch.empty(x.shape[0], weight.shape[0])
+    start = 0
+    while start < x.shape[0]:
+        count = max(rows for rows in ROWS if rows <= x.shape[0] - start)
+        found.run(x[start : start + count], weight, out[start : start + count], block)
+        start += count
+    return out

@@ -1,0 +1,88 @@
+"""Compiled products of few rows give the bits of oneDNN's large fp32 products, for every shape, type and number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from agentcache.model import jit, numerics
+from agentcache.model.numerics import linear
+
+pytestmark = pytest.mark.skipif(jit.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
+TYPES = [torch.bfloat16, torch.float16]
+
+
+def large(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product that more rows take: in fp32, with the weight converted first."""
+    return numerics._product(x.float(), weight.float(), None)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("ins", [64, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192])
+def test_any_few_rows_equal_the_same_rows_of_a_large_product(
+    ins: int, dtype: torch.dtype, count: int, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    torch.manual_seed(ins)
+    block = numerics._chain_block(ins, count)
+    assert block is not None
+    for outs in (64, 256, 1024):
+        weight, x = torch.randn(outs, ins).to(dtype), torch.randn(128, ins).to(dtype)
+        expected = large(x, weight)
+        for rows in (*range(1, 10), 15, 16):
+            start = 128 - 3 * rows
+            assert torch.equal(jit.product(x[start : start + rows].float(), weight, block), expected[start : start + rows])
+
+
+def test_a_wrong_order_is_noticed() -> None:
+    """What the probe relies on: another block size gives other bits."""
+    x, weight = torch.randn(4, 2048), torch.randn(64, 2048).bfloat16()
+    assert not torch.equal(jit.product(x, weight, 512), jit.product(x, weight, 1024))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_is_row_pure_across_the_change_of_kernels(bias: bool) -> None:
+    torch.manual_seed(5)
+    weight, x = torch.randn(192, 1024).bfloat16(), torch.randn(40, 1024).bfloat16()
+    added = torch.randn(192).bfloat16() if bias else None
+    whole = linear("upcast", x, weight, added)
+    for rows in (2, 4, 8, 16, 18):
+        assert torch.equal(linear("upcast", x[:rows], weight, added), whole[:rows])
+
+
+def test_what_it_does_not_take_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(96, 1024).bfloat16()
+    assert jit.takes(weight, 1)
+    assert jit.takes(weight, jit.MOST_ROWS)
+    for other, rows in ((weight, 17), (weight[:95], 1), (weight[:, :1000], 1), (weight.t(), 1), (weight.float(), 1)):
+        assert not jit.takes(other, rows)
+    x = torch.randn(2, 1024).bfloat16()
+    compiled = linear("upcast", x, weight)
+    monkeypatch.setattr(jit, "kernels", lambda: None)
+    assert torch.equal(linear("upcast", x, weight), compiled)
+
+
+def test_large_and_special_values() -> None:
+    """Infinity and NaN come out where they belong, and nowhere else."""
+    weight, x = torch.randn(64, 512).bfloat16(), torch.randn(3, 512).bfloat16()
+    weight[7, 3], weight[9, 4] = float("inf"), float("nan")
+    block = numerics._chain_block(512, torch.get_num_threads())
+    assert block
+    out, expected = jit.product(x.float(), weight, block), large(x, weight)
+    assert torch.equal(out.nan_to_num(1.5, 2.5, 3.5), expected.nan_to_num(1.5, 2.5, 3.5))
+    assert out[:, 9].isnan().all()
+    assert out[:, :7].isfinite().all()
+
+
+def test_many_threads_at_once() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    torch.manual_seed(1)
+    weight, x = torch.randn(256, 512).bfloat16(), torch.randn(8, 512)
+    expected = jit.product(x, weight, 512)
+    with ThreadPoolExecutor(4) as pool:
+        for out in pool.map(lambda _: jit.product(x, weight, 512), range(40)):
+            assert torch.equal(out, expected)
