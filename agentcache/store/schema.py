@@ -1,0 +1,165 @@
+"""The tables of the index, and a page's row in them. Knows nothing of how rows are found.
+
+The index may be lost: what cannot be made again from the pages is small (groups, splices, counters), and authenticated on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from blake3 import blake3
+
+from ..errors import BlobError
+from ..kv import PAGE_TOKENS
+from .folder import Folder
+from .keys import Ids
+
+VERSION = 1
+HEAD_TOKENS = 8  # ids by which continuations of a page are told apart before they are compared
+TAG_BYTES = 16
+
+# bad: why a page is never served. used: of a counter that only grows, because clocks jump. created: wall clock, for ages.
+# totals are kept by triggers: counting 100,000 rows at every write would read all their ids.
+SCHEMA = """
+CREATE TABLE pages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, page_key BLOB NOT NULL, parent BLOB NOT NULL, namespace TEXT NOT NULL,
+    fingerprint TEXT NOT NULL, regime TEXT NOT NULL, place INTEGER NOT NULL, tokens INTEGER NOT NULL, ids BLOB NOT NULL,
+    numerics TEXT NOT NULL, precision TEXT NOT NULL,
+    role INTEGER NOT NULL, dtype TEXT NOT NULL, layers INTEGER NOT NULL, kv_heads INTEGER NOT NULL, head_dim INTEGER NOT NULL,
+    blob TEXT NOT NULL, bytes INTEGER NOT NULL, created REAL NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL, bad TEXT,
+    head BLOB NOT NULL, UNIQUE (page_key, fingerprint, precision));;
+CREATE INDEX pages_under ON pages (parent, fingerprint, precision, head, used, tokens);;
+CREATE INDEX pages_order ON pages (role, used);;
+CREATE INDEX pages_namespace ON pages (namespace, role, precision, tokens, bytes);;
+CREATE INDEX pages_blob ON pages (blob);;
+CREATE INDEX pages_created ON pages (created);;
+CREATE INDEX pages_bad ON pages (role, used) WHERE bad IS NOT NULL;;
+CREATE TABLE totals (rows INTEGER NOT NULL, bytes INTEGER NOT NULL, splices INTEGER NOT NULL, clock INTEGER NOT NULL);;
+INSERT INTO totals VALUES (0, 0, 0, 0);;
+CREATE TRIGGER pages_more AFTER INSERT ON pages BEGIN UPDATE totals SET rows = rows + 1, bytes = bytes + new.bytes; END;;
+CREATE TRIGGER pages_less AFTER DELETE ON pages BEGIN UPDATE totals SET rows = rows - 1, bytes = bytes - old.bytes; END;;
+CREATE TABLE pins (
+    page INTEGER NOT NULL REFERENCES pages (id) ON DELETE CASCADE, process TEXT NOT NULL, count INTEGER NOT NULL, since REAL NOT NULL,
+    PRIMARY KEY (page, process)) WITHOUT ROWID;;
+CREATE TABLE leases (
+    key BLOB NOT NULL, fingerprint TEXT NOT NULL, process TEXT NOT NULL, since REAL NOT NULL,
+    PRIMARY KEY (key, fingerprint)) WITHOUT ROWID;;
+CREATE TABLE groups (
+    namespace TEXT NOT NULL, name TEXT NOT NULL, fingerprint TEXT NOT NULL, regime TEXT NOT NULL, manifest BLOB NOT NULL, tip BLOB NOT NULL,
+    created REAL NOT NULL, used INTEGER NOT NULL, PRIMARY KEY (namespace, name, fingerprint)) WITHOUT ROWID;;
+CREATE TABLE splices (
+    namespace TEXT NOT NULL, key BLOB NOT NULL, ids BLOB NOT NULL, created REAL NOT NULL, used INTEGER NOT NULL, UNIQUE (namespace, key));;
+CREATE INDEX splices_order ON splices (used);;
+CREATE INDEX splices_created ON splices (created);;
+CREATE TRIGGER splices_more AFTER INSERT ON splices BEGIN UPDATE totals SET splices = splices + 1; END;;
+CREATE TRIGGER splices_less AFTER DELETE ON splices BEGIN UPDATE totals SET splices = splices - 1; END;;
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;;
+CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One stored page. id 0: not in the index yet. place i: positions [512·i, ..). bad: why it is quarantined, None if it is not."""
+
+    id: int
+    page_key: bytes
+    parent: bytes
+    namespace: str
+    fingerprint: str
+    regime: str
+    place: int
+    tokens: int
+    ids: Ids = field(compare=False, repr=False)  # the key says it
+    numerics: frozenset[str]
+    precision: str
+    role: int
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    blob: str = ""
+    bytes: int = 0
+    created: float = 0.0
+    used: int = 0
+    hits: int = 0
+    bad: str | None = None
+
+
+NAMES = tuple(column.name for column in fields(Row))
+COLUMNS = ", ".join(NAMES)
+_COUNTS = ("id", "place", "tokens", "role", "layers", "kv_heads", "head_dim", "bytes", "used", "hits")
+_TEXTS = ("namespace", "fingerprint", "regime", "numerics", "precision", "dtype", "blob")
+
+
+def head(folder: Folder, ids: Ids) -> bytes:
+    """What the first ids are found by."""
+    return blake3(ids[:HEAD_TOKENS].tobytes(), key=folder.key).digest(length=8)
+
+
+def encode(folder: Folder, row: Row, used: int) -> tuple[object, ...]:
+    """A row as it is inserted: every column but `id`, then `head`."""
+    values = {name: getattr(row, name) for name in NAMES[1:]}
+    values["ids"] = folder.seal(row.ids.astype("<u4", copy=False).tobytes(), _context(row.page_key))
+    values["numerics"] = ",".join(sorted(row.numerics))
+    values["role"], values["used"] = int(row.role), used
+    return (*values.values(), head(folder, row.ids))
+
+
+def decode(folder: Folder, record: tuple[object, ...]) -> Row:
+    """A row as it was selected by COLUMNS; BlobError if it cannot be one."""
+    values = dict(zip(NAMES, record, strict=True))
+    right = (
+        all(type(values[name]) is int and values[name] >= 0 for name in _COUNTS)  # type: ignore[operator]
+        and all(type(values[name]) is str for name in _TEXTS)
+        and all(type(values[name]) is bytes and len(values[name]) == 32 for name in ("page_key", "parent"))  # type: ignore[arg-type]
+        and type(values["created"]) is float
+        and (values["bad"] is None or type(values["bad"]) is str)
+        and 0 < values["tokens"] <= PAGE_TOKENS  # type: ignore[operator]
+    )
+    if not right:
+        raise BlobError(f"row {values['id']!r} of the index is damaged")
+    values["ids"] = decode_ids(folder, record)
+    values["numerics"] = frozenset(filter(None, values["numerics"].split(",")))  # type: ignore[attr-defined]
+    return Row(**values)  # type: ignore[arg-type]
+
+
+_KEY, _TOKENS, _IDS = NAMES.index("page_key"), NAMES.index("tokens"), NAMES.index("ids")
+
+
+def decode_ids(folder: Folder, record: tuple[object, ...]) -> Ids:
+    """The ids of a record alone; BlobError if they are not as many as it says."""
+    key, tokens, sealed = record[_KEY], record[_TOKENS], record[_IDS]
+    if not isinstance(sealed, bytes) or not isinstance(key, bytes):
+        raise BlobError(f"row {record[0]!r} of the index is damaged")
+    plain = folder.open_sealed(sealed, _context(key))
+    if len(plain) != 4 * tokens:  # type: ignore[operator]
+        raise BlobError(f"row {record[0]!r} of the index has {len(plain)} bytes of ids for {tokens!r} tokens")
+    return np.frombuffer(plain, dtype="<u4").astype(np.uint32, copy=False)
+
+
+def _context(key: bytes) -> bytes:
+    return b"ids" + key
+
+
+def guard(folder: Folder, data: bytes, context: bytes) -> bytes:
+    """Data as it is kept where no blob vouches for it: sealed, or else authenticated."""
+    return folder.seal(data, context) if folder.encrypted else _tag(folder, data, context) + data
+
+
+def unguard(folder: Folder, data: object, context: bytes) -> bytes | None:
+    """What was guarded with this context; None if it was not, or is damaged."""
+    if not isinstance(data, bytes):
+        return None
+    if folder.encrypted:
+        try:
+            return folder.open_sealed(data, context)
+        except BlobError:
+            return None
+    plain = data[TAG_BYTES:]
+    return plain if _tag(folder, plain, context) == data[:TAG_BYTES] else None
+
+
+def _tag(folder: Folder, data: bytes, context: bytes) -> bytes:
+    return blake3(len(context).to_bytes(8, "little") + context + data, key=folder.key).digest(length=TAG_BYTES)
