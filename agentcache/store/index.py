@@ -18,14 +18,14 @@ from . import evict, schema
 from .entry import common
 from .keys import Ids, Scope, page_key
 from .ledger import Ledger, pinned, tick
-from .schema import COLUMNS, NAMES, Row, decode, decode_ids, encode
+from .schema import COLUMNS, KEY, NAMES, Row, decode, decode_ids, encode
 
 __all__ = ["Index", "Row"]
 
 CHILDREN = 256  # partial pages under one parent; also how many continuations a lookup compares
 ASKED = 32  # whole pages looked up by one statement
 LISTED = 256  # rows read at once
-KEY = "page_key = ? AND fingerprint = ? AND precision = ?"
+SAME = "page_key = ? AND fingerprint = ? AND precision = ?"
 UNDER = "parent = ? AND fingerprint = ? AND precision = ?"
 
 
@@ -75,11 +75,11 @@ class Index(Ledger):
         marks = ", ".join("?" * len(pages))
         sql = f"SELECT {COLUMNS} FROM pages WHERE page_key IN ({marks}) AND fingerprint = ? AND precision = ? AND bad IS NULL"
         records = self._db.read(lambda connection: connection.execute(sql, (*keys[1:], scope.fingerprint, precision)).fetchall())
-        by_key = {record[NAMES.index("page_key")]: record for record in records}
+        by_key = {record[KEY]: record for record in records}
         rows: list[Row] = []
         for i, (page, key) in enumerate(zip(pages, keys[1:], strict=True)):
             row = self._decoded(by_key.get(key), scope, keys[i], place + i)
-            if row is None or not np.array_equal(row.ids, page):
+            if row is None or row.ids.tobytes() != page.tobytes():
                 break
             rows.append(row)
         return rows
@@ -87,18 +87,21 @@ class Index(Ledger):
     def _partial(self, scope: Scope, ids: Ids, precision: str, above: bytes, place: int) -> list[tuple[Row, int]]:
         """The page under `above` that has most in common with ids; of equals the shortest, which is read fastest."""
         head = schema.head(self.folder, ids)
-        sql = f"SELECT {COLUMNS} FROM pages WHERE {UNDER} AND head = ? AND bad IS NULL ORDER BY used DESC LIMIT {CHILDREN}"
+        sql = f"SELECT id, page_key, tokens, ids FROM pages WHERE {UNDER} AND head = ? AND bad IS NULL ORDER BY used DESC LIMIT {CHILDREN}"
         records = self._db.read(lambda connection: connection.execute(sql, (above, scope.fingerprint, precision, head)).fetchall())
-        best, shortest, chosen = 0, 0, None
-        for record in records:
+        best, shortest, chosen, wanted = 0, 0, 0, ids.tobytes()
+        for id, *sealed in records:
             try:
-                known = decode_ids(self.folder, record)
-            except BlobError:
+                known = decode_ids(self.folder, *sealed)
+            except BlobError:  # `check` finds it
                 continue
-            run = common(known, ids)
-            if run > best or (run == best and len(known) < shortest):
-                best, shortest, chosen = run, len(known), record
-        row = self._decoded(chosen, scope, above, place)
+            if known[: 4 * best + 4] == wanted[: 4 * best + 4] and 4 * best < len(wanted):
+                best, shortest, chosen = common(np.frombuffer(known, dtype=ids.dtype), ids), len(known), id
+            elif len(known) < shortest and known[: 4 * best] == wanted[: 4 * best]:
+                shortest, chosen = len(known), id
+        sql = f"SELECT {COLUMNS} FROM pages WHERE id = ?"
+        record = self._db.read(lambda connection: connection.execute(sql, (chosen,)).fetchone()) if best else None
+        row = self._decoded(record, scope, above, place)
         return [] if row is None else [(row, best)]
 
     def _decoded(self, record: tuple[object, ...] | None, scope: Scope, above: bytes, place: int) -> Row | None:
@@ -114,7 +117,7 @@ class Index(Ledger):
 
     def row(self, key: bytes, fingerprint: str, precision: str = "exact") -> Row | None:
         """The row of one page, quarantined or not; None if there is none."""
-        sql = f"SELECT {COLUMNS} FROM pages WHERE {KEY}"
+        sql = f"SELECT {COLUMNS} FROM pages WHERE {SAME}"
         record = self._db.read(lambda connection: connection.execute(sql, (key, fingerprint, precision)).fetchone())
         return None if record is None else decode(self.folder, record)
 
@@ -168,7 +171,7 @@ class Index(Ledger):
                 if self._insert(connection, row, tick(connection)):
                     spare += self._covered(connection, row, held)
                     spare += self._crowded(connection, row, held)
-                elif not connection.execute(f"SELECT 1 FROM pages WHERE {KEY} AND blob = ?", (*_key(row), row.blob)).fetchone():
+                elif not connection.execute(f"SELECT 1 FROM pages WHERE {SAME} AND blob = ?", (*_key(row), row.blob)).fetchone():
                     spare.append(row)
             return spare
 
@@ -180,7 +183,7 @@ class Index(Ledger):
         sql = f"INSERT INTO pages ({names}) VALUES ({marks}) ON CONFLICT (page_key, fingerprint, precision) DO NOTHING"
         if connection.execute(sql, encode(self.folder, row, used)).rowcount:
             return True
-        connection.execute(f"UPDATE pages SET role = ? WHERE {KEY} AND role < ?", (int(row.role), *_key(row), int(row.role)))
+        connection.execute(f"UPDATE pages SET role = ? WHERE {SAME} AND role < ?", (int(row.role), *_key(row), int(row.role)))
         return False
 
     def _covered(self, connection: sqlite3.Connection, row: Row, held: set[int]) -> list[Row]:

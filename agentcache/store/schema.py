@@ -6,6 +6,7 @@ The index may be lost: what cannot be made again from the pages is small (groups
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -89,8 +90,14 @@ class Row:
 
 NAMES = tuple(column.name for column in fields(Row))
 COLUMNS = ", ".join(NAMES)
-_COUNTS = ("id", "place", "tokens", "role", "layers", "kv_heads", "head_dim", "bytes", "used", "hits")
-_TEXTS = ("namespace", "fingerprint", "regime", "numerics", "precision", "dtype", "blob")
+_TYPES = {
+    "namespace": str, "fingerprint": str, "regime": str, "numerics": str, "precision": str, "dtype": str, "blob": str,
+    "page_key": bytes, "parent": bytes, "ids": bytes, "created": float,
+}  # fmt: skip
+_RECORDS = {tuple(_TYPES.get(name, int) for name in NAMES[:-1]) + (bad,) for bad in (str, type(None))}
+_AT = {name: at for at, name in enumerate(NAMES)}
+KEY, PARENT, TOKENS, IDS = (_AT[name] for name in ("page_key", "parent", "tokens", "ids"))
+_NUMERICS = _AT["numerics"]
 
 
 def head(folder: Folder, ids: Ids) -> bytes:
@@ -107,36 +114,23 @@ def encode(folder: Folder, row: Row, used: int) -> tuple[object, ...]:
     return (*values.values(), head(folder, row.ids))
 
 
-def decode(folder: Folder, record: tuple[object, ...]) -> Row:
+def decode(folder: Folder, record: tuple[Any, ...]) -> Row:
     """A row as it was selected by COLUMNS; BlobError if it cannot be one."""
-    values = dict(zip(NAMES, record, strict=True))
-    right = (
-        all(type(values[name]) is int and values[name] >= 0 for name in _COUNTS)  # type: ignore[operator]
-        and all(type(values[name]) is str for name in _TEXTS)
-        and all(type(values[name]) is bytes and len(values[name]) == 32 for name in ("page_key", "parent"))  # type: ignore[arg-type]
-        and type(values["created"]) is float
-        and (values["bad"] is None or type(values["bad"]) is str)
-        and 0 < values["tokens"] <= PAGE_TOKENS  # type: ignore[operator]
-    )
+    right = tuple(map(type, record)) in _RECORDS and len(record[KEY]) == len(record[PARENT]) == 32 and 0 < record[TOKENS] <= PAGE_TOKENS
     if not right:
-        raise BlobError(f"row {values['id']!r} of the index is damaged")
-    values["ids"] = decode_ids(folder, record)
-    values["numerics"] = frozenset(filter(None, values["numerics"].split(",")))  # type: ignore[attr-defined]
-    return Row(**values)  # type: ignore[arg-type]
-
-
-_KEY, _TOKENS, _IDS = NAMES.index("page_key"), NAMES.index("tokens"), NAMES.index("ids")
-
-
-def decode_ids(folder: Folder, record: tuple[object, ...]) -> Ids:
-    """The ids of a record alone; BlobError if they are not as many as it says."""
-    key, tokens, sealed = record[_KEY], record[_TOKENS], record[_IDS]
-    if not isinstance(sealed, bytes) or not isinstance(key, bytes):
         raise BlobError(f"row {record[0]!r} of the index is damaged")
+    values = list(record)
+    values[IDS] = np.frombuffer(decode_ids(folder, record[KEY], record[TOKENS], record[IDS]), dtype="<u4").astype(np.uint32, copy=False)
+    values[_NUMERICS] = frozenset(filter(None, record[_NUMERICS].split(",")))
+    return Row(*values)
+
+
+def decode_ids(folder: Folder, key: bytes, tokens: int, sealed: bytes) -> bytes:
+    """The ids of a row, four bytes each; BlobError if they are not as many as it says."""
     plain = folder.open_sealed(sealed, _context(key))
-    if len(plain) != 4 * tokens:  # type: ignore[operator]
-        raise BlobError(f"row {record[0]!r} of the index has {len(plain)} bytes of ids for {tokens!r} tokens")
-    return np.frombuffer(plain, dtype="<u4").astype(np.uint32, copy=False)
+    if len(plain) != 4 * tokens:
+        raise BlobError(f"a row of the index has {len(plain)} bytes of ids for {tokens!r} tokens")
+    return plain
 
 
 def _context(key: bytes) -> bytes:
