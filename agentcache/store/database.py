@@ -182,7 +182,7 @@ class Database:
         """Make the tables unless they are there."""
         if self._known(connection):
             return
-        if self._shared and any(self.folder.blobs.glob("*/*")):
+        if self._shared and any(self.folder.blobs.glob("*/*.safetensors")):
             raise _corrupt(self.path, "it is empty, yet there are pages")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
