@@ -116,11 +116,11 @@ def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
     from .engine import Engine
 
     if model is not None:
-        engine = Engine(model)
+        engine = Engine(model, store=None)
     else:
         from .bench.shapes import load
 
-        engine = Engine(*load(str(shape)))
+        engine = Engine(*load(str(shape)), store=None)
     with engine:
         known, spec, numerics = engine.model, engine.model.spec, engine.model.numerics
         report: dict[str, Any] = {

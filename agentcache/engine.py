@@ -5,6 +5,7 @@ layout -> match -> plan -> fill -> decode -> keep -> receipt
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -27,10 +28,11 @@ from .model.tool_calls import parse
 from .receipt import Receipt
 from .runner import Runner
 from .scheduler import Scheduler
-from .store.keys import Scope, as_ids
-from .store.store import Store
+from .store.groups import Group
+from .store.keys import Scope, as_ids, chain
+from .store.store import DEFAULT, Store
 from .stream import Completion, Stream
-from .types import Layout, Message, Reason, Rendering, Reuse, Sampling, Tool, ToolGroup, ToolOrder
+from .types import Layout, Message, Reason, Rendering, Reuse, Sampling, StoreOptions, Tool, ToolGroup, ToolOrder
 
 __all__ = ["Chunk", "Completion", "Engine", "Stream"]
 
@@ -43,7 +45,8 @@ class Engine:
     """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager.
 
     model: Hugging Face id, folder, or a loaded model (then with its tokenizer). memory_bytes: budget for kept pages, by default a quarter
-    of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact", or "off" to keep nothing.
+    of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact", "lossy" to accept what is stored with
+    fewer bits, or "off" to keep nothing. store: folder or options of the store on disk, None to keep nothing there.
     """
 
     def __init__(
@@ -59,21 +62,23 @@ class Engine:
         memory_bytes: int | None = None,
         chunk_tokens: int = 512,
         reuse: Reuse = "exact",
+        store: StoreOptions | str | os.PathLike[str] | None = DEFAULT,
         redact: bool = False,
     ) -> None:
         if chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be at least 1")
-        if reuse not in ("exact", "off"):
-            raise ConfigError(f"reuse={reuse!r}: must be 'exact' or 'off'")
+        _check_reuse(reuse)
         if load_in_4bit and load_in_8bit:
             raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
-        self.store = Store(_default_budget(device) if memory_bytes is None else memory_bytes)
+        budget = _default_budget(device) if memory_bytes is None else memory_bytes
+        host = psutil.virtual_memory().available // 4 if device and device.startswith("cuda") and memory_bytes != 0 else 0
+        self.store = Store.open(budget, host, None if reuse == "off" else store)
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
         loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=4 if load_in_4bit else 8 if load_in_8bit else None)
         self.name = str(name)
         self.reuse: Reuse = reuse
         self.redact = redact
-        self.renderer = Renderer(self.tokenizer, chat_template=chat_template)
+        self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices)
         self.model = HFModel(loaded)
         self.fingerprint = Fingerprint(self.model.model, self.model.numerics.kernel) if self.model.numerics else None
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
@@ -117,7 +122,7 @@ class Engine:
             template_kwargs=template_kwargs,
         )
         sampling = self._fit(layout, sampling)
-        request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
+        request = self._request(layout, sampling, namespace, _check_reuse(reuse or self.reuse), called)
         request.on_progress = on_progress
         self.scheduler.submit(request)
         return Stream(request, lambda done: self._complete(done, layout))
@@ -129,9 +134,12 @@ class Engine:
     def _sticky(self, namespace: str, group: str | None) -> tuple[str, ...]:
         if group is None:
             return ()
-        if (namespace, group) not in self._groups:
+        if (namespace, group) in self._groups:
+            return self._groups[namespace, group][3]
+        kept = self.store.recorded(namespace, group, self.fingerprint.whole) if self.fingerprint else None
+        if kept is None:
             raise ConfigError(f"group={group!r} is not warm in namespace {namespace!r}: call warm(name={group!r}) first")
-        return self._groups[namespace, group][3]
+        return kept.tools
 
     def _fit(self, layout: Layout, sampling: Sampling) -> Sampling:
         """Refuse a prompt that leaves no room for a token; shorten max_tokens to the room there is."""
@@ -157,12 +165,14 @@ class Engine:
             ids=list(layout.ids),
             namespace=namespace,
             fingerprint=self.fingerprint.whole if self.fingerprint else "",
+            prefix_tokens=layout.prefix_tokens,
             sampling=sampling,
             sampler=Sampler(sampling, self.model.device),
             text=TextStream(self.tokenizer, sampling.stop, self._stop_ids),
             stop_ids=self._stop_ids,
             receipt=receipt,
-            reuse=reuse == "exact",
+            reuse=reuse != "off",
+            lossy=reuse == "lossy",
             forced=deque(forced),
             called=called,
         )
@@ -243,7 +253,8 @@ class Engine:
         if not request.pinned:
             need = -(-len(ids) // PAGE_TOKENS) * (self.model.spec.page_bytes if self.model.spec else 0)
             raise ConfigError(f"memory_bytes={self.store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
-        name = name or self.store.key(scope.root, as_ids(ids)).hex()[:12]
+        keys = tuple(key.hex() for key in chain(scope.root, as_ids(ids)))
+        name = name or keys[-1][:12]
         spec = self.model.spec
         group = ToolGroup(
             name=name,
@@ -255,11 +266,17 @@ class Engine:
             warm_ms=(time.perf_counter() - called) * 1e3,
         )
         names = tuple(_tool_name(tool) for tool in tools)
+        self.store.record(
+            Group(name, request.namespace, scope.fingerprint, scope.regime, len(ids), keys, names, self.name, self._layers(), time.time())
+        )
         with self._lock:
             before = self._groups.get((request.namespace, name))
             self._groups[request.namespace, name] = (group, scope, ids, names)
         self._unpin(before)
         return group
+
+    def _layers(self) -> tuple[str, ...]:
+        return self.fingerprint.layers if self.fingerprint else ()
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""
@@ -284,12 +301,16 @@ class Engine:
         if self.fingerprint:
             self.fingerprint.invalidate()
 
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything worth keeping is on disk; False if it took longer or could not be written."""
+        return self.store.flush(timeout_s)
+
     def close(self) -> None:
-        """End running requests, free all pages, give the model object back as it was. Closing twice is fine."""
+        """End running requests, write what is to be kept, free all pages, give the model object back as it was. Closing twice is fine."""
         if not self._closed:
             self._closed = True
             self.scheduler.close()
-            self.store.clear()
+            self.store.close(self.fingerprint.whole if self.fingerprint else "", self.scheduler.ms_per_token)
             self.model.close()
 
     def __enter__(self) -> Engine:
@@ -303,6 +324,12 @@ def _default_budget(device: str | None) -> int:
     if device and device.startswith("cuda") and torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0] // 4
     return psutil.virtual_memory().available // 4
+
+
+def _check_reuse(reuse: Reuse) -> Reuse:
+    if reuse not in ("exact", "lossy", "off"):
+        raise ConfigError(f"reuse={reuse!r}: must be 'exact', 'lossy' or 'off'")
+    return reuse
 
 
 def _tool_name(tool: Tool | Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@
     │   └── BlobError               one page is damaged, cut short or not ours
     └── EngineClosedError           the engine was closed                              (also RuntimeError)
 
-A message states the value that was refused (`!r`) and the way out.
+StoreWarning, a warning, tells what a request need not fail for. A message states the value that was refused (`!r`) and the way out.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "StorePermissionError",
+    "StoreWarning",
     "TemplateError",
     "ToolSchemaError",
 ]
@@ -150,6 +151,10 @@ class StoreCorruptError(StoreError):
 
 class StoreFullError(StoreError):
     """The disk, or the store's budget, has no room for this."""
+
+
+class StoreWarning(UserWarning):
+    """Something about the store on disk that a user should know; requests go on without it."""
 
 
 class BlobError(StoreError):

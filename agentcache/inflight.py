@@ -15,6 +15,7 @@ from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Receipt
 from .runner import StockSequence, Work
+from .store.fetch import Fetch
 from .store.keys import Ids, Scope, as_ids
 from .types import Sampling
 
@@ -43,6 +44,7 @@ class Done:
 class Request:
     """One request on its way. `ids` grow as tokens are decoded; `events` carry progress and chunks, then Done or the error.
 
+    prefix_tokens: length of the stable part. lossy: pages stored with fewer bits may serve it, too. fetch: its pages' way from disk.
     fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the store has or had.
     numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
     """
@@ -55,7 +57,9 @@ class Request:
     text: TextStream
     stop_ids: frozenset[int]
     receipt: Receipt
+    prefix_tokens: int = 0
     reuse: bool = True
+    lossy: bool = False
     fill_only: bool = False
     forced: deque[int] = field(default_factory=deque)
     on_progress: Callable[[int, int], None] | None = None
@@ -65,6 +69,8 @@ class Request:
     # while it runs
     sequence: Sequence | StockSequence | None = None
     scope: Scope | None = None
+    looked: bool = False
+    fetch: Fetch | None = None
     plan: Plan | None = None
     prompt: int = 0
     peeked: tuple[int, int] = (-1, 0)

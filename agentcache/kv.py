@@ -57,7 +57,8 @@ def _zeros(shape: tuple[int, ...], spec: KVSpec) -> torch.Tensor:
 class Page:
     """KV of up to 512 tokens: keys [layers, kv_heads, head_dim, 512], values [layers, kv_heads, 512, head_dim].
 
-    `filled` counts the slots written so far. spec: of the model; a page of tier "host" waits in the computer's own memory. A page with filled == 512 is sealed: immutable, shared by reference.
+    `filled` counts the slots written so far. A page with filled == 512 is sealed: immutable, shared by reference.
+    spec: of the model; a page of tier "host" waits in the computer's own memory.
     layer_keys, layer_values: one view per layer.
     """
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -13,9 +15,10 @@ from .kv import PAGE_TOKENS, Sequence
 from .plan import make
 from .receipt import Receipt
 from .runner import FAULTS, Outcome, Runner, StockSequence
+from .store.entry import Match
 from .store.keys import Scope
-from .store.store import Match, Store
-from .types import FinishReason, Reason, Refusal
+from .store.store import Store
+from .types import FinishReason, Precision, Reason, Refusal
 
 
 class Life:
@@ -33,6 +36,17 @@ class Life:
         regime = model.rotary.regime(length) if model.rotary and model.support.paged else None
         return None if regime is None else Scope(request.namespace, request.fingerprint, regime)
 
+    def waits(self, request: Request, ms_per_token: float, wake: Callable[[], None]) -> bool:
+        """Whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
+        if not request.looked:
+            request.looked = True
+            scope, spec, disk = self.scope(request, len(request.ids)), self.runner.model.spec, self.store.disk
+            if scope is not None and spec is not None and disk is not None and request.reuse:
+                precision: Precision = disk.precision if request.lossy else "exact"
+                scope = replace(scope, precision=precision)
+                request.fetch = self.store.fetch(scope, request.array(), request.prefix_tokens, ms_per_token, spec, wake)
+        return request.fetch is not None and request.fetch.pending()
+
     def uncached(self, request: Request) -> int:
         """How much of a waiting prompt would be computed if it started now."""
         if request.peeked[0] != self.store.changes:
@@ -46,7 +60,13 @@ class Life:
         request.started = time.perf_counter()
         request.prompt = len(request.ids)
         receipt = request.receipt
-        receipt.queue_ms = max(0.0, (request.started - request.called) * 1e3 - receipt.layout_ms)
+        if request.fetch is not None:
+            fetch = request.fetch
+            fetch.finish()
+            receipt.load_ms, receipt.disk_tokens, receipt.disk_bytes = fetch.ms, fetch.tokens, fetch.bytes
+            receipt.refusals += tuple(fetch.refusals)
+            receipt.notes += fetch.notes
+        receipt.queue_ms = max(0.0, (request.started - request.called) * 1e3 - receipt.layout_ms - receipt.load_ms)
         self.runner.follow_threads()
         self._attach(request)
         assert request.plan is not None and request.sequence is not None
@@ -67,20 +87,40 @@ class Life:
             request.receipt.path, request.receipt.bitwise = "stock", False
             return
         assert model.spec is not None
-        found = self.store.match(request.scope, request.array()) if request.reuse else Match(0, (), Reason.REUSE_OFF)
+        found = self._match(request)
         request.sequence = sequence = Sequence(model.spec)
         request.plan = make(length, found.tokens, found.missed, found.detail)
         request.kept = found.tokens
         if found.tokens:
             sequence.attach(list(found.pages), found.tokens)
+        request.receipt.precision = request.scope.precision
+        if request.scope.precision != "exact":
+            sequence.exact_until = 0
         request.receipt.path = "stepped" if model.stepped else "generic"
         self._state_bits(request, found)
+
+    def _match(self, request: Request) -> Match:
+        """The longest prefix in memory: an exact one, unless the request allows for less and finds more there."""
+        assert request.scope is not None
+        if not request.reuse:
+            return Match(0, (), Reason.REUSE_OFF)
+        found = self.store.match(request.scope, request.array())
+        if request.lossy and self.store.disk is not None and self.store.disk.precision != "exact":
+            lossy = replace(request.scope, precision=self.store.disk.precision)
+            other = self.store.match(lossy, request.array())
+            if other.tokens > found.tokens:
+                request.scope, found = lossy, other
+        return found
 
     def _state_bits(self, request: Request, found: Match) -> None:
         model, receipt = self.runner.model, request.receipt
         assert model.numerics is not None
         request.numerics = {*found.numerics, model.numerics.digest}
-        receipt.bitwise = model.bitwise and len(request.numerics) == 1
+        receipt.bitwise = model.bitwise and len(request.numerics) == 1 and receipt.precision == "exact"
+        if receipt.precision != "exact":
+            receipt.refusals += (
+                Refusal(Reason.LOSSY, 0, found.tokens, f"stored as {receipt.precision}: near the exact values, not equal"),
+            )
         if len(request.numerics) > 1:
             receipt.refusals += (Refusal(Reason.NUMERICS, 0, found.tokens, "computed with other threads or kernels"),)
         elif not model.bitwise:
@@ -101,6 +141,8 @@ class Life:
                 request.events.put(Progress(request.sequence.length, request.prompt))
             if not self.keep(request, whole_only=request.remaining > 0):
                 return self._non_finite(request, "keys or values")
+            if request.fetch is not None and not request.remaining:
+                request.fetch.settle()
         if request.fill_only:
             return self._filled(request) if not request.remaining else None
         return self._choose(request, outcome.logits) if outcome.logits is not None else None
@@ -162,14 +204,16 @@ class Life:
         sequence, scope = request.sequence, request.scope
         if scope is None or not isinstance(sequence, Sequence) or not request.reuse:
             return True
-        count = min(sequence.length, sequence.exact_until)
+        count = min(sequence.length, sequence.exact_until) if scope.precision == "exact" else sequence.length
         if whole_only:
             count -= count % PAGE_TOKENS
         if count <= request.kept:
             return True
         if not _finite(sequence, request.kept, count):
             return False
-        self.store.admit(scope, request.array(count), sequence.pages[: -(-count // PAGE_TOKENS)], frozenset(request.numerics))
+        self.store.admit(
+            scope, request.array(count), sequence.pages[: -(-count // PAGE_TOKENS)], frozenset(request.numerics), request.prefix_tokens
+        )
         request.kept = count
         return True
 
@@ -207,6 +251,8 @@ class Life:
             request.receipt.exact_until = request.sequence.exact_until
             request.sequence.close()
             request.sequence = None
+        if request.fetch is not None:
+            request.fetch.settle()
 
 
 def _finite(sequence: Sequence, start: int, stop: int) -> bool:

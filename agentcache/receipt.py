@@ -1,9 +1,10 @@
 """The account of one request: what was reused, what was computed, why, and what it cost. Knows nothing of how it was done.
 
 Buckets are inclusive: prompt_tokens = cached_tokens + computed_tokens; copied_tokens (slots copied by branching a shared page) lie inside
-cached_tokens, spliced_tokens (the model's own ids put back) anywhere in the prompt. Times are milliseconds on a monotonic clock, read
-after the device has finished, one behind the other: layout_ms, queue_ms until the device takes the request, match_ms, prefill_ms; their sum
-is ttft_ms, from the call to the first token. decode_ms goes from the first token to the last.
+cached_tokens, and so do disk_tokens (read from disk for this request, disk_bytes of it); spliced_tokens (the model's own ids put back) lie
+anywhere in the prompt. Times are milliseconds on a monotonic clock, read after the device has finished, one behind the other: layout_ms,
+load_ms until the pages are there (from disk, or from another process), queue_ms until the device takes the request, match_ms, prefill_ms;
+their sum is ttft_ms, from the call to the first token. decode_ms goes from the first token to the last.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .types import FinishReason, Refusal, Span
+from .types import FinishReason, Precision, Refusal, Span
 
 
 @dataclass(slots=True)
@@ -25,15 +26,19 @@ class Receipt:
     computed_tokens: int = 0
     copied_tokens: int = 0
     spliced_tokens: int = 0
+    disk_tokens: int = 0
+    disk_bytes: int = 0
     completion_tokens: int = 0
     exact_until: int = 0
     bitwise: bool = False
+    precision: Precision = "exact"
     path: str = ""
     refusals: tuple[Refusal, ...] = ()
     differences: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
     finish_reason: FinishReason | None = None
     layout_ms: float = 0.0
+    load_ms: float = 0.0
     queue_ms: float = 0.0
     match_ms: float = 0.0
     prefill_ms: float = 0.0

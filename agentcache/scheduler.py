@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 
+from .audit import Audit
 from .errors import AgentCacheError, CancelledError, EngineClosedError
 from .inflight import Chunk, Done, Progress, Request
 from .life import Life
@@ -21,6 +22,7 @@ from .store.store import Store
 __all__ = ["Chunk", "Done", "Progress", "Request", "Scheduler"]
 
 STEP_MS = 300.0  # a round that also decodes should take about this long
+POLL_S = 0.002  # how often a request whose pages are on their way is looked at while nothing else runs
 MIN_FILL = 16  # tokens of a prompt that go along in any case
 PATIENCE = 4  # rounds that a prompt gives way to shorter ones
 MAX_DECODING = MAX_ROWS // 2  # requests that get a token in one round; with more, they take turns
@@ -38,6 +40,7 @@ class Scheduler:
         self.runner = runner
         self.store = store
         self.life = Life(runner, store)
+        self.audit = Audit(runner, store)
         self.chunk_tokens = min(chunk_tokens, MAX_ROWS)
         self.ms_per_token = 0.0
         self.rounds = 0
@@ -78,28 +81,41 @@ class Scheduler:
         finally:  # also if a fault nobody foresaw ends this thread: no caller may wait forever
             with self._gate:
                 self._closed.set()
-            self._collect(block=False)
+            self._collect(0.0)
             for request in (*self._live, *self._waiting):
                 self._fail(request, EngineClosedError("the engine was closed while this request ran"))
 
     def _turn(self) -> None:
         """One round. Its own frame, so that nothing of it lives on while the thread waits for requests."""
-        self._collect(block=not self._live and not self._waiting)
+        self._collect(self._patience())
         self._drop_cancelled()
         self._start_waiting()
+        self.store.note_filling(any(r.filling for r in self._live))
         pack = self._compose()
         if pack and not self._closed.is_set():
             self._round(pack)
+        elif not self._live and not self._waiting and not self._closed.is_set():
+            self.audit.step()
 
-    def _collect(self, block: bool) -> None:
+    def _patience(self) -> float | None:
+        """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""
+        if self._live or (not self._waiting and self.audit.pending):
+            return 0.0
+        return POLL_S if self._waiting else None
+
+    def _collect(self, wait: float | None) -> None:
         while True:
             try:
-                request = self._inbox.get(block)
+                request = self._inbox.get(wait != 0.0, wait)
             except queue.Empty:
                 return
             if request is not None:
                 self._waiting.append(request)
-            block = False
+            wait = 0.0
+
+    def wake(self) -> None:
+        """Let the device thread look again, from any thread."""
+        self._inbox.put(None)
 
     def _drop_cancelled(self) -> None:
         for request in [r for r in (*self._live, *self._waiting) if r.cancelled.is_set()]:
@@ -109,11 +125,14 @@ class Scheduler:
     def _start_waiting(self) -> None:
         filling = any(r.filling and r.remaining > self.chunk_tokens for r in self._live)
         for request in list(self._waiting):
+            if self.life.waits(request, self.ms_per_token, self.wake):
+                continue
             if not filling or self.life.uncached(request) <= self.chunk_tokens:
                 self._waiting.remove(request)
                 self._live.append(request)
                 try:
                     self.life.start(request)
+                    self.audit.consider(request)
                 except FAULTS as error:
                     self._fail(request, as_failure(error, len(request.ids)))
                     continue

@@ -6,6 +6,7 @@ Counts end in `_tokens`, sizes in `_bytes`, times in `_ms`. Intervals are half o
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,7 +17,8 @@ from .errors import ConfigError
 Role = Literal["system", "user", "assistant", "tool"]
 ToolOrder = Literal["given", "sorted", "sticky"]
 Rendering = Literal["canonical", "stock"]
-Reuse = Literal["exact", "off"]
+Reuse = Literal["exact", "lossy", "off"]
+Precision = Literal["exact", "int8", "int4"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 
@@ -97,6 +99,8 @@ class Reason(str, Enum):
     NOT_ROW_PURE = "NOT_ROW_PURE"  # kernels here depend on the batch: tokens are promised, bits are not
     APPROXIMATE = "APPROXIMATE"  # not lent to an exact request
     BAD_BLOB = "BAD_BLOB"  # failed verification
+    SLOW_DISK = "SLOW_DISK"  # reading it would take longer than computing it
+    LOSSY = "LOSSY"  # stored with fewer bits than computed: not lent to an exact request
     NON_FINITE = "NON_FINITE"  # a computation produced NaN or infinity and was not kept
 
     __str__ = str.__str__
@@ -174,3 +178,31 @@ class ToolGroup:
     kv_bytes: int
     computed_tokens: int
     warm_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Where and how pages are kept on disk.
+
+    folder: None for AGENTCACHE_DIR, else the user's cache folder. disk_bytes: at most so much; turns go first, tool groups last.
+    write_bytes_per_hour: what is above is not written. precision: "int8" and "int4" save bytes, and serve reuse="lossy" only.
+    check_one_in: every so many exact hits from disk are recomputed in idle time and compared; 0 for never.
+    encryption_key: 32 bytes; None for AGENTCACHE_KEY, else no encryption.
+    """
+
+    folder: str | os.PathLike[str] | None = None
+    disk_bytes: int = 20 << 30
+    write_bytes_per_hour: int = 64 << 30
+    precision: Precision = "exact"
+    check_one_in: int = 64
+    encryption_key: bytes | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("disk_bytes", "write_bytes_per_hour", "check_one_in"):
+            value = getattr(self, name)
+            if not _whole(value) or value < 0:
+                raise ConfigError(f"{name}={value!r}: must be a whole number of at least 0")
+        if self.precision not in ("exact", "int8", "int4"):
+            raise ConfigError(f"precision={self.precision!r}: must be 'exact', 'int8' or 'int4'")
+        if self.encryption_key is not None and (not isinstance(self.encryption_key, bytes) or len(self.encryption_key) != 32):
+            raise ConfigError("encryption_key: must be 32 bytes")

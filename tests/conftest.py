@@ -13,6 +13,7 @@ import torch
 
 from tests import models
 
+os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk but where a test asks for it
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once instead of asking a network that is blocked
 
 

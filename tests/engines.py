@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from agentcache import Engine, Sampling
+from agentcache.store.store import Store
 from agentcache.store.tree import Tree
 from tests import models
 
@@ -75,8 +76,9 @@ class Spy:
         running.model.forward = forward  # type: ignore[method-assign]
 
 
-def check_store(store: Tree) -> None:
+def check_store(store: Tree | Store) -> None:
     """The store's own account holds."""
+    store = store.tree if isinstance(store, Store) else store
     entries = list(store._order.values())
     assert store.bytes == sum(e.page.spec.page_bytes for e in entries)
     assert len({id(e.page) for e in entries}) == len(entries), "a page is kept twice"

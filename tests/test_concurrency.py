@@ -39,8 +39,8 @@ def test_twenty_threads_half_of_them_cancelled() -> None:
     pages: weakref.WeakSet[Page] = weakref.WeakSet()
     init = Page.__init__
 
-    def counted(self: Page, spec: Any) -> None:
-        init(self, spec)
+    def counted(self: Page, spec: Any, *rest: Any) -> None:
+        init(self, spec, *rest)
         pages.add(self)
 
     wrong: list[str] = []
@@ -68,7 +68,7 @@ def test_twenty_threads_half_of_them_cancelled() -> None:
         assert not wrong
         assert idle(running)
         check_store(running.store)
-        held = {id(e.page): e.page for e in running.store._order.values()}
+        held = {id(e.page): e.page for e in running.store.tree._order.values()}
         assert all(page._claim is None for page in held.values())
         held.clear()
         gc.collect()
@@ -224,8 +224,8 @@ def test_an_idle_engine_holds_no_sequence_alive() -> None:
             refs: list[weakref.ref[Page]] = []
             init = Page.__init__
 
-            def counted(self: Page, spec: Any) -> None:
-                init(self, spec)
+            def counted(self: Page, spec: Any, *rest: Any) -> None:
+                init(self, spec, *rest)
                 refs.append(weakref.ref(self))
 
             patch.setattr(Page, "__init__", counted)

@@ -155,7 +155,7 @@ def test_a_warm_group_is_pinned_and_survives_pressure() -> None:
 
 
 def pins(running: Engine) -> int:
-    return sum(entry.pins for entry in running.store._order.values())
+    return sum(entry.pins for entry in running.store.tree._order.values())
 
 
 def test_warming_a_name_again_moves_its_pins() -> None:

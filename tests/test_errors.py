@@ -23,7 +23,7 @@ POISON = models.toy_tokenizer().convert_tokens_to_ids(MARK)
 def test_every_error_is_in_the_tree_and_says_so() -> None:
     for name in errors.__all__:
         kind = getattr(errors, name)
-        assert issubclass(kind, errors.AgentCacheError)
+        assert issubclass(kind, (errors.AgentCacheError, UserWarning))
         assert name in (errors.__doc__ or "")
         assert kind.__doc__
 
@@ -125,7 +125,7 @@ def test_no_memory_for_a_page_is_an_error_of_that_request(monkeypatch: pytest.Mo
     with engine() as running:
         running.generate(chat("x"), sampling=decode(2))
 
-        def full(self: Page, spec: Any) -> None:
+        def full(self: Page, *args: Any) -> None:
             raise OSError(12, "Cannot allocate memory")
 
         with monkeypatch.context() as patch:
@@ -162,7 +162,7 @@ def test_nan_ends_its_own_request_and_nothing_of_it_is_kept(at: str, value: floa
         with pytest.raises(errors.NonFiniteLogitsError, match="nothing of this request was kept"):
             running.generate(bad, sampling=sampling)
         assert len(other.completion.ids) == 40
-        for entry in running.store._order.values():
+        for entry in running.store.tree._order.values():
             assert POISON not in entry.ids
             assert entry.page is not None
             assert torch.isfinite(entry.page.keys).all(), "a masked slot that is not finite poisons every reader"
@@ -182,7 +182,7 @@ def test_nan_written_into_a_shared_page_is_scrubbed() -> None:
         turns = [*chat("x"), first.message]
         with pytest.raises(errors.NonFiniteLogitsError):
             running.generate([*turns, {"role": "user", "content": "bad " + MARK}], sampling=decode(4))
-        (entry,) = running.store._order.values()
+        (entry,) = running.store.tree._order.values()
         assert entry.page is not None
         assert entry.page.filled == len(entry.ids)
         assert torch.isfinite(entry.page.keys).all()

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from agentcache.errors import ConfigError
 from agentcache.kv import PAGE_TOKENS, KVSpec, Page
 from agentcache.store.dropped import Dropped
+from agentcache.store.entry import Match
 from agentcache.store.keys import Ids, Scope, as_ids, page_key
-from agentcache.store.tree import CHILDREN, LONGER, OTHER, Match, Tree
+from agentcache.store.tree import CHILDREN, LONGER, OTHER, Tree
 from agentcache.types import Reason
 from tests.engines import check_store
 

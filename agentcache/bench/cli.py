@@ -72,8 +72,8 @@ def _loaded(model: str | None, shape: Shape | None, dtype: Dtype, threads: int |
     if threads is not None:
         torch.set_num_threads(threads)
     if model is not None:
-        return Engine(model, dtype=dtype.value)
-    return Engine(*shapes.load((shape or Shape.small).value, dtype=dtype.value, texts=texts or ()))
+        return Engine(model, dtype=dtype.value, store=None)
+    return Engine(*shapes.load((shape or Shape.small).value, dtype=dtype.value, texts=texts or ()), store=None)
 
 
 def _described(engine: Any) -> dict[str, Any]:

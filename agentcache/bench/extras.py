@@ -204,7 +204,7 @@ def overhead(sizes: Seq[int] = (3_000, 37_000), steps: int = 5) -> dict[str, Any
     from .shapes import tiny
 
     figures = {}
-    with Engine(*tiny()) as engine:
+    with Engine(*tiny(), store=None) as engine:
         tools, history, namespace = catalog.tools(_TOOLS), [Message("system", catalog.SYSTEM)], "overhead"
         number = 0
         for size in sizes:

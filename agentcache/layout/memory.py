@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from .canonical import Turn
 from .tokenise import EMPTY, Encoded, common_chars
@@ -18,6 +19,14 @@ ENTRIES = 256  # renderings per namespace: some more than agents that plausibly 
 CHARS = 16_000_000  # of all renderings: at about 5 bytes per character (text, ids, ends as shared ints) some 100-250 MB at most
 SPLICES = 16_384  # remembered messages: 30 steps each of 500 episodes
 GENERATED = 8_000_000  # ids held by them
+
+
+class Kept(Protocol):
+    """Where the model's own ids of messages are kept beyond one process."""
+
+    def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None: ...
+
+    def generated(self, namespace: str, key: bytes) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class Memory:
         self._held_chars = 0
         self._generated: OrderedDict[tuple[str, bytes], Generated] = OrderedDict()
         self._held_ids = 0
+        self._absent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def nearest(self, namespace: str, text: str, valid: Collection[bytes]) -> tuple[Encoded, int]:
         """The rendering of which most can be used again for `text`, and how many characters of it.
@@ -106,6 +116,17 @@ class Memory:
             self._generated[namespace, key] = generated
             while len(self._generated) > 1 and (len(self._generated) > SPLICES or self._held_ids > GENERATED):
                 self._held_ids -= self._generated.popitem(last=False)[1].size
+
+    def absent(self, namespace: str, key: bytes) -> bool:
+        """Whether this message was looked for beyond this process, in vain."""
+        with self._lock:
+            return (namespace, key) in self._absent
+
+    def note_absent(self, namespace: str, key: bytes) -> None:
+        with self._lock:
+            self._absent[namespace, key] = None
+            while len(self._absent) > SPLICES:
+                self._absent.popitem(last=False)
 
     def generated(self, namespace: str, key: bytes) -> Generated | None:
         with self._lock:

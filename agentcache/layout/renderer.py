@@ -10,6 +10,7 @@ Layout
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from ..errors import ConfigError, MessageError
 from ..types import Layout, Message, Rendering, Span, Tool, ToolOrder
-from .memory import Generated, Memory, chain, link
+from .memory import Generated, Kept, Memory, chain, link
 from .request import Request, Requests
 from .spans import Mark, generation_start, marks, places, spans
 from .splice import spliced
@@ -42,15 +43,17 @@ class Renderer:
     """Renders requests for one tokenizer. Safe to use from many threads.
 
     special_tokens: whether a raw string prompt gets the tokenizer's own leading special tokens (BOS) where it would add them.
+    kept: where the model's own ids of messages outlive this process.
     """
 
-    def __init__(self, tokenizer: Any, *, chat_template: str | None = None, special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Any, *, chat_template: str | None = None, special_tokens: bool = True, kept: Kept | None = None) -> None:
         self._encoder = Encoder(tokenizer)
         self._tokenizer = tokenizer
         self._template = Template(tokenizer, chat_template)
         self._requests = Requests(self._template, self._encoder)
         self._special_tokens = special_tokens
         self._memory = Memory()
+        self._kept = kept
         self._lock = threading.Lock()
         self._leading_ids: list[int] | None = None
         self._prefixes: OrderedDict[tuple[str, bytes], list[int]] = OrderedDict()
@@ -113,7 +116,34 @@ class Renderer:
         if message.role != "assistant":
             raise MessageError(f"remember(message={message!r:.200}): only an assistant message is generated")
         key = link(layout.chain, self._requests.canon().turn(0, message))
-        self._memory.learn(namespace, key, Generated(layout.encoded, tuple(map(int, generated_ids))))
+        generated = Generated(layout.encoded, tuple(map(int, generated_ids)))
+        self._memory.learn(namespace, key, generated)
+        if self._kept is not None:
+            self._kept.learn(namespace, self._name(key), generated.ids)
+
+    def _name(self, key: bytes) -> bytes:
+        """The key of a message beyond this process: other tokenizers and templates have other ids."""
+        return hashlib.blake2b(self._encoder.identity + self._template.identity + key, digest_size=16).digest()
+
+    def _recall(self, namespace: str, request: Request, number: int) -> Generated | None:
+        """What an earlier process remembered of turn `number`: its ids, behind the prompt as it is rendered now."""
+        turn = request.turns[number]
+        key = request.keys[number + 1]
+        if self._kept is None or number == 0 or turn.data["role"] != "assistant" or self._memory.absent(namespace, key):
+            return None
+        ids = self._kept.generated(namespace, self._name(key))
+        if not ids or max(ids) >= self._encoder.vocabulary:
+            self._memory.note_absent(namespace, key)
+            return None
+        before = request.until(number)
+        text = self._template.render([turn.data for turn in before.turns], before.tools.schemas, True, before.kwargs)
+        frame = _Frame(before, self._template.shape(bool(before.tools.schemas)), True)
+        prompt, _ = self._encode_own(namespace, text, before, frame)
+        if prompt.text != text:
+            return None
+        generated = Generated(prompt, ids)
+        self._memory.learn(namespace, key, generated)
+        return generated
 
     def prefix(
         self,
@@ -155,7 +185,7 @@ class Renderer:
         for number in reversed(range(len(request.turns))):
             if (key := request.keys[number + 1]) in have:
                 break
-            generated = self._memory.generated(namespace, key)
+            generated = self._memory.generated(namespace, key) or self._recall(namespace, request, number)
             if generated is None or not text.startswith(generated.prompt.text) or not frame.shows(number + 1):
                 continue
             turn = request.turns[number]

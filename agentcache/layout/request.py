@@ -42,6 +42,10 @@ class Request:
     keys: list[bytes]
     kwargs: Mapping[str, Any]
 
+    def until(self, number: int) -> Request:
+        """The request as it was before turn `number`."""
+        return Request(self.turns[:number], self.tools, self.notes, self.keys[: number + 1], self.kwargs)
+
 
 class Requests:
     """Builds requests for one template and one tokenizer; what agents send again at each step is worked out once."""

@@ -5,6 +5,7 @@ Nothing about a template is assumed from its family or name: small conversations
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,11 @@ class Template:
         self._lock = threading.Lock()
         self._report: TemplateReport | None = None
         self._shapes: dict[bool, Shape] = {}
+
+    @property
+    def identity(self) -> bytes:
+        """Digest of the template's text."""
+        return hashlib.blake2b(repr(self._given or getattr(self._tokenizer, "chat_template", None)).encode(), digest_size=16).digest()
 
     def render(
         self, messages: Sequence[Plain], tools: Sequence[Plain], generation: bool = True, kwargs: Mapping[str, Any] | None = None

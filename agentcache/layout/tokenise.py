@@ -13,10 +13,12 @@ pre-tokens, and breaks ties by the rounding of their sums). Otherwise the whole 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -119,6 +121,17 @@ class Encoder:
         self.control = {i: text for i, text in self.added.items() if i in special or (text.startswith("<|") and text.endswith("|>"))}
         for token_id in listed - set(self.control):
             self.control[int(token_id)] = str(tokenizer.convert_ids_to_tokens(int(token_id)))  # type: ignore[attr-defined]
+
+    @cached_property
+    def identity(self) -> bytes:
+        """Digest of everything that decides ids."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return hashlib.blake2b(backend.to_str().encode() if backend is not None else b"slow", digest_size=16).digest()
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many ids there are, added ones included."""
+        return len(self._tokenizer)  # type: ignore[arg-type]
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
         """All ids of `text`, and where each ends (empty for a slow tokenizer)."""

@@ -13,7 +13,18 @@ from enum import IntEnum
 import numpy as np
 from blake3 import blake3
 
+from ..kv import PAGE_TOKENS
+from ..types import Precision
+
 Ids = np.ndarray  # uint32 [tokens]
+
+
+def chain(root: bytes, ids: Ids) -> list[bytes]:
+    """The keys of all pages of a prompt; the last one may be partly filled."""
+    keys = [root]
+    for start in range(0, len(ids), PAGE_TOKENS):
+        keys.append(page_key(keys[-1], ids[start : start + PAGE_TOKENS]))
+    return keys[1:]
 
 
 class Role(IntEnum):
@@ -36,11 +47,12 @@ def page_key(parent: bytes, ids: np.ndarray) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What must be equal for pages to be shared: who asks, under which weights, with which rotary regime."""
+    """What must be equal for pages to be shared: who asks, under which weights, with which rotary regime, from how exact a source."""
 
     namespace: str
     fingerprint: str
     regime: str = ""
+    precision: Precision = "exact"
 
     @property
     def root(self) -> bytes:

@@ -2,7 +2,7 @@
 
 Pages hang in a tree: a child continues its parent's tokens. Keys are chain hashes over token ids, and the ids are compared on a hit.
 
-    one tree per (namespace, fingerprint, regime)          keys: keys.py          tiers: DEVICE, and behind it HOST where that is other memory
+    one tree per scope (keys.py)          tiers: DEVICE, and behind it HOST where that is other memory
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import numpy as np
 from blake3 import blake3
@@ -20,59 +19,12 @@ from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, Page, Tier
 from ..types import Reason
 from .dropped import Dropped
+from .entry import Entry, Match, common
 from .keys import Ids, Role, Scope, page_key
 
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the kept prompt ended
 OTHER = "kept prompts go on differently from here"
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One kept page, or the root of a tree (without page and ids).
-
-    ids: its valid tokens. numerics: digests of all kernels that had a part in it, those of the pages before it included.
-    role: what it serves. row: its row in the index of the store on disk, 0 if it is not there.
-    """
-
-    key: bytes
-    scope: Scope
-    ids: Ids
-    page: Page | None
-    parent: Entry | None
-    numerics: frozenset[str] = frozenset()
-    children: dict[bytes, Entry] = field(default_factory=dict)
-    pins: int = 0
-    role: Role = Role.TURN
-    row: int = 0
-
-    @property
-    def place(self) -> int:
-        """How many pages stand before it."""
-        return -1 if self.parent is None else self.parent.place + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest exact prefix: `pages` hold tokens [0, tokens). `missed` and `detail` say why it ends there.
-
-    numerics: digests of the kernels that computed the pages.
-    """
-
-    tokens: int
-    pages: tuple[Page, ...]
-    missed: Reason
-    numerics: frozenset[str] = frozenset()
-    detail: str = ""
-    entries: tuple[Entry, ...] = ()
-
-
-def common(a: Ids, b: Ids) -> int:
-    """How many leading ids are equal."""
-    short = min(len(a), len(b))
-    differs = a[:short] != b[:short]
-    first = int(differs.argmax()) if short else 0
-    return first if short and differs[first] else short
 
 
 class Tree:
@@ -156,7 +108,7 @@ class Tree:
         if gone not in (None, Reason.FINGERPRINT):
             return gone, ""
         for other in self._roots:
-            same = (other.namespace, other.regime) == (scope.namespace, scope.regime)
+            same = (other.namespace, other.regime, other.precision) == (scope.namespace, scope.regime, scope.precision)
             if same and other != scope and self._walk(other, ids, len(ids) - 1)[1] > at:
                 gone = Reason.FINGERPRINT
         if gone is not None:
@@ -205,7 +157,7 @@ class Tree:
             self._rename(child, ids.copy())  # a longer page takes its place, its pins and its children (it has none: it was not full)
             self._count(child.page, -1)
             self._count(page, 1)
-            child.page, child.numerics = page, numerics
+            child.page, child.numerics, child.role = page, numerics, min(child.role, Role.PREFIX)
             return child
         child = Entry(page_key(parent.key, ids), parent.scope, ids.copy(), page, parent, numerics)
         parent.children[child.key] = child
@@ -226,26 +178,37 @@ class Tree:
         self._dropped.discard(entry.key)
         self.changes += 1
 
-    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
-        """A request that failed takes back what it gave: tokens of `ids` behind the first `since`, where they lie in its own `pages`."""
+    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[bytes]:
+        """A request that failed takes back what it gave: tokens of `ids` behind the first `since`, where they lie in its own `pages`.
+
+        Returns the keys of what is gone.
+        """
         own = {id(page) for page in pages}
+        gone: list[bytes] = []
         with self._lock:
             path, _ = self._walk(scope, ids, len(ids))
             for entry, start in zip(path, range(0, len(ids), PAGE_TOKENS), strict=False):
                 if id(entry.page) not in own or start + len(entry.ids) <= since:
                     continue
                 if start >= since:
-                    self._drop_tree(entry, Reason.NON_FINITE)
-                    return
+                    return self._drop_tree(entry, Reason.NON_FINITE)
                 for child in list(entry.children.values()):
-                    self._drop_tree(child, Reason.NON_FINITE)
+                    gone += self._drop_tree(child, Reason.NON_FINITE)
                 assert entry.parent is not None
                 kept = entry.ids[: since - start]
                 if page_key(entry.parent.key, kept) in entry.parent.children:
-                    self._drop_tree(entry, Reason.NON_FINITE)  # another page keeps just these
+                    gone += self._drop_tree(entry, Reason.NON_FINITE)  # another page keeps just these
                 else:
+                    gone.append(entry.key)
                     self._rename(entry, kept)
-                return
+                return gone
+        return gone
+
+    def drop(self, scope: Scope, ids: Ids, reason: Reason) -> list[bytes]:
+        """Drop the page in which `ids` end and what continues it, pinned or not; returns the keys of what is gone."""
+        with self._lock:
+            path, at = self._walk(scope, ids, len(ids))
+            return self._drop_tree(path[-1], reason) if path and at == len(ids) else []
 
     def clear(self, namespace: str | None = None, reason: Reason = Reason.EVICTED) -> None:
         """Drop everything, or everything of one namespace, pinned or not."""
@@ -281,6 +244,8 @@ class Tree:
                 entry.pins += 1 if count > 0 else -1
                 if count > 0:
                     entry.role = Role.GROUP
+                elif not entry.pins:
+                    entry.role = min(entry.role, Role.PREFIX)
             self._evict()
             return len(path)
 
@@ -340,8 +305,8 @@ class Tree:
         if waiting:
             self._evict()
 
-    def _drop_tree(self, entry: Entry, reason: Reason) -> None:
-        """Drop a page and what hangs under it; the deepest first."""
+    def _drop_tree(self, entry: Entry, reason: Reason) -> list[bytes]:
+        """Drop a page and what hangs under it; the deepest first. Returns their keys."""
         below = [entry]
         for known in below:
             below.extend(known.children.values())
@@ -355,3 +320,4 @@ class Tree:
             gone.page = None
             if gone.parent.parent is None and not gone.parent.children:
                 del self._roots[gone.scope]
+        return [gone.key for gone in below]

@@ -1,0 +1,119 @@
+"""Sampling for truth: one in N exact hits from disk is computed again while nothing else runs, and compared. Knows no requests' text.
+
+What differs is quarantined, on disk too, and said: a warning now, a counter for `agentcache stats`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from .errors import StoreError, StoreWarning
+from .inflight import Request
+from .kv import PAGE_TOKENS, Page, Sequence
+from .runner import FAULTS, Runner, Work
+from .store.keys import Ids, Scope
+from .store.store import Store
+
+QUEUED = 4  # hits that may wait for an idle moment; more are not sampled
+CHUNK = 128  # tokens computed at once: a request that arrives waits for no more
+CLOSE = 0.05  # relative error that kernels which round differently may have; wrong pages are far from it
+
+
+@dataclass(slots=True)
+class _Check:
+    scope: Scope
+    ids: Ids
+    pages: tuple[Page, ...]
+    bitwise: bool
+    sequence: Sequence
+
+
+class Audit:
+    """Hits waiting to be checked. All calls on the device's thread.
+
+    checked, wrong: tokens compared so far, and pages found wrong.
+    """
+
+    def __init__(self, runner: Runner, store: Store) -> None:
+        self.runner = runner
+        self.store = store
+        self.checked = 0
+        self.wrong = 0
+        self._waiting: deque[_Check] = deque()
+
+    @property
+    def pending(self) -> bool:
+        """Whether an idle moment could be used."""
+        return bool(self._waiting)
+
+    def consider(self, request: Request) -> None:
+        """Perhaps choose this request, which has just been attached to pages from disk."""
+        disk, receipt, spec = self.store.disk, request.receipt, self.runner.model.spec
+        if disk is None or spec is None or not receipt.disk_tokens or request.scope is None or request.scope.precision != "exact":
+            return
+        if len(self._waiting) >= QUEUED or not disk.due_for_check():
+            return
+        count = receipt.cached_tokens
+        pages = tuple(
+            self.store.tree.match(request.scope, request.array(count + 1 if count < len(request.ids) else count), peek=True).pages
+        )
+        if len(pages) * PAGE_TOKENS >= count:
+            ids = request.array(count).copy()
+            self._waiting.append(_Check(request.scope, ids, pages, receipt.bitwise, Sequence(spec)))
+
+    def step(self) -> None:
+        """Compute a little of the oldest check; compare each page once it is computed."""
+        if not self._waiting:
+            return
+        check = self._waiting[0]
+        start = check.sequence.length
+        page = start // PAGE_TOKENS
+        count = min(CHUNK, len(check.ids) - start, (page + 1) * PAGE_TOKENS - start)
+        try:
+            [outcome] = self.runner.run([Work(check.sequence, check.ids[start : start + count].tolist(), check.scope.regime, wanted=False)])
+        except FAULTS:
+            outcome = None
+        if outcome is None or outcome.error is not None:
+            self._drop()  # no memory for it, say: another hit will be looked at
+            return
+        done = start + count
+        if done % PAGE_TOKENS == 0 or done == len(check.ids):
+            self.checked += done - page * PAGE_TOKENS
+            if not self._equal(check, page, done - page * PAGE_TOKENS):
+                self._wrong(check, done, page)
+                return
+        if done == len(check.ids):
+            self._count(checked=1)
+            self._drop()
+
+    def _drop(self) -> None:
+        self._waiting.popleft().sequence.close()
+
+    def _equal(self, check: _Check, page: int, tokens: int) -> bool:
+        own, kept = check.sequence.pages[page], check.pages[page]
+        pairs = (
+            (own.keys[..., :tokens], kept.keys[..., :tokens]),
+            (own.values[..., :tokens, :], kept.values[..., :tokens, :]),
+        )
+        if check.bitwise:
+            return all(torch.equal(a, b) for a, b in pairs)
+        return all(bool((a.float() - b.float()).norm() <= CLOSE * a.float().norm()) for a, b in pairs)
+
+    def _wrong(self, check: _Check, tokens: int, page: int) -> None:
+        self.wrong += 1
+        why = f"page {page} of a prompt's KV on disk is not what computing it gives"
+        self._drop()
+        try:
+            self.store.quarantine(check.scope, check.ids[:tokens], why)
+            self._count(wrong=1)
+        except StoreError as error:
+            why += f"; it could not be quarantined: {error}"
+        warnings.warn(f"{why}: it is not used again; `agentcache verify --fix` removes it", StoreWarning, stacklevel=2)
+
+    def _count(self, **counts: int) -> None:
+        assert self.store.disk is not None
+        self.store.disk.count({f"audit_{name}": count for name, count in counts.items()})

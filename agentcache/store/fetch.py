@@ -1,0 +1,230 @@
+"""One request's pages on their way into memory: read from disk, or awaited from another process that computes them. Knows no models.
+
+looking ──> reading ──> ready                 a bad blob: what is verified before it is kept, the rest looked for once more
+   │           └──────> ready                 slower than computing: left behind, with the reason
+   └──> awaiting ──> looking ...              another live process computes this prefix: until it is done, dead, or slower than we are
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import StoreError
+from ..kv import PAGE_TOKENS, KVSpec, Page
+from ..types import Precision, Reason, Refusal
+from .disk import Found, cpu_page
+from .entry import Match
+from .keys import Ids, Scope, chain
+from .policy import give_up, too_slow
+
+if TYPE_CHECKING:
+    from .store import Store
+
+LOOK_S = 0.05  # how often an awaited prefix is looked for
+AWAIT = 2.0  # an awaited process may take so many times as long as we would
+
+
+class Fetch:
+    """Ask `pending()` until it is False, on one thread; then `adopt()` puts what came into memory.
+
+    tokens, bytes, ms: what was read from disk. refusals: what was not, and why. wake: called from the reading thread when it is done.
+    """
+
+    def __init__(
+        self, store: Store, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None],
+        precision: Precision = "exact",
+    ) -> None:  # fmt: skip
+        assert store.disk is not None
+        self.store, self.disk, self.scope, self.ids, self.spec, self.precision = store, store.disk, scope, ids, spec, precision
+        self.prefix_tokens = min(prefix_tokens, len(ids))
+        self.ms_per_token = ms_per_token or self.disk.compute_ms(scope.fingerprint)
+        self.tokens = self.bytes = 0
+        self.ms = 0.0
+        self.refusals: list[Refusal] = []
+        self.notes: list[str] = []
+        self.lease: bytes | None = None
+        self._wake = wake
+        self._began = time.perf_counter()
+        self._look_again = 0.0
+        self._awaiting_until = 0.0
+        self._retried = False
+        self._found: Found | None = None
+        self._pages: list[Page] = []
+        self._stop = threading.Event()
+        self._over = threading.Event()
+        self._failed: StoreError | None = None
+        self._read_bytes = 0
+        self._read_began = 0.0
+        self._state = "looking"
+
+    def pending(self) -> bool:
+        """Whether it is worth waiting on. Never blocks for longer than a lookup."""
+        try:
+            return self._step()
+        except StoreError as error:  # a damaged index: computed instead, and said
+            self._refuse(Reason.BAD_BLOB, 0, str(error))
+            self._state = "ready"
+            return False
+
+    def _step(self) -> bool:
+        if self._state == "looking":
+            self._look()
+        if self._state == "reading" and (self._over.is_set() or self._too_slow()):
+            self._arrived()
+        if self._state == "awaiting" and time.monotonic() >= self._look_again:
+            self._await()
+        return self._state != "ready"
+
+    # -- from disk -------------------------------------------------------------------------------------------------
+
+    def _known(self) -> Match:
+        return self.store.tree.match(self.scope, self.ids, peek=True)
+
+    def _look(self) -> None:
+        known = self._known()
+        self._found = found = self.disk.find(self.scope, self.ids, known, self.spec, self.precision)
+        if found is None:
+            self._claim(known)
+            return
+        compute_ms = self._compute_ms(found, known)
+        if too_slow(found.bytes, compute_ms, self.disk.read_rate):
+            load_ms = found.bytes / self.disk.read_rate.value
+            self._refuse(
+                Reason.SLOW_DISK, known.tokens, f"reading {found.bytes} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms"
+            )
+            self._state = "ready"
+            return
+        self._pages = [cpu_page(self.spec) for _ in found.rows]
+        self._over.clear()
+        self._stop = threading.Event()
+        self._failed, self._read_bytes, self._read_began = None, 0, time.perf_counter()
+        self._state = "reading"
+        self.store.read(lambda: self._read(found, self._pages, self._stop))
+
+    def _compute_ms(self, found: Found, known: Match) -> float:
+        return (found.tokens - known.tokens) * self.ms_per_token
+
+    def _read(self, found: Found, pages: list[Page], stop: threading.Event) -> None:
+        """On a reading thread: fill the pages."""
+        try:
+            self._failed = self.disk.read(found.rows, pages, stop, self._progress)
+        except StoreError as error:  # the index could not be told what was wrong
+            self._failed = error
+        finally:
+            self._over.set()
+            self._wake()
+
+    def _progress(self, count: int) -> None:
+        self._read_bytes += count
+
+    def _too_slow(self) -> bool:
+        found = self._found
+        assert found is not None
+        elapsed = (time.perf_counter() - self._read_began) * 1e3
+        compute_ms = self._compute_ms(found, self._known())
+        if not give_up(elapsed, self._read_bytes, found.bytes, compute_ms, self.disk.read_rate):
+            return False
+        self._stop.set()
+        self.disk.read_rate.learn(max(self._read_bytes, 1), elapsed)
+        self._refuse(
+            Reason.SLOW_DISK, 0, f"{self._read_bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms"
+        )
+        return True
+
+    def _arrived(self) -> None:
+        """Keep the pages that are verified; after a bad one look once more."""
+        found, took = self._found, (time.perf_counter() - self._read_began) * 1e3
+        assert found is not None
+        good = 0
+        while good < len(self._pages) and self._pages[good].filled == found.rows[good].tokens:
+            good += 1
+        stopped = self._stop.is_set()
+        self._stop.set()
+        if good:
+            self._keep(found, good, stopped)
+            if not stopped:
+                self.disk.read_rate.learn(sum(row.bytes for row in found.rows[:good]), took)
+        failed, self._failed, self._pages, self._found = self._failed, None, [], None
+        if failed is not None and not stopped:
+            self._refuse(Reason.BAD_BLOB, (found.place + good) * PAGE_TOKENS, str(failed))
+            if not self._retried:
+                self._retried = True
+                self._state = "looking"
+                self._look()
+                return
+        if stopped:
+            self._state = "ready"
+        else:
+            self._claim(self._known())
+
+    def _keep(self, found: Found, good: int, partial: bool) -> None:
+        known = self._known()
+        if known.tokens // PAGE_TOKENS < found.place:
+            return  # what they continue was evicted meanwhile
+        rows, pages = found.rows[:good], self._pages[:good]
+        before = found.place * PAGE_TOKENS
+        ids = self.ids[:before].tolist() + [token for row in rows for token in row.ids.tolist()]
+        numerics = frozenset().union(*(row.numerics for row in rows), known.numerics)
+        entries = self.store.adopt(self.scope, ids, [*known.pages[: found.place], *pages], numerics, rows)
+        assert len(entries) == len(rows) or not entries
+        gained = found.tokens if not partial and good == len(found.rows) else before + sum(row.tokens for row in rows)
+        self.tokens += max(0, min(gained, len(self.ids) - 1) - known.tokens)
+        self.bytes += sum(row.bytes for row in rows)
+
+    # -- from another process --------------------------------------------------------------------------------------
+
+    def _claim(self, known: Match) -> None:
+        """Say that we compute this prefix, or wait for who said so before."""
+        self._state = "ready"
+        missing = self.prefix_tokens - known.tokens
+        if missing < PAGE_TOKENS or not self.disk.folder.writable or self.lease is not None:
+            return
+        key = chain(self.scope.root, self.ids[: self.prefix_tokens])[-1]
+        holder = self.disk.index.claim(key, self.scope.fingerprint, self.disk.process)
+        if holder is None:
+            self.lease = key
+            return
+        if holder.process == self.disk.process:
+            return
+        now = time.monotonic()
+        own_s = missing * self.ms_per_token / 1e3
+        if not self._awaiting_until:
+            self._awaiting_until = now + AWAIT * own_s - max(0.0, time.time() - holder.since)
+            self._await_began = now
+        if not own_s or now >= self._awaiting_until:
+            self.notes.append(f"another process computes this prefix too: not awaited longer than {max(0.0, AWAIT * own_s):.1f} s")
+            return
+        self._state = "awaiting"
+        self._look_again = now + LOOK_S
+
+    def _await(self) -> None:
+        known = self._known()
+        found = self.disk.find(self.scope, self.ids, known, self.spec, self.precision)
+        if found is not None and found.tokens >= self.prefix_tokens:
+            self.notes.append(f"waited {time.monotonic() - self._await_began:.1f} s for another process that computed this prefix")
+            self._state = "looking"
+            self._look()
+            return
+        self._claim(known)
+        if self._state == "ready" and found is not None:
+            self._state = "looking"
+            self._look()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _refuse(self, reason: Reason, start: int, detail: str) -> None:
+        self.refusals.append(Refusal(reason, start, len(self.ids), detail))
+
+    def settle(self) -> None:
+        """The prefix is computed, or will not be: whoever waits for it may look as soon as it is written."""
+        self._stop.set()
+        if self.lease is not None:
+            key, self.lease = self.lease, None
+            self.disk.writer.after(lambda: self.disk.index.release(key, self.scope.fingerprint, self.disk.process))
+
+    def finish(self) -> None:
+        """The waiting is over: what it took."""
+        self.ms = (time.perf_counter() - self._began) * 1e3

@@ -1,0 +1,74 @@
+"""What is worth writing, reading and keeping: measured rates and budgets, as values without side effects. Knows no files.
+
+Loading beats computing while bytes / read rate < tokens · ms per token. Both rates are measured where the store is used and remembered in
+it, so that the first request of a process already decides with numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+SMOOTHING = 0.5  # weight of the newest measurement
+RETRY_S = 300.0  # a rate that forbids loading is measured again after so long: disks recover
+SLACK = 0.01  # share of the computing time that may go into finding out that a disk is slow
+LEAST_WAIT_MS = 2.0
+MOST_SILENT_MS = 250.0  # nothing read at all for so long, and no rate known: it is not going to be fast
+
+
+@dataclass(slots=True)
+class Rate:
+    """Bytes per millisecond of verified reading, smoothed. 0: not measured yet."""
+
+    value: float = 0.0
+    at: float = field(default_factory=time.monotonic)
+
+    def learn(self, amount: float, ms: float) -> None:
+        """Take in one measurement."""
+        if amount > 0 and ms > 0:
+            new = amount / ms
+            self.value = new if not self.value else (1 - SMOOTHING) * self.value + SMOOTHING * new
+            self.at = time.monotonic()
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is so old that what it forbids deserves another try."""
+        return time.monotonic() - self.at > RETRY_S
+
+
+def too_slow(load_bytes: int, compute_ms: float, rate: Rate) -> bool:
+    """Whether loading would take longer than computing, as far as is known before it begins."""
+    return bool(compute_ms and rate.value) and not rate.stale and load_bytes / rate.value > compute_ms
+
+
+def give_up(elapsed_ms: float, read_bytes: int, load_bytes: int, compute_ms: float, rate: Rate) -> bool:
+    """Whether a running load should be left for computing: what is left of it takes longer than computing everything.
+
+    Decided after a hundredth of the computing time at the earliest; a disk that has shown nothing by twice the expected time is slow.
+    """
+    if not compute_ms or elapsed_ms < max(LEAST_WAIT_MS, SLACK * compute_ms):
+        return False
+    if read_bytes:
+        left_ms = (load_bytes - read_bytes) * elapsed_ms / read_bytes
+        return left_ms > compute_ms or elapsed_ms > compute_ms
+    expected = load_bytes / rate.value if rate.value else min(MOST_SILENT_MS, compute_ms)
+    return elapsed_ms > 2 * expected
+
+
+class WriteBudget:
+    """A token bucket of bytes: full at the start, refilled over an hour. Not thread safe: its writer owns it."""
+
+    def __init__(self, bytes_per_hour: int) -> None:
+        self.bytes_per_hour = bytes_per_hour
+        self._left = float(bytes_per_hour)
+        self._at = time.monotonic()
+
+    def take(self, count: int) -> bool:
+        """Take `count` bytes out if they are there."""
+        now = time.monotonic()
+        self._left = min(self.bytes_per_hour, self._left + (now - self._at) * self.bytes_per_hour / 3600)
+        self._at = now
+        if count > self._left:
+            return False
+        self._left -= count
+        return True

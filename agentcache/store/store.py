@@ -1,0 +1,179 @@
+"""Remembering prompts in all tiers: pages in memory, behind them pages on disk. Knows neither models nor requests.
+
+match    memory only, at once                 fetch    disk (or another process) into memory, in the background
+admit    memory at once, disk behind the answer
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+
+from ..errors import StoreError, StoreWarning
+from ..kv import KVSpec, Page
+from ..types import Precision, Reason, StoreOptions
+from .disk import Disk
+from .entry import Entry, Match
+from .fetch import Fetch
+from .groups import Group
+from .index import Row
+from .keys import Ids, Role, Scope, as_ids
+from .tree import Tree
+
+__all__ = ["DEFAULT", "Disk", "Fetch", "Match", "Store"]
+
+DEFAULT = StoreOptions()
+READERS = 2  # requests whose pages are read at the same time
+
+
+class Store:
+    """All kept pages. options: where and how on disk, None for memory only. Thread safe.
+
+    budget_bytes, host_bytes: of pages on the device, and of those that wait in the computer's memory where that is another one.
+    """
+
+    def __init__(self, budget_bytes: int, host_bytes: int = 0, options: StoreOptions | None = None) -> None:
+        self.tree = Tree(budget_bytes, host_bytes)
+        self.disk = Disk(options) if options is not None else None
+        self._readers = ThreadPoolExecutor(READERS, "agentcache-reader") if self.disk else None
+
+    @classmethod
+    def open(cls, budget_bytes: int, host_bytes: int, store: StoreOptions | str | os.PathLike[str] | None) -> Store:
+        """With the folder or options of the part on disk. Memory only for None, and where the default folder fails."""
+        options = store if isinstance(store, StoreOptions) or store is None else StoreOptions(store)
+        if options is not None and options.folder is None and not os.environ.get("AGENTCACHE_DIR", "unset"):
+            options = None
+        try:
+            return cls(budget_bytes, host_bytes, options)
+        except StoreError as error:
+            if store is not DEFAULT:
+                raise
+            warnings.warn(f"nothing is kept on disk: {error}", StoreWarning, stacklevel=3)
+            return cls(budget_bytes, host_bytes)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of pages in memory."""
+        return self.tree.budget_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Held by pages in memory."""
+        return self.tree.bytes
+
+    @property
+    def changes(self) -> int:
+        """Counts admissions and removals in memory."""
+        return self.tree.changes
+
+    # -- looking up ------------------------------------------------------------------------------------------------
+
+    def match(self, scope: Scope, ids: Ids, *, peek: bool = False) -> Match:
+        """The longest kept prefix of ids[:-1] in memory."""
+        found = self.tree.match(scope, ids, peek=peek)
+        if self.disk and not peek and scope.precision == "exact":
+            self.disk.writer.offer(list(found.entries))  # uses are told to the index; what is not on disk yet may go there
+        return found
+
+    def fetch(
+        self, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None],
+        precision: Precision = "exact",
+    ) -> Fetch | None:  # fmt: skip
+        """What brings this prompt's pages into memory, if there is anything to wait for."""
+        if self.disk is None or not self.tree.budget_bytes:
+            return None
+        return Fetch(self, scope, ids, prefix_tokens, ms_per_token, spec, wake, precision)
+
+    def read(self, job: Callable[[], None]) -> None:
+        """Run `job` on a reading thread."""
+        assert self._readers is not None
+        self._readers.submit(job)
+
+    # -- keeping ---------------------------------------------------------------------------------------------------
+
+    def admit(self, scope: Scope, ids: Ids, pages: Seq[Page], numerics: frozenset[str] | str, prefix_tokens: int = 0) -> None:
+        """Keep `pages`, which hold `ids` from the start: in memory now, on disk later."""
+        path = self.tree.admit(scope, ids, pages, numerics, prefix_tokens)
+        if self.disk and scope.precision == "exact":  # what was computed behind lossy pages stays in memory
+            self.disk.writer.offer(path)
+
+    def adopt(self, scope: Scope, ids: Seq[int], pages: Seq[Page], numerics: frozenset[str], rows: Seq[Row]) -> list[Entry]:
+        """Keep pages that were read from disk as the last of a path; returns what holds them."""
+        path = self.tree.admit(scope, as_ids(ids), pages, numerics)[-len(rows) :]
+        for entry, row in zip(path, rows, strict=False):
+            if entry.key == row.page_key:
+                entry.row, entry.role = row.id, max(entry.role, Role(row.role))
+        return path
+
+    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
+        """A request that failed takes back what it gave, on disk too."""
+        gone = self.tree.forget(scope, ids, since, pages)
+        if self.disk and gone:
+            self.disk.writer.discard(frozenset(gone))
+            self.disk.forget(gone, scope.fingerprint)
+
+    def quarantine(self, scope: Scope, ids: Ids, why: str) -> None:
+        """The last page of `ids` is wrong: never serve it again, nor what continues it."""
+        gone = self.tree.drop(scope, ids, Reason.BAD_BLOB)
+        if self.disk:
+            self.disk.writer.discard(frozenset(gone))
+            self.disk.quarantine(gone, scope.fingerprint, why)
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Free all pages in memory, or those of one namespace; what is on disk stays."""
+        self.tree.clear(namespace)
+
+    # -- tool groups -----------------------------------------------------------------------------------------------
+
+    def pin(self, scope: Scope, ids: Ids, count: int = 1) -> int:
+        """Pin (1) or unpin (-1) the pages that hold all of `ids`; returns how many. Pinned pages are never evicted, on disk neither."""
+        pages = self.tree.pin(scope, ids, count)
+        if pages and self.disk:
+            disk, path = self.disk, self.tree.path(scope, ids)
+            if count > 0:
+                disk.writer.offer(path, settled=True)
+            disk.writer.after(lambda: disk.pin([entry.row for entry in path if entry.row], count))
+        return pages
+
+    def record(self, group: Group) -> None:
+        """Remember a tool group by name, behind its pages."""
+        if self.disk:
+            disk = self.disk
+            disk.writer.after(lambda: disk.record(group))
+
+    def recorded(self, namespace: str, name: str, fingerprint: str) -> Group | None:
+        """The tool group of that name, of this or an earlier process; None if there is none on disk."""
+        try:
+            return self.disk.group(namespace, name, fingerprint) if self.disk else None
+        except StoreError:  # as good as not recorded
+            return None
+
+    def note_filling(self, filling: bool) -> None:
+        """Say whether a prompt is being filled: writing gives way to that."""
+        if self.disk:
+            quiet = self.disk.writer.quiet
+            if filling == quiet.is_set():
+                quiet.clear() if filling else quiet.set()
+
+    @property
+    def splices(self) -> Disk | None:
+        """Where the model's own ids are kept beyond this process."""
+        return self.disk
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Write everything that waits."""
+        return self.disk.writer.flush(timeout_s) if self.disk else True
+
+    def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
+        """Write what waits, leave the measured cost of a token to the next process, free all pages."""
+        if self._readers:
+            self._readers.shutdown(cancel_futures=True)
+        if self.disk:
+            self.disk.close(fingerprint, ms_per_token)
+        self.tree.clear()

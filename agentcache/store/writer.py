@@ -1,0 +1,237 @@
+"""Writing back: pages of the memory tier go to disk behind the answers, in one thread. Knows neither requests nor models.
+
+    offered ──> waiting (most important first) ──> written ──> row in the index
+                  │ whole pages when no prompt is being filled, the growing last page of a sequence once it has settled
+                  └ left out: over the write budget, over the queue's bound, no room on disk, parent not written
+
+An entry is written at most once; the answer never waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import StoreError, StoreFullError
+from ..kv import PAGE_TOKENS, Page
+from .entry import Entry
+from .keys import Ids, Role
+from .policy import WriteBudget
+
+SETTLE_S = 2.0  # the last page of a sequence that has not grown for so long is worth writing
+PATIENCE_S = 10.0  # so long a write gives way to prompts that are being filled
+PAUSE_S = 30.0  # after a disk error nothing is tried for so long
+QUEUED_BYTES = 1 << 30  # of pages that wait: beyond it the least important are left out
+TOUCH_S = 5.0  # uses are told to the index in batches
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One page on its way: as it was when it was offered, because it may be evicted or grow meanwhile."""
+
+    entry: Entry
+    ids: Ids
+    page: Page
+    key: bytes
+    due: float
+    number: int
+    since: float
+    settled: bool
+    role: Role
+
+    @property
+    def name(self) -> tuple[str, bytes]:
+        return (self.entry.scope.fingerprint, self.key)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (-int(self.role), self.number)
+
+
+Save = Callable[[Pending], int]  # writes one page and returns its row, 0 where it was refused
+
+
+class Writer:
+    """The one thread that writes. offer() and after() from any thread; flush() waits; close() flushes.
+
+    counts: what happened to pages, by word. quiet: set while no prompt is being filled. failure: the last disk error, in words.
+    """
+
+    def __init__(self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], None]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.quiet = threading.Event()
+        self.quiet.set()
+        self.failure = ""
+        self._save = save
+        self._touch = touch
+        self._budget = budget
+        self._numbers = itertools.count()
+        self._pending: dict[tuple[str, bytes], Pending] = {}
+        self._jobs: list[tuple[int, Callable[[], None]]] = []  # to be done once all pages offered before are settled
+        self._used: dict[int, None] = {}
+        self._touched = time.monotonic()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._urgent = 0  # how many wait in flush
+        self._busy = False
+        self._paused_until = 0.0
+        self._thread = threading.Thread(target=self._loop, name="agentcache-writer", daemon=True)
+        self._thread.start()
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def offer(self, path: list[Entry], settled: bool = False) -> None:
+        """Write those of these entries, root first, that are not on disk; the last one, if it may still grow, once it has settled."""
+        now = time.monotonic()
+        with self._changed:
+            if self._closing:
+                return
+            for entry in path:
+                if entry.row:
+                    self._used[entry.row] = None
+                    continue
+                known = self._pending.get((entry.scope.fingerprint, entry.key))
+                if entry.page is None or (known is not None and not settled):
+                    continue
+                for shorter in [p for p in self._pending.values() if p.entry is entry and not p.settled]:
+                    del self._pending[shorter.name]
+                whole = settled or len(entry.ids) == PAGE_TOKENS
+                due = now if whole else now + SETTLE_S
+                new = Pending(entry, entry.ids, entry.page, entry.key, due, next(self._numbers), now, whole, entry.role)
+                self._pending[new.name] = new
+            self._bound()
+            self._changed.notify_all()
+
+    def after(self, job: Callable[[], None]) -> None:
+        """Run `job` on the writing thread once everything offered so far that needs no settling is written or left out."""
+        with self._changed:
+            if not self._closing:
+                self._jobs.append((next(self._numbers), job))
+                self._changed.notify_all()
+
+    def discard(self, keys: frozenset[bytes]) -> None:
+        """Forget pages that turned out to be wrong."""
+        with self._changed:
+            for known in [p for p in self._pending.values() if p.key in keys]:
+                del self._pending[known.name]
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Write everything that waits, settled or not, and wait for it. False: it took too long, or the disk refuses."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            self._urgent += 1
+            self._changed.notify_all()
+            try:
+                while self._pending or self._jobs or self._busy:
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if (left is not None and left <= 0) or not self._thread.is_alive() or self._paused_until > time.monotonic():
+                        return not (self._pending or self._jobs or self._busy)
+                    self._changed.wait(0.5 if left is None else min(left, 0.5))
+                return True
+            finally:
+                self._urgent -= 1
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Flush, then end the thread."""
+        self.flush(timeout_s)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                found = self._next()
+                while found is None and not self._closing:
+                    self._changed.wait(self._idle_s())
+                    found = self._next()
+                if found is None:
+                    break
+                self._busy = True
+            try:
+                self._do(found)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+        self._tell_uses()
+
+    def _next(self) -> Pending | Callable[[], None] | None:
+        """What to do now. Takes it out. Called with the lock held."""
+        now, urgent = time.monotonic(), bool(self._urgent)
+        if self._used and (urgent or now - self._touched > TOUCH_S):
+            return self._tell_uses
+        if now < self._paused_until:
+            return None
+        ready = [p for p in self._pending.values() if urgent or (p.due <= now and (self.quiet.is_set() or now - p.since > PATIENCE_S))]
+        settling = {p.number for p in self._pending.values() if p.due > now and not urgent}
+        if self._jobs:
+            number, job = self._jobs[0]
+            if not any(p.number < number and p.number not in settling for p in self._pending.values()):
+                self._jobs.pop(0)
+                return job
+        if not ready:
+            return None
+        first = min(ready, key=lambda p: p.order)
+        del self._pending[first.name]
+        return first
+
+    def _idle_s(self) -> float | None:
+        if not self._pending and not self._jobs and not self._used:
+            return None
+        return 0.1 if not self.quiet.is_set() else 0.25
+
+    def _do(self, found: Pending | Callable[[], None]) -> None:
+        try:
+            if isinstance(found, Pending):
+                self._write(found)
+            else:
+                found()
+        except StoreError as error:  # what could not be written is computed again some day: never a request's trouble
+            self.failure = str(error)
+            self.counts["failed"] += 1
+            self._paused_until = time.monotonic() + PAUSE_S
+
+    def _write(self, pending: Pending) -> None:
+        entry = pending.entry
+        parent = entry.parent
+        assert parent is not None
+        if entry.row and entry.key == pending.key:
+            return
+        if parent.parent is not None and not parent.row:
+            self.counts["parent missing"] += 1
+        elif not self._budget.take(pending.page.spec.page_bytes * len(pending.ids) // PAGE_TOKENS):
+            self.counts["over budget"] += 1
+        else:
+            try:
+                row = self._save(pending)
+            except StoreFullError as error:
+                self.failure = str(error)
+                self.counts["no room"] += 1
+                return
+            if entry.key == pending.key:
+                entry.row = row
+            self.counts["written" if row else "known"] += 1
+
+    def _tell_uses(self) -> None:
+        with self._changed:
+            used, self._used, self._touched = list(self._used), {}, time.monotonic()
+        if used:
+            self._touch(used)
+
+    def _bound(self) -> None:
+        """Leave out the least important pages that wait beyond the bound. Called with the lock held."""
+        waiting = sorted(self._pending.values(), key=lambda p: p.order)
+        held = 0
+        for pending in waiting:
+            held += pending.page.spec.page_bytes
+            if held > QUEUED_BYTES:
+                del self._pending[pending.name]
+                self.counts["queue full"] += 1

@@ -1,0 +1,46 @@
+"""Stores, rows and pages for the tests of the store on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from agentcache.kv import KVSpec, Page
+from agentcache.store.folder import Folder
+from agentcache.store.keys import Scope, page_key
+from agentcache.store.schema import Row
+
+SPEC = KVSpec(3, 2, 16, torch.bfloat16)
+
+
+def page(spec: KVSpec = SPEC, tokens: int = 512, seed: int = 0) -> Page:
+    """A page with noise in its first slots."""
+    noise = torch.Generator().manual_seed(seed)
+    made = Page(spec)
+    made.keys[..., :tokens] = torch.randn(made.keys[..., :tokens].shape, generator=noise).to(spec.dtype)
+    made.values[..., :tokens, :] = torch.randn(made.values[..., :tokens, :].shape, generator=noise).to(spec.dtype)
+    made.filled = tokens
+    return made
+
+
+def row(spec: KVSpec = SPEC, tokens: int = 512, precision: str = "exact", first: int = 0, namespace: str = "tests") -> Row:
+    """A row for the first page of a prompt first, first + 1, ...; without a blob."""
+    ids = np.arange(first, first + tokens, dtype=np.uint32)
+    scope = Scope(namespace, "weights")
+    return Row(
+        id=0, page_key=page_key(scope.root, ids), parent=scope.root, namespace=namespace, fingerprint="weights", regime="", place=0,
+        tokens=tokens, ids=ids, numerics=frozenset({"b", "a"}), precision=precision, role=1, dtype=str(spec.dtype).removeprefix("torch."),
+        layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, created=1700000000.25,
+    )  # fmt: skip
+
+
+def path(folder: Folder, row: Row) -> Path:
+    """The file of a row's blob."""
+    return folder.blobs / row.blob[:2] / f"{row.blob}.safetensors"
+
+
+def left(folder: Folder) -> list[Path]:
+    """All files under blobs/."""
+    return [path for path in folder.blobs.rglob("*") if not path.is_dir()]
