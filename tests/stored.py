@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from agentcache.errors import BlobError, StoreError
 from agentcache.kv import KVSpec, Page
+from agentcache.store import blob
 from agentcache.store.folder import Folder
 from agentcache.store.keys import Scope, page_key
 from agentcache.store.schema import Row
@@ -39,6 +44,38 @@ def row(spec: KVSpec = SPEC, tokens: int = 512, precision: str = "exact", first:
 def path(folder: Folder, row: Row) -> Path:
     """The file of a row's blob."""
     return folder.blobs / row.blob[:2] / f"{row.blob}.safetensors"
+
+
+def fill(folder: Folder, written: Row, tokens: int | None = None, spec: KVSpec = SPEC, **more: Any) -> Page:
+    """A new page filled from a blob."""
+    found = Page(spec)
+    blob.read(folder, written, found, tokens=written.tokens if tokens is None else tokens, **more)
+    return found
+
+
+def same(a: Page, b: Page, tokens: int) -> bool:
+    """Whether the first slots hold the same numbers."""
+    return torch.equal(a.keys[..., :tokens], b.keys[..., :tokens]) and torch.equal(a.values[..., :tokens, :], b.values[..., :tokens, :])
+
+
+def refused(folder: Folder, written: Row, spec: KVSpec = SPEC, kind: type[StoreError] = BlobError, **more: Any) -> StoreError:
+    """Reading fails and leaves an empty page of zeros."""
+    found = Page(spec)
+    with pytest.raises(kind) as caught:
+        blob.read(folder, written, found, tokens=written.tokens, **more)
+    assert found.filled == 0
+    assert not found.keys.any()
+    assert not found.values.any()
+    return caught.value
+
+
+def edit(file: Path, change: Callable[[bytearray], object]) -> bytes:
+    """Change a file's bytes in place; returns what they were."""
+    before = file.read_bytes()
+    content = bytearray(before)
+    change(content)
+    file.write_bytes(content)
+    return before
 
 
 def left(folder: Folder) -> list[Path]:

@@ -109,7 +109,10 @@ def parse(front: bytes, sealed: bool) -> tuple[Row, Plan]:
         row = _unpack(header["__metadata__"]["row"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BlobError(f"its header is no header of a page: {type(error).__name__}") from None
-    made = plan(row, sealed)
+    try:
+        made = plan(row, sealed)
+    except StoreError as error:
+        raise BlobError(str(error)) from None
     if made.front != front:
         raise BlobError("its header is not the one that its metadata call for")
     return row, made
