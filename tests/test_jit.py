@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from agentcache.model import jit, numerics
+from agentcache.model import jit, jit_attention, numerics
 from agentcache.model.numerics import linear
 
 pytestmark = pytest.mark.skipif(jit.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
@@ -86,3 +86,35 @@ def test_many_threads_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         for out in pool.map(lambda _: jit.product(x, weight, 512), range(40)):
             assert torch.equal(out, expected)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+def test_attention_of_few_rows_equals_the_batched_products(
+    dim: int, dtype: torch.dtype, count: int, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    torch.manual_seed(dim)
+    order = numerics.attention_order(dim, count)
+    assert order is not None
+    for heads, pages, rows in ((1, 1, 2), (3, 4, 6), (8, 2, 16), (2, 3, 14)):
+        keys = [torch.randn(heads, dim, 512).to(dtype) for _ in range(pages)]
+        values = [torch.randn(heads, 512, dim).to(dtype) for _ in range(pages)]
+        queries, weights = torch.randn(heads, rows, dim), torch.rand(pages, heads, rows, 512)
+        found, mixed = torch.empty(pages, heads, rows, 512), torch.zeros(heads, rows, dim)
+        jit_attention.scores(queries, keys, found, order[0])
+        assert torch.equal(found, torch.stack([torch.bmm(queries, page.float()) for page in keys]))
+        for weight, page in zip(weights, values, strict=True):
+            mixed.baddbmm_(weight, page.float())
+        assert torch.equal(jit_attention.mix(weights, values, order[1]), mixed)
+
+
+def test_attention_takes_only_what_it_can() -> None:
+    keys = torch.zeros(2, 128, 512, dtype=torch.bfloat16)
+    assert jit_attention.takes(2, keys)
+    for other, rows in ((keys, 17), (keys.float(), 2), (keys[:, :90], 2)):
+        assert not jit_attention.takes(rows, other)

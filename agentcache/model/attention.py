@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
-from .numerics import Numerics, scratch
+from . import jit_attention
+from .numerics import Numerics, attention_order, scratch
 
 SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values
 SHARED_ELEMENTS = 1 << 23  # 32 MB of widened pages that several parts of a pack read: widened once per layer, not once per part
@@ -86,6 +87,14 @@ def _block(batch: Batch, kind: str, page: Page, layer: int, heads: slice) -> tor
     return wide
 
 
+def _few(batch: Batch, q: torch.Tensor, page: Page, layer: int) -> tuple[int, int] | None:
+    """How compiled products of few rows accumulate here, if they can take these."""
+    keys, values = page.layer_keys[layer], page.layer_values[layer]
+    if not batch.numerics.widen or not (jit_attention.takes(q.shape[1], keys) and jit_attention.takes(q.shape[1], values)):
+        return None
+    return attention_order(q.shape[2], torch.get_num_threads())
+
+
 def _tile(
     batch: Batch, q: torch.Tensor, pages: list[Page], layer: int, heads: slice, span: tuple[int, int, int], scale: float, window: int
 ) -> torch.Tensor:
@@ -97,7 +106,10 @@ def _tile(
     shape = (len(blocks), q.shape[0], q.shape[1], PAGE_TOKENS)
     scores = scratch("scores", shape[0] * shape[1] * shape[2] * PAGE_TOKENS).view(shape)
     real = count * group  # rows behind it are padding
-    for i, block in enumerate(blocks):
+    order = _few(batch, q, pages[blocks[0]], layer)
+    if order:
+        jit_attention.scores(q, [pages[block].layer_keys[layer][heads] for block in blocks], scores, order[0])
+    for i, block in enumerate(blocks if not order else ()):
         keys = _block(batch, "keys", pages[block], layer, heads)
         if keys.dtype == torch.float32:
             torch.bmm(q, keys, out=scores[i])
@@ -111,11 +123,15 @@ def _tile(
             scores[i, :, :real].masked_fill_(hidden, float("-inf"))
     scores.sub_(scores.amax((0, 3), keepdim=True)).exp_()
     sums = scores.sum(-1)
-    total, out = sums[0], torch.zeros(q.shape, dtype=torch.float32)
+    total = sums[0]
+    for i in range(1, len(blocks)):
+        total = total + sums[i]
+    if order:
+        values_of = [pages[block].layer_values[layer][heads] for block in blocks]
+        return jit_attention.mix(scores, values_of, order[1]).div_(total[..., None])
+    out = torch.zeros(q.shape, dtype=torch.float32)
     for i, block in enumerate(blocks):
         values = _block(batch, "values", pages[block], layer, heads)
-        if i:
-            total = total + sums[i]
         if values.dtype == torch.float32:
             out.baddbmm_(scores[i], values)
         else:

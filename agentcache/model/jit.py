@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 ROWS = (1, 2, 4, 8)  # rows of one pass over the weights: more need more registers than there are
 MOST_ROWS = 16  # above it, converting the weights first is as fast
 _FIELDS = 8  # of the argument block, 64 bits each: weight, x, out, outs, ins, block, tiles, thread count
-_BINARY = {torch.bfloat16: "bfloat", torch.float16: "half"}
+BINARY = {torch.bfloat16: "bfloat", torch.float16: "half"}
 
 
 def _shuffles(lanes: int) -> tuple[list[str], list[str]]:
@@ -47,21 +48,22 @@ def _shuffles(lanes: int) -> tuple[list[str], list[str]]:
     return lines, names
 
 
+def splat(lanes: int, value: str) -> str:
+    """A constant vector, typed value by typed value."""
+    return "<" + ", ".join([value] * lanes) + ">"
+
+
 def _wide(lanes: int, element: str, word: str, name: str) -> list[str]:
     """IR that makes %{name}0 and %{name}1, fp32 vectors, of the low and the high 16-bit numbers of the words."""
     ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
-
-    def splat(value: int) -> str:
-        return "<" + ", ".join([f"i32 {value}"] * lanes) + ">"
-
     if element == "bfloat":
         return [
-            f"%{name}l = shl {ints} {word}, {splat(16)}",
-            f"%{name}h = and {ints} {word}, {splat(-65536)}",
+            f"%{name}l = shl {ints} {word}, {splat(lanes, 'i32 16')}",
+            f"%{name}h = and {ints} {word}, {splat(lanes, 'i32 -65536')}",
             f"%{name}0 = bitcast {ints} %{name}l to {floats}",
             f"%{name}1 = bitcast {ints} %{name}h to {floats}",
         ]
-    lines = [f"%{name}s = lshr {ints} {word}, {splat(16)}"]
+    lines = [f"%{name}s = lshr {ints} {word}, {splat(lanes, 'i32 16')}"]
     for number, source in ((0, word), (1, f"%{name}s")):
         lines += [
             f"%{name}n{number} = trunc {ints} {source} to <{lanes} x i16>",
@@ -107,7 +109,7 @@ def _source(lanes: int, rows: int, element: str) -> str:
     fields = "\n".join(f"  %q{i} = getelementptr i64, ptr %args, i64 {i}\n  %u{i} = load i64, ptr %q{i}, align 8" for i in range(_FIELDS))
     body, chains = _step(lanes, rows, element)
     rows_of = range(rows)
-    minus_zero = "<" + ", ".join(["float -0.0"] * lanes) + ">"
+    minus_zero = splat(lanes, "float -0.0")
     weights = "\n".join(
         f"  %n{i} = add i64 %first, {i}\n  %o{i} = mul i64 %n{i}, %line\n  %w{i} = getelementptr i8, ptr %w, i64 %o{i}"
         for i in range(lanes)
@@ -194,24 +196,21 @@ class _Kernels:
             cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3
         )
         self._engines: list[Any] = []
-        self._shares: dict[tuple[int, str], int] = {}
+        self._compiled: dict[str, int] = {}
 
-    def _share(self, rows: int, element: str) -> int:
-        if (rows, element) not in self._shares:
-            module = self._binding.parse_assembly(_source(self.lanes, rows, element))
+    def compiled(self, name: str, source: Callable[[], str]) -> int:
+        """The address of `share` in this module, compiled once."""
+        if name not in self._compiled:
+            module = self._binding.parse_assembly(source())
             module.verify()
             engine = self._binding.create_mcjit_compiler(module, self._machine)
             engine.finalize_object()
             self._engines.append(engine)
-            self._shares[rows, element] = engine.get_function_address("share")
-        return self._shares[rows, element]
+            self._compiled[name] = engine.get_function_address("share")
+        return self._compiled[name]
 
-    def run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, block: int) -> None:
-        """out [rows, outs] fp32 of x [rows, ins] fp32 and weight [outs, ins]."""
-        share = self._share(x.shape[0], _BINARY[weight.dtype])
-        outs, ins = weight.shape
-        threads = torch.get_num_threads()
-        args = (ctypes.c_int64 * _FIELDS)(weight.data_ptr(), x.data_ptr(), out.data_ptr(), outs, ins, block, outs // self.lanes, threads)
+    def team(self, share: int, args: Any, threads: int) -> None:
+        """Run it on so many threads; each finds its own part."""
         self._team(share, ctypes.addressof(args), threads, 0)
 
 
@@ -239,7 +238,7 @@ def kernels() -> _Kernels | None:
 
 def takes(weight: torch.Tensor, rows: int) -> bool:
     """Whether this product can run here."""
-    found = kernels() if rows <= MOST_ROWS and weight.dtype in _BINARY else None
+    found = kernels() if rows <= MOST_ROWS and weight.dtype in BINARY else None
     return (
         found is not None
         and weight.device.type == "cpu"
@@ -257,10 +256,16 @@ def product(x: torch.Tensor, weight: torch.Tensor, block: int) -> torch.Tensor:
     found = kernels()
     assert found is not None and block % (2 * found.lanes) == 0
     x = x.contiguous()
-    out = torch.empty(x.shape[0], weight.shape[0])
-    start = 0
+    outs, ins = weight.shape
+    out = torch.empty(x.shape[0], outs)
+    threads, start = torch.get_num_threads(), 0
     while start < x.shape[0]:
         count = max(rows for rows in ROWS if rows <= x.shape[0] - start)
-        found.run(x[start : start + count], weight, out[start : start + count], block)
+        element = BINARY[weight.dtype]
+        share = found.compiled(f"{count} {element}", functools.partial(_source, found.lanes, count, element))
+        args = (ctypes.c_int64 * _FIELDS)(
+            weight.data_ptr(), x[start].data_ptr(), out[start].data_ptr(), outs, ins, block, outs // found.lanes, threads
+        )
+        found.team(share, args, threads)
         start += count
     return out

@@ -23,7 +23,8 @@ import torch
 from blake3 import blake3
 from torch.nn import functional
 
-from . import jit
+from ..kv import PAGE_TOKENS
+from . import jit, jit_attention
 
 Kernel = Literal["onednn", "upcast", "aten"]
 SINGLE_ROW_OUTS = 16384  # upcast weights with more outputs (a vocabulary) see few rows: each runs alone, in the weight's own type
@@ -137,6 +138,26 @@ def _chain_block(ins: int, threads: int) -> int | None:
         return None
     likely = sorted(_BLOCKS, key=lambda block: abs(block - ins / 2.5))  # both sides of the usual rule: halves, or the cache's share
     return next((block for block in likely if torch.equal(jit.product(x.float(), weight, block), expected)), None)
+
+
+@functools.cache
+def attention_order(dim: int, threads: int) -> tuple[int, int] | None:
+    """The same for attention: after how many channels the scores, and after how many keys the mixed values, add up what they have."""
+    keys = torch.stack([_pattern(dim, PAGE_TOKENS, torch.bfloat16, torch.device("cpu"), 7 + h) for h in range(2)])
+    values = torch.stack([_pattern(PAGE_TOKENS, dim, torch.bfloat16, torch.device("cpu"), 9 + h) for h in range(2)])
+    queries = torch.stack([_pattern(_CHAIN_ROWS, dim, torch.bfloat16, torch.device("cpu"), 13 + h) for h in range(2)]).float()
+    weights = torch.stack([_pattern(_CHAIN_ROWS, PAGE_TOKENS, torch.float32, torch.device("cpu"), 17 + h) for h in range(4)])
+    weights = weights.abs().view(2, 2, _CHAIN_ROWS, PAGE_TOKENS)
+    scores, found = torch.bmm(queries, keys.float()), torch.empty(1, 2, _CHAIN_ROWS, PAGE_TOKENS)
+    mixed = torch.zeros(2, _CHAIN_ROWS, dim).baddbmm_(weights[0], values.float()).baddbmm_(weights[1], values.float())
+
+    def scored(block: int) -> bool:
+        jit_attention.scores(queries, [keys], found, block)
+        return torch.equal(found[0], scores)
+
+    first = next((block for block in _BLOCKS if scored(block)), None)
+    second = next((block for block in (256, *_BLOCKS) if torch.equal(jit_attention.mix(weights, [values, values], block), mixed)), None)
+    return (first, second) if first and second else None
 
 
 def _vocabulary(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
