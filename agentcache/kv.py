@@ -21,8 +21,9 @@ from typing import Literal
 
 import torch
 
+from .types import PAGE_TOKENS
+
 Tier = Literal["device", "host"]
-PAGE_TOKENS = 512  # also the key block of the attention loop: one page, one matrix product
 
 
 @dataclass(frozen=True, slots=True)

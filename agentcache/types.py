@@ -21,6 +21,8 @@ Reuse = Literal["exact", "lossy", "off"]
 Precision = Literal["exact", "int8", "int4"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
+PAGE_TOKENS = 512  # one page: the key block of the attention loop, one matrix product; here, so that it is known without torch
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

@@ -152,7 +152,7 @@ def header(text: str | bytes, length: int | None = None, rest: bytes = b"") -> b
 
 def metadata(**changes: Any) -> str:
     """A header that says of a row what it likes, well formed."""
-    found = {**json.loads(container._pack(row(tokens=4))), **changes}
+    found = {**json.loads(container.pack(row(tokens=4))), **changes}
     return json.dumps({"__metadata__": {"agentcache": "1", "row": json.dumps(found)}})
 
 

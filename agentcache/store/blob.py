@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -25,14 +25,20 @@ def write(folder: Folder, row: Row, page: Page) -> Row:
 
     The blob is there as a whole or not at all. StoreFullError, StoreError: it is not.
     """
-    assert fits(row, page) and row.tokens <= page.filled and len(row.ids) == row.tokens
+    assert fits(row, page) and row.tokens <= page.filled
+    return write_layers(folder, row, lambda layer: _stored(row, page, layer))
+
+
+def write_layers(folder: Folder, row: Row, stored: Callable[[int], list[memoryview]]) -> Row:
+    """The same from what each layer is stored as, in clear (`container.parts`); asked for in order. If that fails, nothing is left."""
+    assert len(row.ids) == row.tokens
     made = plan(row, folder.encrypted)
     with files.new_file(folder) as (name, fd):
         at = files.write_from(fd, [memoryview(made.front)], 0)
         macs = bytearray()
         for layer in range(row.layers):
             context = layer_context(row, layer, made.sealed)
-            buffers = _stored(row, page, layer)
+            buffers = stored(layer)
             if made.sealed:
                 buffers = [memoryview(folder.seal(b"".join(buffers), context))]
             macs += mac_of(folder.key, context, *buffers)

@@ -72,7 +72,7 @@ def plan(row: Row, sealed: bool) -> Plan:
     tensors = [Tensor(f"{part.name}.{number}", part.dtype, part.shape) for number in range(row.layers) for part in layer]
     ids = Tensor("ids", "U8", (4 * row.tokens + SEAL_BYTES,)) if sealed else Tensor("ids", "U32", (row.tokens,))
     macs = Tensor("macs", "U8", (row.layers + 1, MAC_BYTES))
-    header: dict[str, Any] = {"__metadata__": {"agentcache": FORMAT, "row": _pack(row)}}
+    header: dict[str, Any] = {"__metadata__": {"agentcache": FORMAT, "row": pack(row)}}
     at = 0
     for tensor in (*tensors, ids, macs):
         header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, at + tensor.bytes)}
@@ -106,7 +106,7 @@ def parse(front: bytes, sealed: bool) -> tuple[Row, Plan]:
     """The row, without ids, that the bytes before the data tell of. BlobError if any of them is not as it must be."""
     try:
         header = json.loads(front[8:])
-        row = _unpack(header["__metadata__"]["row"])
+        row = unpack(header["__metadata__"]["row"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BlobError(f"its header is no header of a page: {type(error).__name__}") from None
     try:
@@ -142,7 +142,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
-def _pack(row: Row) -> str:
+def pack(row: Row) -> str:
     """What the index can be rebuilt from, the ids apart. A JSON text inside JSON: any namespace survives it, and other readers."""
     return _json(
         {
@@ -165,8 +165,8 @@ def _pack(row: Row) -> str:
     ).decode("ascii")
 
 
-def _unpack(text: str) -> Row:
-    """ValueError, KeyError or TypeError if it is not what `_pack` writes."""
+def unpack(text: str) -> Row:
+    """ValueError, KeyError or TypeError if it is not what `pack` writes."""
     found = json.loads(text)
     for name, most in MOST.items():
         value = found[name]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ..kv import Page
 from ..types import Reason
 from .keys import Ids, Role, Scope
+
+if TYPE_CHECKING:  # who only looks into the index needs no torch
+    from ..kv import Page
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from ..errors import BlobError
-from ..kv import PAGE_TOKENS
+from ..types import PAGE_TOKENS
 from . import evict, schema
 from .entry import common
 from .keys import Ids, Scope, page_key
@@ -122,13 +122,13 @@ class Index(Ledger):
         return None if record is None else decode(self.folder, record)
 
     def rows(
-        self, *, namespace: str | None = None, fingerprint: str | None = None, role: int | None = None, bad: bool | None = None,
-        older_than: float | None = None,
+        self, *, namespace: str | None = None, fingerprint: str | None = None, role: int | None = None, parent: bytes | None = None,
+        bad: bool | None = None, older_than: float | None = None,
     ) -> Iterator[Row]:  # fmt: skip
         """All rows with these properties, in the order in which they came; damaged ones are left out (check). older_than: seconds."""
         where = "id > ?"
         values: list[object] = []
-        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role)):
+        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role), ("parent", parent)):
             if value is not None:
                 where += f" AND {name} = ?"
                 values.append(value)
@@ -305,7 +305,7 @@ class Index(Ledger):
         if not self.folder.writable:
             return []
         gone = self._db.write(purge)
-        self._db.read(lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())  # no copy stays in the WAL
+        self.empty_log()
         return gone
 
     # -- damage ----------------------------------------------------------------------------------------------------

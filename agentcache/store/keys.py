@@ -13,8 +13,7 @@ from enum import IntEnum
 import numpy as np
 from blake3 import blake3
 
-from ..kv import PAGE_TOKENS
-from ..types import Precision
+from ..types import PAGE_TOKENS, Precision
 
 Ids = np.ndarray  # uint32 [tokens]
 

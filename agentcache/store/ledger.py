@@ -88,6 +88,10 @@ class Ledger:
 
             self._db.write(unpins)
 
+    def pinned(self) -> set[int]:
+        """Pages that running processes hold."""
+        return self._db.read(pinned)
+
     def drop_dead_pins(self) -> int:
         """Forget pins and leases of processes that have ended; returns how many."""
         if not self.folder.writable:
@@ -189,6 +193,13 @@ class Ledger:
         found = self._db.read(lambda c: c.execute("SELECT ids FROM splices WHERE namespace = ? AND key = ?", (namespace, key)).fetchone())
         return None if found is None else unguard(self.folder, found[0], _named("splice", namespace, key))
 
+    def drop_splices(self, namespace: str | None = None, older_than: float | None = None) -> int:
+        """Forget those of a namespace (None: of all), that are so many seconds old (None: of any age); returns how many."""
+        where, values = _where({"namespace": namespace})
+        if older_than is not None:
+            where, values = f"{where} {'AND' if where else 'WHERE'} created < ?", (*values, time.time() - older_than)
+        return self._execute(f"DELETE FROM splices{where}", values)
+
     # -- rates and counters ----------------------------------------------------------------------------------------
 
     def get_meta(self, key: str) -> str | None:
@@ -248,6 +259,11 @@ class Ledger:
             return found
 
         return {**self._snapshot(count), "counters": self.counters()}
+
+    def empty_log(self) -> None:
+        """Leave no copy of what was deleted in the write-ahead log, as far as nobody is reading it."""
+        if self.folder.writable:
+            self._db.read(lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
 
     def _snapshot(self, use: Use[T]) -> T:
         """Several reads of one state of the file."""
