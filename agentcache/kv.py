@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
@@ -47,11 +48,20 @@ class KVSpec:
         return PAGE_TOKENS * self.token_bytes
 
 
-def _zeros(shape: tuple[int, ...], spec: KVSpec) -> torch.Tensor:
-    """Zeroed memory that a CPU only commits when it is written (an anonymous map), so that a half empty page costs half."""
+def _zeros(shape: tuple[int, ...], spec: KVSpec, whole: bool) -> torch.Tensor:
+    """Zeroed memory that a CPU only commits when it is written (an anonymous map), so that a half empty page costs half.
+
+    whole: all of it will be written: in large pieces, if the system has them, which takes half the time.
+    """
     if spec.device.type != "cpu":
         return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-    memory = mmap.mmap(-1, prod(shape) * spec.dtype.itemsize)
+    size = prod(shape) * spec.dtype.itemsize
+    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones, the default, have no large pieces
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        memory = mmap.mmap(-1, size)
     return torch.frombuffer(memory, dtype=spec.dtype).view(shape)
 
 
@@ -59,18 +69,18 @@ class Page:
     """KV of up to 512 tokens: keys [layers, kv_heads, head_dim, 512], values [layers, kv_heads, 512, head_dim].
 
     `filled` counts the slots written so far. A page with filled == 512 is sealed: immutable, shared by reference.
-    spec: of the model; a page of tier "host" waits in the computer's own memory.
+    spec: of the model; a page of tier "host" waits in the computer's own memory. whole: all its slots will be written, and soon.
     layer_keys, layer_values: one view per layer.
     """
 
     __slots__ = ("__weakref__", "_claim", "_lock", "filled", "keys", "layer_keys", "layer_values", "spec", "tier", "values")
 
-    def __init__(self, spec: KVSpec, tier: Tier = "device") -> None:
+    def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False) -> None:
         self.spec = spec
         self.tier: Tier = tier
         place = spec if tier == "device" else replace(spec, device=torch.device("cpu"))
-        self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), place)
-        self.values = _zeros((spec.layers, spec.kv_heads, PAGE_TOKENS, spec.head_dim), place)
+        self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), place, whole)
+        self.values = _zeros((spec.layers, spec.kv_heads, PAGE_TOKENS, spec.head_dim), place, whole)
         self.layer_keys = self.keys.unbind(0)
         self.layer_values = self.values.unbind(0)
         self.filled = 0
