@@ -1,0 +1,225 @@
+"""Is everything stored as it was written? Finds what is not, and mends it. Knows no requests, and prints nothing.
+
+damaged index     made anew from what the pages say of themselves      page without a row      deleted once its writer is dead
+changed page      its row and its blob deleted: it is computed again   unfinished page         likewise
+row without page  deleted                                              quarantined page        deleted, it was never served
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from ..errors import BlobError, StoreCorruptError, StoreError, StorePermissionError
+from ..types import PAGE_TOKENS, Precision
+from . import files, process
+from .folder import Folder
+from .groups import Group
+from .index import Index
+from .keys import Scope, page_key
+from .rebuild import rebuild
+from .schema import Row
+
+Progress = Callable[[int, int], None]  # bytes looked at so far, of how many
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """kind: index, page, missing, quarantined, orphan or part. name: of the file. mended: it is gone, or made anew."""
+
+    kind: str
+    name: str
+    why: str
+    bytes: int = 0
+    mended: bool = False
+
+
+@dataclass(slots=True)
+class Report:
+    """What was looked at, and what was wrong with it. rebuilt: rows of the new index, None if it stayed."""
+
+    pages: int = 0
+    bytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    rebuilt: int | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong, or nothing is any more."""
+        return all(problem.mended for problem in self.problems)
+
+
+def verify(folder: Folder, *, fix: bool = False, progress: Progress | None = None) -> Report:
+    """Check the index, every byte of every page, and every file. fix: mend what is wrong, and touch nothing else.
+
+    Pages that another process evicts meanwhile are no problem; nor are files that a running process has not finished.
+    """
+    if fix and not folder.writable:
+        raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be mended")
+    report = Report()
+    index = _sound_index(folder, report, fix)
+    if index is None:
+        _check_files(folder, report, progress or _silent)
+        return report
+    with index:
+        _check_rows(folder, index, report, fix, progress or _silent)
+        report.problems += _orphans(folder, index, fix)
+        if fix:
+            index.drop_dead_pins()
+    return report
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+# -- the index -----------------------------------------------------------------------------------------------------
+
+
+def index_problems(folder: Folder) -> list[str]:
+    """What is wrong with the index, in words."""
+    try:
+        with Index(folder) as index:
+            found = index.check()
+            lost = int(str(index.stats()["groups"])) - len(index.groups())
+            return [*found, f"{lost} manifests of tool groups are damaged"] if lost > 0 else found
+    except StoreCorruptError as error:
+        return [str(error)]
+
+
+def _sound_index(folder: Folder, report: Report, fix: bool) -> Index | None:
+    """The index, made anew where it is damaged and that is asked for; None: it is damaged."""
+    found = index_problems(folder)
+    problems = [Problem("index", folder.index.name, why) for why in found]
+    if found and fix:
+        try:
+            report.rebuilt = rebuild(folder, described(folder))
+            problems = [replace(problem, mended=True) for problem in problems]
+        except StoreError as error:  # somebody is using it
+            problems.append(Problem("index", folder.index.name, str(error)))
+    report.problems += problems
+    return Index(folder) if report.rebuilt is not None or not found else None
+
+
+def described(folder: Folder) -> Iterator[Row]:
+    """The rows of all finished pages, as they tell them. Who does not tell a right one is left out."""
+    from . import blob
+
+    for file in files.files(folder):
+        if not file.part:
+            with suppress(BlobError):
+                yield blob.describe(folder, file.name)
+
+
+# -- pages ---------------------------------------------------------------------------------------------------------
+
+
+def _check_rows(folder: Folder, index: Index, report: Report, fix: bool, progress: Progress) -> None:
+    total = index.total()[1]
+    for row in index.rows():
+        problem = _problem(folder, row)
+        report.pages += 1
+        report.bytes += row.bytes
+        progress(report.bytes, max(total, report.bytes))
+        if problem is None or not _still(index, row):
+            continue
+        report.problems.append(replace(problem, mended=fix and delete(folder, index, [row.id])[0] > 0))
+
+
+def _problem(folder: Folder, row: Row) -> Problem | None:
+    """What is wrong with a page. Another trouble than a bad blob, such as too many open files, is raised."""
+    from . import blob
+
+    if row.bad is not None:
+        return Problem("quarantined", row.blob, row.bad, row.bytes)
+    try:
+        blob.verify(folder, row)
+    except BlobError as error:
+        lost = isinstance(error.__cause__, FileNotFoundError)
+        return Problem("missing", row.blob, "there is no such file", 0) if lost else Problem("page", row.blob, str(error), row.bytes)
+    return None
+
+
+def _still(index: Index, row: Row) -> bool:
+    """Whether the row is as it was listed: others evict and replace pages while we look at them."""
+    now = index.row(row.page_key, row.fingerprint, row.precision)
+    return now is not None and (now.id, now.blob) == (row.id, row.blob)
+
+
+def _check_files(folder: Folder, report: Report, progress: Progress) -> None:
+    """Without an index: each page against itself."""
+    from . import blob
+
+    finished = [file for file in files.files(folder) if not file.part]
+    total = sum(file.bytes for file in finished)
+    for file in finished:
+        try:
+            blob.verify(folder, blob.describe(folder, file.name))
+        except BlobError as error:
+            report.problems.append(Problem("page", file.name, str(error), file.bytes))
+        report.pages += 1
+        report.bytes += file.bytes
+        progress(report.bytes, total)
+
+
+# -- what dead processes left --------------------------------------------------------------------------------------
+
+
+def orphans(folder: Folder, index: Index) -> list[files.File]:
+    """Files that no row names and no running process is writing."""
+    dead = [file for file in files.files(folder) if not process.alive(file.writer, since=file.changed)]
+    known = index.has_blobs(file.name for file in dead if not file.part)
+    return [file for file in dead if file.part or file.name not in known]
+
+
+def _orphans(folder: Folder, index: Index, fix: bool) -> list[Problem]:
+    found = orphans(folder, index)
+    if found and fix:
+        files.sweep(folder, index.has_blobs)
+    words = {False: ("orphan", "no row of the index names it"), True: ("part", "its writer died before it was finished")}
+    return [Problem(words[file.part][0], file.name, words[file.part][1], file.bytes, mended=fix) for file in found]
+
+
+def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True) -> tuple[int, int]:
+    """Remove rows, then their blobs; returns how many, and of how many bytes."""
+    gone = index.remove(ids, force=force)
+    for row in gone:
+        with suppress(BlobError):  # a name that no blob can have
+            files.unlink(folder, row.blob)
+    return len(gone), sum(row.bytes for row in gone)
+
+
+# -- tool groups ---------------------------------------------------------------------------------------------------
+
+
+def pages_of(index: Index, group: Group, precision: str | None = None) -> list[Row | None]:
+    """The rows of a group's pages in that precision, by default in the one of which most are there; None where one is missing.
+
+    The last page may be stored longer than the group is: something that began with the group went on in it.
+    """
+    best: list[Row | None] = []
+    for kind in (precision,) if precision else get_args(Precision):
+        rows = [_served(index, bytes.fromhex(key), group.fingerprint, kind) for key in group.pages]
+        rows[-1] = rows[-1] or _longer(index, group, kind)
+        if not best or sum(row is not None for row in rows) > sum(row is not None for row in best):
+            best = rows
+    return best
+
+
+def _served(index: Index, key: bytes, fingerprint: str, precision: str) -> Row | None:
+    with suppress(BlobError):  # verify finds it
+        row = index.row(key, fingerprint, precision)
+        return row if row is not None and row.bad is None else None
+    return None
+
+
+def _longer(index: Index, group: Group, precision: str) -> Row | None:
+    tokens = group.prefix_tokens - PAGE_TOKENS * (len(group.pages) - 1)
+    root = Scope(group.namespace, group.fingerprint, group.regime).root
+    parent = bytes.fromhex(group.pages[-2]) if len(group.pages) > 1 else root
+    for row in index.rows(parent=parent, fingerprint=group.fingerprint, bad=False):
+        if row.precision == precision and 0 < tokens < row.tokens and page_key(parent, row.ids[:tokens]) == group.tip:
+            return row
+    return None
