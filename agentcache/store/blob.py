@@ -17,7 +17,7 @@ from .folder import Folder
 from .reading import PIECE, Filling, Progress, Reading, fits, mac_of, open_blob, opened, view
 from .schema import Row
 
-THREADS = 2  # what reads and hashes one request's pages
+THREADS = 4  # what reads and hashes one request's pages; more than cores, as some wait for the disk
 
 
 def write(folder: Folder, row: Row, page: Page) -> Row:
