@@ -9,17 +9,15 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from . import __version__
+from . import __version__, cli_store, cli_tend
 from .bench.cli import app as bench_app
-from .errors import AgentCacheError
+from .cli_print import facts, said_plainly, say_json
 
 app = typer.Typer(
     name="agentcache",
@@ -29,6 +27,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+
+for _verb in (cli_store.warm, cli_store.ls, cli_store.inspect, cli_tend.verify, cli_tend.prune, cli_tend.export):
+    app.command()(_verb)
+app.command("import")(cli_tend.import_)
+app.command()(cli_store.stats)
 
 _VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "blake3", "numpy", "bitsandbytes")
 
@@ -54,7 +57,7 @@ def demo(
     """Replay a recorded tool-calling episode with reuse off, cold and warm, and show what each step paid."""
     from .demo import run
 
-    with _said_plainly():
+    with said_plainly():
         report = run(Console(), layers=layers)
         if json_file:
             with open(json_file, "w", encoding="utf-8") as out:
@@ -65,29 +68,19 @@ def demo(
 def doctor(
     model: Annotated[str | None, typer.Option(help="Folder or id of a model: also say how it can be served.")] = None,
     shape: Annotated[str | None, typer.Option(help="The same for a known shape with random weights (see bench --help).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    store: cli_store.StoreOption = None,
+    as_json: cli_store.JsonOption = False,
 ) -> None:
     """Say what is bit-identical on this machine, with which padding, threads and versions, and what is not and why."""
-    with _said_plainly():
+    with said_plainly():
         report = _examine(model, shape)
+        report["store"] = cli_tend.examine(store)
     if as_json:
-        typer.echo(json.dumps(report, indent=1, default=str))
+        say_json(report)
     else:
-        Console().print(_table(report))
-    if report["installation"] != "ok":
+        Console().print(facts(report))
+    if report["installation"] != "ok" or "problem" in report["store"]:
         raise typer.Exit(1)
-
-
-class _said_plainly:
-    """Turns the errors that agentcache raises on purpose into one line and exit code 1; others keep their traceback."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, AgentCacheError):
-            typer.echo(f"agentcache: {error}", err=True)
-            raise typer.Exit(1) from error
 
 
 def _examine(model: str | None, shape: str | None) -> dict[str, Any]:
@@ -147,28 +140,3 @@ def _accelerator() -> str:
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-
-
-def _rows(report: dict[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    for key, value in report.items():
-        label = "  " * depth + str(key)
-        if isinstance(value, dict):
-            yield label, ""
-            yield from _rows(value, depth + 1)
-        elif isinstance(value, (list, tuple)):
-            yield label, ", ".join(str(item) for item in value) or "none"
-        elif isinstance(value, bool):
-            yield label, "yes" if value else "no"
-        elif str(key).endswith("_bytes") and isinstance(value, int):
-            yield label.removesuffix("_bytes"), f"{value / 2**30:.1f} GB"
-        else:
-            yield label, "unknown" if value is None else str(value)
-
-
-def _table(report: dict[str, Any]) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _rows(report):
-        table.add_row(label, value)
-    return table

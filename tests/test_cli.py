@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agentcache import __version__, cli, demo
+from agentcache import __version__, cli, cli_print, demo
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -92,7 +92,7 @@ def test_doctor_fails_when_the_installation_is_mixed(monkeypatch: pytest.MonkeyP
 
 def test_rows_of_a_report() -> None:
     report = {"a": {"b": True, "c_bytes": 2**31, "d": None, "e": ["x", 1], "f": []}}
-    rows = [(label.strip(), value) for label, value in cli._rows(report)]
+    rows = [(label.strip(), value) for label, value in cli_print.lines(report)]
     assert rows == [("a", ""), ("b", "yes"), ("c", "2.0 GB"), ("d", "unknown"), ("e", "x, 1"), ("f", "none")]
 
 

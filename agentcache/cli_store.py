@@ -1,0 +1,276 @@
+"""The verbs that fill the store on disk and look into it: warm, ls, inspect, stats. Knows no format of anything stored.
+
+Store modules are loaded inside the verbs: `--help` answers at once, and what only reads the index needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .bench.cli import Dtype
+from .cli_print import bar, facts, listing, said_plainly, say_json, shown, size
+from .errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .store.folder import Folder
+    from .store.groups import Group
+    from .store.index import Index
+    from .types import ToolGroup
+
+
+class Order(str, Enum):
+    """In which order tools are shown to the model."""
+
+    given = "given"
+    sorted = "sorted"
+
+
+StoreOption = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="The store's folder; by default AGENTCACHE_DIR, else the user's cache folder.")]  # fmt: skip # noqa: E501
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a tool group; never a path.")]
+NamespaceOption = Annotated[str | None, typer.Option(help="Only what is in this namespace.")]
+FingerprintOption = Annotated[str | None, typer.Option(help="First characters of the fingerprint, where several models have that group.")]
+
+
+@contextmanager
+def opened(place: Path | None, create: bool = False) -> Iterator[tuple[Folder, Index]]:
+    """The store at `place`, by default where it lies on this machine."""
+    from .store.folder import Folder
+    from .store.index import Index
+
+    folder = Folder.open(place, create=create)
+    with Index(folder) as index:
+        yield folder, index
+
+
+def one(index: Index, name: str, namespace: str | None, fingerprint: str | None) -> Group:
+    """The group of that name; ConfigError if there is none, or there are several."""
+    found = [group for group in index.groups(namespace, name) if group.fingerprint.startswith(fingerprint or "")]
+    if not found:
+        where = f" in namespace {namespace!r}" if namespace is not None else ""
+        raise ConfigError(f"no tool group {name!r}{where}: `agentcache ls` shows which there are")
+    if len(found) > 1:
+        all_of_them = "; ".join(f"namespace {g.namespace!r}, model {g.model!r}, fingerprint {g.fingerprint[:12]}" for g in found)
+        raise ConfigError(f"{len(found)} tool groups {name!r} ({all_of_them}): give --namespace or --fingerprint")
+    return found[0]
+
+
+def _about(index: Index, group: Group) -> dict[str, Any]:
+    """What is known of a group and its pages."""
+    from .store.check import pages_of
+
+    rows = [row for row in pages_of(index, group) if row is not None]
+    return {
+        "name": group.name,
+        "namespace": group.namespace,
+        "model": group.model,
+        "fingerprint": group.fingerprint,
+        "regime": group.regime,
+        "prefix_tokens": group.prefix_tokens,
+        "tools": list(group.tools),
+        "pages": len(group.pages),
+        "pages_stored": len(rows),
+        "complete": len(rows) == len(group.pages),
+        "bytes": sum(row.bytes for row in rows),
+        "precision": rows[0].precision if rows else None,
+        "hits": max((row.hits for row in rows), default=0),
+        "created": _time(group.created),
+        "last_use": max((row.used for row in rows), default=0),
+    }
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def count(number: int, what: str) -> str:
+    """`1 page`, `2 pages`."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+# -- filling -------------------------------------------------------------------------------------------------------
+
+
+def warm(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hugging Face id of a model.")],
+    tools: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON file with a list of tool schemas.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="FILE|TEXT", help="The system prompt, or a file that holds it.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the tool group; by default the start of its key.")] = None,
+    namespace: Annotated[str, typer.Option(help="Who may use it.")] = "default",
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of the weights; by default as they were saved.")] = None,
+    tools_order: Annotated[Order, typer.Option(help="As in the file, or sorted by name.")] = Order.given,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute the prefix of a system prompt and tools, and keep it on disk for every later process."""
+    from .store.folder import Folder
+
+    began = time.perf_counter()
+    with said_plainly():
+        schemas, prompt = _tools(tools), _system(system)
+        Folder.open(store)  # before a model is loaded
+        from .engine import Engine
+        from .types import StoreOptions
+
+        with Engine(model, dtype=dtype.value if dtype else None, store=StoreOptions(store)) as engine:
+            with bar("warming", as_json) as tell:
+                group = engine.warm(prompt, schemas, name=name, namespace=namespace, tools_order=tools_order.value, on_progress=tell)
+            stored = _flushed(engine, group)
+        seconds = time.perf_counter() - began
+        found = group.prefix_tokens - group.computed_tokens
+        if as_json:
+            say_json({**asdict(group), "found_tokens": found, "stored_bytes": stored, "seconds": seconds})
+            return
+        typer.echo(
+            f"{shown(group.name)}: {group.prefix_tokens:,} tokens ({group.computed_tokens:,} computed, {found:,} found) in "
+            f"{count(group.pages, 'page')}, {size(stored)} on disk, {group.warm_ms / 1e3:.1f} s ({seconds:.1f} s with loading the model)"
+        )
+
+
+def _flushed(engine: Engine, group: ToolGroup) -> int:
+    """Bytes of the group's pages on disk; StoreError if they are not all there."""
+    from .store.check import pages_of
+
+    engine.flush()
+    disk = engine.store.disk
+    assert disk is not None and engine.fingerprint is not None
+    kept = disk.group(group.namespace, group.name, engine.fingerprint.whole)
+    rows = pages_of(disk.index, kept) if kept else [None]
+    if kept is None or None in rows:
+        why = disk.writer.failure or ("the store is read-only" if not disk.folder.writable else "no room within its budgets")
+        raise StoreError(f"tool group {group.name!r} was computed, but is not on disk as a whole: {why}")
+    return sum(row.bytes for row in rows if row is not None)
+
+
+def _tools(path: Path | None) -> list[Any]:
+    if path is None:
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tools={str(path)!r} cannot be read: {error}") from error
+    found = found.get("tools") if isinstance(found, dict) else found
+    if not isinstance(found, list):
+        raise ConfigError(f"--tools={str(path)!r}: must hold a JSON list of function schemas")
+    return found
+
+
+def _system(given: str | None) -> str | None:
+    if given is None or not os.path.isfile(given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--system={given!r} cannot be read: {error}") from error
+
+
+# -- looking -------------------------------------------------------------------------------------------------------
+
+
+def ls(
+    namespace: NamespaceOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also all other pages, summed by namespace, model and role.")] = False,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the tool groups in the store."""
+    with said_plainly(), opened(store) as (folder, index):
+        groups = [_about(index, group) for group in index.groups(namespace)]
+        sums = _sums(index, namespace) if everything else []
+        rows, total = index.total()
+    if as_json:
+        say_json({"store": str(folder.path), "groups": groups, **({"pages": sums} if everything else {}), "rows": rows, "bytes": total})
+        return
+    console = Console()
+    columns = ("name", "namespace", "model", "#tokens", "#tools", "pages", "#size", "#hits", "created")
+    cells = [
+        (g["name"], g["namespace"], g["model"], g["prefix_tokens"], len(g["tools"]), f"{g['pages_stored']} of {g['pages']}",
+         size(g["bytes"]), g["hits"], g["created"]) for g in groups
+    ]  # fmt: skip
+    console.print(listing(columns, cells) if cells else "no tool groups")
+    if everything:
+        heads = ("namespace", "model", "role", "precision", "#pages", "#tokens", "#size")
+        console.print()
+        console.print(listing(heads, [(*list(s.values())[:6], size(s["bytes"])) for s in sums]))
+    console.print(f"{count(rows, 'page')}, {size(total)} in {shown(str(folder.path))}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _sums(index: Index, namespace: str | None) -> list[dict[str, Any]]:
+    from .store.keys import Role
+
+    models = {group.fingerprint: group.model for group in index.groups()}
+    roles = {int(role): role.name.lower() for role in Role}
+    sums: dict[tuple[str, str, str, str], list[int]] = {}
+    for row in index.rows(namespace=namespace):
+        model = models.get(row.fingerprint, row.fingerprint[:12])
+        found = sums.setdefault((row.namespace, model, roles.get(row.role, str(row.role)), row.precision), [0, 0, 0])
+        for at, more in enumerate((1, row.tokens, row.bytes)):
+            found[at] += more
+    names = ("namespace", "model", "role", "precision", "rows", "tokens", "bytes")
+    return [dict(zip(names, (*key, *counts), strict=True)) for key, counts in sorted(sums.items())]
+
+
+def inspect(
+    name: NameArgument, namespace: NamespaceOption = None, fingerprint: FingerprintOption = None, store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Show one tool group: its manifest, and whether all its pages are still there."""
+    from .store.check import pages_of
+
+    with said_plainly(), opened(store) as (_, index):
+        group = one(index, name, namespace, fingerprint)
+        about = _about(index, group)
+        about["used_since"] = sum(row.used > about["last_use"] for row in index.rows())
+        about["layers"] = len(group.layers)
+        rows = pages_of(index, group)
+    about["chain"] = [
+        {"key": key, "stored": row is not None, "tokens": row.tokens if row else None, "bytes": row.bytes if row else None}
+        for key, row in zip(group.pages, rows, strict=True)
+    ]
+    if as_json:
+        say_json(about)
+        return
+    chain = about.pop("chain")
+    console = Console()
+    console.print(facts({**about, "used_since": f"{count(about['used_since'], 'page')} used since its last use"}))
+    console.print(listing(("page", "#tokens", "#size"), [
+        (page["key"][:16], page["tokens"] or "-", size(page["bytes"]) if page["stored"] else "not stored any more") for page in chain
+    ]))  # fmt: skip
+
+
+def stats(store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """Count what is stored, by role, namespace and precision; and what the store has counted and measured."""
+    with said_plainly(), opened(store) as (folder, index):
+        found = _counted(folder, index)
+    if as_json:
+        say_json(found)
+    else:
+        Console().print(facts(found))
+
+
+def _counted(folder: Folder, index: Index) -> dict[str, Any]:
+    import shutil
+
+    from .store import process
+    from .store.keys import Role
+
+    found: dict[str, Any] = {"store": str(folder.path), **index.stats()}
+    roles = {int(role): role.name.lower() for role in Role}
+    found["by_role"] = {roles.get(role, str(role)): value for role, value in found["by_role"].items()}
+    rates = {"read_bytes_per_ms": float(index.get_meta("read_rate") or 0.0) or None}
+    for fingerprint, model in sorted({(group.fingerprint, group.model) for group in index.groups()}):
+        measured = index.get_meta(f"compute/{process.machine()}/{fingerprint}")
+        rates[f"ms_per_token of {model} {fingerprint[:12]}"] = float(measured) if measured else None
+    return {**found, "rates": rates, "free_bytes": shutil.disk_usage(folder.path).free}

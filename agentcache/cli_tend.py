@@ -1,0 +1,185 @@
+"""The verbs that tend the store on disk: verify, prune, export, import; and what doctor says of it. Knows no format of anything stored."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .cli_print import bar, bytes_of, listing, said_plainly, say_json, seconds_of, shown, size
+from .cli_store import FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, one, opened
+from .errors import ConfigError, StoreError
+
+
+def verify(
+    fix: Annotated[bool, typer.Option("--fix", help="Mend what is wrong: rebuild the index, delete what cannot be used.")] = False,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the index and every byte of every page. Exit code 1 if something is wrong and not mended."""
+    from .store import check
+    from .store.folder import Folder
+
+    with said_plainly():
+        folder = Folder.open(store, create=False)
+        with bar("verifying", as_json) as tell:
+            report = check.verify(folder, fix=fix, progress=tell)
+    if as_json:
+        say_json({"store": str(folder.path), "sound": report.sound, **asdict(report)})
+    else:
+        console = Console()
+        if report.problems:
+            cells = [(p.kind, p.name, p.why, "mended" if p.mended else "wrong") for p in report.problems]
+            console.print(listing(("what", "file", "why", "state"), cells))
+        left = sum(not problem.mended for problem in report.problems)
+        verdict = f"{left} wrong" + ("" if fix else ": --fix mends that") if left else "all sound" + (" now" if report.problems else "")
+        rebuilt = f", index made anew with {count(report.rebuilt, 'row')}" if report.rebuilt is not None else ""
+        typer.echo(f"{count(report.pages, 'page')}, {size(report.bytes)} checked{rebuilt}: {verdict}")
+    if not report.sound:
+        raise typer.Exit(1)
+
+
+def prune(
+    max_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Down to this size (5GB), what was used longest ago first.")] = None,
+    older_than: Annotated[str | None, typer.Option(metavar="AGE", help="What was made longer ago than this (30d, 12h).")] = None,
+    namespace: Annotated[str | None, typer.Option(help="What is in this namespace.")] = None,
+    group: Annotated[str | None, typer.Option(metavar="NAME", help="This tool group and what continues it.")] = None,
+    fingerprint: FingerprintOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also what running processes have pinned.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete from the store: down to a size, by age, by namespace, one tool group, or all."""
+    from .store.prune import prune as pruned
+
+    with said_plainly():
+        _one_purpose(max_size, group, everything, older_than, namespace)
+        most = None if max_size is None else bytes_of(max_size, "--max-size")
+        age = None if older_than is None else seconds_of(older_than, "--older-than")
+        with opened(store) as (folder, index):
+            which = None if group is None else one(index, group, namespace, fingerprint)
+            space = None if which else namespace
+            done = pruned(
+                folder, index, namespace=space, older_than=age, group=which, max_bytes=most, force=force, dry_run=dry_run
+            )  # fmt: skip
+            left = index.total()
+    if as_json:
+        say_json({"store": str(folder.path), "dry_run": dry_run, **asdict(done), "left_pages": left[0], "left_bytes": left[1]})
+        return
+    named = "".join(f", tool group {shown(name)}" for name in done.groups)
+    typer.echo(f"{'would delete' if dry_run else 'deleted'}: {count(done.pages, 'page')}, {size(done.bytes)}{named}")
+    if done.kept:
+        typer.echo(f"kept: {count(done.kept, 'page')}, {size(done.kept_bytes)} that running processes have pinned (--force)")
+    if done.orphans:
+        typer.echo(f"left by dead processes: {count(done.orphans, 'file')}, {size(done.orphan_bytes)}")
+    typer.echo(f"in the store: {count(left[0], 'page')}, {size(left[1])}")
+
+
+def _one_purpose(max_size: str | None, group: str | None, everything: bool, older_than: str | None, namespace: str | None) -> None:
+    alone = {"--max-size": max_size is not None, "--group": group is not None, "--all": everything}
+    given = [name for name, is_given in alone.items() if is_given]
+    together = {"--older-than": older_than is not None, "--namespace": namespace is not None and group is None}
+    mixed = given + [name for name, is_given in together.items() if is_given]
+    if not mixed:
+        raise ConfigError("nothing to prune: give --max-size, --older-than, --namespace, --group or --all")
+    if given and len(mixed) > 1:
+        raise ConfigError(f"{' and '.join(mixed)}: {given[0]} goes alone; only --older-than and --namespace go together")
+
+
+# -- carrying ------------------------------------------------------------------------------------------------------
+
+
+def export(
+    name: NameArgument,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The archive to write; it must not be there yet.")],
+    namespace: NamespaceOption = None,
+    fingerprint: FingerprintOption = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Although the store is encrypted: an archive is not.")] = False,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a tool group to one file. It holds the prompt in clear."""
+    from .store.archive import export_group
+
+    with said_plainly(), opened(store) as (folder, index):
+        group = one(index, name, namespace, fingerprint)
+        with bar("exporting", as_json) as tell:
+            made = export_group(folder, index, group, file, clear=clear, progress=tell)
+    if as_json:
+        told = {"name": group.name, "namespace": group.namespace, "file": str(file), "pages": len(group.pages)}
+        say_json({**told, "prefix_tokens": group.prefix_tokens, "bytes": made.bytes})
+        return
+    tokens = f"{group.prefix_tokens:,} tokens in {count(len(group.pages), 'page')}"
+    typer.echo(f"{shown(group.name)}: {tokens}, {size(made.bytes)} in {shown(str(file))}; whoever has it can read the prompt")
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An archive that `agentcache export` wrote. Only from people you trust.")],
+    name: Annotated[str | None, typer.Option(help="Name of the tool group here; by default the one it had.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Who may use it; by default the namespace it had.")] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a tool group from one file into the store. It works with the model it was made with."""
+    from .store.archive import import_group
+
+    with said_plainly(), opened(store, create=True) as (folder, index), bar("importing", as_json) as tell:
+        done = import_group(folder, index, file, name=name, namespace=namespace, progress=tell)
+    group = done.group
+    if as_json:
+        told = {"name": group.name, "namespace": group.namespace, "model": group.model, "fingerprint": group.fingerprint}
+        say_json({**told, "prefix_tokens": group.prefix_tokens, "written": done.written, "known": done.known, "bytes": done.bytes})
+        return
+    where = f"{shown(group.name)} in namespace {shown(group.namespace)}, of model {shown(group.model)}"
+    typer.echo(f"{where}: {count(done.written, 'page')} written, {size(done.bytes)}; {done.known} were there")
+
+
+# -- doctor --------------------------------------------------------------------------------------------------------
+
+
+def examine(place: Path | None) -> dict[str, Any]:
+    """The store, for `doctor`: nothing is made. `problem` stands where it cannot be used."""
+    from .store.folder import Folder, default_path
+
+    found = default_path() if place is None else place
+    if found is None:
+        return {"folder": "none: AGENTCACHE_DIR is set to nothing"}
+    report: dict[str, Any] = {"folder": str(found.absolute())}
+    if not os.path.lexists(found / "format"):
+        return {**report, "state": "not made yet"}
+    try:
+        folder = Folder.open(found, create=False)
+        report |= {**_standing(found), "encrypted": folder.encrypted, "writable": folder.writable}
+        report |= {"free_bytes": shutil.disk_usage(found).free, **_indexed(folder)}
+    except StoreError as error:
+        report["problem"] = str(error)
+    return report
+
+
+def _standing(place: Path) -> dict[str, str]:
+    about = place.stat()
+    try:
+        import pwd
+
+        owner = pwd.getpwuid(about.st_uid).pw_name
+    except (ImportError, KeyError):
+        owner = str(about.st_uid)
+    return {"owner": owner, "mode": f"{about.st_mode & 0o7777:o}"}
+
+
+def _indexed(folder: Any) -> dict[str, Any]:
+    from .store.check import index_problems
+    from .store.index import Index
+
+    if problems := index_problems(folder):
+        return {"index": problems, "problem": "the index is damaged: `agentcache verify --fix` makes it anew"}
+    with Index(folder) as index:
+        pages, size_bytes = index.total()
+        return {"index": "ok", "pages": pages, "pages_bytes": size_bytes, "groups": len(index.groups())}
