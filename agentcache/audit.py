@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,9 @@ class _Check:
     scope: Scope
     ids: Ids
     pages: tuple[Page, ...]
+    keys: tuple[bytes, ...]
     bitwise: bool
+    numerics: str
     sequence: Sequence
 
 
@@ -58,18 +61,24 @@ class Audit:
         if len(self._waiting) >= QUEUED or not disk.due_for_check():
             return
         count = receipt.cached_tokens
-        pages = tuple(
-            self.store.tree.match(request.scope, request.array(count + 1 if count < len(request.ids) else count), peek=True).pages
-        )
-        if len(pages) * PAGE_TOKENS >= count:
+        found = self.store.tree.match(request.scope, request.array(count + 1), peek=True)
+        if len(found.pages) * PAGE_TOKENS >= count:
+            keys = tuple(entry.key for entry in found.entries)
+            numerics = self.runner.model.numerics
+            assert numerics is not None
             ids = request.array(count).copy()
-            self._waiting.append(_Check(request.scope, ids, pages, receipt.bitwise, Sequence(spec)))
+            self._waiting.append(_Check(request.scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, Sequence(spec)))
 
     def step(self) -> None:
         """Compute a little of the oldest check; compare each page once it is computed."""
         if not self._waiting:
             return
         check = self._waiting[0]
+        self.runner.follow_threads()
+        numerics = self.runner.model.numerics
+        if check.bitwise and (numerics is None or numerics.digest != check.numerics):
+            self._drop()  # other kernels than at the time of the hit: nothing could be said
+            return
         start = check.sequence.length
         page = start // PAGE_TOKENS
         count = min(CHUNK, len(check.ids) - start, (page + 1) * PAGE_TOKENS - start)
@@ -108,11 +117,12 @@ class Audit:
         why = f"page {page} of a prompt's KV on disk is not what computing it gives"
         self._drop()
         try:
-            self.store.quarantine(check.scope, check.ids[:tokens], why)
+            self.store.quarantine(check.scope, check.ids[:tokens], check.keys[page], why)
             self._count(wrong=1)
         except StoreError as error:
             why += f"; it could not be quarantined: {error}"
-        warnings.warn(f"{why}: it is not used again; `agentcache verify --fix` removes it", StoreWarning, stacklevel=2)
+        with suppress(StoreWarning):  # an error where warnings are errors: not on the thread that serves everybody
+            warnings.warn(f"{why}: it is not used again; `agentcache verify --fix` removes it", StoreWarning, stacklevel=2)
 
     def _count(self, **counts: int) -> None:
         assert self.store.disk is not None

@@ -62,7 +62,6 @@ class Life:
         receipt = request.receipt
         if request.fetch is not None:
             fetch = request.fetch
-            fetch.finish()
             receipt.load_ms, receipt.disk_tokens, receipt.disk_bytes = fetch.ms, fetch.tokens, fetch.bytes
             receipt.refusals += tuple(fetch.refusals)
             receipt.notes += fetch.notes
@@ -72,6 +71,7 @@ class Life:
         assert request.plan is not None and request.sequence is not None
         receipt.refusals += request.plan.refusals
         receipt.cached_tokens, receipt.computed_tokens = request.plan.cached_tokens, request.plan.computed_tokens
+        receipt.disk_tokens = min(receipt.disk_tokens, request.plan.cached_tokens)  # a small memory may have dropped some again
         receipt.copied_tokens = request.sequence.copied_tokens
         receipt.match_ms = (time.perf_counter() - request.started) * 1e3
 

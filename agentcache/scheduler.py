@@ -96,6 +96,7 @@ class Scheduler:
             self._round(pack)
         elif not self._live and not self._waiting and not self._closed.is_set():
             self.audit.step()
+        self.store.note_filling(any(r.filling for r in self._live))  # before this thread waits for requests
 
     def _patience(self) -> float | None:
         """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""
@@ -125,7 +126,11 @@ class Scheduler:
     def _start_waiting(self) -> None:
         filling = any(r.filling and r.remaining > self.chunk_tokens for r in self._live)
         for request in list(self._waiting):
-            if self.life.waits(request, self.ms_per_token, self.wake):
+            try:
+                if self.life.waits(request, self.ms_per_token, self.wake):
+                    continue
+            except FAULTS as error:
+                self._fail(request, as_failure(error, len(request.ids)))
                 continue
             if not filling or self.life.uncached(request) <= self.chunk_tokens:
                 self._waiting.remove(request)

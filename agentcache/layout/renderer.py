@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,25 +125,32 @@ class Renderer:
         """The key of a message beyond this process: other tokenizers and templates have other ids."""
         return hashlib.blake2b(self._encoder.identity + self._template.identity + key, digest_size=16).digest()
 
-    def _recall(self, namespace: str, request: Request, number: int) -> Generated | None:
-        """What an earlier process remembered of turn `number`: its ids, behind the prompt as it is rendered now."""
-        turn = request.turns[number]
+    def _recall(self, namespace: str, request: Request, have: Collection[bytes]) -> None:
+        """Learn what an earlier process remembered of the turns behind those that this one knows; the first of them first."""
+        unknown = []
+        for number in reversed(range(1, len(request.turns))):
+            key = request.keys[number + 1]
+            if self._kept is None or key in have or self._memory.generated(namespace, key) is not None:
+                break
+            if request.turns[number].data["role"] == "assistant" and not self._memory.absent(namespace, key):
+                unknown.append(number)
+        for number in reversed(unknown):
+            self._recall_turn(namespace, request, number)
+
+    def _recall_turn(self, namespace: str, request: Request, number: int) -> None:
+        """Learn the ids of turn `number`, behind the prompt as it is rendered now; all turns before it were asked for."""
+        assert self._kept is not None
         key = request.keys[number + 1]
-        if self._kept is None or number == 0 or turn.data["role"] != "assistant" or self._memory.absent(namespace, key):
-            return None
         ids = self._kept.generated(namespace, self._name(key))
         if not ids or max(ids) >= self._encoder.vocabulary:
             self._memory.note_absent(namespace, key)
-            return None
+            return
         before = request.until(number)
         text = self._template.render([turn.data for turn in before.turns], before.tools.schemas, True, before.kwargs)
         frame = _Frame(before, self._template.shape(bool(before.tools.schemas)), True)
         prompt, _ = self._encode_own(namespace, text, before, frame)
-        if prompt.text != text:
-            return None
-        generated = Generated(prompt, ids)
-        self._memory.learn(namespace, key, generated)
-        return generated
+        assert prompt.text == text
+        self._memory.learn(namespace, key, Generated(prompt, ids))
 
     def prefix(
         self,
@@ -182,10 +189,11 @@ class Renderer:
         known, shared = self._memory.nearest(namespace, text, set(request.keys))
         frame.place(text, known, shared)
         have = {splice.key for splice in known.splices if splice.stop <= shared}
+        self._recall(namespace, request, have)
         for number in reversed(range(len(request.turns))):
             if (key := request.keys[number + 1]) in have:
                 break
-            generated = self._memory.generated(namespace, key) or self._recall(namespace, request, number)
+            generated = self._memory.generated(namespace, key)
             if generated is None or not text.startswith(generated.prompt.text) or not frame.shows(number + 1):
                 continue
             turn = request.turns[number]

@@ -5,26 +5,31 @@ index first, blob second when reading; blob first, index last when writing. What
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import BlobError, StoreError, StoreFullError
+from ..errors import BlobError, StoreError
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..types import Precision, StoreOptions
-from . import blob, process
-from .entry import Match
+from . import blob, files, process
+from .container import plan
+from .entry import Entry, Match
 from .folder import Folder
 from .groups import Group
 from .index import Index, Row
-from .keys import Ids, Scope, as_ids
-from .policy import Rate, WriteBudget
+from .keys import Ids, Role, Scope, as_ids
+from .ledger import Lease
+from .policy import RETRY_S, Rate, WriteBudget
 from .writer import Pending, Writer
 
 ROOM = 16  # pages' worth of room that is made at once, so that a full store does not look for victims at every write
+SWEEP_S = 24 * 3600.0  # how often what dead writers left behind is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +54,12 @@ class Disk:
         self.folder = Folder.open(options.folder, key=options.encryption_key)
         self.index = Index(self.folder)
         self.process = process.token()
-        self.read_rate = Rate(float(self.index.get_meta("read_rate") or 0.0))
+        self.read_rate = self._remembered_rate()
         self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self._touch)
-        self._lock = threading.Lock()
         self._compute: dict[str, float] = {}
-        self._audit = 0
+        self._bad: set[int] = set()  # rows found bad, where the index may not be told
+        self._pinned: dict[Hashable, list[list[int]]] = {}
+        self._leases: set[tuple[bytes, str]] = set()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -67,6 +73,8 @@ class Disk:
         for row, run in hits:
             if (row.dtype, row.layers, row.kv_heads, row.head_dim) != _shape(spec):
                 break  # the fingerprint says this cannot be: a row that somebody made up
+            if row.id in self._bad:
+                break
             rows.append(row)
             tokens += run
         return Found(tuple(rows), whole, tokens) if tokens > known.tokens else None
@@ -79,67 +87,104 @@ class Disk:
             return None
         for row, error in zip(rows, errors, strict=True):
             if isinstance(error, BlobError):
+                self._bad.add(row.id)
                 self.index.quarantine(row.id, str(error))
         return next((error for error in errors if error is not None), None)
 
     def quarantine(self, keys: Sequence[bytes], fingerprint: str, why: str) -> None:
-        """Never serve these pages again; `agentcache verify` shows them."""
-        for key in keys:
-            if (row := self.index.row(key, fingerprint, self.precision)) is not None:
-                self.index.quarantine(row.id, why)
+        """Never serve these pages again, nor what continues them on disk; `agentcache verify` shows them."""
+        found = self._rows(keys, fingerprint)
+        for row in found:  # grows
+            found.extend(self.index.rows(parent=row.page_key, fingerprint=fingerprint))
+        for row in found:
+            self._bad.add(row.id)
+            self.index.quarantine(row.id, why)
+
+    def _rows(self, keys: Sequence[bytes], fingerprint: str) -> list[Row]:
+        """The rows of these pages, as exact as they were computed and as this process stores them."""
+        found = (self.index.row(key, fingerprint, precision) for key in keys for precision in {"exact", self.precision})
+        return [row for row in found if row is not None]
 
     def due_for_check(self) -> bool:
         """Whether this hit is the one in N that is recomputed."""
         every = self.options.check_one_in
-        with self._lock:
-            self._audit += 1
-            return bool(every) and self._audit % every == 0
+        return bool(every) and random.randrange(every) == 0  # by chance: many processes end before their Nth hit
 
     # -- what computing costs here ---------------------------------------------------------------------------------
 
     def compute_ms(self, fingerprint: str) -> float:
         """Milliseconds to compute a token, as remembered from another process on this machine; 0 if unknown."""
         if fingerprint not in self._compute:
-            self._compute[fingerprint] = float(self.index.get_meta(f"compute/{process.machine()}/{fingerprint}") or 0.0)
+            self._compute[fingerprint] = 0.0
+            with suppress(StoreError):  # as good as unknown
+                self._compute[fingerprint] = float(self.index.get_meta(f"compute/{process.machine()}/{fingerprint}") or 0.0)
         return self._compute[fingerprint]
+
+    def note_compute(self, fingerprint: str, ms_per_token: float) -> None:
+        """What this process measured; where nobody knew it, the next process shall, even if this one is killed."""
+        if not self.compute_ms(fingerprint):
+            self.writer.after(lambda: self.remember_rates(fingerprint, ms_per_token))
+        self._compute[fingerprint] = ms_per_token
 
     def remember_rates(self, fingerprint: str, ms_per_token: float) -> None:
         """Leave what was measured to the next process."""
         if ms_per_token:
             self.index.set_meta(f"compute/{process.machine()}/{fingerprint}", repr(ms_per_token))
         if self.read_rate.value:
-            self.index.set_meta("read_rate", repr(self.read_rate.value))
+            measured = time.time() - (time.monotonic() - self.read_rate.at)
+            self.index.set_meta("read_rate", f"{self.read_rate.value!r} {measured!r}")
+
+    def _remembered_rate(self) -> Rate:
+        """As old as it is: one that forbids loading is tried again some day, however short processes live."""
+        value, _, measured = (self.index.get_meta("read_rate") or "0").partition(" ")
+        age = time.time() - float(measured or 0.0)
+        return Rate(float(value), time.monotonic() - (age if age >= 0 else RETRY_S + 1))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def _save(self, pending: Pending) -> int:
-        """Blob first, row last. Returns the row's id; 0 if it was not written."""
+    def _save(self, pending: Pending) -> tuple[int, str]:
+        """Blob first, row last. Returns the row's id, 0 if there is none, and in a word what became of the page."""
         entry, page = pending.entry, pending.page
         parent = entry.parent
         assert parent is not None
         if not self.folder.writable:
-            return 0
-        scope = entry.scope
-        if (known := self.index.row(pending.key, scope.fingerprint, self.precision)) is not None:
+            return 0, "read-only"
+        fingerprint = entry.scope.fingerprint
+        if (known := self.index.row(pending.key, fingerprint, self.precision)) is not None:
             if not known.bad:
-                return known.id
+                self.index.promote([known.id], pending.role)
+                return known.id, "known"
             self._unlink(self.index.remove([known.id], force=True))
-        if parent.parent is not None and self.index.row(parent.key, scope.fingerprint, self.precision) is None:
+        row = self._row(pending)
+        need = plan(row, self.folder.encrypted).bytes
+        if not self.writer.budget.take(need):
+            return 0, "over budget"
+        if not self._make_room(need, parent):
+            return 0, "no room"
+        if parent.parent is not None and self.index.row(parent.key, fingerprint, self.precision) is None:
             parent.row = 0  # somebody made room: it is offered again with the next request
-            return 0
-        spec = page.spec
-        dtype, layers, heads, dim = _shape(spec)
-        row = Row(
+            return 0, "parent missing"
+        if page.spec.device.type != "cpu" and page.tier == "device":
+            page = page.copy(len(pending.ids), "host")
+        self._insert(blob.write(self.folder, row, page))
+        found = self.index.row(pending.key, fingerprint, self.precision)
+        return (found.id, "written") if found else (0, "failed")
+
+    def _row(self, pending: Pending) -> Row:
+        entry, scope = pending.entry, pending.entry.scope
+        assert entry.parent is not None
+        dtype, layers, heads, dim = _shape(pending.page.spec)
+        return Row(
             id=0,
             page_key=pending.key,
-            parent=parent.key,
+            parent=entry.parent.key,
             namespace=scope.namespace,
             fingerprint=scope.fingerprint,
             regime=scope.regime,
             place=entry.place,
             tokens=len(pending.ids),
             ids=pending.ids,
-            numerics=entry.numerics,
+            numerics=pending.numerics,
             precision=self.precision,
             role=int(pending.role),
             dtype=dtype,
@@ -148,42 +193,71 @@ class Disk:
             head_dim=dim,
             created=time.time(),
         )
-        self._make_room(spec.page_bytes)
-        if page.spec.device.type != "cpu" and page.tier == "device":
-            page = page.copy(len(pending.ids), "host")
-        written = blob.write(self.folder, row, page)
-        refused = self.index.add([written])
-        self._unlink(refused)
-        found = self.index.row(pending.key, scope.fingerprint, self.precision)
-        return found.id if found else 0
 
-    def _make_room(self, need: int) -> None:
+    def _insert(self, written: Row) -> None:
+        try:
+            spare = self.index.add([written])
+        except StoreError:  # a disk that is full has no room for a blob that nobody finds
+            self._unlink([written])
+            raise
+        self._unlink(spare)
+
+    def _make_room(self, need: int, parent: Entry) -> bool:
+        """Evict until `need` bytes fit, but nothing on the way to `parent`; False if they do not."""
         budget = self.options.disk_bytes
         used = self.index.total()[1]
         if used + need <= budget:
-            return
-        self._unlink(self.index.remove([row.id for row in self.index.victims(min(budget, used + ROOM * need) - budget + need)]))
-        if self.index.total()[1] + need > budget:
-            raise StoreFullError(f"disk_bytes={budget!r}: what is stored is pinned by running processes, and {need} bytes more do not fit")
+            return True
+        if need > budget:
+            self.writer.failure = f"disk_bytes={budget!r}: one page takes {need} bytes"
+            return False
+        self.writer.tell_uses()  # else what was used a moment ago may look old
+        above: set[int] = set()
+        at: Entry | None = parent
+        while at is not None:
+            above.add(at.row)
+            at = at.parent
+        room = max(need, min(ROOM * need, budget // 8))
+        self._unlink(self.index.remove([row.id for row in self.index.victims(used + room - budget) if row.id not in above]))
+        if self.index.total()[1] + need <= budget:
+            return True
+        self.writer.failure = f"disk_bytes={budget!r}: what is stored is pinned by running processes, and {need} bytes more do not fit"
+        return False
 
     def _unlink(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            blob.remove(self.folder, row)
+            with suppress(StoreError):  # what stays is in no index: it is swept later
+                blob.remove(self.folder, row)
 
     def _touch(self, ids: list[int]) -> None:
         self.index.touch(ids)
 
     def forget(self, keys: Sequence[bytes], fingerprint: str) -> None:
         """Remove pages that should never have been kept."""
-        rows = [row for key in keys if (row := self.index.row(key, fingerprint, self.precision)) is not None]
-        self._unlink(self.index.remove([row.id for row in rows], force=True))
+        self._unlink(self.index.remove([row.id for row in self._rows(keys, fingerprint)], force=True))
 
-    def pin(self, rows: Sequence[int], count: int) -> None:
-        """Pin (1) or unpin (-1) rows for as long as this process lives: nobody makes room with them."""
-        if count > 0:
-            self.index.pin(rows, self.process)
-        else:
-            self.index.unpin(rows, self.process)
+    def pin(self, name: Hashable, rows: Sequence[int]) -> None:
+        """Pin rows for as long as this process lives, or until `unpin(name)`: nobody makes room with them."""
+        held = self.index.pin(rows, self.process)
+        self._pinned.setdefault(name, []).append(held)
+        self.index.promote(held, Role.GROUP)
+
+    def unpin(self, name: Hashable) -> None:
+        """Take back the pin of that name; no effect if there is none."""
+        if held := self._pinned.get(name):
+            self.index.unpin(held.pop(), self.process)
+
+    def claim(self, key: bytes, fingerprint: str) -> Lease | None:
+        """Say that this process computes a prefix. None: it may; else who said so before."""
+        holder = self.index.claim(key, fingerprint, self.process)
+        if holder is None:
+            self._leases.add((key, fingerprint))
+        return holder
+
+    def release(self, key: bytes, fingerprint: str) -> None:
+        """The prefix is computed, or will not be."""
+        self._leases.discard((key, fingerprint))
+        self.index.release(key, fingerprint, self.process)
 
     def record(self, group: Group) -> None:
         """Keep a manifest, in place of an older one of that name."""
@@ -219,15 +293,26 @@ class Disk:
         return tuple(np.frombuffer(packed, dtype=np.uint32).tolist()) if packed and len(packed) % 4 == 0 else ()
 
     def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
-        """Write what waits, leave what was measured to the next process, drop this process's pins and leases."""
+        """Write what waits, leave what was measured to the next process, drop the pins and leases of this one."""
         self.writer.close()
-        try:
+        with suppress(StoreError):  # pins and leases die with this process anyway, rates are measured again
             if self.folder.writable:
                 self.remember_rates(fingerprint, ms_per_token)
-                self.index.release_process(self.process)
-        except StoreError:  # pins and leases die with this process anyway, rates are measured again
-            pass
+                for name in list(self._pinned):
+                    while self._pinned[name]:
+                        self.unpin(name)
+                for key, holder in list(self._leases):
+                    self.release(key, holder)
+                self._sweep()
         self.index.close()
+
+    def _sweep(self) -> None:
+        """Delete what killed writers left behind, once in a while."""
+        age = time.time() - float(self.index.get_meta("swept") or 0.0)
+        if not 0 <= age < SWEEP_S:
+            self.index.set_meta("swept", repr(time.time()))
+            self.index.drop_dead_pins()
+            files.sweep(self.folder, self.index.has_blobs)
 
 
 def _shape(spec: KVSpec) -> tuple[str, int, int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import StoreError
@@ -18,7 +19,7 @@ from ..types import Precision, Reason, Refusal
 from .disk import Found, cpu_page
 from .entry import Match
 from .keys import Ids, Scope, chain
-from .policy import give_up, too_slow
+from .policy import FIRST_BYTES, give_up, too_slow
 
 if TYPE_CHECKING:
     from .store import Store
@@ -40,6 +41,8 @@ class Fetch:
         assert store.disk is not None
         self.store, self.disk, self.scope, self.ids, self.spec, self.precision = store, store.disk, scope, ids, spec, precision
         self.prefix_tokens = min(prefix_tokens, len(ids))
+        if ms_per_token:
+            self.disk.note_compute(scope.fingerprint, ms_per_token)
         self.ms_per_token = ms_per_token or self.disk.compute_ms(scope.fingerprint)
         self.tokens = self.bytes = 0
         self.ms = 0.0
@@ -55,19 +58,27 @@ class Fetch:
         self._pages: list[Page] = []
         self._stop = threading.Event()
         self._over = threading.Event()
-        self._failed: StoreError | None = None
+        self._failed: Exception | None = None
         self._read_bytes = 0
         self._read_began = 0.0
         self._state = "looking"
 
     def pending(self) -> bool:
         """Whether it is worth waiting on. Never blocks for longer than a lookup."""
+        if self._state == "ready":
+            return False
         try:
-            return self._step()
+            waits = self._step()
         except StoreError as error:  # a damaged index: computed instead, and said
             self._refuse(Reason.BAD_BLOB, 0, str(error))
+            waits = False
+        except (OSError, MemoryError, RuntimeError) as error:  # no memory for its pages, no thread to read them
+            self.notes.append(f"nothing was read from disk: {type(error).__name__}: {error}")
+            waits = False
+        if not waits:
             self._state = "ready"
-            return False
+            self.ms = (time.perf_counter() - self._began) * 1e3
+        return waits
 
     def _step(self) -> bool:
         if self._state == "looking":
@@ -89,6 +100,9 @@ class Fetch:
         if found is None:
             self._claim(known)
             return
+        if self.precision != "exact" and found.tokens <= self._exactly_known():
+            self._state = "ready"
+            return
         compute_ms = self._compute_ms(found, known)
         if too_slow(found.bytes, compute_ms, self.disk.read_rate):
             load_ms = found.bytes / self.disk.read_rate.value
@@ -100,18 +114,23 @@ class Fetch:
         self._pages = [cpu_page(self.spec) for _ in found.rows]
         self._over.clear()
         self._stop = threading.Event()
-        self._failed, self._read_bytes, self._read_began = None, 0, time.perf_counter()
+        self._failed, self._read_bytes, self._read_began = None, 0, 0.0
         self._state = "reading"
         self.store.read(lambda: self._read(found, self._pages, self._stop))
+
+    def _exactly_known(self) -> int:
+        """Tokens that memory holds exactly, where less would do."""
+        return self.store.tree.match(replace(self.scope, precision="exact"), self.ids, peek=True).tokens
 
     def _compute_ms(self, found: Found, known: Match) -> float:
         return (found.tokens - known.tokens) * self.ms_per_token
 
     def _read(self, found: Found, pages: list[Page], stop: threading.Event) -> None:
         """On a reading thread: fill the pages."""
+        self._read_began = time.perf_counter()
         try:
             self._failed = self.disk.read(found.rows, pages, stop, self._progress)
-        except StoreError as error:  # the index could not be told what was wrong
+        except (OSError, MemoryError, RuntimeError) as error:  # a StoreError too: the index could not be told what was wrong
             self._failed = error
         finally:
             self._over.set()
@@ -123,12 +142,14 @@ class Fetch:
     def _too_slow(self) -> bool:
         found = self._found
         assert found is not None
+        if not self._read_began:
+            return False  # others are read first: that says nothing about the disk
         elapsed = (time.perf_counter() - self._read_began) * 1e3
         compute_ms = self._compute_ms(found, self._known())
         if not give_up(elapsed, self._read_bytes, found.bytes, compute_ms, self.disk.read_rate):
             return False
         self._stop.set()
-        self.disk.read_rate.learn(max(self._read_bytes, 1), elapsed)
+        self.disk.read_rate.learn(self._read_bytes or min(found.bytes, FIRST_BYTES), elapsed, found.bytes)
         self._refuse(
             Reason.SLOW_DISK, 0, f"{self._read_bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms"
         )
@@ -167,8 +188,7 @@ class Fetch:
         rows, pages = found.rows[:good], self._pages[:good]
         before = found.place * PAGE_TOKENS
         ids = self.ids[:before].tolist() + [token for row in rows for token in row.ids.tolist()]
-        numerics = frozenset().union(*(row.numerics for row in rows), known.numerics)
-        entries = self.store.adopt(self.scope, ids, [*known.pages[: found.place], *pages], numerics, rows)
+        entries = self.store.adopt(self.scope, ids, [*known.pages[: found.place], *pages], rows)
         assert len(entries) == len(rows) or not entries
         gained = found.tokens if not partial and good == len(found.rows) else before + sum(row.tokens for row in rows)
         self.tokens += max(0, min(gained, len(self.ids) - 1) - known.tokens)
@@ -182,8 +202,10 @@ class Fetch:
         missing = self.prefix_tokens - known.tokens
         if missing < PAGE_TOKENS or not self.disk.folder.writable or self.lease is not None:
             return
+        if self.disk.precision != self.precision:
+            return  # what another process stores is not what this request could use
         key = chain(self.scope.root, self.ids[: self.prefix_tokens])[-1]
-        holder = self.disk.index.claim(key, self.scope.fingerprint, self.disk.process)
+        holder = self.disk.claim(key, self.scope.fingerprint)
         if holder is None:
             self.lease = key
             return
@@ -223,8 +245,4 @@ class Fetch:
         self._stop.set()
         if self.lease is not None:
             key, self.lease = self.lease, None
-            self.disk.writer.after(lambda: self.disk.index.release(key, self.scope.fingerprint, self.disk.process))
-
-    def finish(self) -> None:
-        """The waiting is over: what it took."""
-        self.ms = (time.perf_counter() - self._began) * 1e3
+            self.disk.writer.after(lambda: self.disk.release(key, self.scope.fingerprint))

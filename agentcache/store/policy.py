@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 SMOOTHING = 0.5  # weight of the newest measurement
 RETRY_S = 300.0  # a rate that forbids loading is measured again after so long: disks recover
 SLACK = 0.01  # share of the computing time that may go into finding out that a disk is slow
-LEAST_WAIT_MS = 2.0
-MOST_SILENT_MS = 250.0  # nothing read at all for so long, and no rate known: it is not going to be fast
+LEAST_WAIT_MS = 10.0
+FIRST_BYTES = 2 << 20  # what is read before the first progress is heard of
+HUNG_MS = 5000.0  # nothing read at all for so long, where nobody knows what computing costs
+SMALL_BYTES = 1 << 20  # a smaller load tells of latencies and not of a rate
 
 
 @dataclass(slots=True)
@@ -23,10 +25,12 @@ class Rate:
     value: float = 0.0
     at: float = field(default_factory=time.monotonic)
 
-    def learn(self, amount: float, ms: float) -> None:
-        """Take in one measurement."""
+    def learn(self, amount: float, ms: float, load_bytes: float | None = None) -> None:
+        """Take in one measurement; load_bytes: of what load `amount` was read. A small load never makes the rate look lower."""
         if amount > 0 and ms > 0:
             new = amount / ms
+            if (amount if load_bytes is None else load_bytes) < SMALL_BYTES and new <= (self.value or new):
+                return
             self.value = new if not self.value else (1 - SMOOTHING) * self.value + SMOOTHING * new
             self.at = time.monotonic()
 
@@ -44,15 +48,19 @@ def too_slow(load_bytes: int, compute_ms: float, rate: Rate) -> bool:
 def give_up(elapsed_ms: float, read_bytes: int, load_bytes: int, compute_ms: float, rate: Rate) -> bool:
     """Whether a running load should be left for computing: what is left of it takes longer than computing everything.
 
-    Decided after a hundredth of the computing time at the earliest; a disk that has shown nothing by twice the expected time is slow.
+    Decided after a hundredth of the computing time at the earliest; a disk that has shown nothing by twice that, or by twice the time its
+    rate lets expect, is slow.
     """
-    if not compute_ms or elapsed_ms < max(LEAST_WAIT_MS, SLACK * compute_ms):
+    if not compute_ms:
+        return not read_bytes and elapsed_ms > HUNG_MS
+    patience = max(LEAST_WAIT_MS, SLACK * compute_ms)
+    if elapsed_ms < patience:
         return False
     if read_bytes:
         left_ms = (load_bytes - read_bytes) * elapsed_ms / read_bytes
         return left_ms > compute_ms or elapsed_ms > compute_ms
-    expected = load_bytes / rate.value if rate.value else min(MOST_SILENT_MS, compute_ms)
-    return elapsed_ms > 2 * expected
+    expected = min(load_bytes, FIRST_BYTES) / rate.value if rate.value else 0.0
+    return elapsed_ms > 2 * max(patience, expected)
 
 
 class WriteBudget:

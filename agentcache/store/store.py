@@ -27,6 +27,7 @@ __all__ = ["DEFAULT", "Disk", "Fetch", "Match", "Store"]
 
 DEFAULT = StoreOptions()
 READERS = 2  # requests whose pages are read at the same time
+Key = bytes  # inside the class that name is a property
 
 
 class Store:
@@ -103,24 +104,29 @@ class Store:
         if self.disk and scope.precision == "exact":  # what was computed behind lossy pages stays in memory
             self.disk.writer.offer(path)
 
-    def adopt(self, scope: Scope, ids: Seq[int], pages: Seq[Page], numerics: frozenset[str], rows: Seq[Row]) -> list[Entry]:
+    def adopt(self, scope: Scope, ids: Seq[int], pages: Seq[Page], rows: Seq[Row]) -> list[Entry]:
         """Keep pages that were read from disk as the last of a path; returns what holds them."""
-        path = self.tree.admit(scope, as_ids(ids), pages, numerics)[-len(rows) :]
-        for entry, row in zip(path, rows, strict=False):
+        path = self.tree.admit(scope, as_ids(ids), pages, rows[-1].numerics)[-len(rows) :]
+        for entry, row, page in zip(path, rows, pages[-len(rows) :], strict=False):
+            if entry.page is page and entry.parent is not None:
+                entry.numerics = row.numerics | entry.parent.numerics  # later pages may have come from other kernels
             if entry.key == row.page_key:
                 entry.row, entry.role = row.id, max(entry.role, Role(row.role))
         return path
 
     def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
         """A request that failed takes back what it gave, on disk too."""
-        gone = self.tree.forget(scope, ids, since, pages)
-        if self.disk and gone:
-            self.disk.writer.discard(frozenset(gone))
-            self.disk.forget(gone, scope.fingerprint)
+        disk, gone = self.disk, self.tree.forget(scope, ids, since, pages)
+        if disk and gone:
+            disk.writer.discard(frozenset(gone))
+            try:
+                disk.forget(gone, scope.fingerprint)
+            except StoreError:  # the caller has to scrub its pages in any case
+                disk.writer.after(lambda: disk.forget(gone, scope.fingerprint))
 
-    def quarantine(self, scope: Scope, ids: Ids, why: str) -> None:
-        """The last page of `ids` is wrong: never serve it again, nor what continues it."""
-        gone = self.tree.drop(scope, ids, Reason.BAD_BLOB)
+    def quarantine(self, scope: Scope, ids: Ids, key: Key, why: str) -> None:
+        """The page `key`, in which `ids` end, is wrong: never serve it again, nor what continues it. It may have left memory."""
+        gone = [key, *self.tree.drop(scope, ids, Reason.BAD_BLOB)]
         if self.disk:
             self.disk.writer.discard(frozenset(gone))
             self.disk.quarantine(gone, scope.fingerprint, why)
@@ -135,10 +141,12 @@ class Store:
         """Pin (1) or unpin (-1) the pages that hold all of `ids`; returns how many. Pinned pages are never evicted, on disk neither."""
         pages = self.tree.pin(scope, ids, count)
         if pages and self.disk:
-            disk, path = self.disk, self.tree.path(scope, ids)
+            disk, path, name = self.disk, self.tree.path(scope, ids), (scope, ids.tobytes())
             if count > 0:
                 disk.writer.offer(path, settled=True)
-            disk.writer.after(lambda: disk.pin([entry.row for entry in path if entry.row], count))
+                disk.writer.after(lambda: disk.pin(name, [entry.row for entry in path if entry.row]))
+            else:
+                disk.writer.after(lambda: disk.unpin(name))
         return pages
 
     def record(self, group: Group) -> None:

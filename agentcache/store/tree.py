@@ -64,8 +64,15 @@ class Tree:
                 self._touch(path)
                 self._promote(path)
             reason, detail = self._why(scope, path, ids, at)
+            if not peek:
+                path, at = self._ready(path, at)
             numerics = frozenset().union(*(entry.numerics for entry in path))
             return Match(at, tuple(e.page for e in path if e.page is not None), reason, numerics, detail, tuple(path))
+
+    def _ready(self, path: list[Entry], at: int) -> tuple[list[Entry], int]:
+        """What of a path lies on the device: all of it, unless it is longer than the device's budget."""
+        count = next((i for i, e in enumerate(path) if e.page is None or e.page.tier != "device"), len(path))
+        return path[:count], min(at, count * PAGE_TOKENS)
 
     def path(self, scope: Scope, ids: Ids) -> list[Entry]:
         """The entries that hold the longest kept prefix of all these ids."""

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import StoreError, StoreFullError
 from ..kv import PAGE_TOKENS, Page
 from .entry import Entry
 from .keys import Ids, Role
@@ -27,6 +26,7 @@ PATIENCE_S = 10.0  # so long a write gives way to prompts that are being filled
 PAUSE_S = 30.0  # after a disk error nothing is tried for so long
 QUEUED_BYTES = 1 << 30  # of pages that wait: beyond it the least important are left out
 TOUCH_S = 5.0  # uses are told to the index in batches
+FAULTS = (ArithmeticError, MemoryError, OSError, RuntimeError, ValueError)  # StoreError is an OSError
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +42,7 @@ class Pending:
     since: float
     settled: bool
     role: Role
+    numerics: frozenset[str]
 
     @property
     def name(self) -> tuple[str, bytes]:
@@ -52,13 +53,14 @@ class Pending:
         return (-int(self.role), self.number)
 
 
-Save = Callable[[Pending], int]  # writes one page and returns its row, 0 where it was refused
+Save = Callable[[Pending], tuple[int, str]]  # writes one page and returns its row, 0 where there is none, and in a word what became of it
 
 
 class Writer:
     """The one thread that writes. offer() and after() from any thread; flush() waits; close() flushes.
 
-    counts: what happened to pages, by word. quiet: set while no prompt is being filled. failure: the last disk error, in words.
+    counts: what happened to pages, by word. budget: what may be written, for who saves to ask. quiet: set while no prompt is being filled.
+    failure: the last disk error, in words.
     """
 
     def __init__(self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], None]) -> None:
@@ -68,7 +70,7 @@ class Writer:
         self.failure = ""
         self._save = save
         self._touch = touch
-        self._budget = budget
+        self.budget = budget
         self._numbers = itertools.count()
         self._pending: dict[tuple[str, bytes], Pending] = {}
         self._jobs: list[tuple[int, Callable[[], None]]] = []  # to be done once all pages offered before are settled
@@ -78,6 +80,7 @@ class Writer:
         self._closing = False
         self._urgent = 0  # how many wait in flush
         self._busy = False
+        self._writing = b""
         self._paused_until = 0.0
         self._thread = threading.Thread(target=self._loop, name="agentcache-writer", daemon=True)
         self._thread.start()
@@ -94,14 +97,15 @@ class Writer:
                 if entry.row:
                     self._used[entry.row] = None
                     continue
-                known = self._pending.get((entry.scope.fingerprint, entry.key))
-                if entry.page is None or (known is not None and not settled):
+                page, ids, key, numerics = entry.page, entry.ids, entry.key, entry.numerics  # others may drop the page meanwhile
+                known = self._pending.get((entry.scope.fingerprint, key))
+                if page is None or (known is not None and not settled):
                     continue
                 for shorter in [p for p in self._pending.values() if p.entry is entry and not p.settled]:
                     del self._pending[shorter.name]
-                whole = settled or len(entry.ids) == PAGE_TOKENS
+                whole = settled or len(ids) == PAGE_TOKENS
                 due = now if whole else now + SETTLE_S
-                new = Pending(entry, entry.ids, entry.page, entry.key, due, next(self._numbers), now, whole, entry.role)
+                new = Pending(entry, ids, page, key, due, next(self._numbers), now, whole, entry.role, numerics)
                 self._pending[new.name] = new
             self._bound()
             self._changed.notify_all()
@@ -114,26 +118,32 @@ class Writer:
                 self._changed.notify_all()
 
     def discard(self, keys: frozenset[bytes]) -> None:
-        """Forget pages that turned out to be wrong."""
+        """Forget pages that turned out to be wrong; one that is being written now is on disk once this returns."""
         with self._changed:
             for known in [p for p in self._pending.values() if p.key in keys]:
                 del self._pending[known.name]
+            while self._writing in keys:
+                self._changed.wait()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Write everything that waits, settled or not, and wait for it. False: it took too long, or the disk refuses."""
+        """Write everything that waits, settled or not, and wait for it. False: it took too long, or the disk or its budget refuses."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
+            refused = self._refused()
             self._urgent += 1
             self._changed.notify_all()
             try:
                 while self._pending or self._jobs or self._busy:
                     left = None if deadline is None else deadline - time.monotonic()
                     if (left is not None and left <= 0) or not self._thread.is_alive() or self._paused_until > time.monotonic():
-                        return not (self._pending or self._jobs or self._busy)
+                        return False
                     self._changed.wait(0.5 if left is None else min(left, 0.5))
-                return True
+                return self._refused() == refused
             finally:
                 self._urgent -= 1
+
+    def _refused(self) -> int:
+        return self.counts["failed"] + self.counts["no room"]
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Flush, then end the thread."""
@@ -155,19 +165,20 @@ class Writer:
                 if found is None:
                     break
                 self._busy = True
+                self._writing = found.key if isinstance(found, Pending) else b""
             try:
                 self._do(found)
             finally:
                 with self._changed:
-                    self._busy = False
+                    self._busy, self._writing = False, b""
                     self._changed.notify_all()
-        self._tell_uses()
+        self._do(self.tell_uses)
 
     def _next(self) -> Pending | Callable[[], None] | None:
         """What to do now. Takes it out. Called with the lock held."""
         now, urgent = time.monotonic(), bool(self._urgent)
         if self._used and (urgent or now - self._touched > TOUCH_S):
-            return self._tell_uses
+            return self.tell_uses
         if now < self._paused_until:
             return None
         ready = [p for p in self._pending.values() if urgent or (p.due <= now and (self.quiet.is_set() or now - p.since > PATIENCE_S))]
@@ -194,8 +205,8 @@ class Writer:
                 self._write(found)
             else:
                 found()
-        except StoreError as error:  # what could not be written is computed again some day: never a request's trouble
-            self.failure = str(error)
+        except FAULTS as error:  # what could not be written is computed again some day: never a request's trouble
+            self.failure = str(error) or type(error).__name__
             self.counts["failed"] += 1
             self._paused_until = time.monotonic() + PAUSE_S
 
@@ -207,20 +218,14 @@ class Writer:
             return
         if parent.parent is not None and not parent.row:
             self.counts["parent missing"] += 1
-        elif not self._budget.take(pending.page.spec.page_bytes * len(pending.ids) // PAGE_TOKENS):
-            self.counts["over budget"] += 1
-        else:
-            try:
-                row = self._save(pending)
-            except StoreFullError as error:
-                self.failure = str(error)
-                self.counts["no room"] += 1
-                return
-            if entry.key == pending.key:
-                entry.row = row
-            self.counts["written" if row else "known"] += 1
+            return
+        row, what = self._save(pending)
+        if entry.key == pending.key:
+            entry.row = row
+        self.counts[what] += 1
 
-    def _tell_uses(self) -> None:
+    def tell_uses(self) -> None:
+        """Let the index know now what was used since it was told last. On the writing thread."""
         with self._changed:
             used, self._used, self._touched = list(self._used), {}, time.monotonic()
         if used:
