@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import builtins
-import multiprocessing
 import os
-import signal
 import stat
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +14,9 @@ import pytest
 
 from agentcache.errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError, StorePermissionError
 from agentcache.store import folder as module
-from agentcache.store import process
 from agentcache.store.folder import Folder, default_key, default_path
+from tests.rows import FORK, forks
 
-FORK = multiprocessing.get_context("fork")
-forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 KEY, OTHER = bytes(range(32)), bytes(32)
 
 
@@ -47,12 +40,18 @@ def test_a_new_folder_is_private_and_opens_again(tmp_path: Path) -> None:
         first = Folder.open(place)
     finally:
         os.umask(before)
-    assert mode(place) == 0o700 and mode(place / "blobs") == 0o700 and mode(place / "key") == 0o600
+    assert mode(place) == 0o700
+    assert mode(place / "blobs") == 0o700
+    assert mode(place / "key") == 0o600
     assert (place / "format").read_text() == "agentcache store 1\n"
-    assert first.writable and not first.encrypted and first.blobs == place / "blobs"
+    assert first.writable
+    assert not first.encrypted
+    assert first.blobs == place / "blobs"
     again = Folder.open(place, create=False)
-    assert again.key == first.key and len(first.key) == 32
-    assert first.key.hex() not in repr(first) and repr(first.key) not in repr(first)
+    assert again.key == first.key
+    assert len(first.key) == 32
+    assert first.key.hex() not in repr(first)
+    assert repr(first.key) not in repr(first)
 
 
 def test_no_store_is_made_where_none_is_asked_for(tmp_path: Path) -> None:
@@ -66,7 +65,8 @@ def test_no_store_is_made_where_none_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert default_path() is not None and default_path().name == "agentcache"  # type: ignore[union-attr]
+    assert default_path() is not None
+    assert default_path().name == "agentcache"
     monkeypatch.setenv("AGENTCACHE_DIR", str(tmp_path / "mine"))
     assert default_path() == tmp_path / "mine"
     assert Folder.open().path == tmp_path / "mine"
@@ -94,7 +94,8 @@ def test_those_who_start_together_agree(tmp_path: Path, how: str) -> None:
         for worker in workers:
             worker.join(30)
         keys = [path.read_bytes() for path in said.iterdir()]
-        assert len(keys) == 6 and set(keys) == {Folder.open(place).key}
+        assert len(keys) == 6
+        assert set(keys) == {Folder.open(place).key}
         assert not list(place.glob("*.new"))
 
 
@@ -213,7 +214,8 @@ def test_a_read_only_folder_is_read(tmp_path: Path) -> None:
     place.chmod(0o500)
     try:
         opened = Folder.open(place)
-        assert not opened.writable and opened.key == key
+        assert not opened.writable
+        assert opened.key == key
     finally:
         place.chmod(0o700)
     assert Folder.open(place).writable
@@ -230,7 +232,8 @@ def test_sealed_data_opens_with_its_context_alone(tmp_path: Path) -> None:
     other = Folder.open(tmp_path / "b", key=KEY)
     assert store.encrypted
     sealed = store.seal(b"secret words", b"here")
-    assert b"secret" not in sealed and sealed != store.seal(b"secret words", b"here")
+    assert b"secret" not in sealed
+    assert sealed != store.seal(b"secret words", b"here")
     assert store.open_sealed(sealed, b"here") == b"secret words"
     assert Folder.open(tmp_path / "a", key=KEY).open_sealed(memoryview(sealed), b"here") == b"secret words"
     flipped = bytes([*sealed[:-1], sealed[-1] ^ 1])
@@ -262,7 +265,8 @@ def test_the_key_must_be_given_exactly_where_it_was_used(tmp_path: Path) -> None
 def test_the_key_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_key() is None
     monkeypatch.setenv("AGENTCACHE_KEY", KEY.hex())
-    assert default_key() == KEY and Folder.open(tmp_path / "store").encrypted
+    assert default_key() == KEY
+    assert Folder.open(tmp_path / "store").encrypted
     for content in (KEY, KEY.hex().encode() + b"\n"):
         (tmp_path / "secret").write_bytes(content)
         monkeypatch.setenv("AGENTCACHE_KEY", str(tmp_path / "secret"))
@@ -289,73 +293,3 @@ def test_without_the_library_no_store_is_made(tmp_path: Path, monkeypatch: pytes
         Folder.open(tmp_path / "store", key=KEY)
     assert not (tmp_path / "store" / "format").exists()
     assert not Folder.open(tmp_path / "store").encrypted
-
-
-# -- processes -----------------------------------------------------------------------------------------------------
-
-
-def sleeper() -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-
-
-def test_a_token_lives_as_long_as_its_process() -> None:
-    own = process.token()
-    assert process.TOKEN.fullmatch(own) and process.alive(own) and own == process.token()
-    child = sleeper()
-    try:
-        token = f"{child.pid}.{process._start(child.pid)}.{own.rpartition('.')[2]}"
-        assert process.alive(token)
-        child.send_signal(signal.SIGKILL)
-        for _ in range(200):  # dead, but nobody has waited for it yet: a zombie
-            if not process.alive(token):
-                break
-            time.sleep(0.02)
-        assert child.returncode is None and not process.alive(token)
-    finally:
-        child.kill()
-        child.wait()
-    assert not process.alive(token)
-
-
-def test_a_reused_pid_is_another_process() -> None:
-    pid, start, identity = process.token().split(".")
-    assert not process.alive(f"{pid}.{int(start) + 1}.{identity}")
-    assert not process.alive(f"{os.getppid()}.{start}.{identity}")
-
-
-@pytest.mark.parametrize("text", ["", "x", "1.2", "0.5.0123456789ab", "1.2.0123456789aB", "../../etc/passwd", "1.2.0123456789ab\n"])
-def test_what_is_no_token_is_dead(text: str) -> None:
-    assert not process.alive(text)
-
-
-def test_another_boot_or_container_counts_for_a_day() -> None:
-    foreign = "1.2.0123456789ab"
-    assert process.alive(foreign) and process.alive(foreign, time.time() - 3600) and process.alive(foreign, time.time() + 3600)
-    assert not process.alive(foreign, time.time() - 25 * 3600) and not process.alive(foreign, time.time() + 25 * 3600)
-
-
-@forks
-def test_a_fork_has_a_token_of_its_own(tmp_path: Path) -> None:
-    own = process.token()
-
-    def child() -> None:
-        assert process.alive(own)
-        (tmp_path / "token").write_text(process.token())
-
-    run(child)
-    said = (tmp_path / "token").read_text()
-    assert said != own and not process.alive(said)
-
-
-def test_the_machine_has_one_name() -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", "from agentcache.store import process; print(process.machine())"], capture_output=True, check=True
-    )
-    assert said.stdout.decode().strip() == process.machine()
-
-
-def run(child: Callable[[], None]) -> None:
-    worker = FORK.Process(target=child)
-    worker.start()
-    worker.join(60)
-    assert worker.exitcode == 0

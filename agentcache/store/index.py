@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,7 @@ class Index(Ledger):
             keys.append(page_key(keys[-1], page))
         marks = ", ".join("?" * len(pages))
         sql = f"SELECT {COLUMNS} FROM pages WHERE page_key IN ({marks}) AND fingerprint = ? AND precision = ? AND bad IS NULL"
-        records = self._db.read(lambda connection: connection.execute(sql, (*keys[1:], scope.fingerprint, precision)).fetchall())
+        records = self._all(sql, *keys[1:], scope.fingerprint, precision)
         by_key = {record[KEY]: record for record in records}
         rows: list[Row] = []
         for i, (page, key) in enumerate(zip(pages, keys[1:], strict=True)):
@@ -88,7 +89,7 @@ class Index(Ledger):
         """The page under `above` that has most in common with ids; of equals the shortest, which is read fastest."""
         head = schema.head(self.folder, ids)
         sql = f"SELECT id, page_key, tokens, ids FROM pages WHERE {UNDER} AND head = ? AND bad IS NULL ORDER BY used DESC LIMIT {CHILDREN}"
-        records = self._db.read(lambda connection: connection.execute(sql, (above, scope.fingerprint, precision, head)).fetchall())
+        records = self._all(sql, above, scope.fingerprint, precision, head)
         best, shortest, chosen, wanted = 0, 0, 0, ids.tobytes()
         for id, *sealed in records:
             try:
@@ -100,11 +101,11 @@ class Index(Ledger):
             elif len(known) < shortest and known[: 4 * best] == wanted[: 4 * best]:
                 shortest, chosen = len(known), id
         sql = f"SELECT {COLUMNS} FROM pages WHERE id = ?"
-        record = self._db.read(lambda connection: connection.execute(sql, (chosen,)).fetchone()) if best else None
-        row = self._decoded(record, scope, above, place)
+        record = self._all(sql, chosen) if best else []
+        row = self._decoded(record[0] if record else None, scope, above, place)
         return [] if row is None else [(row, best)]
 
-    def _decoded(self, record: tuple[object, ...] | None, scope: Scope, above: bytes, place: int) -> Row | None:
+    def _decoded(self, record: tuple[Any, ...] | None, scope: Scope, above: bytes, place: int) -> Row | None:
         """A row, if it belongs where it was found."""
         if record is None:
             return None
@@ -126,22 +127,23 @@ class Index(Ledger):
         bad: bool | None = None, older_than: float | None = None,
     ) -> Iterator[Row]:  # fmt: skip
         """All rows with these properties, in the order in which they came; damaged ones are left out (check). older_than: seconds."""
-        where = "id > ?"
+        where: list[str] = ["1"]
         values: list[object] = []
-        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role), ("parent", parent)):
+        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role)):
             if value is not None:
-                where += f" AND {name} = ?"
+                where.append(f"{name} = ?")
                 values.append(value)
         if bad is not None:
-            where += f" AND bad IS {'NOT ' if bad else ''}NULL"
+            where.append(f"bad IS {'NOT ' if bad else ''}NULL")
         if older_than is not None:
-            where += " AND created < ?"
+            where.append("created < ?")
             values.append(time.time() - older_than)
-        last = 0
-        sql = f"SELECT {COLUMNS} FROM pages WHERE {where} ORDER BY id LIMIT {LISTED}"
-        while records := self._db.read(lambda connection: connection.execute(sql, (last, *values)).fetchall()):  # noqa: B023
-            last = records[-1][0]
-            yield from self._sound(records)
+        sql = f"SELECT id FROM pages WHERE {' AND '.join(where)} ORDER BY id"
+        ids = self._all(sql, *values)
+        for first in range(0, len(ids), LISTED):
+            some = [id for (id,) in ids[first : first + LISTED]]
+            sql = f"SELECT {COLUMNS} FROM pages WHERE id IN ({', '.join('?' * len(some))}) ORDER BY id"
+            yield from self._sound(self._all(sql, *some))
 
     def total(self) -> tuple[int, int]:
         """How many rows there are, and the bytes of their blobs."""
@@ -197,7 +199,7 @@ class Index(Ledger):
             for other in shorter
             if other.id not in held and common(other.ids, row.ids) == other.tokens and row.numerics <= other.numerics and not row.bad
         ]
-        return self._delete(connection, gone)
+        return _delete(connection, gone)
 
     def _crowded(self, connection: sqlite3.Connection, row: Row, held: set[int]) -> list[Row]:
         """The longest unused partial pages under the parent of `row`, beyond CHILDREN. They have no children: nobody loses a parent."""
@@ -210,7 +212,7 @@ class Index(Ledger):
         sql = f"SELECT {COLUMNS} FROM pages WHERE {UNDER} AND tokens < {PAGE_TOKENS} AND role <= ? ORDER BY bad IS NULL, role, used"
         others = self._sound(connection.execute(sql, (*beside, int(row.role))))
         gone = [other for other in others if other.id not in held and other.page_key != row.page_key]
-        return self._delete(connection, gone[: count - CHILDREN])
+        return _delete(connection, gone[: count - CHILDREN])
 
     def restore(self, rows: Sequence[Row]) -> int:
         """Insert rows as they are, uses and quarantine included, and let nothing give way; returns how many were new."""
@@ -295,7 +297,7 @@ class Index(Ledger):
         where, values = "created < ?", (time.time() - age_s,)
         return self._purge(where, values) if namespace is None else self._purge(f"{where} AND namespace = ?", (*values, namespace))
 
-    def _purge(self, where: str, values: tuple[object, ...]) -> list[Row]:
+    def _purge(self, where: str, values: tuple[Any, ...]) -> list[Row]:
         def purge(connection: sqlite3.Connection) -> list[Row]:
             gone = self._sound(connection.execute(f"SELECT {COLUMNS} FROM pages WHERE {where}", values))
             for table in ("pages", "groups", "splices"):
@@ -330,11 +332,10 @@ class Index(Ledger):
 
         return self._snapshot(look)
 
-    def _delete(self, connection: sqlite3.Connection, rows: list[Row]) -> list[Row]:
-        connection.executemany("DELETE FROM pages WHERE id = ?", [(row.id,) for row in rows])
-        return rows
+    def _all(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        return self._db.read(lambda connection: connection.execute(sql, values).fetchall())
 
-    def _sound(self, records: Iterable[tuple[object, ...]]) -> list[Row]:
+    def _sound(self, records: Iterable[tuple[Any, ...]]) -> list[Row]:
         """The rows that can be read."""
         rows = []
         for record in records:
@@ -343,6 +344,11 @@ class Index(Ledger):
             except BlobError:
                 continue
         return rows
+
+
+def _delete(connection: sqlite3.Connection, rows: list[Row]) -> list[Row]:
+    connection.executemany("DELETE FROM pages WHERE id = ?", [(row.id,) for row in rows])
+    return rows
 
 
 def _key(row: Row) -> tuple[bytes, str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 
 from ..errors import BlobError
-from ..kv import PAGE_TOKENS
+from ..types import PAGE_TOKENS
 from .folder import Folder
 from .keys import Ids
 
@@ -127,6 +127,8 @@ def decode(folder: Folder, record: tuple[Any, ...]) -> Row:
 
 def decode_ids(folder: Folder, key: bytes, tokens: int, sealed: bytes) -> bytes:
     """The ids of a row, four bytes each; BlobError if they are not as many as it says."""
+    if type(key) is not bytes or type(sealed) is not bytes:
+        raise BlobError("a row of the index has no ids or no key")
     plain = folder.open_sealed(sealed, _context(key))
     if len(plain) != 4 * tokens:
         raise BlobError(f"a row of the index has {len(plain)} bytes of ids for {tokens!r} tokens")

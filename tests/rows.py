@@ -1,0 +1,68 @@
+"""Rows of the store's index without pages behind them, and light children. Knows no models."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentcache.kv import PAGE_TOKENS
+from agentcache.store import process
+from agentcache.store.folder import Folder
+from agentcache.store.index import Index, Row
+from agentcache.store.keys import Ids, Scope, chain
+
+FORK = multiprocessing.get_context("fork")
+forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the children use neither torch nor its threads
+SCOPE = Scope("ns", "fp", "")
+ME = process.token()
+DEAD = f"1.1.{ME.rpartition('.')[2]}"  # pid 1 did not start then
+
+
+def some(count: int, seed: int = 0) -> Ids:
+    """Token ids; the shorter of two with one seed begins the longer."""
+    return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.uint32)
+
+
+def pages(ids: Ids, scope: Scope = SCOPE, **more: Any) -> list[Row]:
+    """The rows of a prompt, root first."""
+    rows, parent = [], scope.root
+    for place, key in enumerate(chain(scope.root, ids)):
+        page = ids[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS]
+        values = {"numerics": frozenset({"here"}), "precision": "exact", "role": 0, "created": time.time(), "bytes": 100, **more}
+        values.setdefault("blob", f"{key.hex()}-{os.urandom(4).hex()}")
+        shape: dict[str, Any] = {"dtype": "bfloat16", "layers": 2, "kv_heads": 1, "head_dim": 8}
+        head = {"namespace": scope.namespace, "fingerprint": scope.fingerprint, "regime": scope.regime}
+        rows.append(Row(id=0, page_key=key, parent=parent, place=place, tokens=len(page), ids=page, **head, **shape, **values))
+        parent = key
+    return rows
+
+
+def kept(index: Index, ids: Ids, **more: Any) -> list[Row]:
+    """Add a prompt's pages; the rows as the index has them."""
+    rows = pages(ids, **more)
+    index.add(rows)
+    return [found for row in rows if (found := index.row(row.page_key, row.fingerprint, row.precision)) is not None]
+
+
+def raw(folder: Folder, sql: str, *values: object) -> list[Any]:
+    """Behind the index's back."""
+    with closing(sqlite3.connect(folder.index)) as connection, connection:
+        return connection.execute(sql, values).fetchall()
+
+
+def run(*children: Callable[[], None]) -> None:
+    """Run these in forked children at once; all must succeed."""
+    workers = [FORK.Process(target=child) for child in children]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0] * len(workers)
