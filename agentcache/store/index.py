@@ -314,23 +314,7 @@ class Index(Ledger):
 
     def check(self) -> list[str]:
         """What is wrong with the file and its rows, in words; empty if nothing is. Reads all of it. What it finds is mended by rebuild."""
-
-        def look(connection: sqlite3.Connection) -> list[str]:
-            found = [str(said) for (said,) in connection.execute("PRAGMA integrity_check") if said != "ok"]
-            for record in connection.execute(f"SELECT {COLUMNS}, head FROM pages"):
-                try:
-                    row = decode(self.folder, record[:-1])
-                except BlobError as error:
-                    found.append(str(error))
-                    continue
-                if page_key(row.parent, row.ids) != row.page_key or schema.head(self.folder, row.ids) != record[-1]:
-                    found.append(f"row {row.id!r} of the index does not have the ids its key was made from")
-            counted = connection.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM pages").fetchone()
-            if counted != connection.execute("SELECT rows, bytes FROM totals").fetchone():
-                found.append(f"the totals of the index are not {counted!r}")
-            return found
-
-        return self._snapshot(look)
+        return self._snapshot(lambda connection: schema.faults(self.folder, connection))
 
     def _all(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         return self._db.read(lambda connection: connection.execute(sql, values).fetchall())

@@ -5,6 +5,7 @@ The index may be lost: what cannot be made again from the pages is small (groups
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,7 +15,7 @@ from blake3 import blake3
 from ..errors import BlobError
 from ..types import PAGE_TOKENS
 from .folder import Folder
-from .keys import Ids
+from .keys import Ids, page_key
 
 VERSION = 1
 HEAD_TOKENS = 8  # ids by which continuations of a page are told apart before they are compared
@@ -137,6 +138,23 @@ def decode_ids(folder: Folder, key: bytes, tokens: int, sealed: bytes) -> bytes:
 
 def _context(key: bytes) -> bytes:
     return b"ids" + key
+
+
+def faults(folder: Folder, connection: sqlite3.Connection) -> list[str]:
+    """What is wrong with the file and its rows, in words."""
+    found = [str(said) for (said,) in connection.execute("PRAGMA integrity_check") if said != "ok"]
+    for record in connection.execute(f"SELECT {COLUMNS}, head FROM pages"):
+        try:
+            row = decode(folder, record[:-1])
+        except BlobError as error:
+            found.append(str(error))
+            continue
+        if page_key(row.parent, row.ids) != row.page_key or head(folder, row.ids) != record[-1]:
+            found.append(f"row {row.id!r} of the index does not have the ids its key was made from")
+    counted = connection.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM pages").fetchone()
+    if counted != connection.execute("SELECT rows, bytes FROM totals").fetchone():
+        found.append(f"the totals of the index are not {counted!r}")
+    return found
 
 
 def guard(folder: Folder, data: bytes, context: bytes) -> bytes:
