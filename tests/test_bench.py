@@ -19,6 +19,7 @@ from agentcache.errors import ConfigError
 TINY = {**shapes.SHAPES["small"][1], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 2048}
 ROW_KEYS = (
     "tools prompt_tokens tail_tokens stock_ttft_ms static_ttft_ms recipe_ttft_ms kept_ttft_ms off_ttft_ms hit_ttft_ms floor_ms "
+    "disk_cold_ttft_ms disk_warm_ttft_ms read_cold_ms read_warm_ms "
     "stock_decode_ms static_decode_ms decode_ms warm_ms group_bytes break_even_requests saved_ms_per_1000 repeats load agreement"
 ).split()
 
@@ -30,8 +31,8 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine() -> Any:
-    with Engine(*shapes.load("small")) as made:
+def engine(tmp_path: Path) -> Any:
+    with Engine(*shapes.load("small"), store=tmp_path / "store") as made:
         yield made
 
 
@@ -56,7 +57,7 @@ def refused(*arguments: str) -> str:
 
 def test_latency_ends_in_one_json_line_with_every_figure(tmp_path: Path) -> None:
     path, picture = tmp_path / "out.json", tmp_path / "out.png"
-    options = ("--tools", "3,1", "--repeats", "2", "--slow-repeats", "1", "--decode", "2", "--tail", "40")
+    options = ("--tools", "3,1", "--repeats", "2", "--slow-repeats", "1", "--decode", "2", "--tail", "40", "--no-second-process")
     said, shown = run("latency", "--shape", "small", *options, "--json", str(path), "--plot", str(picture))
     assert json.loads(path.read_text()) == said
     assert [row["tools"] for row in said["rows"]] == [1, 3]
@@ -75,7 +76,7 @@ def test_latency_ends_in_one_json_line_with_every_figure(tmp_path: Path) -> None
 
 def test_a_prompt_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", {**TINY, "max_position_embeddings": 600}))
-    said, _ = run("latency", "--tools", "1,20", "--repeats", "1", "--decode", "1", "--tail", "40")
+    said, _ = run("latency", "--tools", "1,20", "--repeats", "1", "--decode", "1", "--tail", "40", "--no-second-process")
     assert said["too_long"] == [20]
     assert [row["tools"] for row in said["rows"]] == [1]
 
@@ -90,7 +91,7 @@ def test_a_hit_that_is_none_is_noticed(engine: Engine) -> None:
     scene = scene_of(engine)
     engine.release("bench", namespace=scene.namespace)
     engine.store.clear()
-    with pytest.raises(AssertionError, match="a hit of .* was to be timed, the receipt says 0"):
+    with pytest.raises(AssertionError, match="a hit of .* in memory was to be timed, .* came from disk"):
         latency.methods(scene, 0, 1)["hit"]()
 
 
@@ -119,6 +120,27 @@ def test_other_tokens_are_noticed(engine: Engine) -> None:
     scene.gaps.append(0.01)
     latency.check(scene, {**good, "stock": answer(4)}, "bfloat16")
     assert scene.agreed == {"stock": [True, False]}
+
+
+def test_another_process_finds_the_group_on_disk(model_folder: Path, tmp_path: Path) -> None:
+    """The command asks it, and fails if that process draws other tokens or computes what is on disk."""
+    options = ("--repeats", "1", "--decode", "1", "--tail", "30", "--dtype", "float32", "--store-dir", str(tmp_path))
+    said, shown = run("latency", "--model", str(model_folder), "--tools", "2", *options)
+    (row,) = said["rows"]
+    for kind in ("cold", "warm"):
+        assert row["second_process"][kind]["ttft_ms"] > 0
+        assert row["second_process"][kind]["disk_tokens"] >= row["prefix_tokens"] - 2
+    assert "2nd cold" in shown
+    assert not list(tmp_path.iterdir()), "the store of the run was left behind"
+
+
+def test_store_bench_reads_what_it_wrote(tmp_path: Path) -> None:
+    said, shown = run("store", "--shape", "small", "--tokens", "700", "--repeats", "1", "--store-dir", str(tmp_path))
+    assert [row["way"] for row in said["rows"]] == ["raw", "agentcache", "verify", "safetensors", "torch.load"]
+    assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in said["rows"])
+    assert said["bytes"] > 700 * 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, channels, bytes
+    assert "warm/raw" in shown
+    assert not list(tmp_path.iterdir())
 
 
 def test_floor_leaves_the_group_as_it_was(engine: Engine) -> None:

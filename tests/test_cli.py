@@ -121,7 +121,10 @@ def test_demo_on_a_small_model() -> None:
         assert step["cached_tokens"] >= before["prompt_tokens"]
         new = step["prompt_tokens"] - before["prompt_tokens"] - before["completion_tokens"]
         assert step["computed_tokens"] <= new + 2
-    assert "drew the same 16 tokens" in said.replace("\n", " ")
+    second = report["modes"]["second"]
+    assert second["disk_tokens"] == report["modes"]["warm"]["warm_tokens"], "it came from disk"
+    assert [s["computed_tokens"] for s in second["steps"]] == [s["computed_tokens"] for s in warm]
+    assert "drew the same 16 tokens" in " ".join(said.split())
     assert "ratio" in said
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import AbstractContextManager
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,8 +62,10 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     return found
 
 
-def _loaded(model: str | None, shape: Shape | None, dtype: Dtype, threads: int | None, texts: list[str] | None = None) -> Any:
-    """A running engine."""
+def _loaded(
+    model: str | None, shape: Shape | None, dtype: Dtype, threads: int | None, texts: list[str] | None = None, store: str | None = None
+) -> Any:
+    """A running engine; store: folder for its pages, None to keep them in memory."""
     import torch
 
     from ..engine import Engine
@@ -72,8 +76,8 @@ def _loaded(model: str | None, shape: Shape | None, dtype: Dtype, threads: int |
     if threads is not None:
         torch.set_num_threads(threads)
     if model is not None:
-        return Engine(model, dtype=dtype.value, store=None)
-    return Engine(*shapes.load((shape or Shape.small).value, dtype=dtype.value, texts=texts or ()), store=None)
+        return Engine(model, dtype=dtype.value, store=store)
+    return Engine(*shapes.load((shape or Shape.small).value, dtype=dtype.value, texts=texts or ()), store=store)
 
 
 def _described(engine: Any) -> dict[str, Any]:
@@ -118,30 +122,51 @@ def latency(
     overhead: Annotated[bool, typer.Option("--overhead", help="Also: layout, lookup and planning at 3k and 37k tokens.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Also: peak memory against model and live KV.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="All of these, at 2900 and 12000 tokens and with 8 agents.")] = False,
+    second: Annotated[bool, typer.Option("--second-process/--no-second-process", help="Also ask a second process.")] = True,
+    store_dir: Annotated[Path | None, typer.Option(help="Where the store of this run is made and removed; a disk, not memory.")] = None,
     json_file: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw time to first token and speed-up.")] = None,
 ) -> None:
     """Time to first token and per token, ours against generate and its caches, for growing tool lists."""
     with _said_plainly():
+        from . import disk, report
         from . import latency as bench
-        from . import report
 
         options = bench.Options(_numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
         contexts = _numbers(decode_contexts, "decode-contexts") or ((2900, 12000) if everything else ())
         wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead}
         chosen = [name for name, asked in wanted.items() if asked or everything]
-        with _loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
+        with (
+            tempfile.TemporaryDirectory(dir=store_dir) as folder,
+            _loaded(model, shape, dtype, threads, store=str(Path(folder) / "store")) as engine,
+            report.Progress() as say,
+        ):
             found: dict[str, Any] = {"bench": "latency", **_described(engine)}
 
             def keep(part: dict[str, Any]) -> None:
                 found.update(part)
                 report.save(found, json_file)
 
+            disk.allow_writing(engine, False)  # nothing goes to disk while something is timed
             _extras(engine, chosen, contexts, agents or (8 if everything else 0), options, say, keep)
-            bench.run(engine, options, say, keep)
+            known = {"model": model, "shape": (shape or Shape.small).value, "dtype": dtype.value, "threads": threads}
+            bench.run(engine, options, say, keep, partial(_second, options, known, folder) if second else None)
         if plot is not None:
             report.plot(found["rows"], plot, f"{found['model']['name']}, {found['model']['dtype']}, {found['machine']['threads']} threads")
         report.finish(found, [*report.latency_tables(found["rows"]), *report.extra_tables(found)], json_file)
+
+
+def _second(options: Any, known: dict[str, Any], folder: str, scene: Any) -> dict[str, Any]:
+    """The group's hit in another process: the tokens must be those of this one."""
+    from . import disk, ours
+
+    turns = (1, min(2, options.repeats))
+    spec = {"store": str(Path(folder) / "store"), "namespace": scene.namespace, "tools": len(scene.tools), "tail": options.tail}
+    found = disk.second_process({**known, **spec, "turns": turns, "new": 2})
+    for kind, turn in zip(("cold", "warm"), turns):
+        own, _ = ours.ask(scene.engine, scene.turns[turn], scene.tools, 2, namespace=scene.namespace)
+        assert list(own.ids) == list(found[kind].pop("ids")), f"the second process drew other tokens ({kind})"
+    return found
 
 
 def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: int, options: Any, say: Any, keep: Any) -> None:
@@ -194,3 +219,25 @@ def react(
             found = {"bench": "react", **_described(engine)}
             found |= bench.run(engine, families, decode=decode, off=off, stock=stock, say=say)
         report.finish(found, [report.react_table(found["families"])], json_file)
+
+
+@app.command()
+def store(
+    shape: Annotated[Shape, typer.Option(help="A known shape: how large its pages are.")] = Shape.qwen3_06b,
+    tokens: Annotated[int, typer.Option(min=1, help="How long the stored prompt is.")] = 2850,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 5,
+    dtype: DtypeOption = Dtype.bfloat16,
+    store_dir: Annotated[Path | None, typer.Option(help="Where the files are made and removed; a disk, not memory.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Pages to disk and back: writing, reading and verifying against raw files, safetensors and torch.load."""
+    with _said_plainly():
+        from . import report
+        from . import store as bench
+        from .load import machine, versions
+
+        with tempfile.TemporaryDirectory(dir=store_dir) as folder, report.Progress() as say:
+            about = {"bench": "store", "machine": machine(), "versions": versions(("torch", "safetensors", "blake3"))}
+            found = {**about, "shape": shape.value, "dtype": dtype.value}
+            found |= bench.run(shape.value, dtype.value, tokens, repeats, Path(folder), say)
+        report.finish(found, [report.store_table(found)], json_file)

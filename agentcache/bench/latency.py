@@ -13,10 +13,10 @@ from typing import Any
 from ..engine import Engine
 from ..errors import ConfigError
 from ..types import ToolGroup
-from . import catalog, ours, stock
+from . import catalog, disk, ours, stock
 from .load import Samples, Watch
 
-METHODS = ("stock", "static", "recipe", "kept", "off", "hit", "floor")
+METHODS = ("stock", "static", "recipe", "kept", "off", "disk_cold", "disk_warm", "hit", "floor")
 SLOW = frozenset({"stock", "static", "off"})  # these compute the whole prompt
 TIE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # logits closer than this may swap places between two kernels
 Say = Callable[[str], None]
@@ -85,10 +85,20 @@ def prepare(engine: Engine, count: int, options: Options) -> Scene | None:
     if max(map(len, prompts)) + options.decode + 1 > engine.model.context_tokens:
         return None
     namespace = f"tools-{count}"
+    disk.allow_writing(engine, True)
     group = engine.warm(catalog.SYSTEM, tools, name="bench", namespace=namespace)
+    disk.allow_writing(engine, False)
     prefix = common(prompts[0], prompts[1])
     assert group.prefix_tokens <= prefix <= group.prefix_tokens + 2, f"turns share {prefix} tokens, the group holds {group.prefix_tokens}"
     return Scene(engine, namespace, tools, group, [messages for messages, _ in made], prompts, prefix)
+
+
+def resume(scene: Scene) -> None:
+    """After pages went to disk and came back: the group pinned again, turn 0 known again, nothing else."""
+    scene.engine.store.clear(scene.namespace)
+    group = scene.engine.warm(catalog.SYSTEM, scene.tools, name="bench", namespace=scene.namespace)
+    assert group.computed_tokens <= 1, f"{group.computed_tokens} tokens of the group were not on disk"
+    ours.ask(scene.engine, scene.turns[0], scene.tools, 2, namespace=scene.namespace)
 
 
 def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], stock.Timed]]:
@@ -103,6 +113,7 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], stock
     def hit() -> stock.Timed:
         done, receipt = ours.ask(engine, scene.turns[number], scene.tools, new, namespace=scene.namespace)
         known = scene.prefix if number else scene.group.prefix_tokens
+        assert not receipt.disk_tokens, f"a hit of {known} tokens in memory was to be timed, {receipt.disk_tokens} came from disk"
         assert receipt.cached_tokens == known, f"a hit of {known} tokens was to be timed, the receipt says {receipt.cached_tokens}"
         assert receipt.computed_tokens == len(ids) - known, f"{receipt.computed_tokens} computed, the tail has {len(ids) - known}"
         return done
@@ -113,12 +124,19 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], stock
         scene.gaps.append(best - second)
         return done
 
+    def from_disk(cold: bool) -> stock.Timed:
+        done, _ = disk.hit(engine, scene.namespace, scene.turns[number], scene.tools, new, cold)
+        resume(scene)
+        return done
+
     return {
         "stock": lambda: stock.dynamic(model, ids, new),
         "static": lambda: stock.static(model, ids, new),
         "recipe": lambda: stock.recipe(model, scene.cache, ids, new),
         "kept": lambda: stock.kept(model, scene.cache, ids[scene.prefix :]),
         "off": off,
+        "disk_cold": lambda: from_disk(True),
+        "disk_warm": lambda: from_disk(False),
         "hit": hit,
         "floor": floor,
     }
@@ -127,8 +145,9 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], stock
 def check(scene: Scene, done: dict[str, stock.Timed], dtype: str) -> None:
     """Our ways draw the same tokens; the stock ways the same first token, unless the two best logits are a tie. Notes each agreement."""
     assert done["floor"].ids[0] == done["hit"].ids[0], "the floor drew another token than the hit"
-    if "off" in done:
-        assert done["off"].ids == done["hit"].ids, f"reuse off drew {done['off'].ids}, the hit {done['hit'].ids}"
+    for name, said in (("disk_cold", "the hit from disk"), ("disk_warm", "the hit from disk"), ("off", "reuse off")):
+        if name in done:
+            assert done[name].ids == done["hit"].ids, f"{said} drew {done[name].ids}, the hit {done['hit'].ids}"
     for name in ("stock", "static", "recipe", "kept"):
         if name in done:
             same = done[name].ids[0] == done["hit"].ids[0]
@@ -160,6 +179,8 @@ def measure(scene: Scene, options: Options, say: Say) -> Samples:
             for figure in ("ttft_ms", "decode_ms", "total_ms"):
                 samples.add(f"{name}_{figure}", getattr(one, figure))
         check(scene, done, dtype)
+        for name, ms in disk.read_ms(disk.blobs(scene.engine, scene.namespace)).items():
+            samples.add(name, ms)
     return samples
 
 
@@ -179,6 +200,8 @@ def row(scene: Scene, samples: Samples) -> dict[str, Any]:
         "tail_tokens": prompt - scene.prefix,
         **{f"{name}_ttft_ms": median[f"{name}_ttft_ms"] for name in METHODS if name != "floor"},
         "floor_ms": floor,
+        "read_cold_ms": median["read_cold_ms"],
+        "read_warm_ms": median["read_warm_ms"],
         "stock_decode_ms": median["stock_decode_ms"],
         "static_decode_ms": median["static_decode_ms"],
         "recipe_decode_ms": median["recipe_decode_ms"],
@@ -208,9 +231,16 @@ def warm_up(engine: Engine) -> None:
 
 
 def run(
-    engine: Engine, options: Options, say: Say = lambda _: None, keep: Callable[[dict[str, Any]], None] = lambda _: None
+    engine: Engine,
+    options: Options,
+    say: Say = lambda _: None,
+    keep: Callable[[dict[str, Any]], None] = lambda _: None,
+    second: Callable[[Scene], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """All tool counts, smallest first: rows, and the counts whose prompts do not fit the model's context. `keep` gets them row by row."""
+    """All tool counts, smallest first: rows, and the counts whose prompts do not fit the model's context. `keep` gets them row by row.
+
+    second: asks the same of another process.
+    """
     rows: list[dict[str, Any]] = []
     too_long: list[int] = []
     found = {"rows": rows, "too_long": too_long, "options": asdict(options)}
@@ -223,6 +253,9 @@ def run(
             too_long.append(count)
             continue
         rows.append(row(scene, measure(scene, options, say)))
+        if second is not None:
+            say(f"{count} tools: second process")
+            rows[-1]["second_process"] = second(scene)
         engine.release("bench", namespace=scene.namespace)
         engine.store.clear(scene.namespace)
         keep(found)

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..errors import ConfigError
 
 WIDTH = 170
-_TTFT = ("stock", "static", "recipe", "kept", "off", "hit")
+_TTFT = ("stock", "static", "recipe", "kept", "off", "disk_cold", "disk_warm", "hit")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
@@ -47,7 +47,19 @@ def latency_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
         ]
         for r in rows
     ]
-    columns = ["tools", "prompt", "tail", *_TTFT, "floor", "stock/hit", "hit/floor", "off/stock"]
+    columns = ["tools", "prompt", "tail", *(name.replace("_", " ") for name in _TTFT), "floor", "stock/hit", "hit/floor", "off/stock"]
+    stored = [
+        [
+            number(r["tools"]),
+            number(r["group_bytes"] / 1e6, 1),
+            *(number(r[key], 1) for key in ("read_cold_ms", "read_warm_ms")),
+            *(number(r[f"disk_{kind}_ttft_ms"] - r["floor_ms"], 1) for kind in ("cold", "warm")),
+            *(f"{r['stock_ttft_ms'] / r[f'disk_{kind}_ttft_ms']:.1f}x" for kind in ("cold", "warm")),
+            *(number(r["second_process"][kind]["ttft_ms"] if "second_process" in r else None) for kind in ("cold", "warm")),
+        ]
+        for r in rows
+    ]
+    disk = ["tools", "MB", "read cold", "read warm", "cold - floor", "warm - floor", "stock/cold", "stock/warm", "2nd cold", "2nd warm"]
     rest = [
         [
             number(r["tools"]),
@@ -66,6 +78,7 @@ def latency_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     caption = "even after: requests that repay warming; saved: per 1,000 requests"
     return [
         table("time to first token, ms (medians)", columns, first),
+        table("the tool group from disk, ms (page cache cold or warm; 2nd: another process)", disk, stored),
         table("decoding, whole answers in ms, and the tool group", others, rest, caption),
     ]
 
@@ -129,6 +142,22 @@ def react_table(families: Mapping[str, Mapping[str, Any]]) -> Table:
     return table("recorded episodes, sums over all calls", [*columns, "pages", "group pages", "skipped"], lines)
 
 
+def store_table(found: Mapping[str, Any]) -> Table:
+    """One line per way to read and write."""
+    raw = found["rows"][0]
+    lines = [
+        [
+            str(r["way"]),
+            *(number(r[f"{kind}_ms"], 1) for kind in ("write", "cold", "warm")),
+            *(f"{r[f'{kind}_ms'] / raw[f'{kind}_ms']:.2f}" for kind in ("cold", "warm")),
+            *(number(found["bytes"] / r[f"{kind}_ms"] / 1e6, 2) for kind in ("cold", "warm")),
+        ]
+        for r in found["rows"]
+    ]
+    columns = ["", "write ms", "cold ms", "warm ms", "cold/raw", "warm/raw", "cold GB/s", "warm GB/s"]
+    return table(f"{found['bytes'] / 1e6:,.0f} MB of pages ({found['tokens']:,} tokens), every byte touched", columns, lines)
+
+
 # key -> how its line is drawn; stock is the reference of the right panel
 _LINES: dict[str, dict[str, Any]] = {
     "stock": {"label": "generate, DynamicCache", "color": "tab:blue"},
@@ -136,6 +165,7 @@ _LINES: dict[str, dict[str, Any]] = {
     "recipe": {"label": "prefix cache, deep copied", "color": "tab:orange"},
     "kept": {"label": "DynamicCache kept by hand", "color": "tab:green"},
     "off": {"label": "agentcache, reuse off", "color": "tab:purple", "linestyle": "--"},
+    "disk_cold": {"label": "agentcache, tool group on disk", "color": "tab:red", "linestyle": "--"},
     "hit": {"label": "agentcache, tool group warm", "color": "tab:red", "linewidth": 2.8, "zorder": 5},
     "floor": {"label": "floor: forward of the tail alone", "color": "black", "linestyle": ":", "marker": ""},
 }

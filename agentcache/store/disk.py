@@ -321,4 +321,4 @@ def _shape(spec: KVSpec) -> tuple[str, int, int, int]:
 
 def cpu_page(spec: KVSpec) -> Page:
     """An empty page in the computer's own memory, where blobs are read to."""
-    return Page(spec, "device" if spec.device.type == "cpu" else "host")
+    return Page(spec, "device" if spec.device.type == "cpu" else "host", whole=True)

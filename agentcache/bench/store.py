@@ -1,0 +1,160 @@
+"""`agentcache bench store`: how fast pages go to disk and come back, beside raw files and other formats. Knows models by their shapes.
+
+Physics: every byte is read once and hashed once. Where the system still holds the file, reading is a copy in memory, and hashing costs
+about as much; from a cold disk the disk decides. Mapped formats look faster until the bytes are touched: all rows here touch every byte.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..kv import PAGE_TOKENS, KVSpec, Page
+from ..store import blob
+from ..store.folder import Folder
+from ..store.index import Index, Row
+from ..store.keys import Scope, page_key
+from . import shapes
+from .disk import PIECE, drop_caches, raw_ms
+from .load import Samples, Watch
+
+Say = Callable[[str], None]
+
+
+def spec_of(shape: str, dtype: str) -> KVSpec:
+    """The shape of a named model's KV."""
+    config = shapes.config(shape)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return KVSpec(config.num_hidden_layers, config.num_key_value_heads, dim, shapes.dtype_of(dtype))
+
+
+def pages_of(spec: KVSpec, tokens: int) -> list[Page]:
+    """Pages of random numbers."""
+    pages = []
+    for start in range(0, tokens, PAGE_TOKENS):
+        page = Page(spec)
+        page.keys.normal_()
+        page.values.normal_()
+        page.filled = min(PAGE_TOKENS, tokens - start)
+        pages.append(page)
+    return pages
+
+
+def rows_of(spec: KVSpec, tokens: int, scope: Scope) -> list[Row]:
+    """What the index would say of them."""
+    ids = np.random.default_rng(0).integers(0, 1 << 16, tokens, dtype=np.uint32)
+    rows, parent = [], scope.root
+    for place, start in enumerate(range(0, tokens, PAGE_TOKENS)):
+        part = ids[start : start + PAGE_TOKENS]
+        key = page_key(parent, part)
+        dtype = str(spec.dtype).removeprefix("torch.")
+        shape = (dtype, spec.layers, spec.kv_heads, spec.head_dim)
+        about = (scope.namespace, scope.fingerprint, scope.regime, place, len(part), part, frozenset({"bench"}), "exact", 2)
+        rows.append(Row(0, key, parent, *about, *shape, created=time.time()))
+        parent = key
+    return rows
+
+
+def _ms(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _touch(tensors: dict[str, torch.Tensor]) -> None:
+    for tensor in tensors.values():
+        tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.int32).sum()
+
+
+class Bench:
+    """One group of pages on disk in each format, under `place`."""
+
+    def __init__(self, spec: KVSpec, tokens: int, place: Path) -> None:
+        self.spec, self.tokens, self.place = spec, tokens, place
+        self.folder = Folder.open(place / "store")
+        self.index = Index(self.folder)
+        self.pages = pages_of(spec, tokens)
+        self.wanted = rows_of(spec, tokens, Scope("bench", "bench"))
+        self.rows: list[Row] = []
+        self.whole, self.pickled, self.raw = place / "whole.safetensors", place / "whole.pt", place / "raw.bin"
+        self.tensors = {f"{name}.{i}": getattr(p, name) for i, p in enumerate(self.pages) for name in ("keys", "values")}
+        self.buffer = bytearray(PIECE)
+
+    @property
+    def bytes(self) -> int:
+        """Of the pages' blobs."""
+        return sum(row.bytes for row in self.rows)
+
+    def close(self) -> None:
+        """The folder is its maker's to remove."""
+        self.index.close()
+
+    def write(self) -> None:
+        """All pages, each complete and in the index; those of the last time go first."""
+        for row in self.index.remove([row.id for row in self.index.rows()], force=True):
+            blob.remove(self.folder, row)
+        written = [blob.write(self.folder, row, page) for row, page in zip(self.wanted, self.pages, strict=True)]
+        assert not self.index.add(written)
+        self.rows = sorted(self.index.rows(), key=lambda row: row.place)
+
+    def write_raw(self) -> None:
+        """The same bytes, one file, synchronised."""
+        with open(self.raw, "wb", buffering=0) as out:
+            for tensor in self.tensors.values():
+                out.write(memoryview(tensor.view(torch.uint8).reshape(-1).numpy()))
+            os.fsync(out.fileno())
+
+    def load(self) -> None:
+        """Into new pages, verified."""
+        pages = [Page(self.spec, whole=True) for _ in self.rows]
+        errors = blob.read_many(self.folder, [(row, page, row.tokens) for row, page in zip(self.rows, pages, strict=True)])
+        assert not any(errors), errors
+        assert torch.equal(pages[0].keys[0], self.pages[0].keys[0]), "other numbers came back"
+
+    def verify(self) -> None:
+        """As `agentcache verify` does."""
+        for row in self.rows:
+            blob.verify(self.folder, row)
+
+    def ways(self) -> dict[str, tuple[list[Path], Callable[[], Any]]]:
+        """What reads: the files, and how. Each ends with every byte touched."""
+        blobs = [self.folder.blobs / row.blob[:2] / f"{row.blob}.safetensors" for row in self.rows]
+        buffer = bytearray(max(path.stat().st_size for path in blobs))
+        return {
+            "raw": (blobs, lambda: raw_ms(blobs, buffer)),
+            "agentcache": (blobs, self.load),
+            "verify": (blobs, self.verify),
+            "safetensors": ([self.whole], lambda: _touch(load_file(self.whole))),
+            "torch.load": ([self.pickled], lambda: _touch(torch.load(self.pickled, weights_only=True))),
+        }
+
+
+def run(shape: str, dtype: str, tokens: int, repeats: int, place: Path, say: Say = lambda _: None) -> dict[str, Any]:
+    """Medians of interleaved repeats: writing, and reading from a cold and from a warm page cache."""
+    bench, samples = Bench(spec_of(shape, dtype), tokens, place), Samples()
+    try:
+        save_file(bench.tensors, bench.whole)
+        torch.save(bench.tensors, bench.pickled)
+        for number in range(1, repeats + 1):
+            for name, write in (("agentcache", bench.write), ("raw", bench.write_raw)):
+                say(f"repeat {number} of {repeats}: write, {name}")
+                samples.add(f"{name}_write_ms", _ms(write))
+            for name, (paths, way) in bench.ways().items():
+                say(f"repeat {number} of {repeats}: read, {name}")
+                with Watch() as load:
+                    drop_caches(paths)
+                    samples.add(f"{name}_cold_ms", _ms(way))
+                    samples.add(f"{name}_warm_ms", _ms(way))
+                samples.note(name, load)
+        kinds = ("write", "cold", "warm")
+        rows = [{"way": name, **{f"{kind}_ms": samples.median(f"{name}_{kind}_ms") for kind in kinds}} for name in bench.ways()]
+        return {"tokens": tokens, "bytes": bench.bytes, "rows": rows, "repeats": repeats, "load": samples.report()}
+    finally:
+        bench.close()
