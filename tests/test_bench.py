@@ -154,9 +154,24 @@ def test_floor_leaves_the_group_as_it_was(engine: Engine) -> None:
 
 
 def test_extras_by_command() -> None:
-    options = ("--tools", "", "--repeats", "1", "--decode", "3", "--later-step", "--decode-contexts", "700", "--agents", "2", "--memory")
+    options = (
+        "--tools",
+        "",
+        "--repeats",
+        "1",
+        "--decode",
+        "3",
+        "--later-step",
+        "--decode-contexts",
+        "700",
+        "--agents",
+        "2",
+        "--memory",
+        "--admitting",
+    )
     said, shown = run("latency", *options)
     assert said["rows"] == []
+    assert said["admitting"]["ratio"] > 0
     assert said["later_step"]["new_tokens"] < 220 < 3000 < said["later_step"]["prompt_tokens"]
     assert said["decode"][0]["context_tokens"] == 700
     assert {"stock_ms", "static_ms", "ms"} <= set(said["decode"][0])

@@ -120,6 +120,7 @@ def latency(
     mixed: Annotated[bool, typer.Option("--mixed", help="Also: time between tokens while another request prefills 3k.")] = False,
     agents: Annotated[int, typer.Option(min=0, help="Also: tokens per second of so many agents at once.")] = 0,
     overhead: Annotated[bool, typer.Option("--overhead", help="Also: layout, lookup and planning at 3k and 37k tokens.")] = False,
+    admitting: Annotated[bool, typer.Option("--admitting", help="Also: what writing to disk costs a cold request.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Also: peak memory against model and live KV.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="All of these, at 2900 and 12000 tokens and with 8 agents.")] = False,
     second: Annotated[bool, typer.Option("--second-process/--no-second-process", help="Also ask a second process.")] = True,
@@ -134,7 +135,7 @@ def latency(
 
         options = bench.Options(_numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
         contexts = _numbers(decode_contexts, "decode-contexts") or ((2900, 12000) if everything else ())
-        wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead}
+        wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead, "admitting": admitting}
         chosen = [name for name, asked in wanted.items() if asked or everything]
         with (
             tempfile.TemporaryDirectory(dir=store_dir) as folder,
@@ -171,13 +172,14 @@ def _second(options: Any, known: dict[str, Any], folder: str, scene: Any) -> dic
 
 def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: int, options: Any, say: Any, keep: Any) -> None:
     """The measurements on demand, each kept when it is done; memory first, while the process is still small."""
-    from . import extras
+    from . import disk, extras
 
     ways: dict[str, Any] = {
         "memory": lambda: extras.memory(engine),
         "later_step": lambda: extras.later_step(engine, options.repeats),
         "mixed": lambda: extras.mixed(engine),
         "overhead": extras.overhead,
+        "admitting": lambda: disk.admitting(engine, options.repeats),
     }
     for name, way in ways.items():
         if name in chosen:

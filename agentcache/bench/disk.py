@@ -18,9 +18,11 @@ from typing import Any
 from ..engine import Engine
 from ..errors import ConfigError
 from ..store.policy import WriteBudget
-from . import ours
+from . import catalog, ours
+from .load import Samples, Watch
 from .stock import Timed
 
+ADMITTED_TOOLS = 10
 PIECE = 16 << 20  # bytes read at once by the raw reader
 
 
@@ -88,6 +90,29 @@ def hit(engine: Engine, namespace: str, messages: Any, tools: Any, new: int, col
     return done, receipt
 
 
+def admitting(engine: Engine, repeats: int) -> dict[str, Any]:
+    """What keeping costs a request: a cold prompt and its answer, with and without writing to disk behind it."""
+    tools, samples = catalog.tools(ADMITTED_TOOLS), Samples()
+    for number in range(repeats + 1):
+        for writing in (True, False) if number % 2 else (False, True):
+            namespace, name = f"admitting-{number}-{writing}", "with" if writing else "without"
+            messages = [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": catalog.OPENINGS[number]}]
+            allow_writing(engine, writing)
+            with Watch() as load:
+                done, receipt = ours.ask(engine, messages, tools, 16, namespace=namespace)
+            assert receipt.cached_tokens == 0, f"{receipt.cached_tokens} tokens of a cold prompt were known"
+            allow_writing(engine, False)
+            assert bool(blobs(engine, namespace)) == writing, "pages were written, or were not, against what was measured"
+            engine.store.clear(namespace)
+            if number:
+                samples.add(name, done.total_ms)
+                samples.note(name, load)
+    took, bare = samples.median("with"), samples.median("without")
+    assert took is not None and bare is not None
+    figures = {"prompt_tokens": receipt.prompt_tokens, "ms": took, "without_ms": bare, "ratio": took / bare}
+    return {**figures, "repeats": repeats, "load": samples.report()}
+
+
 def second_process(spec: dict[str, Any]) -> dict[str, Any]:
     """The same in a process of its own, from a cold and then from a warm page cache. spec: see `_main`."""
     command = [sys.executable, "-m", "agentcache.bench.disk", json.dumps(spec)]
@@ -102,7 +127,7 @@ def _main(spec: dict[str, Any]) -> dict[str, Any]:
     """What the second process does. spec: store, namespace, tools, tail, turns (two numbers), new, dtype, threads, model or shape."""
     import torch
 
-    from . import catalog, latency, shapes
+    from . import latency, shapes
 
     if spec["threads"]:
         torch.set_num_threads(spec["threads"])

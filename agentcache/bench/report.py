@@ -110,6 +110,10 @@ def extra_tables(found: Mapping[str, Any]) -> list[Table]:
     if agents := found.get("agents"):
         cells = [number(agents["agents"]), number(agents["one_per_s"], 1), number(agents["all_per_s"], 1), f"{agents['ratio']:.2f}x"]
         tables.append(table("agents decoding at once, tokens per second", ["agents", "one", "all", "ratio"], [cells]))
+    if admitting := found.get("admitting"):
+        cells = [*(number(admitting[key]) for key in ("prompt_tokens", "without_ms", "ms")), f"{admitting['ratio']:.3f}"]
+        title = "a cold request and its answer, ms, without and with writing its pages to disk"
+        tables.append(table(title, ["prompt", "without", "with", "with/without"], [cells]))
     if overhead := found.get("overhead"):
         lines = [
             [number(o["prompt_tokens"]), *(number(o[key], 2) for key in ("layout_ms", "match_ms", "ms", "worst_ms"))]

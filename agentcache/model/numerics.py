@@ -300,6 +300,9 @@ def describe() -> dict[str, Any]:
             "numerics": found.digest,
             "probe_ms": round(found.probe_ms, 1),
         }
+    report["few rows of 16-bit weights"] = (
+        "compiled, in the order of larger products" if jit.kernels() else "not compiled: pip install 'agentcache-llm[cpu]' decodes faster"
+    )
     report["not bitwise"] = {
         "mixture of experts": "experts see few rows, whose bits depend on the other requests in the pack: tokens are promised",
         "bitsandbytes": "its own kernels choose by row count: tokens are promised",
