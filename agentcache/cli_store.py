@@ -120,6 +120,8 @@ def warm(
     began = time.perf_counter()
     with said_plainly():
         schemas, prompt = _tools(tools), _system(system)
+        if not schemas and not prompt:
+            raise ConfigError("nothing to warm: give --tools, --system or both")
         Folder.open(store)  # before a model is loaded
         from .engine import Engine
         from .types import StoreOptions

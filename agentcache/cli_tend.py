@@ -6,14 +6,16 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from .cli_print import bar, bytes_of, listing, said_plainly, say_json, seconds_of, shown, size
+from .cli_print import bar, bytes_of, said_plainly, say_json, seconds_of, shown, size
 from .cli_store import FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, one, opened
 from .errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from .store.folder import Folder
 
 
 def verify(
@@ -32,10 +34,9 @@ def verify(
     if as_json:
         say_json({"store": str(folder.path), "sound": report.sound, **asdict(report)})
     else:
-        console = Console()
-        if report.problems:
-            cells = [(p.kind, p.name, p.why, "mended" if p.mended else "wrong") for p in report.problems]
-            console.print(listing(("what", "file", "why", "state"), cells))
+        for problem in report.problems:
+            name = "" if problem.name in problem.why else f" {problem.name}"
+            typer.echo(f"{'mended' if problem.mended else 'wrong'}: {problem.kind}{name}: {shown(problem.why)}")
         left = sum(not problem.mended for problem in report.problems)
         verdict = f"{left} wrong" + ("" if fix else ": --fix mends that") if left else "all sound" + (" now" if report.problems else "")
         rebuilt = f", index made anew with {count(report.rebuilt, 'row')}" if report.rebuilt is not None else ""
@@ -174,7 +175,7 @@ def _standing(place: Path) -> dict[str, str]:
     return {"owner": owner, "mode": f"{about.st_mode & 0o7777:o}"}
 
 
-def _indexed(folder: Any) -> dict[str, Any]:
+def _indexed(folder: Folder) -> dict[str, Any]:
     from .store.check import index_problems
     from .store.index import Index
 
