@@ -150,11 +150,10 @@ class Disk:
         if not self.folder.writable:
             return 0, "read-only"
         fingerprint = entry.scope.fingerprint
-        if (known := self.index.row(pending.key, fingerprint, self.precision)) is not None:
-            if not known.bad:
-                self.index.promote([known.id], pending.role)
-                return known.id, "known"
-            self._unlink(self.index.remove([known.id], force=True))
+        known = self.index.row(pending.key, fingerprint, self.precision)
+        if known is not None and not known.bad:
+            self.index.promote([known.id], pending.role)
+            return known.id, "known"
         row = self._row(pending)
         need = plan(row, self.folder.encrypted).bytes
         if not self.writer.budget.take(need):
@@ -166,6 +165,8 @@ class Disk:
             return 0, "parent missing"
         if page.spec.device.type != "cpu" and page.tier == "device":
             page = page.copy(len(pending.ids), "host")
+        if known is not None:  # quarantined: it may go, now that there is a better one
+            self._unlink(self.index.remove([known.id], force=True))
         self._insert(blob.write(self.folder, row, page))
         found = self.index.row(pending.key, fingerprint, self.precision)
         return (found.id, "written") if found else (0, "failed")

@@ -111,12 +111,12 @@ class Fetch:
             )
             self._state = "ready"
             return
-        self._pages = [cpu_page(self.spec) for _ in found.rows]
+        self._pages = pages = [cpu_page(self.spec) for _ in found.rows]
         self._over.clear()
-        self._stop = threading.Event()
+        self._stop = stop = threading.Event()
         self._failed, self._read_bytes, self._read_began = None, 0, 0.0
         self._state = "reading"
-        self.store.read(lambda: self._read(found, self._pages, self._stop))
+        self.store.read(lambda: self._read(found, pages, stop))  # these, even if it starts when nobody waits any more
 
     def _exactly_known(self) -> int:
         """Tokens that memory holds exactly, where less would do."""
