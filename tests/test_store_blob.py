@@ -104,6 +104,13 @@ def test_the_format_is_the_documented_one(folder: Folder) -> None:
     assert blake3(raw).hexdigest(length=8) == "a8a6f0816339089d"
 
 
+def test_the_mac_of_a_layer_is_of_that_layer_only(folder: Folder) -> None:
+    original = Page(SPEC)
+    original.filled = 512
+    raw = path(folder, blob.write(folder, row(), original)).read_bytes()
+    assert len({raw[len(raw) - 32 * at :][:32] for at in range(1, SPEC.layers + 2)}) == SPEC.layers + 1
+
+
 def test_a_full_page_is_read_without_a_second_copy(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     written = blob.write(folder, row(), page())
     monkeypatch.setattr(reading.Reading, "_scratch", None)

@@ -97,6 +97,8 @@ def test_appended_bytes_are_refused(folder: Folder, extra: bytes) -> None:
     written = blob.write(folder, row(), page())
     edit(path(folder, written), lambda b: b.extend(extra))
     assert "bytes" in str(refused(folder, written))
+    with pytest.raises(BlobError, match="bytes"):  # without a row to compare with, too
+        blob.describe(folder, written.blob)
 
 
 def test_layers_in_another_order_are_refused(folder: Folder) -> None:
@@ -125,10 +127,18 @@ def test_the_blob_of_another_row_is_refused(folder: Folder) -> None:
     for name, value in changes.items():
         error = refused(folder, replace(one, **{name: value}))
         assert name in str(error)
+        with pytest.raises(BlobError, match=name):
+            blob.verify(folder, replace(one, **{name: value}))
     renamed = replace(one, blob=f"{one.blob[:2]}{'0' * 30}{one.blob[32:]}")
     path(folder, one).rename(path(folder, renamed))
     assert isinstance(refused(folder, one).__cause__, FileNotFoundError)
     assert fill(folder, renamed).filled == 512  # a name means nothing
+
+
+def test_a_key_that_its_ids_do_not_make_is_refused(folder: Folder) -> None:
+    forged = blob.write(folder, replace(row(), page_key=bytes(32)), page())
+    with pytest.raises(BlobError, match="ids"):
+        blob.describe(folder, forged.blob)
 
 
 def test_macs_are_this_stores_own(folder: Folder) -> None:
@@ -209,6 +219,22 @@ def test_hostile_headers_are_refused_before_anything_is_allocated(folder: Folder
     assert found.filled == 0
 
 
+@pytest.mark.parametrize("length", [0, 100, 4087, 4089, 65536 - 8 + 4096, (1 << 20) - 8, (1 << 64) - 8])
+def test_the_length_of_a_header_is_judged_before_it_is_read(length: int) -> None:
+    with pytest.raises(BlobError):
+        container.front_bytes(length.to_bytes(8, "little"), 1 << 40)
+    assert container.front_bytes((65536 - 8).to_bytes(8, "little"), 65536) == 65536
+    with pytest.raises(BlobError):
+        container.front_bytes((65536 - 8).to_bytes(8, "little"), 65535)
+
+
+@pytest.mark.parametrize("name", ["place", "tokens", "role", "layers", "kv_heads", "head_dim"])
+@pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 1 << 40])
+def test_counts_are_counts(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        container.unpack(json.dumps({**json.loads(container.pack(row())), name: value}))
+
+
 def test_a_header_that_differs_from_what_its_row_calls_for_is_refused(folder: Folder) -> None:
     """Even by the one who has the key: duplicate names, overlaps, gaps, other shapes."""
     made = row(tokens=4)
@@ -274,7 +300,7 @@ def test_only_plain_files_inside_the_store_are_opened(folder: Folder, tmp_path: 
     elif kind == "device":
         file.symlink_to("/dev/zero")
     refused(folder, written)
-    with pytest.raises(BlobError):
+    with pytest.raises(BlobError, match="plain file" if kind in ("fifo", "folder") else None):
         blob.describe(folder, written.blob)
 
 
