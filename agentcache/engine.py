@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -86,6 +87,8 @@ class Engine:
         self._lock = threading.Lock()
         self._closed = False
         ends = self.model.stop_ids
+        # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
+        self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model, self.fingerprint)
         own = getattr(self.tokenizer, "eos_token_id", None)
         self._stop_ids = ends | {own} if own is not None else ends
 
@@ -307,17 +310,20 @@ class Engine:
 
     def close(self) -> None:
         """End running requests, write what is to be kept, free all pages, give the model object back as it was. Closing twice is fine."""
-        if not self._closed:
-            self._closed = True
-            self.scheduler.close()
-            self.store.close(self.fingerprint.whole if self.fingerprint else "", self.scheduler.ms_per_token)
-            self.model.close()
+        self._closed = True
+        self._end()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _end(scheduler: Scheduler, store: Store, model: HFModel, fingerprint: Fingerprint | None) -> None:
+    scheduler.close()
+    store.close(fingerprint.whole if fingerprint else "", scheduler.ms_per_token)
+    model.close()
 
 
 def _default_budget(device: str | None) -> int:

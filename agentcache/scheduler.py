@@ -66,11 +66,12 @@ class Scheduler:
             self._inbox.put(request)
 
     def close(self) -> None:
-        """Stop after the running round; requests still there end with EngineClosedError. Not to be called on the device thread."""
+        """Stop after the running round; requests still there end with EngineClosedError. On the device's thread it only asks."""
         with self._gate:
             self._closed.set()
         self._inbox.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # the last reference to an engine may go there
+            self._thread.join()
 
     # -- the loop --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 
 from agentcache import Engine, Message, Reason
 from agentcache.errors import ConfigError
+from tests import models
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool
 
 TURNS = chat("What is the wind?", "North, four.", "And the tide? " + long_text(30))
@@ -210,3 +215,34 @@ def test_stream_chunks_are_the_completion() -> None:
         assert "".join(chunk.text for chunk in chunks) == stream.completion.text
         assert tuple(i for chunk in chunks for i in chunk.ids) == stream.completion.ids
         assert isinstance(stream.completion.message, Message)
+
+
+def test_an_engine_that_nobody_holds_ends_its_threads_and_gives_the_model_back() -> None:
+    model = models.build("qwen3")
+    before = model.config._attn_implementation
+    running = engine(model=model)
+    running.generate(chat("x"), sampling=decode(1))
+    thread = running.scheduler._thread
+    del running
+    gc.collect()
+    assert not thread.is_alive()
+    assert model.config._attn_implementation == before
+
+
+def test_a_process_that_closes_nothing_ends_well_and_keeps_its_pages(tmp_path: Path, model_folder: Path) -> None:
+    """Twice: the second process finds what the first computed."""
+    program = (
+        "import sys; from agentcache import Engine, Sampling\n"
+        "running = Engine(sys.argv[1], store=sys.argv[2])\n"
+        "done = running.generate('tide ' * 700, sampling=Sampling(max_tokens=2))\n"
+        "print(done.receipt.disk_tokens, done.receipt.prompt_tokens)"
+    )
+    told = []
+    for _ in range(2):
+        command = [sys.executable, "-c", program, str(model_folder), str(tmp_path / "store")]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        assert "terminate" not in ran.stderr
+        told.append([int(part) for part in ran.stdout.split()])
+    assert told[0][0] == 0
+    assert told[1][0] == told[1][1] - 1 > 512
