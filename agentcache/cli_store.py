@@ -196,16 +196,16 @@ def ls(
         say_json({"store": str(folder.path), "groups": groups, **({"pages": sums} if everything else {}), "rows": rows, "bytes": total})
         return
     console = Console()
-    columns = ("name", "namespace", "model", "#tokens", "#tools", "pages", "#size", "#hits", "created")
+    columns = ("name", "namespace", "model", "#tokens", "#tools", "#pages", "#size", "created")
     cells = [
-        (g["name"], g["namespace"], g["model"], g["prefix_tokens"], len(g["tools"]), f"{g['pages_stored']} of {g['pages']}",
-         size(g["bytes"]), g["hits"], g["created"]) for g in groups
+        (g["name"], g["namespace"], _short(g["model"]), g["prefix_tokens"], len(g["tools"]),
+         f"{g['pages']}" if g["complete"] else f"{g['pages_stored']} of {g['pages']}", size(g["bytes"]), g["created"][:10]) for g in groups
     ]  # fmt: skip
     console.print(listing(columns, cells) if cells else "no tool groups")
     if everything:
         heads = ("namespace", "model", "role", "precision", "#pages", "#tokens", "#size")
         console.print()
-        console.print(listing(heads, [(*list(s.values())[:6], size(s["bytes"])) for s in sums]))
+        console.print(listing(heads, [(s["namespace"], _short(s["model"]), *list(s.values())[2:6], size(s["bytes"])) for s in sums]))
     console.print(f"{count(rows, 'page')}, {size(total)} in {shown(str(folder.path))}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -222,6 +222,11 @@ def _sums(index: Index, namespace: str | None) -> list[dict[str, Any]]:
             found[at] += more
     names = ("namespace", "model", "role", "precision", "rows", "tokens", "bytes")
     return [dict(zip(names, (*key, *counts), strict=True)) for key, counts in sorted(sums.items())]
+
+
+def _short(model: str) -> str:
+    """Of a model in a folder, the folder's name."""
+    return os.path.basename(model.rstrip(os.sep)) if os.path.isabs(model) else model
 
 
 def inspect(
@@ -271,8 +276,16 @@ def _counted(folder: Folder, index: Index) -> dict[str, Any]:
     found: dict[str, Any] = {"store": str(folder.path), **index.stats()}
     roles = {int(role): role.name.lower() for role in Role}
     found["by_role"] = {roles.get(role, str(role)): value for role, value in found["by_role"].items()}
-    rates = {"read_bytes_per_ms": float(index.get_meta("read_rate") or 0.0) or None}
+    rates = {"read_bytes_per_ms": _measured(index, "read_rate")}
     for fingerprint, model in sorted({(group.fingerprint, group.model) for group in index.groups()}):
-        measured = index.get_meta(f"compute/{process.machine()}/{fingerprint}")
-        rates[f"ms_per_token of {model} {fingerprint[:12]}"] = float(measured) if measured else None
+        rates[f"ms_per_token of {model} {fingerprint[:12]}"] = _measured(index, f"compute/{process.machine()}/{fingerprint}")
     return {**found, "rates": rates, "free_bytes": shutil.disk_usage(folder.path).free}
+
+
+def _measured(index: Index, key: str) -> float | None:
+    """A rate as processes have left it, the time of its measurement behind it or not."""
+    words = (index.get_meta(key) or "").split()
+    try:
+        return float(words[0]) or None
+    except (IndexError, ValueError):
+        return None

@@ -205,6 +205,8 @@ def pages_of(index: Index, group: Group, precision: str | None = None) -> list[R
         rows[-1] = rows[-1] or _longer(index, group, kind)
         if not best or sum(row is not None for row in rows) > sum(row is not None for row in best):
             best = rows
+        if None not in best:
+            break
     return best
 
 
