@@ -220,7 +220,7 @@ def test_stream_chunks_are_the_completion() -> None:
 def test_an_engine_that_nobody_holds_ends_its_threads_and_gives_the_model_back() -> None:
     model = models.build("qwen3")
     before = model.config._attn_implementation
-    running = engine(model=model)
+    running = Engine(model, models.toy_tokenizer())
     running.generate(chat("x"), sampling=decode(1))
     thread = running.scheduler._thread
     del running
