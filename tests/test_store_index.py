@@ -103,7 +103,7 @@ def test_what_is_found_belongs_to_the_scope(index: Index) -> None:
 
 def test_of_equal_runs_the_shortest_page_is_read(index: Index) -> None:
     short, long = some(600), np.concatenate([some(560), some(300, 1)])
-    index.add(pages(long) + pages(short))
+    index.add(pages(short) + pages(long))
     found = index.longest(SCOPE, short, 555)
     assert [(row.tokens, common) for row, common in found] == [(512, 512), (88, 43)]
 
@@ -135,6 +135,13 @@ def test_a_damaged_row_is_not_served(folder: Folder, index: Index, change: str) 
     assert [common for _, common in index.longest(SCOPE, ids, 700)] == [512]
     assert {row.place for row in index.rows()} <= {0, 1, 7}
     assert [row.place for row, _ in index.longest(SCOPE, ids, 600)] == [0]
+
+
+def test_the_ids_of_a_whole_page_are_compared(folder: Folder, index: Index) -> None:
+    ids = some(700)
+    index.add(pages(ids))
+    raw(folder, "UPDATE pages SET ids = zeroblob(2048) WHERE place = 0")
+    assert index.longest(SCOPE, ids, 700) == []
 
 
 def test_check_finds_what_does_not_fit(folder: Folder, index: Index) -> None:

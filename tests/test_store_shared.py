@@ -112,6 +112,21 @@ def test_a_write_is_whole_or_not_at_all(index: Index) -> None:
     index.add(pages(some(600, 1)))
 
 
+def test_one_writes_at_a_time_from_the_beginning(index: Index) -> None:
+    """Two that read before they write would both have to start again."""
+    order: list[str] = []
+    second = threading.Thread(target=lambda: index._db.write(lambda connection: order.append("second")))
+
+    def first(connection: sqlite3.Connection) -> None:
+        second.start()
+        time.sleep(0.2)
+        order.append("first")
+
+    index._db.write(first)
+    second.join()
+    assert order == ["first", "second"]
+
+
 def test_who_waits_for_a_lock_waits_no_longer_than_that(folder: Folder, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "BUSY_S", 0.4)
     index.close()
