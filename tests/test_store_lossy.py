@@ -168,6 +168,6 @@ def test_bytes_per_token_are_those_of_the_documentation(tmp_path: Path, precisio
 def test_drift_on_noise() -> None:
     """Relative error of normal noise, as documented."""
     keys, values = noise("noise", (8, 128, 512), 1), noise("noise", (8, 512, 128), 2)
-    for precision, most in (("int8", 0.0085), ("int4", 0.09)):
+    for precision, most in (("int8", 0.0085), ("int4", 0.095)):
         for x, y in zip((keys, values), there_and_back(keys, values, precision)):
             assert most / 2 < (x - y).norm() / x.norm() < most
