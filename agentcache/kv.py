@@ -55,13 +55,11 @@ def _zeros(shape: tuple[int, ...], spec: KVSpec, whole: bool) -> torch.Tensor:
     """
     if spec.device.type != "cpu":
         return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-    size = prod(shape) * spec.dtype.itemsize
+    # private: Python's default is a shared map, which a forked child would write into, and which has no large pieces
+    memory = mmap.mmap(-1, prod(shape) * spec.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones, the default, have no large pieces
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    else:
-        memory = mmap.mmap(-1, size)
     return torch.frombuffer(memory, dtype=spec.dtype).view(shape)
 
 
