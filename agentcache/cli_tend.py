@@ -74,7 +74,7 @@ def prune(
     if as_json:
         say_json({"store": str(folder.path), "dry_run": dry_run, **asdict(done), "left_pages": left[0], "left_bytes": left[1]})
         return
-    named = "".join(f", tool group {shown(name)}" for name in done.groups)
+    named = f", {count(len(done.groups), 'tool group')} ({', '.join(map(shown, done.groups))})" if done.groups else ""
     typer.echo(f"{'would delete' if dry_run else 'deleted'}: {count(done.pages, 'page')}, {size(done.bytes)}{named}")
     if done.kept:
         typer.echo(f"kept: {count(done.kept, 'page')}, {size(done.kept_bytes)} that running processes have pinned (--force)")
@@ -183,4 +183,4 @@ def _indexed(folder: Folder) -> dict[str, Any]:
         return {"index": problems, "problem": "the index is damaged: `agentcache verify --fix` makes it anew"}
     with Index(folder) as index:
         pages, size_bytes = index.total()
-        return {"index": "ok", "pages": pages, "pages_bytes": size_bytes, "groups": len(index.groups())}
+        return {"index": "ok", "pages": pages, "size_bytes": size_bytes, "groups": len(index.groups())}

@@ -251,7 +251,7 @@ def test_verify_makes_a_damaged_index_anew(place: Path) -> None:
 def test_prune_says_what_it_would_do_and_does_it(place: Path) -> None:
     out = said("prune", "--namespace", "tests", "--dry-run", "--store", place)
     assert out.startswith("would delete: 3 pages, ")
-    assert "tool group harbour/north" in out
+    assert "1 tool group (harbour/north)" in out
     assert told("ls", "--store", place)["rows"] == 5
     found = told("prune", "--namespace", "tests", "--store", place)
     assert (found["pages"], found["groups"], found["left_pages"]) == (3, ["harbour/north"], 2)
