@@ -131,6 +131,7 @@ def forked(work: Callable[[], None]) -> int:
         return pid
     code = 1
     try:
+        torch.set_num_threads(1)  # no pool of threads survives a fork
         work()
         code = 0
     finally:
@@ -519,7 +520,7 @@ def test_another_stores_page_is_no_page_here(model: Any, store: Path, made: Any,
 @pytest.mark.parametrize("jump", [-10 * 365 * 86400.0, 10 * 365 * 86400.0])
 def test_clocks_may_jump(model: Any, store: Path, made: Any, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
     real = time.time
-    with engine(model=model, store=StoreOptions(store, disk_bytes=1_200_000)) as running:
+    with engine(model=model, store=StoreOptions(store, disk_bytes=4_500_000)) as running:
         monkeypatch.setattr(time, "time", lambda: real() + jump)
         assert ask(running, made[1]).disk_tokens > 1000
         running.warm("A keeper. " + long_text(130), name="a")
@@ -528,7 +529,7 @@ def test_clocks_may_jump(model: Any, store: Path, made: Any, monkeypatch: pytest
         assert running.flush(), running.store.disk.writer.failure
         assert running.store.disk
         rows = list(running.store.disk.index.rows())
-        assert sum(row.bytes for row in rows) <= 1_200_000
+        assert sum(row.bytes for row in rows) <= 4_500_000
         assert running.store.disk.index.pinned() <= {row.id for row in rows}
     with engine(model=model, store=store) as second:
         last = second.generate(chat(long_text(130, 3)), sampling=decode(1)).receipt

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 SMOOTHING = 0.5  # weight of the newest measurement
 RETRY_S = 300.0  # a rate that forbids loading is measured again after so long: disks recover
-SLACK = 0.01  # share of the computing time that may go into finding out that a disk is slow
+SLACK = 0.005  # share of the computing time that may go into finding out that a disk is slow
 LEAST_WAIT_MS = 10.0
 FIRST_BYTES = 2 << 20  # what is read before the first progress is heard of
 HUNG_MS = 5000.0  # nothing read at all for so long, where nobody knows what computing costs
@@ -48,8 +48,8 @@ def too_slow(load_bytes: int, compute_ms: float, rate: Rate) -> bool:
 def give_up(elapsed_ms: float, read_bytes: int, load_bytes: int, compute_ms: float, rate: Rate) -> bool:
     """Whether a running load should be left for computing: what is left of it takes longer than computing everything.
 
-    Decided after a hundredth of the computing time at the earliest; a disk that has shown nothing by twice that, or by twice the time its
-    rate lets expect, is slow.
+    Decided after half a hundredth of the computing time at the earliest; a disk that has shown nothing by twice that, or by twice the
+    time its rate lets expect, is slow.
     """
     if not compute_ms:
         return not read_bytes and elapsed_ms > HUNG_MS

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import StoreError, StoreWarning
 from ..kv import KVSpec, Page
-from ..types import Precision, Reason, StoreOptions
+from ..types import Reason, StoreOptions
 from .disk import Disk
 from .entry import Entry, Match
 from .fetch import Fetch
@@ -83,13 +83,12 @@ class Store:
         return found
 
     def fetch(
-        self, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None],
-        precision: Precision = "exact",
-    ) -> Fetch | None:  # fmt: skip
+        self, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None]
+    ) -> Fetch | None:
         """What brings this prompt's pages into memory, if there is anything to wait for."""
         if self.disk is None or not self.tree.budget_bytes:
             return None
-        return Fetch(self, scope, ids, prefix_tokens, ms_per_token, spec, wake, precision)
+        return Fetch(self, scope, ids, prefix_tokens, ms_per_token, spec, wake)
 
     def read(self, job: Callable[[], None]) -> None:
         """Run `job` on a reading thread."""
