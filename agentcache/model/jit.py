@@ -16,6 +16,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -103,6 +104,65 @@ def _step(lanes: int, rows: int, element: str) -> tuple[list[str], list[str]]:
     return lines, chains
 
 
+_MODULE = Template("""
+declare i32 @omp_get_thread_num()
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare ${floats} @llvm.fma.v${lanes}f32(${floats}, ${floats}, ${floats})
+
+define void @share(ptr %args) {
+entry:
+${fields}
+  %w = inttoptr i64 %u0 to ptr
+  %x = inttoptr i64 %u1 to ptr
+  %out = inttoptr i64 %u2 to ptr
+  %outs = add i64 %u3, 0
+  %ins = add i64 %u4, 0
+  %line = mul i64 %ins, 2
+  %me32 = call i32 @omp_get_thread_num()
+  %me = sext i32 %me32 to i64
+  %before = mul i64 %me, %u6
+  %from = udiv i64 %before, %u7
+  %next = add i64 %me, 1
+  %behind = mul i64 %next, %u6
+  %to = udiv i64 %behind, %u7
+  %some = icmp ult i64 %from, %to
+  br i1 %some, label %tile, label %end
+tile:
+  %t = phi i64 [ %from, %entry ], [ %tnext, %stored ]
+  %first = mul i64 %t, ${lanes}
+${weights}
+  br label %block
+block:
+  %kstart = phi i64 [ 0, %tile ], [ %kend, %closed ]
+${totals}
+  %kraw = add i64 %kstart, %u5
+  %over = icmp ugt i64 %kraw, %ins
+  %kend = select i1 %over, i64 %ins, i64 %kraw
+  br label %step
+step:
+  %k = phi i64 [ %kstart, %block ], [ %knext, %step ]
+${starts}
+  %kb = mul i64 %k, 2
+${inputs}
+  ${steps}
+  %knext = add i64 %k, ${stride}
+  %more = icmp ult i64 %knext, %kend
+  br i1 %more, label %step, label %closed
+closed:
+${closes}
+  %blocks = icmp ult i64 %kend, %ins
+  br i1 %blocks, label %block, label %stored
+stored:
+${stores}
+  %tnext = add i64 %t, 1
+  %tiles = icmp ult i64 %tnext, %to
+  br i1 %tiles, label %tile, label %end
+end:
+  ret void
+}
+""")
+
+
 def _source(lanes: int, rows: int, element: str) -> str:
     """The module: `share` computes the tiles of one thread of a team."""
     floats = f"<{lanes} x float>"
@@ -126,63 +186,19 @@ def _source(lanes: int, rows: int, element: str) -> str:
         for m in rows_of
     )
     steps = "\n  ".join(body)
-    return f"""
-declare i32 @omp_get_thread_num()
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-declare {floats} @llvm.fma.v{lanes}f32({floats}, {floats}, {floats})
-
-define void @share(ptr %args) {{
-entry:
-{fields}
-  %w = inttoptr i64 %u0 to ptr
-  %x = inttoptr i64 %u1 to ptr
-  %out = inttoptr i64 %u2 to ptr
-  %outs = add i64 %u3, 0
-  %ins = add i64 %u4, 0
-  %line = mul i64 %ins, 2
-  %me32 = call i32 @omp_get_thread_num()
-  %me = sext i32 %me32 to i64
-  %before = mul i64 %me, %u6
-  %from = udiv i64 %before, %u7
-  %next = add i64 %me, 1
-  %behind = mul i64 %next, %u6
-  %to = udiv i64 %behind, %u7
-  %some = icmp ult i64 %from, %to
-  br i1 %some, label %tile, label %end
-tile:
-  %t = phi i64 [ %from, %entry ], [ %tnext, %stored ]
-  %first = mul i64 %t, {lanes}
-{weights}
-  br label %block
-block:
-  %kstart = phi i64 [ 0, %tile ], [ %kend, %closed ]
-{totals}
-  %kraw = add i64 %kstart, %u5
-  %over = icmp ugt i64 %kraw, %ins
-  %kend = select i1 %over, i64 %ins, i64 %kraw
-  br label %step
-step:
-  %k = phi i64 [ %kstart, %block ], [ %knext, %step ]
-{starts}
-  %kb = mul i64 %k, 2
-{inputs}
-  {steps}
-  %knext = add i64 %k, {2 * lanes}
-  %more = icmp ult i64 %knext, %kend
-  br i1 %more, label %step, label %closed
-closed:
-{closes}
-  %blocks = icmp ult i64 %kend, %ins
-  br i1 %blocks, label %block, label %stored
-stored:
-{stores}
-  %tnext = add i64 %t, 1
-  %tiles = icmp ult i64 %tnext, %to
-  br i1 %tiles, label %tile, label %end
-end:
-  ret void
-}}
-"""
+    return _MODULE.substitute(
+        floats=floats,
+        lanes=lanes,
+        fields=fields,
+        weights=weights,
+        totals=totals,
+        starts=starts,
+        inputs=inputs,
+        steps=steps,
+        stride=2 * lanes,
+        closes=closes,
+        stores=stores,
+    )
 
 
 class _Kernels:

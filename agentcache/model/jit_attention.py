@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
+from string import Template
 
 import torch
 
@@ -59,8 +60,104 @@ def _chain_step(lanes: int, rows: int, wide: int, element: str) -> list[str]:
     return lines
 
 
+_MODULE = Template("""
+declare i32 @omp_get_thread_num()
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare ${floats} @llvm.fma.v${lanes}f32(${floats}, ${floats}, ${floats})
+
+define void @share(ptr %args) {
+entry:
+${fields}
+  %pages = inttoptr i64 %pages_ to ptr
+  %x = inttoptr i64 %x_ to ptr
+  %out = inttoptr i64 %out_ to ptr
+  %count = load i64, ptr %pages, align 8
+  %tiles = udiv i64 ${columns}, ${span}
+  %per = mul i64 %tiles, %heads
+  %xline = add i64 ${depth}, 0
+  %me32 = call i32 @omp_get_thread_num()
+  %me = sext i32 %me32 to i64
+  %before = mul i64 %me, %tasks
+  %from = udiv i64 %before, %threads
+  %next = add i64 %me, 1
+  %behind = mul i64 %next, %tasks
+  %to = udiv i64 %behind, %threads
+  %some = icmp ult i64 %from, %to
+  br i1 %some, label %task, label %end
+task:
+  %t = phi i64 [ %from, %entry ], [ %tnext, %stored ]
+  %p0 = udiv i64 %t, %per
+  %rest = urem i64 %t, %per
+  %h = udiv i64 %rest, %tiles
+  %tile = urem i64 %rest, %tiles
+  %first = mul i64 %tile, ${span}
+  %headsize = mul i64 ${columns}, ${depth}
+  %headoff = mul i64 %h, %headsize
+  br label %page
+page:
+  %pi = phi i64 [ 0, %task ], [ %pnext, %pageend ]
+${totals}
+  %p = add i64 %p0, %pi
+  %pslot = add i64 %p, 1
+  %pp = getelementptr i64, ptr %pages, i64 %pslot
+  %paddr = load i64, ptr %pp, align 8
+  %pbase = inttoptr i64 %paddr to ptr
+  %hbase = getelementptr i16, ptr %pbase, i64 %headoff
+  %xpage = mul i64 ${xpage_of}, %heads
+  %xh = add i64 %xpage, %h
+  %xr = mul i64 %xh, %rows
+  %xo = mul i64 %xr, %xline
+  %xs = getelementptr float, ptr %x, i64 %xo
+  br label %block_
+block_:
+  %kstart = phi i64 [ 0, %page ], [ %kend, %closed ]
+${carried}
+  %kraw = add i64 %kstart, %block
+  %over = icmp ugt i64 %kraw, ${depth}
+  %kend = select i1 %over, i64 ${depth}, i64 %kraw
+  br label %step
+step:
+  %k = phi i64 [ %kstart, %block_ ], [ %knext, %step ]
+${chains}
+  %krow = mul i64 %k, ${columns}
+  %kcol = add i64 %krow, %first
+  %src = getelementptr i16, ptr %hbase, i64 %kcol
+  %aheadcol = mul i64 ${columns}, ${ahead}
+  %ahead = getelementptr i16, ptr %src, i64 %aheadcol
+  ${steps}
+  %knext = add i64 %k, 1
+  %more = icmp ult i64 %knext, %kend
+  br i1 %more, label %step, label %closed
+closed:
+${closes}
+  %blocks = icmp ult i64 %kend, ${depth}
+  br i1 %blocks, label %block_, label %pageend
+pageend:
+  %pnext = add i64 %pi, 1
+  %pmore = icmp ult i64 %pnext, ${pages_of_task}
+  br i1 %pmore, label %page, label %stored
+stored:
+  %ph = mul i64 %p0, %heads
+  %oh = add i64 %ph, %h
+  %orow = mul i64 %oh, %rows
+  %oo = mul i64 %orow, ${columns}
+  %oc = add i64 %oo, %first
+  %target = getelementptr float, ptr %out, i64 %oc
+${stores}
+  %tnext = add i64 %t, 1
+  %tmore = icmp ult i64 %tnext, %to
+  br i1 %tmore, label %task, label %end
+end:
+  ret void
+}
+""")
+
+
 def _source(kind: str, lanes: int, rows: int, wide: int, element: str) -> str:
-    """kind "scores": one task is some slots of one head of one page. kind "mix": some channels of one head, over all pages."""
+    """The module: `share` does the tasks of one thread.
+
+    kind "scores": one task is some slots of one head of one page. kind "mix": some channels of one head, over all pages.
+    """
     floats, span = f"<{lanes} x float>", lanes * wide
     cells = [f"{m}_{u}" for m in range(rows) for u in range(wide)]
     names = ("pages", "x", "out", "heads", "rows", "inner", "block", "tasks", "threads")
@@ -84,97 +181,23 @@ def _source(kind: str, lanes: int, rows: int, wide: int, element: str) -> str:
         for u in range(wide)
     )
     steps = "\n  ".join(_chain_step(lanes, rows, wide, element))
-    return f"""
-declare i32 @omp_get_thread_num()
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-declare {floats} @llvm.fma.v{lanes}f32({floats}, {floats}, {floats})
-
-define void @share(ptr %args) {{
-entry:
-{fields}
-  %pages = inttoptr i64 %pages_ to ptr
-  %x = inttoptr i64 %x_ to ptr
-  %out = inttoptr i64 %out_ to ptr
-  %count = load i64, ptr %pages, align 8
-  %tiles = udiv i64 {columns}, {span}
-  %per = mul i64 %tiles, %heads
-  %xline = add i64 {depth}, 0
-  %me32 = call i32 @omp_get_thread_num()
-  %me = sext i32 %me32 to i64
-  %before = mul i64 %me, %tasks
-  %from = udiv i64 %before, %threads
-  %next = add i64 %me, 1
-  %behind = mul i64 %next, %tasks
-  %to = udiv i64 %behind, %threads
-  %some = icmp ult i64 %from, %to
-  br i1 %some, label %task, label %end
-task:
-  %t = phi i64 [ %from, %entry ], [ %tnext, %stored ]
-  %p0 = udiv i64 %t, %per
-  %rest = urem i64 %t, %per
-  %h = udiv i64 %rest, %tiles
-  %tile = urem i64 %rest, %tiles
-  %first = mul i64 %tile, {span}
-  %headsize = mul i64 {columns}, {depth}
-  %headoff = mul i64 %h, %headsize
-  br label %page
-page:
-  %pi = phi i64 [ 0, %task ], [ %pnext, %pageend ]
-{totals}
-  %p = add i64 %p0, %pi
-  %pslot = add i64 %p, 1
-  %pp = getelementptr i64, ptr %pages, i64 %pslot
-  %paddr = load i64, ptr %pp, align 8
-  %pbase = inttoptr i64 %paddr to ptr
-  %hbase = getelementptr i16, ptr %pbase, i64 %headoff
-  %xpage = mul i64 %{"pzero" if slots else "p"}, %heads
-  %xh = add i64 %xpage, %h
-  %xr = mul i64 %xh, %rows
-  %xo = mul i64 %xr, %xline
-  %xs = getelementptr float, ptr %x, i64 %xo
-  br label %block_
-block_:
-  %kstart = phi i64 [ 0, %page ], [ %kend, %closed ]
-{carried}
-  %kraw = add i64 %kstart, %block
-  %over = icmp ugt i64 %kraw, {depth}
-  %kend = select i1 %over, i64 {depth}, i64 %kraw
-  br label %step
-step:
-  %k = phi i64 [ %kstart, %block_ ], [ %knext, %step ]
-{chains}
-  %krow = mul i64 %k, {columns}
-  %kcol = add i64 %krow, %first
-  %src = getelementptr i16, ptr %hbase, i64 %kcol
-  %aheadcol = mul i64 {columns}, {AHEAD}
-  %ahead = getelementptr i16, ptr %src, i64 %aheadcol
-  {steps}
-  %knext = add i64 %k, 1
-  %more = icmp ult i64 %knext, %kend
-  br i1 %more, label %step, label %closed
-closed:
-{closes}
-  %blocks = icmp ult i64 %kend, {depth}
-  br i1 %blocks, label %block_, label %pageend
-pageend:
-  %pnext = add i64 %pi, 1
-  %pmore = icmp ult i64 %pnext, {pages_of_task}
-  br i1 %pmore, label %page, label %stored
-stored:
-  %ph = mul i64 %p0, %heads
-  %oh = add i64 %ph, %h
-  %orow = mul i64 %oh, %rows
-  %oo = mul i64 %orow, {columns}
-  %oc = add i64 %oo, %first
-  %target = getelementptr float, ptr %out, i64 %oc
-{stores}
-  %tnext = add i64 %t, 1
-  %tmore = icmp ult i64 %tnext, %to
-  br i1 %tmore, label %task, label %end
-end:
-  ret void
-}}
-""".replace("%pzero", "0")
+    return _MODULE.substitute(
+        floats=floats,
+        lanes=lanes,
+        fields=fields,
+        columns=columns,
+        span=span,
+        depth=depth,
+        totals=totals,
+        xpage_of="0" if slots else "%p",
+        carried=carried,
+        chains=chains,
+        ahead=AHEAD,
+        steps=steps,
+        closes=closes,
+        pages_of_task=pages_of_task,
+        stores=stores,
+    )
 
 
 def takes(rows: int, stored: torch.Tensor) -> bool:
