@@ -175,6 +175,8 @@ def test_rows_are_filtered(index: Index) -> None:
     assert [row.role for row in index.rows(role=2)] == [2]
     assert [row.namespace for row in index.rows(namespace="b")] == ["b"] == [row.namespace for row in index.rows(older_than=500)]
     assert [row.fingerprint for row in index.rows(fingerprint="other")] == ["other"]
+    assert [row.place for row in index.rows(parent=chain(SCOPE.root, some(512))[0])] == [1]
+    assert len(list(index.rows(parent=SCOPE.root))) == 2
     assert index.total() == (302, 30200)
     names = [row.blob for row in index.rows(namespace="b")]
     assert index.has_blobs([*names, "nowhere"]) == set(names)

@@ -129,7 +129,7 @@ class Index(Ledger):
         """All rows with these properties, in the order in which they came; damaged ones are left out (check). older_than: seconds."""
         where: list[str] = ["1"]
         values: list[object] = []
-        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role)):
+        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role), ("parent", parent)):
             if value is not None:
                 where.append(f"{name} = ?")
                 values.append(value)
