@@ -55,6 +55,7 @@ class Disk:
         self.index = Index(self.folder)
         self.process = process.token()
         self.read_rate = self._remembered_rate()
+        self._remembered = self.read_rate.at
         self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self._touch)
         self._compute: dict[str, float] = {}
         self._bad: set[int] = set()  # rows found bad, where the index may not be told
@@ -93,12 +94,14 @@ class Disk:
 
     def quarantine(self, keys: Sequence[bytes], fingerprint: str, why: str) -> None:
         """Never serve these pages again, nor what continues them on disk; `agentcache verify` shows them."""
-        found = self._rows(keys, fingerprint)
-        for row in found:  # grows
-            found.extend(self.index.rows(parent=row.page_key, fingerprint=fingerprint))
-        for row in found:
-            self._bad.add(row.id)
-            self.index.quarantine(row.id, why)
+        left, seen = self._rows(keys, fingerprint), set[int]()
+        while left:
+            row = left.pop()
+            if row.id not in seen:
+                seen.add(row.id)
+                self._bad.add(row.id)
+                self.index.quarantine(row.id, why)
+                left.extend(self.index.rows(parent=row.page_key, fingerprint=fingerprint))
 
     def _rows(self, keys: Sequence[bytes], fingerprint: str) -> list[Row]:
         """The rows of these pages, as exact as they were computed and as this process stores them."""
@@ -130,7 +133,8 @@ class Disk:
         """Leave what was measured to the next process."""
         if ms_per_token:
             self.index.set_meta(f"compute/{process.machine()}/{fingerprint}", repr(ms_per_token))
-        if self.read_rate.value:
+        if self.read_rate.value and self.read_rate.at != self._remembered:
+            self._remembered = self.read_rate.at
             measured = time.time() - (time.monotonic() - self.read_rate.at)
             self.index.set_meta("read_rate", f"{self.read_rate.value!r} {measured!r}")
 

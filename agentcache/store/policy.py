@@ -59,7 +59,7 @@ def give_up(elapsed_ms: float, read_bytes: int, load_bytes: int, compute_ms: flo
     if read_bytes:
         left_ms = (load_bytes - read_bytes) * elapsed_ms / read_bytes
         return left_ms > compute_ms or elapsed_ms > compute_ms
-    expected = min(load_bytes, FIRST_BYTES) / rate.value if rate.value else 0.0
+    expected = min(load_bytes, FIRST_BYTES) / rate.value if rate.value and not rate.stale else 0.0
     return elapsed_ms > 2 * max(patience, expected)
 
 

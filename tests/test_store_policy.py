@@ -1,0 +1,512 @@
+"""When loading is worth it, checks in idle time, and processes that wait for one another: the decisions, and what they cost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache import Engine, Reason
+from agentcache.audit import Audit
+from agentcache.errors import StoreWarning
+from agentcache.kv import Page
+from agentcache.life import Life
+from agentcache.model.hf import HFModel
+from agentcache.store import blob, fetch
+from agentcache.store.disk import Disk
+from agentcache.store.keys import Scope, as_ids, chain
+from agentcache.store.policy import HUNG_MS, LEAST_WAIT_MS, RETRY_S, SMALL_BYTES, Rate, WriteBudget, give_up, too_slow
+from agentcache.store.store import Store
+from agentcache.types import StoreOptions
+from tests import models, stored
+from tests.engines import SYSTEM, chat, decode, engine, long_text, until
+
+MB = 1 << 20
+LONG = chat(long_text(260))
+
+# -- as functions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load", "compute_ms", "rate", "refused"),
+    [
+        (100 * MB, 1000, MB, False),  # 100 ms against 1 s
+        (1000 * MB, 999, MB, True),
+        (1000 * MB, 1001, MB, False),
+        (1000 * MB, 0, MB, False),  # nobody knows what computing costs
+        (1000 * MB, 1, 0, False),  # nobody knows how fast the disk is
+    ],
+)
+def test_too_slow(load: int, compute_ms: float, rate: float, refused: bool) -> None:
+    assert too_slow(load, compute_ms, Rate(rate)) is refused
+
+
+def test_a_rate_that_forbids_is_tried_again_some_day() -> None:
+    old = Rate(1.0, time.monotonic() - RETRY_S - 1)
+    assert not too_slow(1000, 1, old)
+    assert too_slow(1000, 1, Rate(1.0))
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "read", "load", "compute", "rate", "given_up"),
+    [
+        (LEAST_WAIT_MS - 1, 1, 100 * MB, 100, 0, False),  # too early to tell
+        (49, MB, 100 * MB, 10_000, 0, False),  # under half a hundredth of the computing time
+        (101, MB, 100 * MB, 10_000, 0, False),  # 10 s left against 10 s
+        (103, MB, 101 * MB, 10_000, 0, True),  # a little more left than that
+        (103, 50 * MB, 100 * MB, 10_000, 0, False),
+        (1001, 99 * MB, 100 * MB, 1000, 0, True),  # has taken as long as computing: it was fast and became slow
+        (99, 0, 100 * MB, 10_000, 0, False),
+        (101, 0, 100 * MB, 10_000, 0, True),  # silent
+        (201, 0, 100 * MB, 10_000, 10_000, False),  # slow, but this slow is known: 210 ms until the first word
+        (421, 0, 100 * MB, 10_000, 10_000, True),
+        (201, 0, 1000, 10_000, 10_000, True),
+        (HUNG_MS - 1, 0, 100 * MB, 0, 0, False),  # nobody knows what computing costs
+        (HUNG_MS + 1, 0, 100 * MB, 0, 0, True),
+        (1e6, 1, 100 * MB, 0, 0, False),
+    ],
+)
+def test_give_up(elapsed: float, read: int, load: int, compute: float, rate: float, given_up: bool) -> None:
+    assert give_up(elapsed, read, load, compute, Rate(rate)) is given_up
+
+
+def test_rates_come_from_loads_that_are_large_enough() -> None:
+    rate = Rate()
+    rate.learn(1000, 10)
+    assert rate.value == 0, "a small load tells nothing"
+    rate.learn(10 * MB, 10)
+    assert rate.value == MB
+    rate.learn(1000, 10)
+    assert rate.value == MB, "a small load never makes it look slow"
+    rate.learn(1000, 100, load_bytes=SMALL_BYTES)
+    assert rate.value < 0.51 * MB, "the start of a large load that was given up does"
+    rate.learn(0, 5)
+    rate.learn(5 * MB, 0)
+    assert 0.5 * MB <= rate.value < 0.51 * MB
+
+
+def test_the_write_budget_refills(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    budget = WriteBudget(3600)
+    assert budget.take(3600)
+    assert not budget.take(1)
+    now[0] += 10
+    assert budget.take(10)
+    assert not budget.take(1)
+    now[0] += 1e6
+    assert not budget.take(3601)
+    assert budget.take(3600)
+
+
+# -- a throttled disk --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large() -> Any:
+    """Wide enough that a prompt takes half a second and a page has megabytes."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    return models.build("qwen3", num_hidden_layers=2, **sizes)
+
+
+@pytest.fixture
+def throttle(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """throttle(bytes per ms): from now on reading takes so long; 0: it never says anything, inf: as fast as it is."""
+    read_many = blob.read_many
+    rate = [float("inf")]
+
+    def slow(folder: Any, jobs: Any, *, stop: threading.Event, progress: Callable[[int], None]) -> Any:
+        while rate[0] == 0 and not stop.wait(0.01):
+            pass
+
+        def told(count: int) -> None:
+            stop.wait(count / rate[0] / 1e3 if rate[0] else 0.0)
+            progress(count)
+
+        return read_many(folder, jobs, stop=stop, progress=told)
+
+    monkeypatch.setattr(blob, "read_many", slow)
+    return lambda value: rate.__setitem__(0, value)
+
+
+@pytest.fixture(scope="module")
+def remembered(large: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, tuple[int, ...]]:
+    """A store that holds LONG; how long computing it takes, and what comes of it."""
+    folder = tmp_path_factory.mktemp("policy") / "store"
+    with engine(model=large, store=folder) as running:
+        times = [running.generate(LONG, sampling=decode(2), reuse="off").receipt.ttft_ms for _ in range(2)]
+        ids = running.generate(LONG, sampling=decode(2)).ids
+    return folder, min(times), ids
+
+
+def test_a_slow_disk_costs_next_to_nothing(large: Any, remembered: Any, throttle: Any) -> None:
+    folder, off_ms, ids = remembered
+    with engine(model=large, store=folder) as running:
+        size = sum(row.bytes for row in running.store.disk.index.rows())
+        throttle(size / (3 * off_ms))
+        lost: list[float] = []
+        for number in range(3):
+            done = running.generate(LONG, sampling=decode(2))
+            receipt = done.receipt
+            assert done.ids == ids
+            assert receipt.bitwise
+            (slow,) = [refusal for refusal in receipt.refusals if refusal.reason == Reason.SLOW_DISK]
+            assert ("takes about" in slow.detail) is (number > 0), "known from the second request on"
+            lost_ms = receipt.ttft_ms - receipt.prefill_ms - receipt.layout_ms  # computing itself takes what it takes on a busy machine
+            lost.append(lost_ms)
+            assert receipt.disk_tokens <= 512
+            running.store.clear()
+        assert min(lost) < 0.03 * off_ms + 6 * LEAST_WAIT_MS, lost
+        assert max(lost) < 0.5 * off_ms, lost
+    with engine(model=large, store=folder) as second:
+        receipt = second.generate(LONG, sampling=decode(2)).receipt
+        (slow,) = [refusal for refusal in receipt.refusals if refusal.reason == Reason.SLOW_DISK]
+        assert "takes about" in slow.detail, "the rate outlives the process"
+        second.store.clear()
+        second.store.disk.read_rate.at -= RETRY_S + 1
+        throttle(float("inf"))
+        receipt = second.generate(LONG, sampling=decode(2)).receipt
+        assert receipt.disk_tokens > 1000, "tried again, and it was fast"
+        assert Reason.SLOW_DISK not in {refusal.reason for refusal in receipt.refusals}
+
+
+def test_a_refusal_does_not_outlive_its_time_in_short_processes(large: Any, remembered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _, _ = remembered
+    with engine(model=large, store=folder) as running:
+        running.store.disk.read_rate = Rate(1.0)
+        running.generate("x", sampling=decode(1))
+    real = time.time
+    for ahead in (RETRY_S + 1, -1e6):
+        monkeypatch.setattr(time, "time", lambda ahead=ahead: real() + ahead)
+        with engine(model=large, store=folder) as running:
+            assert running.store.disk.read_rate.stale
+    monkeypatch.setattr(time, "time", real)
+    with engine(model=large, store=folder) as running:
+        assert running.store.disk.read_rate.value == 1.0
+        assert not running.store.disk.read_rate.stale
+        running.store.disk.read_rate = Rate(1e5)
+
+
+def test_a_silent_disk_is_left(large: Any, remembered: Any, throttle: Any) -> None:
+    folder, off_ms, ids = remembered
+    throttle(0)
+    with engine(model=large, store=folder) as running:
+        done = running.generate(LONG, sampling=decode(2))
+        assert done.ids == ids
+        assert Reason.SLOW_DISK in {refusal.reason for refusal in done.receipt.refusals}
+        assert done.receipt.load_ms < 0.03 * off_ms + 6 * LEAST_WAIT_MS
+        assert running.store.disk.read_rate.value > 1000, "one silence is no rate"
+
+
+def test_a_fast_disk_is_used(large: Any, remembered: Any, throttle: Any) -> None:
+    folder, off_ms, ids = remembered
+    with engine(model=large, store=folder) as running:
+        running.store.disk.read_rate = Rate()
+        done = running.generate(LONG, sampling=decode(2))
+        assert done.ids == ids
+        assert done.receipt.disk_tokens > 1000
+        assert done.receipt.ttft_ms < 2 * off_ms, "this machine may be busy"
+        assert running.store.disk.read_rate.value > 0
+
+
+def test_a_killed_process_leaves_the_cost_of_a_token(large: Any, tmp_path: Path) -> None:
+    with engine(model=large, store=tmp_path / "store") as running:
+        for number in range(2):
+            running.generate(chat(long_text(30, number)), sampling=decode(1))
+        assert running.flush()
+        other = Disk(StoreOptions(tmp_path / "store"))
+        assert other.compute_ms(running.fingerprint.whole) > 0
+        other.close()
+
+
+# -- checks in idle time -------------------------------------------------------------------------------------------------
+
+
+TURNS = chat(long_text(230))
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return models.build("qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a few kB may look slower than computing them: not the question here."""
+    monkeypatch.setattr(fetch, "give_up", lambda *_: False)
+    monkeypatch.setattr(fetch, "too_slow", lambda *_: False)
+
+
+def written(model: Any, folder: Path) -> tuple[int, ...]:
+    with engine(model=model, store=folder) as running:
+        return running.generate(TURNS, sampling=decode(4)).ids
+
+
+def tamper(model: Any, folder: Path, place: int) -> None:
+    """Wrong numbers with a right MAC, as only a fault of ours could write them."""
+    disk = Disk(StoreOptions(folder))
+    row = next(row for row in disk.index.rows() if row.place == place)
+    with engine(model=model) as running:
+        spec = running.model.spec
+    assert spec
+    page = Page(spec)
+    blob.read(disk.folder, row, page, tokens=row.tokens)
+    page.values[-1, 0, 3, 0] += 1
+    wrong = blob.write(disk.folder, row, page)
+    stored.path(disk.folder, wrong).replace(stored.path(disk.folder, row))
+    disk.close()
+
+
+def checked(folder: Path) -> StoreOptions:
+    return StoreOptions(folder, check_one_in=1)
+
+
+def found_wrong(running: Engine, between: Callable[[], object] = lambda: None) -> None:
+    """Ask, and wait until the check that follows has found something."""
+    running.generate(TURNS, sampling=decode(4))
+    between()
+    assert until(lambda: running.scheduler.audit.wrong == 1 and not running.scheduler.audit.pending)
+
+
+def test_a_page_that_is_wrong_is_found_said_and_computed_again(small: Any, tmp_path: Path, patient: None) -> None:
+    ids = written(small, tmp_path / "store")
+    tamper(small, tmp_path / "store", 1)
+    with engine(model=small, store=checked(tmp_path / "store")) as running:
+        with pytest.warns(StoreWarning, match=r"page 1 .*verify --fix"):
+            found_wrong(running)
+        disk = running.store.disk
+        assert {row.place for row in disk.index.rows(bad=True)} == {1, 2}, "what continues it may have been computed from it"
+        again = running.generate(TURNS, sampling=decode(4))
+        assert again.ids == ids
+        assert again.receipt.cached_tokens == 512
+        assert Reason.BAD_BLOB in {refusal.reason for refusal in again.receipt.refusals}
+        assert running.flush()
+        assert not list(disk.index.rows(bad=True)), "a right page took its place"
+        assert disk.index.counters()["audit_wrong"] == 1
+    with engine(model=small, store=checked(tmp_path / "store")) as second:
+        assert second.generate(TURNS, sampling=decode(4)).ids == ids
+        assert until(lambda: second.scheduler.audit.checked > 1024 and not second.scheduler.audit.pending)
+        assert second.scheduler.audit.wrong == 0
+
+
+def test_a_wrong_page_that_memory_has_dropped_is_quarantined_on_disk(
+    small: Any, tmp_path: Path, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(small, tmp_path / "store")
+    tamper(small, tmp_path / "store", 0)
+    dropped = threading.Event()
+    step = Audit.step
+    monkeypatch.setattr(Audit, "step", lambda self: (dropped.wait(10), step(self)))
+    with engine(model=small, store=checked(tmp_path / "store")) as running:
+
+        def drop() -> None:
+            running.store.clear()
+            dropped.set()
+
+        with pytest.warns(StoreWarning, match="page 0 "):
+            found_wrong(running, drop)
+        assert {row.place for row in running.store.disk.index.rows(bad=True)} == {0, 1, 2}
+
+
+def test_a_warning_that_is_an_error_ends_nobody(small: Any, tmp_path: Path, patient: None) -> None:
+    ids = written(small, tmp_path / "store")
+    tamper(small, tmp_path / "store", 1)
+    with warnings.catch_warnings(), engine(model=small, store=checked(tmp_path / "store")) as running:
+        warnings.simplefilter("error")
+        found_wrong(running)
+        assert running.generate(TURNS, sampling=decode(4)).ids == ids
+
+
+def test_right_pages_are_not_accused(small: Any, tmp_path: Path, patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(small, tmp_path / "store")
+    with engine(model=small, store=checked(tmp_path / "store")) as running:
+        running.generate(TURNS, sampling=decode(4))
+        assert until(lambda: running.scheduler.audit.checked > 1024 and not running.scheduler.audit.pending)
+        assert running.scheduler.audit.wrong == 0
+        assert running.flush()
+        assert running.store.disk.index.counters()["audit_checked"] == 1
+        running.store.clear()
+        hold = threading.Event()
+        step = Audit.step
+        monkeypatch.setattr(Audit, "step", lambda self: (hold.wait(10), step(self)))
+        running.generate(TURNS, sampling=decode(4))
+        numerics = HFModel.numerics.fget(running.model)  # type: ignore[attr-defined]
+        changed = type(numerics)(**{**{n: getattr(numerics, n) for n in numerics.__slots__}, "digest": "other"})
+        monkeypatch.setattr(HFModel, "numerics", property(lambda self: changed))
+        before = running.scheduler.audit.checked
+        hold.set()
+        assert until(lambda: not running.scheduler.audit.pending)
+        assert running.scheduler.audit.checked == before, "other kernels than at the hit: nothing can be said"
+
+
+def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Path, patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(small, tmp_path / "store")
+    steps: list[int] = []
+    streams: list[Any] = []
+    started_at: list[int] = []
+    step, start = Audit.step, Life.start
+    with engine(model=small, store=checked(tmp_path / "store")) as running:
+
+        def counted(self: Audit) -> None:
+            if self.pending:
+                steps.append(1)
+                if len(steps) == 2:
+                    streams.append(running.stream(chat("hello"), sampling=decode(3), reuse="off"))
+            step(self)
+
+        def noted(self: Life, request: Any) -> None:
+            started_at.append(len(steps))
+            start(self, request)
+
+        monkeypatch.setattr(Audit, "step", counted)
+        monkeypatch.setattr(Life, "start", noted)
+        running.generate(TURNS, sampling=decode(4))
+        assert until(lambda: streams)
+        assert len(streams[0].completion.ids) == 3
+        assert started_at == [0, 2]
+        assert until(lambda: not running.scheduler.audit.pending)
+        assert len(steps) > 8, "it goes on afterwards"
+        assert running.scheduler.audit.checked > 1024
+
+
+def test_by_chance_one_in_n(small: Any, tmp_path: Path) -> None:
+    disk = Disk(StoreOptions(tmp_path / "store", check_one_in=8))
+    assert 50 < sum(disk.due_for_check() for _ in range(800)) < 160
+    disk.close()
+    disk = Disk(StoreOptions(tmp_path / "store", check_one_in=0))
+    assert not any(disk.due_for_check() for _ in range(100))
+    disk.close()
+
+
+# -- one computes, the others wait -----------------------------------------------------------------------------------------
+
+
+PREFIX = chat("hi", system=SYSTEM + long_text(300))
+
+
+class Holder:
+    """Another process that has said it computes the prefix of PREFIX, and writes it when told."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self.go = folder.parent / "go"
+        with engine(model=model) as running:
+            self.ids = running.generate(PREFIX, sampling=decode(3)).ids
+            layout = running.renderer.render(PREFIX)
+            assert running.fingerprint
+            scope, ids = Scope("default", running.fingerprint.whole), as_ids(layout.ids)
+            found = running.store.tree.match(scope, ids, peek=True)
+        prefix = layout.prefix_tokens
+        self.prefix_tokens = prefix
+        key = chain(scope.root, ids[:prefix])[-1]
+        Disk(StoreOptions(folder)).close()
+
+        def work() -> None:
+            torch.set_num_threads(1)
+            store = Store(1 << 26, options=StoreOptions(folder))
+            assert store.disk
+            assert store.disk.claim(key, scope.fingerprint) is None
+            (folder.parent / "holds").touch()
+            while not self.go.exists():
+                time.sleep(0.005)
+            store.admit(scope, ids[: found.tokens], found.pages, found.numerics, prefix)
+            store.flush()
+            store.close()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if not self.pid:
+            try:
+                work()
+            finally:
+                os._exit(0)
+        assert until((folder.parent / "holds").exists)
+
+    def kill(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+
+@pytest.fixture
+def holder(small: Any, tmp_path: Path, patient: None) -> Iterator[Holder]:
+    made = Holder(small, tmp_path / "store")
+    yield made
+    made.kill()
+
+
+def awaiting(running: Engine) -> bool:
+    return any(request.fetch is not None and request.fetch._state == "awaiting" for request in list(running.scheduler._waiting))
+
+
+def test_who_comes_second_waits_and_loads(small: Any, tmp_path: Path, holder: Holder) -> None:
+    with engine(model=small, store=tmp_path / "store") as running:
+        running.scheduler.ms_per_token = 20.0  # so it would take 20 s
+        stream = running.stream(PREFIX, sampling=decode(3))
+        assert until(lambda: awaiting(running))
+        assert len(running.generate(chat("x"), sampling=decode(2), reuse="off").ids) == 2, "others go on meanwhile"
+        running.scheduler.ms_per_token = 20.0
+        holder.go.touch()
+        done = stream.completion
+        assert done.ids == holder.ids
+        assert done.receipt.disk_tokens >= holder.prefix_tokens
+        assert any("waited" in note for note in done.receipt.notes)
+        assert done.receipt.load_ms > 0
+
+
+def test_a_holder_that_dies_is_not_waited_for(small: Any, tmp_path: Path, holder: Holder) -> None:
+    with engine(model=small, store=tmp_path / "store") as running:
+        running.scheduler.ms_per_token = 20.0
+        stream = running.stream(PREFIX, sampling=decode(3))
+        assert until(lambda: awaiting(running))
+        holder.kill()
+        done = stream.completion
+        assert done.ids == holder.ids
+        assert done.receipt.cached_tokens == 0
+        assert running.flush()
+        assert running.store.disk.index.stats()["leases"] == 0
+
+
+def test_nobody_waits_longer_than_it_may_pay(small: Any, tmp_path: Path, holder: Holder) -> None:
+    with engine(model=small, store=tmp_path / "store") as running:
+        running.scheduler.ms_per_token = 0.01
+        done = running.generate(PREFIX, sampling=decode(3))
+        assert done.ids == holder.ids
+        assert any("not awaited" in note for note in done.receipt.notes)
+        assert done.receipt.load_ms < 2000
+
+
+def test_nobody_waits_without_knowing_what_computing_costs(small: Any, tmp_path: Path, holder: Holder) -> None:
+    with engine(model=small, store=tmp_path / "store") as running:
+        done = running.generate(PREFIX, sampling=decode(3))
+        assert done.ids == holder.ids
+        assert any("not awaited" in note for note in done.receipt.notes)
+        assert done.receipt.load_ms < 1000
+
+
+def test_what_the_other_stores_must_be_of_use(small: Any, tmp_path: Path, holder: Holder) -> None:
+    """In a store of int8 pages an exact request finds nothing, however long it waits."""
+    with engine(model=small, store=StoreOptions(tmp_path / "store", precision="int8")) as running:
+        running.scheduler.ms_per_token = 20.0
+        done = running.generate(PREFIX, sampling=decode(3))
+        assert done.ids == holder.ids
+        assert done.receipt.load_ms < 5000
+
+
+def test_a_cancelled_request_gives_its_lease_back(small: Any, tmp_path: Path, patient: None) -> None:
+    with engine(model=small, store=tmp_path / "store", chunk_tokens=16) as running:
+        stream = running.stream(PREFIX, sampling=decode(3))
+        assert until(lambda: running.store.disk.index.stats()["leases"] == 1)
+        stream.close()
+        assert until(lambda: not running.scheduler.live)
+        assert running.flush()
+        assert running.store.disk.index.stats()["leases"] == 0
