@@ -113,7 +113,6 @@ class Audit:
         return all(bool((a.float() - b.float()).norm() <= CLOSE * a.float().norm()) for a, b in pairs)
 
     def _wrong(self, check: _Check, tokens: int, page: int) -> None:
-        self.wrong += 1
         why = f"page {page} of a prompt's KV on disk is not what computing it gives"
         self._drop()
         try:
@@ -123,6 +122,7 @@ class Audit:
             why += f"; it could not be quarantined: {error}"
         with suppress(StoreWarning):  # an error where warnings are errors: not on the thread that serves everybody
             warnings.warn(f"{why}: it is not used again; `agentcache verify --fix` removes it", StoreWarning, stacklevel=2)
+        self.wrong += 1
 
     def _count(self, **counts: int) -> None:
         assert self.store.disk is not None

@@ -19,7 +19,7 @@ from ..types import Reason, Refusal
 from .disk import Found, cpu_page
 from .entry import Match
 from .keys import Ids, Scope, chain
-from .policy import FIRST_BYTES, give_up, too_slow
+from .policy import give_up, too_slow
 
 if TYPE_CHECKING:
     from .store import Store
@@ -148,7 +148,9 @@ class Fetch:
         if not give_up(elapsed, self._read_bytes, found.bytes, compute_ms, self.disk.read_rate):
             return False
         self._stop.set()
-        self.disk.read_rate.learn(self._read_bytes or min(found.bytes, FIRST_BYTES), elapsed, found.bytes)
+        self.disk.read_rate.learn(self._read_bytes, elapsed, found.bytes)
+        if compute_ms:
+            self.disk.read_rate.forbid(found.bytes, compute_ms)
         self._refuse(
             Reason.SLOW_DISK, 0, f"{self._read_bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms"
         )

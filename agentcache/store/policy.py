@@ -34,6 +34,12 @@ class Rate:
             self.value = new if not self.value else (1 - SMOOTHING) * self.value + SMOOTHING * new
             self.at = time.monotonic()
 
+    def forbid(self, load_bytes: int, compute_ms: float) -> None:
+        """A load was given up: at most so fast that it is not worth trying again at once."""
+        if load_bytes >= SMALL_BYTES:
+            most = load_bytes / (1.01 * compute_ms)
+            self.value, self.at = min(self.value or most, most), time.monotonic()
+
     @property
     def stale(self) -> bool:
         """Whether it is so old that what it forbids deserves another try."""
