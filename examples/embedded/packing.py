@@ -1,0 +1,135 @@
+"""The samples of one bundle as one sequence in which what they share stands once. Knows no model.
+
+    trunk  |---- system, tools ----|                               computed once, causal
+    branch                         |- request, call, result ... -| sees its own path only
+    branch                         |- another request ... -|
+
+Every token has the position it has in its own sample, and attends to its own path: the same numbers as one sample after another,
+for a fraction of the work. Samples that go on from each other (text ReAct) share what they have in common too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .dialogues import Bundle, Sample, hermes
+from .react import langchain, llamaindex
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Where one completion stands in the pack: its tokens, and how many of them decide between tools. kind: see Piece."""
+
+    rows: Ints
+    pick: int
+    kind: str
+    dialogue: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """ids[n], positions[n], parents[n] (the row whose logits predict it), branches (first row, last row + 1, the rows seen before)."""
+
+    ids: Ints
+    positions: Ints
+    parents: Ints
+    trunk: int
+    branches: tuple[tuple[int, int, Ints], ...]
+    completions: tuple[Completion, ...]
+
+    def targets(self) -> Ints:
+        """The rows with loss, each once."""
+        return np.unique(np.concatenate([completion.rows for completion in self.completions]))
+
+    def sight(self) -> npt.NDArray[np.bool_]:
+        """[n - trunk, n]: what each row behind the trunk sees."""
+        out = np.zeros((len(self.ids) - self.trunk, len(self.ids)), dtype=np.bool_)
+        for first, last, before in self.branches:
+            out[first - self.trunk : last - self.trunk, before] = True
+            out[first - self.trunk : last - self.trunk, first:last] = np.tri(last - first, dtype=np.bool_)
+        return out
+
+
+def samples_of(made: Bundle) -> list[Sample]:
+    """The bundle's samples in its own style."""
+    if made.style == "hermes":
+        return hermes(made)
+    return llamaindex(made) if made.style == "llamaindex" else langchain(made)
+
+
+class Encoder:
+    """Pieces to ids; what many samples share is tokenised once. Pieces meet at special tokens or where pre-tokens end."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._known: dict[str, list[int]] = {}
+
+    def _ids(self, text: str) -> list[int]:
+        if text not in self._known:
+            if len(self._known) > 64:
+                self._known.clear()
+            self._known[text] = self._backend.encode(text, add_special_tokens=False).ids
+        return self._known[text]
+
+    def size(self, sample: Sample) -> int:
+        """Tokens of the first piece: the catalog."""
+        return len(self._ids(sample.pieces[0].text))
+
+    def sample(self, sample: Sample) -> tuple[Ints, list[tuple[int, int, int]]]:
+        """Ids, and for each completion its first and last+1 index and how many of its tokens decide between tools."""
+        ids: list[int] = []
+        found: list[tuple[int, int, int]] = []
+        for number, piece in enumerate(sample.pieces):
+            if not piece.loss:
+                ids += self._ids(piece.text) if number == 0 else self._backend.encode(piece.text, add_special_tokens=False).ids
+                continue
+            coded = self._backend.encode(piece.text, add_special_tokens=False)
+            pick = sum(first < piece.pick for first, _ in coded.offsets)
+            found.append((len(ids), len(ids) + len(coded.ids), pick))
+            ids += coded.ids
+        return np.asarray(ids, dtype=np.int64), found
+
+
+def _common(one: Ints, other: Ints) -> int:
+    short = min(len(one), len(other))
+    differs = np.flatnonzero(one[:short] != other[:short])
+    return int(differs[0]) if len(differs) else short
+
+
+def pack(encoder: Encoder, made: Bundle, limit: int) -> Pack:
+    """The bundle's samples in about `limit` tokens behind the catalog: dialogues that would not fit are left out, the first one never."""
+    paths: list[tuple[Ints, Ints]] = []  # the ids of a sample, and the rows where they stand
+    rows, trunk = 0, 0
+    branches: list[tuple[int, int, Ints]] = []
+    completions: list[Completion] = []
+    chunks: list[tuple[Ints, Ints, Ints]] = []  # ids, positions, parents
+    full: set[int] = set()
+    samples = samples_of(made)
+    limit += encoder.size(samples[0])
+    for sample in samples:
+        ids, found = encoder.sample(sample)
+        ids = ids[: found[-1][1]]
+        shared, nearest = max(((_common(ids, other), n) for n, (other, _) in enumerate(paths)), default=(0, -1))
+        fresh = len(ids) - shared
+        if sample.dialogue in full or (paths and rows + fresh > limit):
+            full.add(sample.dialogue)
+            continue
+        before = paths[nearest][1][:shared] if shared else np.empty(0, np.int64)
+        path = np.concatenate([before, np.arange(rows, rows + fresh)])
+        if fresh:
+            parents = np.concatenate([path[shared - 1 : shared] if shared else np.asarray([-1]), path[shared:-1]])
+            chunks.append((ids[shared:], np.arange(shared, len(ids)), parents))
+            branches.append((rows, rows + fresh, before))
+        kinds = [piece.kind for piece in sample.pieces if piece.loss]
+        completions += [Completion(path[a:b], pick, kind, sample.dialogue) for (a, b, pick), kind in zip(found, kinds)]
+        trunk = trunk or fresh
+        rows += fresh
+        paths.append((ids, path))
+    joined = [np.concatenate(parts) for parts in zip(*chunks)]
+    return Pack(joined[0], joined[1], joined[2], trunk, tuple(branches[1:]), tuple(completions))

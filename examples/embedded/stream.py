@@ -1,0 +1,86 @@
+"""The endless stream of training packs: which size, style and length, by how much has been trained. Knows no model.
+
+Pack number i is a function of the seed, i, and how many tokens went before it: a resumed stream goes on as if never interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .dialogues import bundle
+from .packing import Encoder, Pack, pack
+from .world import World
+
+STYLES = ("hermes", "langchain", "langchain text", "llamaindex")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """until: in millions of tokens. tools: the most in a catalog. tail: tokens of dialogues behind the catalog. batch: tokens per step."""
+
+    until: float
+    tools: int
+    tail: int
+    batch: int
+    styles: Mapping[str, float]
+
+
+HERMES_ONLY = {"hermes": 1.0}
+SOME = {"hermes": 0.76, "langchain": 0.08, "langchain text": 0.06, "llamaindex": 0.1}
+ALL = {"hermes": 0.68, "langchain": 0.11, "langchain text": 0.07, "llamaindex": 0.14}
+STAGES = (
+    Stage(3, 4, 500, 4000, HERMES_ONLY),
+    Stage(8, 8, 700, 5000, SOME),
+    Stage(20, 16, 900, 6000, ALL),
+    Stage(45, 28, 1000, 8000, ALL),
+    Stage(math.inf, 50, 1200, 8000, ALL),
+)
+
+
+def stage_at(tokens: int) -> Stage:
+    return next(stage for stage in STAGES if tokens < stage.until * 1e6)
+
+
+def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
+    """Pack `number` of the stream, when `tokens` went before it."""
+    stage = stage_at(tokens)
+    world = World(f"{seed} {number} plan")
+    style = world.rng.choices(list(stage.styles), list(stage.styles.values()))[0]
+    size = round(math.exp(world.rng.uniform(math.log(2), math.log(stage.tools + 0.49))))
+    if style == "llamaindex":
+        size = min(size, 16)  # its schemas are twice as long
+    made = bundle(f"{seed} {number}", style, size, 14)
+    return pack(encoder, made, stage.tail)
+
+
+def packs(encoder: Encoder, seed: int, number: int = 0, tokens: int = 0) -> Iterator[Pack]:
+    """The stream from pack `number` on."""
+    while True:
+        made = draw(encoder, seed, number, tokens)
+        yield made
+        number += 1
+        tokens += len(made.ids)
+
+
+def _work(folder: str, seed: int, number: int, tokens: int, queue: Any) -> None:
+    """The worker process: fills the queue until it is killed or its parent is gone."""
+    from .tokenizer import load
+
+    for made in packs(Encoder(load(Path(folder))), seed, number, tokens):
+        queue.put(made)
+        if os.getppid() == 1:
+            return
+
+
+def start(folder: Path, seed: int, number: int, tokens: int, ahead: int = 12) -> Any:
+    """A queue that a process of its own fills, `ahead` packs ahead of what is taken."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue(ahead)
+    context.Process(target=_work, args=(str(folder), seed, number, tokens, queue), daemon=True).start()
+    return queue

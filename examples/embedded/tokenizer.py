@@ -1,0 +1,118 @@
+"""A byte-level BPE tokenizer trained on generated text, and the chat template, saved as a Hugging Face folder.
+
+A word is cut the same way wherever it stands (in a name, behind a space, in quotes), so that comparing and copying words is
+comparing and copying ids: spaces belong to runs of little words or stand alone, letters never join with marks or digits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .dialogues import TOOLS_HEAD, TOOLS_TAIL, bundle
+from .packing import samples_of
+
+VOCAB = 4096
+PAD, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+MARKS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+LITTLE = """a about all also an and answer are as at be but by can could do does for from has have how if in instead is it its may me more
+much must my need no not now of on one only or our please same says should such than that the their them then there they this to too up
+use was we what when where which who will with you your"""
+_RUN = "|".join(sorted(LITTLE.split(), key=len, reverse=True))
+SPLIT = "|".join(
+    (
+        rf"(?: (?:{_RUN})(?= ))+ ",  # " of the ": little words with the spaces around them
+        r"\p{Lu}?[\p{Ll}\p{Lo}\p{M}]+|\p{Lu}+(?!\p{Ll})|\p{L}",  # a word, or a part of a camelCase one
+        r"\p{N}{1,2}",
+        r" ?[^\s\p{L}\p{N}]+(?: [^\s\p{L}\p{N}]+)*",  # marks, also across single spaces: '": {"'
+        r"\n+| +|\s",
+    )
+)
+
+_HEAD, _TAIL = (text.replace("\n", "\\n") for text in (TOOLS_HEAD, TOOLS_TAIL))
+# Appends only: what a conversation renders to is the beginning of what the longer conversation renders to.
+TEMPLATE = f"""\
+{{%- set given = messages[0].content if messages[0].role == 'system' else '' %}}
+{{%- if tools %}}
+{{{{- '<|im_start|>system\\n' + (given + '\\n\\n' if given else '') + '{_HEAD}' }}}}
+{{%- for tool in tools %}}{{{{- '\\n' }}}}{{{{- tool | tojson }}}}{{%- endfor %}}
+{{{{- '{_TAIL}<|im_end|>\\n' }}}}
+{{%- elif given %}}
+{{{{- '<|im_start|>system\\n' + given + '<|im_end|>\\n' }}}}
+{{%- endif %}}
+{{%- for message in messages %}}
+{{%- if message.role == 'system' and loop.first %}}
+{{%- elif message.role == 'assistant' %}}
+{{{{- '<|im_start|>assistant\\n' + (message.content or '') }}}}
+{{%- for call in message.tool_calls or [] %}}
+{{%- if not loop.first or message.content %}}{{{{- '\\n' }}}}{{%- endif %}}
+{{{{- '<tool_call>\\n{{"name": "' + call.function.name + '", "arguments": ' }}}}
+{{{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}}}
+{{{{- '}}\\n</tool_call>' }}}}
+{{%- endfor %}}
+{{{{- '<|im_end|>\\n' }}}}
+{{%- elif message.role == 'tool' %}}
+{{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}}{{{{- '<|im_start|>user' }}}}{{%- endif %}}
+{{{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}}}
+{{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}}{{{{- '<|im_end|>\\n' }}}}{{%- endif %}}
+{{%- else %}}
+{{{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}}}
+{{%- endif %}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{%- endif %}}
+"""
+
+
+def texts(count: int, seed: str) -> Iterator[str]:
+    """Generated text of every style, for counting pairs."""
+    for number in range(count):
+        style = ("hermes", "hermes", "hermes", "langchain", "llamaindex")[number % 5]
+        for sample in samples_of(bundle(f"{seed} {number}", style, 3 + number % 9, 6)):
+            yield "".join(piece.text for piece in sample.pieces[:1]) if sample.dialogue == 0 else ""
+            yield "".join(piece.text for piece in sample.pieces[1:])
+
+
+def train(vocab: int = VOCAB, count: int = 3000, seed: str = "tokenizer") -> Any:
+    """The tokenizer, as transformers loads it."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = [PAD, START, STOP, *MARKS]
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(texts(count, seed), trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=_unspecial(backend),
+        eos_token=STOP,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def _unspecial(backend: Any) -> Any:
+    """The marks stay single tokens but are ordinary text: decoding keeps them, as Qwen's does."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(backend.to_str())
+    for added in state["added_tokens"]:
+        added["special"] = added["content"] not in MARKS
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def load(folder: Path) -> Any:
+    """The tokenizer in a folder, trained and saved there first if need be."""
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        train().save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)

@@ -1,0 +1,290 @@
+"""The generated world of the embedded model: splits, prompts, answers, packs. Its training is not run here."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentcache.layout import Renderer
+from agentcache.model.tool_calls import parse
+from examples.embedded import model as models
+from examples.embedded import stream
+from examples.embedded import tokenizer as tokenizers
+from examples.embedded.catalogs import FORBIDDEN, NO_TOOL
+from examples.embedded.dialogues import END, Bundle, Dialogue, bundle, hermes, messages
+from examples.embedded.packing import Encoder, pack, samples_of
+from examples.embedded.tools import Tool
+from examples.embedded.words import MODIFIERS
+from examples.embedded.world import SPLITS, sources, split_of
+
+STYLES = stream.STYLES
+
+
+@functools.cache
+def made(style: str = "hermes", count: int = 60) -> list[Bundle]:
+    return [bundle(f"test {number}", style, 2 + number % 12, 6) for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tokenizers.train(vocab=700, count=12)
+
+
+# Splits
+
+
+@pytest.mark.parametrize("held", ["validation", "test"])
+def test_held_out_bundles_are_made_of_what_training_never_sees(held: str) -> None:
+    for split, source in sources(held).items():
+        for number in range(8):
+            one = bundle(f"{split} {number}", "hermes", 8, 6, source)
+            assert one.catalog is not None
+            for tool in one.catalog.ordinary:
+                assert split_of("tools", f"{tool.action} {tool.thing}") == source.tools
+                heads = [word for word in tool.thing.split() if word not in MODIFIERS]
+                assert {split_of("words", word) for word in heads} == {source.words}
+
+
+def test_splits_are_disjoint_and_all_there() -> None:
+    drawn = {held: set[str]() for held in SPLITS}
+    for held in SPLITS:
+        source = sources(held)["unseen tools"] if held != "train" else sources("test")["seen"]
+        for number in range(40):
+            drawn[held] |= {
+                " ".join(tool.meaning)
+                for tool in bundle(f"{held} {number}", "hermes", 8, 1, source).tools
+                if tool.action not in ("calculate", "search")
+            }
+    for one in SPLITS:
+        for other in SPLITS:
+            assert one == other or not drawn[one] & drawn[other]
+        assert len(drawn[one]) > 100
+
+
+def test_values_of_held_out_requests_are_of_their_split() -> None:
+    source = sources("test")["held-out requests"]
+    strings = 0
+    for number in range(20):
+        one = bundle(f"values {number}", "hermes", 6, 6, source)
+        for turn in (turn for dialogue in one.dialogues for turn in dialogue.turns if turn.tool is not None):
+            for param in turn.tool.params:
+                if param.kind in ("id", "date", "email", "place") and param.name in turn.args:
+                    strings += 1
+                    assert split_of("values", str(turn.args[param.name])) == "test"
+    assert strings > 30
+
+
+# Prompts
+
+
+def test_every_completion_parses_back() -> None:
+    calls = 0
+    for one in made():
+        for sample, dialogue in zip(hermes(one), one.dialogues):
+            said = [piece.text for piece in sample.pieces if piece.loss]
+            turns = [turn for turn in dialogue.turns if turn.role == "assistant"]
+            for text, turn in zip(said, turns):
+                message = parse(text.removesuffix(END))
+                if turn.tool is None:
+                    assert (message.content, message.tool_calls) == (turn.text, ())
+                else:
+                    calls += 1
+                    assert [(call.name, dict(call.arguments)) for call in message.tool_calls] == [(turn.tool.name, dict(turn.args))]
+    assert calls > 300
+
+
+def test_arguments_fit_the_schema() -> None:
+    types = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
+    for one in made():
+        for turn in (turn for dialogue in one.dialogues for turn in dialogue.turns if turn.tool is not None):
+            schema = turn.tool.schema()["function"]["parameters"]
+            assert set(schema["required"]) <= set(turn.args) <= set(schema["properties"])
+            for name, value in turn.args.items():
+                wanted = schema["properties"][name]
+                assert isinstance(value, types[wanted["type"]])
+                assert value in wanted.get("enum", [value])
+        names = [tool.name for tool in one.tools]
+        assert len(names) == len(set(names))
+        assert all(re.fullmatch(r"[A-Za-z0-9_]{1,64}", name) for name in names)
+
+
+def test_template_appends_only_and_writes_what_is_trained_on(tokenizer: Any) -> None:
+    assert Renderer(tokenizer).report.prefix_preserving
+    for one in made():
+        tools = [tool.schema(one.form) for tool in one.tools]
+        for sample, dialogue in zip(hermes(one), one.dialogues):
+            shown = tokenizer.apply_chat_template(messages(one, dialogue.turns), tools=tools, tokenize=False)
+            text = "".join(piece.text for piece in sample.pieces)
+            assert text == shown
+
+
+@pytest.mark.parametrize("style", ["langchain", "langchain text"])
+def test_langchain_steps_parse_and_go_on(style: str) -> None:
+    for one in made(style, 20):
+        samples = samples_of(one)
+        for before, after in zip(samples, samples[1:]):
+            if before.dialogue == after.dialogue:
+                said = before.pieces[-1].text.removesuffix(END)
+                assert after.pieces[1].text.startswith(before.pieces[1].text.split("<|im_end|>")[0] + said + "\nObservation: ")
+        for sample in samples:
+            assert len(sample.pieces) == 3
+            found = re.search(r"Action: (.*)\nAction Input: (.*)", sample.pieces[2].text.removesuffix(END), re.DOTALL)
+            final = "\nFinal Answer: " in sample.pieces[2].text
+            assert (found is not None) != final
+            assert found is None or found[1] in {tool.name for tool in one.tools}
+
+
+def test_llamaindex_steps_parse() -> None:
+    for one in made("llamaindex", 20):
+        for sample in samples_of(one):
+            text = sample.pieces[-1].text.removesuffix(END)
+            found = re.fullmatch(r"Thought: (.*)\nAction: ([^\n() ]+)\nAction Input: (\{.*\})", text)
+            assert (found is not None) != bool(re.fullmatch(r"Thought: (.*)\nAnswer: (.*)", text))
+            if found is not None:
+                assert found[2] in {tool.name for tool in one.tools}
+                assert isinstance(json.loads(found[3]), dict)
+
+
+# Chance
+
+
+def test_a_seed_decides_everything(tokenizer: Any) -> None:
+    assert bundle("same", "hermes", 9, 6) == bundle("same", "hermes", 9, 6)
+    assert bundle("same", "hermes", 9, 6) != bundle("other", "hermes", 9, 6)
+    encoder = Encoder(tokenizer)
+    whole = stream.packs(encoder, 3)
+    packs = [next(whole) for _ in range(3)]
+    resumed = next(stream.packs(encoder, 3, 2, sum(len(one.ids) for one in packs[:2])))
+    assert np.array_equal(resumed.ids, packs[2].ids)
+
+
+def test_about_half_of_the_dialogues_depend_on_context() -> None:
+    flags = [dialogue.context for one in made() for dialogue in one.dialogues]
+    assert 0.4 < sum(flags) / len(flags) < 0.7
+    kinds = {dialogue.kind for one in made(count=60) for dialogue in one.dialogues}
+    assert len(kinds) > 15
+
+
+# Right answers: read off the texts that the model sees, not off the generator's own bookkeeping
+
+
+def _final(one: Bundle, dialogue: Dialogue) -> tuple[str, Tool | None, dict[str, Any], str]:
+    """The last request, the tool that answers it first, its arguments, and the reply if there is none."""
+    last = max(number for number, turn in enumerate(dialogue.turns) if turn.role == "user")
+    turn = dialogue.turns[last + 1]
+    return dialogue.turns[last].text, turn.tool, dict(turn.args), turn.text
+
+
+def _resolve(one: Bundle, tool: Tool) -> Tool:
+    """Follows "Like X" and "the tool above" to the tool that is meant."""
+    names = {other.name: other for other in one.tools}
+    if re.match(r"(As (the tool )?above|Same as the previous)", tool.description):
+        return _resolve(one, one.tools[one.tools.index(tool) - 1])
+    named = re.match(r"(?:Like|Same as|Does what) (\w+)", tool.description)
+    return _resolve(one, names[named[1]]) if named else tool
+
+
+def _check(one: Bundle, dialogue: Dialogue) -> None:
+    request, tool, args, reply = _final(one, dialogue)
+    same = [other for other in one.tools if tool is not None and other.meaning == tool.meaning]
+    if dialogue.kind == "forbidden":
+        assert tool is None
+        assert reply == FORBIDDEN
+    elif dialogue.kind == "decline":
+        assert tool is None
+        assert reply == NO_TOOL
+    elif dialogue.kind in ("like", "above") and reply != FORBIDDEN:
+        assert tool is not None
+        assert _resolve(one, tool) != tool or len(same) == 1
+        assert _resolve(one, tool).action == tool.action
+        assert tool.thing in tool.description
+    elif dialogue.kind == "deprecated" and reply != FORBIDDEN:
+        assert tool is not None
+        assert not re.search(r"Deprecated|Old:", tool.description)
+        assert not any(re.search(rf"(Replaces|New) {tool.name}\b", other.description) for other in one.tools)
+    elif dialogue.kind == "listed" and reply != FORBIDDEN:
+        place = re.search("use the one listed (first|last)", one.system)
+        assert place is not None
+        assert tool == (same[0] if place[1] == "first" else same[-1])
+    elif dialogue.kind == "service" and reply != FORBIDDEN:
+        assert tool is not None
+        assert tool.service in one.system
+        assert tool.service in tool.name + tool.description
+    elif dialogue.kind in ("default", "profile", "today") and tool is not None:
+        values = [str(value) for value in args.values()]
+        assert any(value in one.system and value not in request for value in values)
+    elif dialogue.kind == "plain" and reply != FORBIDDEN:
+        second = [other for other in same if f"use {other.name}." in one.system or other.description.startswith("For when ")]
+        assert [other for other in same if other not in second] == [tool]
+
+
+def test_right_answers_follow_from_the_prompt() -> None:
+    seen: dict[str, int] = {}
+    for number in range(150):
+        one = bundle(f"right {number}", "hermes", 3 + number % 15, 8)
+        for dialogue in one.dialogues:
+            seen[dialogue.kind] = seen.get(dialogue.kind, 0) + 1
+            _check(one, dialogue)
+    wanted = {"forbidden", "decline", "like", "above", "deprecated", "listed", "service", "default", "profile", "today", "plain"}
+    assert wanted <= set(seen)
+
+
+# Tokens and packs
+
+
+def test_a_word_is_cut_the_same_everywhere(tokenizer: Any) -> None:
+    for word in ("weather", "vokari", "gluslam"):
+        alone = tokenizer(word)["input_ids"]
+        for before, after in (("get_", ""), ("the ", " now"), ('{"name": "', '"}'), ("Get the ", "."), ("(", ": str)")):
+            ids = tokenizer(before + word + after)["input_ids"]
+            assert any(ids[at : at + len(alone)] == alone for at in range(len(ids))), (before, word)
+    text = '<tool_call>\n{"name": "get_x", "arguments": {"a": "Zürich 漢字 🙂"}}\n</tool_call>'
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_pieces_are_tokenised_as_the_whole_text_is(tokenizer: Any, style: str) -> None:
+    encoder = Encoder(tokenizer)
+    for one in made(style, 4):
+        for sample in samples_of(one):
+            ids, found = encoder.sample(sample)
+            assert ids.tolist() == tokenizer("".join(piece.text for piece in sample.pieces), add_special_tokens=False)["input_ids"]
+            said = [piece for piece in sample.pieces if piece.loss]
+            for (first, last, pick), piece in zip(found, said):
+                assert tokenizer.decode(ids[first:last]) == piece.text
+                assert tokenizer.decode(ids[first : first + pick]).startswith(piece.text[: piece.pick])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_pack_computes_what_its_samples_compute_alone(tokenizer: Any, style: str) -> None:
+    encoder, one = Encoder(tokenizer), made(style, 4)[3]
+    packed = pack(encoder, one, 1_000_000)
+    assert len(packed.ids) < sum(len(encoder.sample(sample)[0]) for sample in samples_of(one))
+    model = models.build(len(tokenizer), layers=2, hidden=64, mlp=64).eval()
+    with torch.inference_mode():
+        model.set_attn_implementation(models.NAME)
+        rows = packed.targets()
+        together = dict(zip(rows.tolist(), models.logits(model, packed, rows)))
+        model.set_attn_implementation("sdpa")
+        completions = iter(packed.completions)
+        for sample in samples_of(one):
+            ids, found = encoder.sample(sample)
+            alone = model(input_ids=torch.from_numpy(ids)[None]).logits[0]
+            for first, last, _ in found:
+                completion = next(completions)
+                assert packed.ids[completion.rows].tolist() == ids[first:last].tolist()
+                ours = torch.stack([together[row] for row in completion.rows.tolist()])
+                assert torch.allclose(ours, alone[first - 1 : last - 1], atol=1e-4)
+
+
+def test_a_full_pack_leaves_dialogues_out(tokenizer: Any) -> None:
+    encoder, one = Encoder(tokenizer), made()[7]
+    whole, small = pack(encoder, one, 1_000_000), pack(encoder, one, 150)
+    assert len(small.ids) < len(whole.ids)
+    assert {completion.dialogue for completion in small.completions} < {completion.dialogue for completion in whole.completions}
