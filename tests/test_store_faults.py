@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,6 +136,8 @@ def forked(work: Callable[[], None]) -> int:
         work()
         code = 0
     finally:
+        if code:
+            traceback.print_exc()  # a child's assertion is seen nowhere else
         os._exit(code)
 
 
@@ -554,7 +557,7 @@ def crowd(folder: Path, processes: int, seconds: float) -> None:
             number = chance.randrange(40)
             if chance.random() < 0.5:
                 admit(store, number)
-                assert store.flush(60)
+                assert store.flush(60), (disk.writer.counts, disk.writer.failure)
                 assert not disk.writer.counts["failed"], disk.writer.failure
             else:
                 tokens, errors = served(disk, number)

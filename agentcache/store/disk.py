@@ -29,6 +29,7 @@ from .policy import RETRY_S, Rate, WriteBudget
 from .writer import Pending, Writer
 
 ROOM = 16  # pages' worth of room that is made at once, so that a full store does not look for victims at every write
+TRIES = 8  # to make room, where other processes fill it meanwhile
 SWEEP_S = 24 * 3600.0  # how often what dead writers left behind is looked for
 
 
@@ -223,9 +224,11 @@ class Disk:
             above.add(at.row)
             at = at.parent
         room = max(need, min(ROOM * need, budget // 8))
-        self._unlink(self.index.remove([row.id for row in self.index.victims(used + room - budget) if row.id not in above]))
-        if self.index.total()[1] + need <= budget:
-            return True
+        for _ in range(TRIES):
+            self._unlink(self.index.remove([row.id for row in self.index.victims(used + room - budget) if row.id not in above]))
+            used = self.index.total()[1]
+            if used + need <= budget:
+                return True
         self.writer.failure = f"disk_bytes={budget!r}: what is stored is pinned by running processes, and {need} bytes more do not fit"
         return False
 
