@@ -71,11 +71,11 @@ class Engine:
         _check_reuse(reuse)
         if load_in_4bit and load_in_8bit:
             raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
+        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=4 if load_in_4bit else 8 if load_in_8bit else None)
         budget = _default_budget(device) if memory_bytes is None else memory_bytes
         host = psutil.virtual_memory().available // 4 if device and device.startswith("cuda") and memory_bytes != 0 else 0
         self.store = Store.open(budget, host, None if reuse == "off" else store)
-        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-        loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=4 if load_in_4bit else 8 if load_in_8bit else None)
         self.name = str(name)
         self.reuse: Reuse = reuse
         self.redact = redact
@@ -196,7 +196,7 @@ class Engine:
         if message.tool_calls and receipt.finish_reason == "stop":
             receipt.finish_reason = "tool_calls"
         if spelled := generated[: request.text.spelled or 0]:  # what a stop string cut off is no part of the message
-            self.renderer.remember(layout, spelled, message, namespace=request.namespace)
+            self.renderer.remember(layout, spelled, message, namespace=request.namespace, outlive=request.reuse)
         receipt.saved_ms = receipt.cached_tokens * self.scheduler.ms_per_token
         receipt.saved_flops = self._flops(receipt.cached_tokens)
         return Completion(request.text.text, generated, message, receipt)
@@ -239,7 +239,8 @@ class Engine:
         finally:
             if not pinned:
                 self._abandon(request)
-        return self._pin(request, layout, name, tools, called)
+        names = [_tool_name(tool) for tool in tools]
+        return self._pin(request, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
 
     def _abandon(self, request: Request) -> None:
         """The caller's callback failed, or the request did: nothing stays pinned."""
@@ -249,7 +250,7 @@ class Engine:
         if request.pinned and request.scope:
             self.store.pin(request.scope, request.array(), -1)
 
-    def _pin(self, request: Request, layout: Layout, name: str | None, tools: Tools, called: float) -> ToolGroup:
+    def _pin(self, request: Request, layout: Layout, name: str | None, names: tuple[str, ...], called: float) -> ToolGroup:
         scope, ids = request.scope, tuple(layout.ids)
         if scope is None:
             raise ConfigError(f"this model's state cannot be kept ({self.model.support.why or Reason.ROPE_REGIME}): nothing to warm")
@@ -268,7 +269,6 @@ class Engine:
             computed_tokens=request.receipt.computed_tokens,
             warm_ms=(time.perf_counter() - called) * 1e3,
         )
-        names = tuple(_tool_name(tool) for tool in tools)
         self.store.record(
             Group(name, request.namespace, scope.fingerprint, scope.regime, len(ids), keys, names, self.name, self._layers(), time.time())
         )

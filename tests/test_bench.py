@@ -143,6 +143,15 @@ def test_store_bench_reads_what_it_wrote(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_drift_of_fewer_bits() -> None:
+    said, shown = run("drift", "--shape", "small", "--tokens", "300", "--tail", "6", "--dtype", "float32")
+    eight, four = said["rows"]
+    assert 0 <= eight["mean_kl"] < four["mean_kl"]
+    assert 0.2 < four["share"] < eight["share"] < 0.6
+    assert "same top-1" in shown
+    assert "tokens=90000000" in refused("drift", "--shape", "small", "--tokens", "90000000")
+
+
 def test_floor_leaves_the_group_as_it_was(engine: Engine) -> None:
     scene = scene_of(engine)
     ids, prefix = scene.prompts[0], scene.group.prefix_tokens

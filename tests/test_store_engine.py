@@ -499,3 +499,16 @@ def test_an_index_in_use_is_closed_with_its_engine(model: Any, tmp_path: Path) -
         running.generate(TURNS, sampling=decode(1))
     with pytest.raises(OSError, match="closed"):
         index.total()
+
+
+def test_what_runs_with_reuse_off_leaves_nothing_on_disk_and_a_sorted_group_its_order(tmp_path: Path) -> None:
+    with engine(store=tmp_path / "store") as running:
+        assert running.store.disk is not None
+        running.generate(chat("x"), TOOLS, sampling=decode(3), reuse="off")
+        running.flush()
+        stats = running.store.disk.index.stats()
+        assert (stats["rows"], stats["splices"]) == (0, 0)
+        running.warm(SYSTEM, [tool("zinc", "grade"), tool("alum", "grade")], name="sorted", tools_order="sorted")
+        running.flush()
+        (group,) = running.store.disk.index.groups()
+        assert group.tools == ("alum", "zinc")

@@ -243,3 +243,23 @@ def store(
             found = {**about, "shape": shape.value, "dtype": dtype.value}
             found |= bench.run(shape.value, dtype.value, tokens, repeats, Path(folder), say)
         report.finish(found, [report.store_table(found)], json_file)
+
+
+@app.command()
+def drift(
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How long the stored prompt is.")] = 1024,
+    tail: Annotated[int, typer.Option(min=1, help="Tokens behind it at which answers are compared.")] = 64,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """What int8 and int4 storage does to a model's next tokens: KL and top-1 agreement against exact pages, and bytes."""
+    with _said_plainly():
+        from . import drift as bench
+        from . import report
+
+        with _loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
+            found: dict[str, Any] = {"bench": "drift", **_described(engine), **bench.run(engine, tokens, tail, say)}
+        report.finish(found, [report.drift_table(found)], json_file)

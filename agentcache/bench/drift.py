@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-from ..kv import PAGE_TOKENS, Page, Sequence
+from ..engine import Engine
+from ..errors import ConfigError
+from ..kv import PAGE_TOKENS, KVSpec, Page, Sequence
 from ..model.hf import HFModel
 from ..runner import Runner, Work
 from ..store import lossy
+from . import catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +59,32 @@ def drift(model: HFModel, ids: Seq[int], tail: Seq[int], precision: str) -> Drif
     exact.close()
     near.close()
     return Drift(len(tail), sum(kl) / len(kl), max(kl), agree / len(tail))
+
+
+def token_bytes(spec: KVSpec, precision: str) -> float:
+    """What a token of a full page takes on disk, headers aside."""
+    if precision == "exact":
+        return float(spec.token_bytes)
+    keys, values = (torch.zeros(spec.kv_heads, *shape) for shape in ((spec.head_dim, PAGE_TOKENS), (PAGE_TOKENS, spec.head_dim)))
+    return spec.layers * sum(part.nbytes for part in lossy.quantise(keys, values, precision).values()) / PAGE_TOKENS
+
+
+def run(engine: Engine, tokens: int, tail: int, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Each precision on the same prompt: tool schemas, as agents send them."""
+    spec = engine.model.spec
+    if spec is None:
+        raise ConfigError(f"model {engine.name!r} has no pages ({engine.model.support.why}): there is nothing to store")
+    ids = list(engine.renderer.render(catalog.SYSTEM, namespace="drift").ids)
+    for tool in catalog.tools(100):
+        if len(ids) >= tokens + tail:
+            break
+        ids += engine.renderer.render(json.dumps(tool), namespace="drift").ids
+    if len(ids) < tokens + tail:
+        raise ConfigError(f"tokens={tokens!r}, tail={tail!r}: the prompt has {len(ids)} tokens only")
+    rows = []
+    for precision in ("int8", "int4"):
+        say(f"drift of {precision}")
+        found = drift(engine.model, ids[:tokens], ids[tokens : tokens + tail], precision)
+        share = token_bytes(spec, precision) / token_bytes(spec, "exact")
+        rows.append({"precision": precision, "bytes_per_token": token_bytes(spec, precision), "share": share, **asdict(found)})
+    return {"prompt_tokens": tokens, "tail_tokens": tail, "exact_bytes_per_token": token_bytes(spec, "exact"), "rows": rows}

@@ -162,6 +162,23 @@ def store_table(found: Mapping[str, Any]) -> Table:
     return table(f"{found['bytes'] / 1e6:,.0f} MB of pages ({found['tokens']:,} tokens), every byte touched", columns, lines)
 
 
+def drift_table(found: Mapping[str, Any]) -> Table:
+    """One line per precision."""
+    lines = [
+        [
+            r["precision"],
+            number(r["bytes_per_token"]),
+            f"{r['share']:.2f}",
+            f"{r['mean_kl']:.2e}",
+            f"{r['most_kl']:.2e}",
+            f"{r['top1_agreement']:.3f}",
+        ]
+        for r in found["rows"]
+    ]
+    title = f"{found['tail_tokens']} next tokens behind {found['prompt_tokens']:,} stored ones, against exact pages"
+    return table(title, ["", "bytes/token", "of exact", "mean KL", "most KL", "same top-1"], lines)
+
+
 # key -> how its line is drawn; stock is the reference of the right panel
 _LINES: dict[str, dict[str, Any]] = {
     "stock": {"label": "generate, DynamicCache", "color": "tab:blue"},

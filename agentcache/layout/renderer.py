@@ -106,10 +106,13 @@ class Renderer:
             chain=b"" if rendering == "stock" else request.keys[-1],
         )
 
-    def remember(self, layout: Layout, generated_ids: Sequence[int], message: Message, *, namespace: str = "default") -> None:
+    def remember(
+        self, layout: Layout, generated_ids: Sequence[int], message: Message, *, namespace: str = "default", outlive: bool = True
+    ) -> None:
         """Notes that the model answered `layout` with these ids, which the caller got as `message`.
 
         When the same history comes back with that message unchanged, the ids are used again instead of rendering it anew.
+        outlive: in later processes, too.
         """
         if not isinstance(layout, Rendered) or not layout.chain or not generated_ids or not self._encoder.fast:
             return  # stock renderings and raw prompts are never spliced
@@ -118,7 +121,7 @@ class Renderer:
         key = link(layout.chain, self._requests.canon().turn(0, message))
         generated = Generated(layout.encoded, tuple(map(int, generated_ids)))
         self._memory.learn(namespace, key, generated)
-        if self._kept is not None:
+        if self._kept is not None and outlive:
             self._kept.learn(namespace, self._name(key), generated.ids)
 
     def _name(self, key: bytes) -> bytes:
