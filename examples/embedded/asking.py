@@ -50,6 +50,10 @@ def results(text: str) -> Turn:
     return Turn("tool", text)
 
 
+def dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def show(value: Value) -> str:
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
@@ -114,6 +118,17 @@ def sentence(world: World, action: str, thing: str, tool: Tool, args: Mapping[st
     return text + (world.pick(AFTER) if world.chance(0.06) else "")
 
 
+def _by_name(world: World, tool: Tool, args: Mapping[str, Value]) -> str:
+    """A request that names the tool."""
+    values = [show(args[param.name]) for param in tool.params if param.name in args]
+    if len(values) == len(tool.params) and world.chance(0.5):
+        form = world.pick(("What is the value of {}({})?", "Call {}({}).", "Run {}({}), please."))
+        return form.format(tool.name, ", ".join(values))
+    parts = [_mention(world, param, args[param.name], False) for param in tool.params if param.name in args]
+    form = world.pick(("Use {}", "Call {}", "Please use the tool {}", "Use the {} tool"))
+    return form.format(tool.name) + (f" with {' and '.join(parts)}." if parts else ".")
+
+
 def ask(catalog: Catalog, wish: Wish) -> tuple[Turn, Tool | str, dict[str, Value]]:
     """A user's request for a wish; the right tool, or the refusal; its arguments."""
     world, right = catalog.world, catalog.right(wish.action, wish.thing)
@@ -125,6 +140,8 @@ def ask(catalog: Catalog, wish: Wish) -> tuple[Turn, Tool | str, dict[str, Value
     args = arguments(world, shape, dict(wish.given))
     mentions: dict[str, str | None] = {name: None for name, _ in wish.given} | dict(wish.mentions)
     text = sentence(world, wish.action, wish.called or wish.thing, shape, args, mentions)
+    if isinstance(right, Tool) and wish.kind == "plain" and not mentions and world.chance(0.07):
+        text = _by_name(world, right, args)
     return user(text), right, args
 
 
@@ -173,4 +190,4 @@ def outcome(world: World, tool: Tool, asked: str = "") -> list[Turn]:
             found = {name: found.get(name, attribute(world, name)) for name in world.shuffled(sorted({*found, asked}))}
     if asked and len(found) == 1 and asked in found and world.chance(0.5):
         return [results(str(found[asked])), says(answer(tool, found, asked), "I know the answer.")]
-    return [results(json.dumps(found)), says(answer(tool, found, asked), "I know the answer.")]
+    return [results(dump(found)), says(answer(tool, found, asked), "I know the answer.")]

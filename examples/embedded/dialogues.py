@@ -115,7 +115,7 @@ def system_text(catalog: Catalog) -> str:
     if world.chance(0.3):
         lines.append(world.pick(ASIDES))
     lines = world.shuffled(lines)
-    if world.chance(0.75) or not lines:
+    if world.chance(0.8):
         lines.insert(
             0, world.pick(PERSONAS) if world.chance(0.8) else f"You work for {world.person()} {world.pick(('Ltd', 'Inc', 'Group'))}."
         )

@@ -83,22 +83,55 @@ def loss(model: Any, made: Pack) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(logits(model, made, rows).float(), torch.from_numpy(made.ids[rows]), reduction="sum"), len(rows)
 
 
-def optimizer(model: Any, rate: float, decay: float = 0.05) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norms and embeddings do not."""
+class Muon(torch.optim.Optimizer):
+    """Momentum whose updates are made orthogonal (Newton-Schulz, after Keller Jordan), with the step size of AdamW's updates."""
+
+    def __init__(self, matrices: list[torch.Tensor], rate: float, decay: float, momentum: float = 0.95) -> None:
+        super().__init__(matrices, {"lr": rate, "weight_decay": decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
+                mean.lerp_(matrix.grad, 1 - group["momentum"])
+                update = orthogonal(matrix.grad.lerp(mean, group["momentum"]))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
+
+
+def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """About the nearest matrix whose singular values are all one."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if tall else x
+
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+def optimizers(model: Any, rate: float, muon: bool, decay: float = 0.05) -> Optimizers:
+    """Muon or AdamW for the matrices of the layers, AdamW without decay for norms and embeddings."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True)
+    adam = {"lr": rate, "betas": (0.9, 0.98), "fused": True}
+    first = Muon(matrices, rate, decay) if muon else torch.optim.AdamW(matrices, weight_decay=decay, **adam)
+    return [first, torch.optim.AdamW(others, weight_decay=0.0, **adam)]
 
 
 # Checkpoints: one safetensors file, so that it is there whole or not at all
 
 
-def save(path: Path, model: Any, adam: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def save(path: Path, model: Any, using: Optimizers, state: dict[str, Any]) -> None:
     tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
     for name, value in model.named_parameters():
-        for key, part in adam.state.get(value, {}).items():
-            tensors[f"{key}.{name}"] = torch.as_tensor(part)
+        for one in using:
+            for key, part in one.state.get(value, {}).items():
+                tensors[f"{key}.{name}"] = torch.as_tensor(part)
     tensors["rng"] = torch.get_rng_state()
     part = path.with_suffix(".part")
     save_file({name: value.contiguous() for name, value in tensors.items()}, part, {"state": json.dumps(state)})
@@ -107,12 +140,17 @@ def save(path: Path, model: Any, adam: torch.optim.Optimizer, state: dict[str, A
     os.replace(part, path)
 
 
-def restore(path: Path, model: Any, adam: torch.optim.Optimizer) -> dict[str, Any]:
+def restore(path: Path, model: Any, using: Optimizers) -> dict[str, Any]:
     """Puts a checkpoint back and returns its state."""
+    owner = {id(value): one for one in using for group in one.param_groups for value in group["params"]}
+    values = dict(model.named_parameters())
     with safe_open(path, "pt") as file, torch.no_grad():
-        for name, value in model.named_parameters():
-            value.copy_(file.get_tensor(f"model.{name}"))
-            adam.state[value] = {key: file.get_tensor(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+        for stored in file.keys():  # noqa: SIM118
+            key, _, name = stored.partition(".")
+            if key == "model":
+                values[name].copy_(file.get_tensor(stored))
+            elif name:
+                owner[id(values[name])].state[values[name]][key] = file.get_tensor(stored)
         torch.set_rng_state(file.get_tensor("rng"))
         state: dict[str, Any] = json.loads(file.metadata()["state"])
     return state

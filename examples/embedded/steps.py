@@ -5,7 +5,6 @@ Each maker gets the catalog and a plan's tools and returns the dialogue's turns.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from .asking import (
@@ -14,6 +13,7 @@ from .asking import (
     arguments,
     attribute,
     calls,
+    dump,
     fields,
     outcome,
     purpose,
@@ -109,8 +109,8 @@ def _unchanged(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     call = calls(tool, {tool.params[0].name: value}, purpose(*tool.meaning))
     told = says(answer(tool, found), KNOWN)
     again = user(world.pick(("Once more, please.", "Again.", "And now?", "Do it again.")))
-    same = json.dumps({"status": world.pick(("unchanged", "as before", "same"))})
-    return [_request(world, tool, value), call, results(json.dumps(found)), told, again, call, results(same), told]
+    same = dump({"status": world.pick(("unchanged", "as before", "same"))})
+    return [_request(world, tool, value), call, results(dump(found)), told, again, call, results(same), told]
 
 
 _SIBLINGS: dict[str, Maker] = {
@@ -154,7 +154,7 @@ def condition(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         )
     )
     found = {name: actual} | (fields(world, "get") if world.chance(0.4) else {}) | {name: actual}
-    turns = [user(text), calls(seen, {seen.params[0].name: value}, purpose(*seen.meaning)), results(json.dumps(found))]
+    turns = [user(text), calls(seen, {seen.params[0].name: value}, purpose(*seen.meaning)), results(dump(found))]
     if (actual == wanted) == positive:
         return [*turns, *_act(world, done, value)]
     return [*turns, says(f"Nothing to do: the {name} is {actual}.", KNOWN)]
@@ -167,7 +167,7 @@ def kth(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     found = [world.identifier() for _ in range(world.number(2, 4))]
     place = world.pick([word for word in ORDINALS if word != "third" or len(found) > 2])
     value = found[-1] if place == "last" else found[ORDINALS.index(place)]
-    call = [calls(lister, args, purpose(*lister.meaning)), results(json.dumps({"ids": found}))]
+    call = [calls(lister, args, purpose(*lister.meaning)), results(dump({"ids": found}))]
     text = sentence(world, *lister.meaning, lister, args, {})
     do = phrase(world, actor.action)
     if world.chance(0.4):
@@ -191,7 +191,7 @@ def chain(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     shown = {label: found[label] for label in world.shuffled(sorted(found))}
     call = calls(seen, {key.name: name}, purpose(*seen.meaning))
     return [
-        user(text), call, results(json.dumps(shown)),
+        user(text), call, results(dump(shown)),
         calls(done, {needed: value} | rest, purpose(*done.meaning)), *outcome(world, done),
     ]  # fmt: skip
 
@@ -203,13 +203,13 @@ def fallback(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     turns = [user(sentence(world, *first.meaning, first, args, {})), calls(first, args, purpose(*first.meaning))]
     if world.chance(0.3):
         return [*turns, *_well(world, first)]
-    failed = results(json.dumps({"error": world.pick(("timed out", "service unavailable", "out of order"))}))
+    failed = results(dump({"error": world.pick(("timed out", "service unavailable", "out of order"))}))
     return [*turns, failed, calls(second, args, f"It failed. I use {second.name}."), *_well(world, second)]
 
 
 def _well(world: World, tool: Tool) -> list[T]:
     found = fields(world, tool.action)
-    return [results(json.dumps(found)), says(answer(tool, found), KNOWN)]
+    return [results(dump(found)), says(answer(tool, found), KNOWN)]
 
 
 # Sums and searches
@@ -217,7 +217,7 @@ def _well(world: World, tool: Tool) -> list[T]:
 
 def calculated(world: World, tool: Tool, expression: str, value: float) -> list[T]:
     said = f"{value:g}"
-    shown = said if world.chance(0.6) else json.dumps({"result": value})
+    shown = said if world.chance(0.6) else dump({"result": value})
     call = calls(tool, {tool.params[0].name: expression}, "I need to calculate.")
     return [call, results(shown), says(f"The answer is {said}.", KNOWN)]
 
@@ -252,7 +252,7 @@ def total(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         found = fields(world, "get") | {name: attribute(world, name)}
         found = {label: found[label] for label in world.shuffled(sorted(found))}
         numbers.append(int(found[name]))
-        turns += [calls(tool, {tool.params[0].name: value}, purpose(*tool.meaning)), results(json.dumps(found))]
+        turns += [calls(tool, {tool.params[0].name: value}, purpose(*tool.meaning)), results(dump(found))]
     sign = " - " if difference else " + "
     value = numbers[0] - numbers[1] if difference else sum(numbers)
     return [*turns, *calculated(world, calculator, sign.join(map(str, numbers)), value)]

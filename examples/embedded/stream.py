@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Full
 from typing import Any
 
 from .dialogues import bundle
@@ -72,10 +73,15 @@ def _work(folder: str, seed: int, number: int, tokens: int, queue: Any) -> None:
     """The worker process: fills the queue until it is killed or its parent is gone."""
     from .tokenizer import load
 
+    parent = os.getppid()
     for made in packs(Encoder(load(Path(folder))), seed, number, tokens):
-        queue.put(made)
-        if os.getppid() == 1:
-            return
+        while True:
+            try:
+                queue.put(made, timeout=5)
+                break
+            except Full:
+                if os.getppid() != parent:
+                    os._exit(0)  # nobody will ever take what is queued
 
 
 def start(folder: Path, seed: int, number: int, tokens: int, ahead: int = 12) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .words import ACTIONS, CHOICES
+from .words import ACTIONS, ATTRIBUTES, CHOICES
 from .world import Value, World
 
 # kind -> the JSON type, and names that say what it is; a made-up or compound name is always possible too.
@@ -155,17 +155,18 @@ def draw_params(world: World, thing: str, kinds: list[str], optional: float = 0.
         name = _param_name(world, thing, kind)
         while not names.claim(name):
             name = _param_name(world, thing, kind)
-        out.append(_param(world, name, kind, required=not world.chance(optional)))
+        out.append(_param(world, thing, name, kind, required=not world.chance(optional)))
     return tuple(sorted(out, key=lambda param: not param.required))
 
 
-def _param(world: World, name: str, kind: str, required: bool) -> Param:
+def _param(world: World, thing: str, name: str, kind: str, required: bool) -> Param:
     choices: tuple[str, ...] = ()
     if kind == "choice":
         known = CHOICES.get(name, ())
         options = known or tuple({world.made_up() for _ in range(4)} if world.chance(0.5) else CHOICES[world.pick(tuple(CHOICES))])
         choices = tuple(world.shuffled(sorted(options))[: world.number(2, 4)])
-    described = f"The {name.replace('_', ' ')}." if world.chance(0.12) else ""
+    words = name.replace("_", " ")
+    described = world.pick((f"The {words}.", f"Which {words} to use.", f"The {words} of the {thing}.")) if world.chance(0.12) else ""
     return Param(name, kind, required, described, choices)
 
 
@@ -204,4 +205,5 @@ def description(world: World, action: str, thing: str) -> str:
     """What a tool does, in words: a verb of the action and the thing."""
     verb = _verbs(world, action)[0].capitalize()
     tail = world.pick(("", "", "", " in the system", " for the user", " by name", " on request", " of the team"))
-    return f"{verb} {world.pick(('the', 'a', 'one', 'the given'))} {thing}{tail}."
+    more = world.pick((f" Returns its {world.pick(ATTRIBUTES)}.", " Works at once.", " May take a while.")) if world.chance(0.12) else ""
+    return f"{verb} {world.pick(('the', 'a', 'one', 'the given'))} {thing}{tail}.{more}"

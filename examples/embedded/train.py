@@ -1,6 +1,6 @@
 """Trains the embedded model from nothing but this folder: python examples/embedded/train.py --out FOLDER --hours 12 --resume
 
-Interrupt it whenever you like (Ctrl-C, SIGTERM): it saves, evaluates and exports; --resume goes on. FOLDER gets the tokenizer,
+Interrupt it whenever you like (Ctrl-C, SIGTERM): it saves and exports; --resume goes on. FOLDER gets the tokenizer,
 checkpoint.safetensors, losses.csv, evaluations.csv, losses.png and, at the end, model/ as a Hugging Face folder in bf16.
 """
 
@@ -26,6 +26,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.25, help="last part of the budget, over which the rate goes down")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--mlp", type=int, default=512, help="width inside the feed-forward layers")
+    parser.add_argument("--muon", action="store_true", help="Muon instead of AdamW for the layers' matrices")
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--evaluate-minutes", type=float, default=30.0)
     parser.add_argument("--pause-file", type=Path, default=None, help="while it exists, no steps are made (default: FOLDER.pause)")

@@ -41,6 +41,7 @@ class Plan:
     decay: float
     layers: int
     mlp: int
+    muon: bool
     save_minutes: float
     evaluate_minutes: float
     pause_file: Path | None
@@ -203,12 +204,12 @@ class Training:
         self.tokenizer = load(plan.out / "tokenizer")
         self.encoder = Encoder(self.tokenizer)
         self.model = models.build(len(self.tokenizer), layers=plan.layers, mlp=plan.mlp, seed=plan.seed)
-        self.adam = models.optimizer(self.model, plan.rate)
+        self.optimizers = models.optimizers(self.model, plan.rate, plan.muon)
         self.state = State()
         self.checkpoint = plan.out / "checkpoint.safetensors"
         resumed = plan.resume and self.checkpoint.exists()
         if resumed:
-            self.state = State(**models.restore(self.checkpoint, self.model, self.adam))
+            self.state = State(**models.restore(self.checkpoint, self.model, self.optimizers))
         self.log = Log(plan.out, fresh=not resumed)
         self.team = Team(self.model, plan.threads - 1)
         self.queue = stream.start(plan.out / "tokenizer", plan.seed, self.state.packs, self.state.tokens)
@@ -228,9 +229,10 @@ class Training:
             packs.append(self.queue.get(timeout=600))
         total, count = self.team.learn(packs)
         torch.nn.utils.clip_grad_norm_(self.team.learner.parameters, 1.0)
-        for group in self.adam.param_groups:
-            group["lr"] = rate_at(self.plan, state)
-        self.adam.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(self.plan, state)
+            optimizer.step()
         state.step += 1
         state.packs += len(packs)
         state.tokens += sum(len(pack.ids) for pack in packs)
@@ -247,7 +249,7 @@ class Training:
                 time.sleep(1)
 
     def save(self) -> None:
-        models.save(self.checkpoint, self.model, self.adam, asdict(self.state))
+        models.save(self.checkpoint, self.model, self.optimizers, asdict(self.state))
 
     def evaluate(self) -> None:
         for cell, scores in evaluate.quick(self.model, self.encoder).items():
@@ -276,5 +278,6 @@ class Training:
                 self.evaluate()
                 scored = time.monotonic()
         self.save()
-        self.evaluate()
+        if not self.stopped:
+            self.evaluate()
         models.export(self.plan.out / "model", self.model, self.tokenizer)

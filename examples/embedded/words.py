@@ -59,34 +59,34 @@ ACTIONS: dict[str, tuple[str, ...]] = {
 READING = frozenset(("get", "find", "list", "check", "track", "count", "compare", "measure", "summarize"))
 
 NOUNS = """
-account address agenda airport alarm album alert animal answer apartment app apple appointment area arm article artist asset atlas
-attendee auction audit author backup badge bag bakery balance ball banana bank banner barrel basket battery beach beam bed bell bench
-bicycle bill bird blanket blog boat body bolt bone bonus border bottle boundary bowl box branch bread brick bridge brush bucket budget
-building bus button cabin cable cake calendar camera camp campaign candle canvas captain car card cargo carpet cart case castle catalog
-category cave ceiling cell chain chair channel chapter charge chart chat cheese chef church circle citizen claim class client clinic clock
-cloud club coach coast coat coffee coin collar collection college column comment committee company compass concert condition conference
-contact container contest contract cook cookie corner cost cottage counter country coupon course court cousin cover crane credit crew crop
-crowd crown cup currency curtain customer cycle dairy dam dance dashboard deadline deal debt deck deer degree dentist deposit desert desk
-detail device diagram diamond diary dinner director discount dish district doctor document dog dollar domain donor door draft drawer dress
-drink driver drone drum duck dust duty eagle editor egg election elevator email employee engine entrance envelope episode error essay
-estate event exam exhibit expense factory fair family farm fashion fax feast fee fence ferry festival field file film filter finger fire
-fish flag flight floor flower flute folder food forest forecast forum fountain fragment frame friend fruit fuel fund furniture gadget game
-garage garden gas gate gift glass globe glove goal goat gold grain grammar grant grape graph group guard guest guide guitar habit hall
-hammer harbor hat heater hedge helmet hill hobby holiday honey hook horse hospital host hotel house icon idea image income index
-ingredient inn insect instance insurance interview invoice island issue item jacket jar jewel job journal journey judge juice jungle
-kettle key keyboard kingdom kit kitchen kite knife label ladder lake lamp language laptop law lawyer layer leaf league lecture leg
-lemon lens lesson letter library license lift light limit line lion liquid lock log lounge luggage lunch machine magazine magnet mail
-manager map market mask match meal medal medicine meeting member menu message metal meter milestone milk mine mirror mission model module
-monitor monument motor mountain mouse movie museum music mustard nail needle neighbor nest net network newsletter note notebook novel
-nurse object ocean office oil onion operator opinion orange orchard orchestra order organ outlet oven owner package page paint painting
-palace pan panel paper parcel parent park partner party passenger passport password patch patient pattern payment peak pen pencil pension
-permit person phone photo piano picture pie pillow pilot pipe pipeline plane planet plant plate platform player playlist plot pocket poem
-policy pond pool portrait post poster pot potato prescription present printer prize problem procedure product profile program project
-proposal protocol pump puzzle quarter query queue quiz quote rabbit radio railway rain recipe record region relay reminder report request
-resident restaurant review reward ribbon rice ring river road robot rocket roof room root rope route router rug rule salad salary sale
-salt sample sand sandwich satellite sauce school scooter screen script sculpture sea season seat section seed sensor server session sheep
+account address agenda airport alarm album alert animal answer apartment app apple appointment arm article artist asset atlas attendee
+auction audit author badge bag bakery ball banana bank banner barrel basket battery beach beam bed bell bench bicycle bill bird blanket
+blog boat body bolt bone bonus border bottle boundary bowl box branch bread brick bridge brush bucket budget building bus button cabin
+cable cake calendar camera camp campaign candle canvas captain car card cargo carpet cart case castle catalog category cave ceiling cell
+chain chair channel chapter charge chart chat cheese chef church circle citizen claim class client clinic clock cloud club coach coast
+coat coffee coin collar collection college column comment committee company compass concert condition conference contact container
+contest contract cook cookie corner cottage counter country coupon course court cousin cover crane credit crew crop crowd crown cup
+currency curtain customer cycle dairy dam dance dashboard deadline deal debt deck deer degree dentist deposit desert desk detail device
+diagram diamond diary dinner director discount dish district doctor document dog dollar domain donor door drawer dress drink driver
+drone drum duck dust duty eagle editor egg election elevator email employee engine entrance envelope episode error essay estate event
+exam exhibit expense factory fair family farm fashion fax feast fence ferry festival field file film filter finger fire fish flag flight
+floor flower flute folder food forest forecast forum fountain fragment frame friend fruit fuel fund furniture gadget game garage garden
+gas gate gift glass globe glove goal goat gold grain grammar grant grape graph group guard guest guide guitar habit hall hammer harbor
+hat heater hedge helmet hill hobby holiday honey hook horse hospital host hotel house icon idea image income index ingredient inn insect
+instance insurance interview invoice island issue item jacket jar jewel job journal journey judge juice jungle kettle key keyboard
+kingdom kit kitchen kite knife label ladder lake lamp language laptop law lawyer layer leaf league lecture leg lemon lens lesson letter
+library license lift light limit line lion liquid log lounge luggage lunch machine magazine magnet mail manager map market mask match
+meal medal medicine meeting member menu message metal meter milestone milk mine mirror mission model module monitor monument motor
+mountain mouse movie museum music mustard nail needle neighbor nest net network newsletter note notebook novel nurse object ocean office
+oil onion operator opinion orange orchard orchestra order organ outlet oven owner package page paint painting palace pan panel paper
+parcel parent park partner party passenger passport password patch patient pattern payment peak pen pencil pension permit person phone
+photo piano picture pie pillow pilot pipe pipeline plane planet plant plate platform player playlist plot pocket poem policy pond pool
+portrait post poster pot potato prescription present printer prize problem procedure product profile program project proposal protocol
+pump puzzle quarter query queue quiz quote rabbit radio railway rain recipe record region relay reminder report request resident
+restaurant review reward ribbon rice ring river road robot rocket roof room root rope route router rug rule salad salary sale salt
+sample sand sandwich satellite sauce school scooter screen script sculpture sea season seat section seed sensor server session sheep
 shelf shell shift ship shipment shirt shoe shop signal silver singer site sketch skirt snack snow soap sofa soldier song soup spice
-spoon spring square stadium staff stage stamp star station statue stock stone storm story stove street student studio subscription suit
+spoon spring stadium staff stage stamp star station statue stock stone storm story stove street student studio subscription suit
 supplier survey switch symbol table tablet tag tailor tank task tax taxi teacher team temple tenant tent terminal theater ticket tiger
 tile timer tool topic tower town toy trail train treaty tree trial tribe trophy truck trunk tunnel tutor umbrella uniform union unit
 vacancy valley van vase vault vehicle vendor venue vessel video village villa vine violin visa visitor volcano voucher wagon wallet
@@ -96,7 +96,7 @@ warehouse warranty watch water weather website wedding weekend wheel whistle win
 MODIFIERS = """
 active annual archived backup blue broken cheap closed common cold daily deleted digital double draft early empty expired external fast
 final first foreign free frozen full global green hidden internal large late linked local lost main manual mobile monthly native new
-nightly old open overdue paid partial pending plain private public rare recent red regional remote rented round rural secret shared short
+nightly old overdue paid partial pending plain private public rare recent red regional remote rented round rural secret shared short
 signed simple slow small special spare square steel sunny temporary urban urgent virtual weekly white wooden yearly young
 """.split()
 
@@ -129,3 +129,4 @@ CHOICES: dict[str, tuple[str, ...]] = {
 ONSETS = "b bl br c d dr f fl g gl gr h j k kl kr l m n p pl pr qu r s sk sl sn sp st t tr v w y z".split()
 VOWELS = "a e i o u".split()
 CODAS = ["", "", "", "", "n", "r", "l", "s", "m", "x"]
+SCRIPTS = ("äöüéèçñåøaeiounrst", "абвгдежзиклмнопрстуфхц", "αβγδεζηθικλμνοπρστυφχω", "東京大学日本中国人山川水火木金土月")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .words import CHOICES, CODAS, MODIFIERS, NOUNS, ONSETS, PEOPLE, PLACES, VOWELS
+from .words import CHOICES, CODAS, MODIFIERS, NOUNS, ONSETS, PEOPLE, PLACES, SCRIPTS, VOWELS
 
 T = TypeVar("T")
 Value = str | int | float | bool
@@ -132,7 +132,12 @@ class World:
         return digits + letters.lower()
 
     def person(self) -> str:
-        return self.value(lambda: self.pick(PEOPLE) if self.chance(0.4) else self._syllables(2).capitalize())
+        return self.value(self._person)
+
+    def _person(self) -> str:
+        if self.chance(0.02):
+            return self._foreign()
+        return self.pick(PEOPLE) if self.chance(0.4) else self._syllables(2).capitalize()
 
     def full_name(self) -> str:
         return self.value(lambda: f"{self.pick(PEOPLE)} {self._syllables(2).capitalize()}")
@@ -153,10 +158,16 @@ class World:
         return self.integer() if self.chance(0.5) else self.value(lambda: self.number(11, 9999) / 10)
 
     def phrase(self) -> str:
-        return self.value(lambda: " ".join(self._word() for _ in range(self.number(1, 3))))
+        return self.value(lambda: " ".join(self._word() for _ in range(self.pick((1, 1, 2, 2, 3, 3, 4, 6)))))
 
     def _word(self) -> str:
+        if self.chance(0.02):
+            return self._foreign()
         return self._syllables(2) if self.chance(0.4) else self.noun()
+
+    def _foreign(self) -> str:
+        """A word in letters of another script: copied byte by byte."""
+        return "".join(self.pick(self.pick(SCRIPTS)) for _ in range(self.number(2, 4)))
 
     def choice(self, name: str) -> str:
         return self.pick(CHOICES[name])
