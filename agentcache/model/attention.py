@@ -108,7 +108,7 @@ def _tile(
     real = count * group  # rows behind it are padding
     order = _few(batch, q, pages[blocks[0]], layer)
     if order:
-        jit_attention.scores(q, [pages[block].layer_keys[layer][heads] for block in blocks], scores, order[0])
+        jit_attention.scores(q[None], [pages[block].layer_keys[layer][heads] for block in blocks], scores, order[0])
     for i, block in enumerate(blocks if not order else ()):
         keys = _block(batch, "keys", pages[block], layer, heads)
         if keys.dtype == torch.float32:
@@ -128,7 +128,7 @@ def _tile(
         total = total + sums[i]
     if order:
         values_of = [pages[block].layer_values[layer][heads] for block in blocks]
-        return jit_attention.mix(scores, values_of, order[1]).div_(total[..., None])
+        return jit_attention.mix(scores, values_of, 1, order[1])[0].div_(total[..., None])
     out = torch.zeros(q.shape, dtype=torch.float32)
     for i, block in enumerate(blocks):
         values = _block(batch, "values", pages[block], layer, heads)
@@ -137,6 +137,53 @@ def _tile(
         else:
             out.add_(torch.bmm(scores[i].to(values.dtype), values))
     return out.div_(total[..., None])
+
+
+def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> set[int]:
+    """The attention of decoding parts, those with equally many pages at once, into their rows of out; returns the offsets of what it did.
+
+    query, out [rows, heads, head_dim]. The bits are those of `attend`: only calls are saved, which is what many agents wait for.
+    """
+    spec = batch.parts[0].sequence.spec
+    kv_heads, dim = spec.kv_heads, query.shape[-1]
+    group = query.shape[1] // kv_heads
+    short = -group % batch.numerics.query_rows
+    alike: dict[int, list[Part]] = {}
+    for part in batch.parts:
+        if part.count == 1:
+            alike.setdefault(part.start // PAGE_TOKENS + 1, []).append(part)
+    done: set[int] = set()
+    for blocks, parts in alike.items():
+        order = _few(batch, query.new_empty(0, group + short, dim), parts[0].sequence.pages[0], layer) if len(parts) > 1 else None
+        if order is None or blocks * len(parts) * kv_heads * (group + short) * PAGE_TOKENS > SCORE_ELEMENTS:
+            continue
+        rows = torch.tensor([part.offset for part in parts])
+        q = query[rows].view(len(parts), kv_heads, group, dim).float() * scale
+        q = torch.nn.functional.pad(q, (0, 0, 0, short)) if short else q
+        pages = [page for part in parts for page in part.sequence.pages[:blocks]]
+        flat = scratch("scores", blocks * len(parts) * kv_heads * (group + short) * PAGE_TOKENS)
+        scores = flat.view(len(parts), blocks, kv_heads, group + short, PAGE_TOKENS)
+        jit_attention.scores(q, [page.layer_keys[layer] for page in pages], scores.flatten(0, 1), order[0])
+        scores[:, -1].masked_fill_(_behind(batch, blocks, parts), float("-inf"))
+        scores.sub_(scores.amax((1, 4), keepdim=True)).exp_()
+        sums = scores.sum(-1)
+        total = sums[:, 0]
+        for i in range(1, blocks):
+            total = total + sums[:, i]
+        mixed = jit_attention.mix(scores.flatten(0, 1), [page.layer_values[layer] for page in pages], len(parts), order[1])
+        mixed = mixed.div_(total[..., None])[:, :, :group]
+        out[rows] = mixed.reshape(len(parts), kv_heads * group, dim).to(out.dtype)
+        done.update(part.offset for part in parts)
+    return done
+
+
+def _behind(batch: Batch, blocks: int, parts: list[Part]) -> torch.Tensor:
+    """True where a slot of the last page lies behind its part's position [parts, 1, 1, 512]; the same in all layers."""
+    key = (-1, blocks, 0, 0, 0)
+    if key not in batch.masks:
+        slots = torch.tensor([part.start % PAGE_TOKENS for part in parts])
+        batch.masks[key] = (torch.arange(PAGE_TOKENS) > slots[:, None])[:, None, None]
+    return batch.masks[key]
 
 
 def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:

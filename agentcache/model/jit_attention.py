@@ -3,8 +3,10 @@
 As jit.py for weights: keys and values are read once, in the type they are stored in, instead of being converted to fp32 page by page, and
 accumulated in the order of the fp32 batched product that more rows take, which `numerics` finds out.
 
-    scores[p, h, r, j] = chain over d of q[h, r, d] · K_p[h, d, j]                          pages p, heads h, rows r, slots j
-    out[h, r, c]       = 0 + chain + chain ...        each over a block of j of scores[p, h, r, j] · V_p[h, j, c], pages in order
+    scores[s, p, h, r, j] = chain over d of q[s, h, r, d] · K_sp[h, d, j]              sequences s, pages p, heads h, rows r, slots j
+    out[s, h, r, c]       = 0 + chain + chain ...      each over a block of j of scores[s, p, h, r, j] · V_sp[h, j, c], pages in order
+
+Sequences of one call have equally many pages; whoever decodes many of them groups them so.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ task:
 page:
   %pi = phi i64 [ 0, %task ], [ %pnext, %pageend ]
 ${totals}
-  %p = add i64 %p0, %pi
+  %pstart = mul i64 %p0, ${pages_of_task}
+  %p = add i64 %pstart, %pi
+  %sequence = udiv i64 %p, %count
   %pslot = add i64 %p, 1
   %pp = getelementptr i64, ptr %pages, i64 %pslot
   %paddr = load i64, ptr %pp, align 8
@@ -189,7 +193,7 @@ def _source(kind: str, lanes: int, rows: int, wide: int, element: str) -> str:
         span=span,
         depth=depth,
         totals=totals,
-        xpage_of="0" if slots else "%p",
+        xpage_of="%sequence" if slots else "%p",
         carried=carried,
         chains=chains,
         ahead=AHEAD,
@@ -206,12 +210,12 @@ def takes(rows: int, stored: torch.Tensor) -> bool:
     return found is not None and stored.device.type == "cpu" and stored.shape[-1] % found.lanes == 0 and stored.shape[-2] % found.lanes == 0
 
 
-def _run(kind: str, stored: list[torch.Tensor], x: torch.Tensor, out: torch.Tensor, inner: int, block: int) -> None:
+def _run(kind: str, stored: list[torch.Tensor], sequences: int, x: torch.Tensor, out: torch.Tensor, inner: int, block: int) -> None:
     """x and out [.., rows, ..]: passes of at most 8 rows, whose first row is addressed and whose other rows follow."""
     found = kernels()
     assert found is not None
     heads, rows = stored[0].shape[0], x.shape[-2]
-    pages = (ctypes.c_int64 * (len(stored) + 1))(len(stored), *(tensor.data_ptr() for tensor in stored))
+    pages = (ctypes.c_int64 * (len(stored) + 1))(len(stored) // sequences, *(tensor.data_ptr() for tensor in stored))
     columns = PAGE_TOKENS if kind == "scores" else inner
     threads = torch.get_num_threads()
     at = 0
@@ -220,7 +224,7 @@ def _run(kind: str, stored: list[torch.Tensor], x: torch.Tensor, out: torch.Tens
         wide = max(u for u in (1, 2, 4, 8) if u * count <= WIDE and columns % (u * found.lanes) == 0)
         element = BINARY[stored[0].dtype]
         share = found.compiled(f"{kind} {count} {wide} {element}", partial(_source, kind, found.lanes, count, wide, element))
-        tasks = heads * (columns // (wide * found.lanes)) * (len(stored) if kind == "scores" else 1)
+        tasks = heads * (columns // (wide * found.lanes)) * (len(stored) if kind == "scores" else sequences)
         lines = x.shape[-1] * at * 4, out.shape[-1] * at * 4
         args = (ctypes.c_int64 * _FIELDS)(
             ctypes.addressof(pages), x.data_ptr() + lines[0], out.data_ptr() + lines[1], heads, rows, inner, block, tasks, threads
@@ -230,13 +234,17 @@ def _run(kind: str, stored: list[torch.Tensor], x: torch.Tensor, out: torch.Tens
 
 
 def scores(q: torch.Tensor, keys: list[torch.Tensor], out: torch.Tensor, block: int) -> None:
-    """q [heads, rows, head_dim] fp32 times each page's keys [heads, head_dim, 512] -> out [pages, heads, rows, 512] fp32."""
-    _run("scores", keys, q.contiguous(), out, q.shape[-1], block)
+    """q [sequences, heads, rows, head_dim] fp32 times the keys [heads, head_dim, 512] of each page of its sequence, sequence after
+    sequence, into out [sequences · pages, heads, rows, 512] fp32.
+    """
+    _run("scores", keys, q.shape[0], q.contiguous(), out, q.shape[-1], block)
 
 
-def mix(weights: torch.Tensor, values: list[torch.Tensor], block: int) -> torch.Tensor:
-    """weights [pages, heads, rows, 512] fp32 times each page's values [heads, 512, head_dim], summed -> [heads, rows, head_dim] fp32."""
+def mix(weights: torch.Tensor, values: list[torch.Tensor], sequences: int, block: int) -> torch.Tensor:
+    """weights [sequences · pages, heads, rows, 512] fp32 times each page's values [heads, 512, head_dim], summed over the pages of a
+    sequence -> [sequences, heads, rows, head_dim] fp32.
+    """
     heads, rows, dim = weights.shape[1], weights.shape[2], values[0].shape[-1]
-    out = torch.empty(heads, rows, dim)
-    _run("mix", values, weights, out, dim, block)
+    out = torch.empty(sequences, heads, rows, dim)
+    _run("mix", values, sequences, weights, out, dim, block)
     return out

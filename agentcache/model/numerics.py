@@ -152,11 +152,16 @@ def attention_order(dim: int, threads: int) -> tuple[int, int] | None:
     mixed = torch.zeros(2, _CHAIN_ROWS, dim).baddbmm_(weights[0], values.float()).baddbmm_(weights[1], values.float())
 
     def scored(block: int) -> bool:
-        jit_attention.scores(queries, [keys], found, block)
+        jit_attention.scores(queries[None], [keys], found, block)
         return torch.equal(found[0], scores)
 
+    def mixes(block: int) -> bool:
+        return torch.equal(jit_attention.mix(weights, [values, values], 1, block)[0], mixed)
+
     first = next((block for block in _BLOCKS if scored(block)), None)
-    second = next((block for block in (256, *_BLOCKS) if torch.equal(jit_attention.mix(weights, [values, values], block), mixed)), None)
+    second = next((block for block in (256, *_BLOCKS) if mixes(block)), None)
+        (block for block in (256, *_BLOCKS) if torch.equal(jit_attention.mix(weights, [values, values], 1, block)[0], mixed)), None
+    )
     return (first, second) if first and second else None
 
 

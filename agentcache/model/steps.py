@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import Batch, attend
+from .attention import Batch, attend, attend_together
 from .numerics import linear
 
 
@@ -49,14 +49,17 @@ def window(block: Any) -> int:
 
 def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     """Write the new keys and values of every part, then attend. All tensors [rows, heads, head_dim]; padding rows give zeros."""
-    outs = []
     for part in batch.parts:
         rows = slice(part.offset, part.offset + part.count)
         part.sequence.write(layer, part.start, key[rows], value[rows])
-        outs.append(attend(batch, part, layer, query[rows], scale, window))
-    if short := query.shape[0] - sum(part.count for part in batch.parts):
-        outs.append(query.new_zeros(short, *query.shape[1:]))
-    return torch.cat(outs) if len(outs) > 1 else outs[0]
+    out = torch.zeros_like(query)
+    together = len(batch.parts) > 1 and not window and query.device.type == "cpu"
+    done = attend_together(batch, layer, query, scale, out) if together else ()
+    for part in batch.parts:
+        if part.offset not in done:
+            rows = slice(part.offset, part.offset + part.count)
+            out[rows] = attend(batch, part, layer, query[rows], scale, window)
+    return out
 
 
 def hidden_states(model: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
