@@ -160,8 +160,6 @@ def attention_order(dim: int, threads: int) -> tuple[int, int] | None:
 
     first = next((block for block in _BLOCKS if scored(block)), None)
     second = next((block for block in (256, *_BLOCKS) if mixes(block)), None)
-        (block for block in (256, *_BLOCKS) if torch.equal(jit_attention.mix(weights, [values, values], 1, block)[0], mixed)), None
-    )
     return (first, second) if first and second else None
 
 
