@@ -91,7 +91,7 @@ def test_type_kernel_and_versions_count(monkeypatch: pytest.MonkeyPatch) -> None
     before = layers(model, "aten")
     assert first_difference(before, layers(model, "onednn")) == 0
     assert first_difference(before, layers(models.build("qwen2", torch.bfloat16), "aten")) == 0
-    for module, name in ((transformers, "__version__"), (torch, "__version__"), (fingerprint, "REVISION")):
+    for module, name in ((fingerprint.transformers, "__version__"), (fingerprint.torch, "__version__"), (fingerprint, "REVISION")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, "0.0")
             assert first_difference(before, layers(model, "aten")) == 0, name
