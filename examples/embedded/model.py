@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,82 @@ from .packing import Pack
 NAME = "pack"  # of the attention over packs
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows [first, last) of a pack that see the same rows before themselves. seen: their numbers, or None for all before `first`."""
+
+    first: int
+    last: int
+    seen: torch.Tensor | None
+    mask: torch.Tensor  # [last - first, last - first], additive: causal among themselves
+
+    def of(self, states: torch.Tensor) -> torch.Tensor:
+        """[kv heads, seen + own, head dim] of [kv heads, n, head dim]."""
+        if self.seen is None:
+            return states[:, : self.last]
+        return torch.cat((states.index_select(1, self.seen), states[:, self.first : self.last]), 1)
+
+    def add(self, states: torch.Tensor, change: torch.Tensor) -> None:
+        """Adds a change of what `of` gave to where it came from."""
+        if self.seen is None:
+            states[:, : self.last] += change
+        else:
+            states.index_add_(1, self.seen, change[:, : len(self.seen)])
+            states[:, self.first : self.last] += change[:, len(self.seen) :]
+
+
+def blocks(made: Pack, size: int = 128) -> list[Block]:
+    """The trunk in pieces of `size` rows, then the branches. No score is computed that the softmax would not see."""
+    cuts = [*range(0, made.trunk, size), made.trunk]
+    parts: list[tuple[int, int, torch.Tensor | None]] = [(first, last, None) for first, last in zip(cuts, cuts[1:])]
+    for first, last, before in made.branches:
+        whole = len(before) == first  # rows before, in order, each once: all of them
+        parts.append((first, last, None if whole else torch.from_numpy(before)))
+    return [Block(first, last, seen, torch.full((last - first,) * 2, float("-inf")).triu_(1)) for first, last, seen in parts]
+
+
+class Attention(torch.autograd.Function):
+    """Attention of one pack, block by block. A group of query heads is more rows of one product: its keys are not repeated.
+
+    Written out backwards too: autograd would fill and add whole tensors for each block's slice of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: list[Block]) -> torch.Tensor:
+        """query (scaled) [kv heads, group, n, head dim], key and value [kv heads, n, head dim]; returns the query's shape."""
+        kv, _, _, dim = query.shape
+        out, shares = torch.empty_like(query), []
+        for block in pack:
+            scores = torch.bmm(query[:, :, block.first : block.last].reshape(kv, -1, dim), block.of(key).transpose(1, 2))
+            scores.view(kv, -1, len(block.mask), scores.shape[2])[..., -len(block.mask) :].add_(block.mask)
+            shares.append(scores.softmax(-1))
+            out[:, :, block.first : block.last] = torch.bmm(shares[-1], block.of(value)).view(kv, -1, len(block.mask), dim)
+        ctx.save_for_backward(query, key, value, *shares)
+        ctx.pack = pack
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, change: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        query, key, value, *shares = ctx.saved_tensors
+        kv, _, _, dim = query.shape
+        queries, keys, values = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for block, share in zip(ctx.pack, shares):
+            rows = slice(block.first, block.last)
+            given = change[:, :, rows].reshape(kv, -1, dim)
+            block.add(values, torch.bmm(share.transpose(1, 2), given))
+            scores = torch.ops.aten._softmax_backward_data(torch.bmm(given, block.of(value).transpose(1, 2)), share, -1, share.dtype)
+            queries[:, :, rows] = torch.bmm(scores, block.of(key)).view(kv, -1, len(block.mask), dim)
+            block.add(keys, torch.bmm(scores.transpose(1, 2), query[:, :, rows].reshape(kv, -1, dim)))
+        return queries, keys, values, None
+
+
 def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, pack: Any = None, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Causal in the trunk, by the mask behind it. pack: (tokens in the trunk, additive mask of the other rows)."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    trunk, sight = pack
-    parts = [F.scaled_dot_product_attention(query[:, :, :trunk], key[:, :, :trunk], value[:, :, :trunk], is_causal=True, scale=scaling)]
-    if sight is not None:
-        parts.append(F.scaled_dot_product_attention(query[:, :, trunk:], key, value, attn_mask=sight, scale=scaling))
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    _, heads, rows, dim = query.shape
+    grouped = (query[0] * scaling).view(key.shape[1], -1, rows, dim)
+    out = Attention.apply(grouped, key[0].contiguous(), value[0].contiguous(), pack)
+    return out.view(heads, rows, dim).transpose(0, 1)[None].contiguous(), None
 
 
 AttentionInterface.register(NAME, _attend)
@@ -62,16 +128,12 @@ def build(vocab: int, *, layers: int = 7, hidden: int = 256, mlp: int = 640, hea
 
 def logits(model: Any, made: Pack, rows: Any) -> torch.Tensor:
     """[len(rows), vocab]: what predicts the tokens at these rows."""
-    sight = None
-    if made.trunk < len(made.ids):
-        seen = torch.from_numpy(made.sight())
-        sight = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))[None, None]
     hidden = model.model(
         input_ids=torch.from_numpy(made.ids)[None],
         position_ids=torch.from_numpy(made.positions)[None],
         attention_mask={"full_attention": None},
         use_cache=False,
-        pack=(made.trunk, sight),
+        pack=blocks(made),
     ).last_hidden_state[0]
     out: torch.Tensor = model.lm_head(hidden[torch.from_numpy(made.parents[rows])])
     return out

@@ -47,14 +47,6 @@ class Pack:
         """The rows with loss, each once."""
         return np.unique(np.concatenate([completion.rows for completion in self.completions]))
 
-    def sight(self) -> npt.NDArray[np.bool_]:
-        """[n - trunk, n]: what each row behind the trunk sees."""
-        out = np.zeros((len(self.ids) - self.trunk, len(self.ids)), dtype=np.bool_)
-        for first, last, before in self.branches:
-            out[first - self.trunk : last - self.trunk, before] = True
-            out[first - self.trunk : last - self.trunk, first:last] = np.tri(last - first, dtype=np.bool_)
-        return out
-
 
 def samples_of(made: Bundle) -> list[Sample]:
     """The bundle's samples in its own style."""
