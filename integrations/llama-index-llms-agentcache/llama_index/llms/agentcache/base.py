@@ -1,0 +1,316 @@
+"""AgentCacheLLM: LlamaIndex's endpoints over agentcache's Engine. Translates and asks; never tokenises, never decides what is reused.
+
+chat(messages, tools=...)
+   | translate, tools, requests    LlamaIndex's words into an Ask
+   | host                          the engine; for coroutines, a thread that waits in place of the event loop
+   | answer                        chunks into ChatResponses, with usage and receipt in `raw`
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.base.llms.generic_utils import (
+    achat_to_completion_decorator,
+    astream_chat_to_completion_decorator,
+    chat_to_completion_decorator,
+    stream_chat_to_completion_decorator,
+)
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+    ToolCallBlock,
+)
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import ToolSelection
+
+from agentcache import Completion, Engine, Stream
+from agentcache.errors import ConfigError
+
+from . import requests
+from .answer import Answer
+from .errors import NoToolCallError
+from .events import ReceiptEvent
+from .host import Host
+from .points import hold_points
+from .requests import Ask
+from .structured import ObjectLLM
+from .tools import Schema, offer, tool_choice
+from .translate import LateSystem, to_messages
+
+if TYPE_CHECKING:
+    from llama_index.core.tools import BaseTool
+
+dispatcher = get_dispatcher(__name__)
+
+KEEP_IN_MESSAGE = "agentcache"  # where a formatter puts stop strings into a message's additional_kwargs
+MAX_TOKENS = 512
+
+
+class AgentCacheLLM(ObjectLLM):
+    """A local chat model that computes only the tokens it has not computed before, for LlamaIndex.
+
+    Examples:
+        ```python
+        from llama_index.core.agent.workflow import FunctionAgent
+        from llama_index.llms.agentcache import AgentCacheLLM
+
+        llm = AgentCacheLLM(model="Qwen/Qwen3-0.6B")
+        agent = FunctionAgent(tools=[search, add], llm=llm, system_prompt="You look things up.")
+        print(await agent.run("What is two and two?"))
+        ```
+    """
+
+    model: str = Field(default="", description="Hugging Face id or folder of the model, or what the given engine calls it.")
+    temperature: float = Field(default=0.0, ge=0.0, description="0 takes the likeliest token.")
+    max_tokens: int = Field(default=MAX_TOKENS, gt=0, description="Longest answer, in tokens; shortened to the room there is.")
+    stop: list[str] = Field(default_factory=list, description="Texts that end an answer; they may span tokens.")
+    namespace: str = Field(default="default", description="Nothing is shared between namespaces.")
+    constrain: bool = Field(default=True, description="Hold tool calls to their schemas while they are written.")
+    late_system: LateSystem = Field(default="user", description="Role of system messages behind the first turn.")
+    context_window: int | None = Field(default=None, description="Tell LlamaIndex of a smaller context than the model's.")
+    additional_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further options of every request; see the README.")
+
+    _host: Host = PrivateAttr()
+    _superset: tuple[Schema, ...] = PrivateAttr(default=())
+
+    def __init__(self, model: Any = None, tokenizer: Any = None, *, engine: Engine | None = None, **options: Any) -> None:
+        """model: a Hugging Face id, a folder, or a loaded model with its tokenizer; or `engine`, which others may use, too.
+
+        Options that are no fields go to the Engine: device, dtype, load_in_4bit, chat_template, store, memory_bytes and so on.
+        """
+        mine = {name: options.pop(name) for name in list(options) if name in type(self).model_fields}
+        if engine is not None and (model is not None or options):
+            raise ConfigError(f"engine= comes ready made: leave out model={model!r:.80} and {sorted(options)!r}")
+        if engine is None and model is None:
+            raise ConfigError("model=None: give a Hugging Face id, a folder, a loaded model with its tokenizer, or engine=")
+        unknown = sorted(set(options) - set(inspect.signature(Engine.__init__).parameters))
+        if unknown:
+            raise ConfigError(f"unknown options {unknown!r}: neither AgentCacheLLM nor Engine has them")
+        mine.pop("model", None)
+        given = mine.get("additional_kwargs") or {}
+        requests.split(given)  # refuses what no request could use, before weights are loaded
+        requests.sampling({}, {name: value for name, value in given.items() if name in requests.SAMPLING})
+        super().__init__(model=engine.name if engine else _name(model), **mine)
+        self._host = Host(engine or Engine(model, tokenizer, **options), owned=engine is None)
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "AgentCache_LLM"
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind this, to be shared: `AgentCacheLLM(engine=llm.engine)`."""
+        return self._host.engine
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        return LLMMetadata(
+            context_window=self.context_window or self.engine.model.context_tokens,
+            num_output=self.max_tokens,
+            is_chat_model=True,
+            is_function_calling_model=True,
+            model_name=self.model,
+        )
+
+    def count(self, text: str) -> list[int]:
+        """The model's own token ids of a text: `Settings.tokenizer = llm.count` makes LlamaIndex count as this model does."""
+        return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def with_superset(self, tools: Sequence[BaseTool | Mapping[str, Any]]) -> AgentCacheLLM:
+        """This model (on the same engine) with `tools` in every prompt; a call's own tools are a mask over them.
+
+        For agents whose tools change from step to step or that should share one tool group. Decoding is then constrained.
+        """
+        other = self.model_copy()
+        other._superset = self._host.translator.schemas(tools)
+        offer((), other._superset)  # names what is wrong with it
+        return other
+
+    def close(self) -> None:
+        """End running requests; the engine is closed too, unless it was given."""
+        self._host.close()
+
+    def __enter__(self) -> AgentCacheLLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> AgentCacheLLM:
+        return self.model_copy()  # an engine is a resource: copies share it
+
+    # -- one request -----------------------------------------------------------------------------------------------
+
+    def _ask(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> tuple[Ask, Answer]:
+        """The request that a call means, and what will make responses of its chunks."""
+        if not isinstance(messages, str):
+            given = {**_kept_in(messages), **given}
+        said, options, form = requests.split({**self.additional_kwargs, **given})
+        defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
+        text = isinstance(messages, str)
+        offered = offer(self._host.translator.schemas(requests.schemas_of(given)), () if text else self._superset)
+        ask = Ask(
+            prompt=messages if isinstance(messages, str) else to_messages(messages, self.late_system),
+            offer=offered,
+            choice=tool_choice(given.get("tool_choice"), bool(given.get("tool_required")), offered),
+            parallel=given.get("allow_parallel_tool_calls") is not False,
+            constrain=self.constrain,
+            sampling=requests.sampling(defaults, said),
+            options={"namespace": self.namespace, **options},
+            form=form,
+        )
+        return ask, Answer(ask.calls, ask.parallel)
+
+    def _open(self, ask: Ask, messages: Sequence[ChatMessage] | str, answer: Answer) -> Stream:
+        """Start it; called where waiting is allowed, because a cache point may have to be computed first."""
+        if not isinstance(messages, str):
+            answer.notes = hold_points(self._host.pins, messages, ask)
+        return ask.open(self.engine)
+
+    def _responses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> Iterator[ChatResponse]:
+        ask, answer = self._ask(messages, given)
+        with self._open(ask, messages, answer) as stream:
+            for chunk in stream:
+                if (response := answer.feed(chunk.text)) is not None:
+                    yield response
+            yield self._finish(answer, stream.completion)
+
+    async def _aresponses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseAsyncGen:
+        ask, answer = self._ask(messages, given)
+        chunks = self._host.chunks(lambda: self._open(ask, messages, answer))
+        try:
+            async for chunk in chunks:
+                if isinstance(chunk, Completion):
+                    yield self._finish(answer, chunk)
+                elif (response := answer.feed(chunk.text)) is not None:
+                    yield response
+        finally:
+            await chunks.aclose()
+
+    def _finish(self, answer: Answer, completion: Completion) -> ChatResponse:
+        response = answer.finish(completion)
+        dispatcher.event(ReceiptEvent(receipt=response.raw))
+        return response
+
+    # -- chat ------------------------------------------------------------------------------------------------------
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return _last(self._responses(messages, kwargs))
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        yield from self._responses(messages, kwargs)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return await _alast(self._aresponses(messages, kwargs))
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        return self._aresponses(messages, kwargs)
+
+    # -- completion ------------------------------------------------------------------------------------------------
+    # A prompt becomes one user message behind the system prompt, unless `formatted` says that it is the model's whole prompt already.
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        ask = chat_to_completion_decorator(lambda turns, **kw: _last(self._responses(self._turns(prompt, formatted, turns), kw)))
+        return ask(prompt, **kwargs)
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        stream = stream_chat_to_completion_decorator(lambda turns, **kw: self._responses(self._turns(prompt, formatted, turns), kw))
+        yield from stream(prompt, **kwargs)
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        ask = achat_to_completion_decorator(lambda turns, **kw: _alast(self._aresponses(self._turns(prompt, formatted, turns), kw)))
+        return await ask(prompt, **kwargs)
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        async def start(turns: Any, **kw: Any) -> ChatResponseAsyncGen:
+            return self._aresponses(self._turns(prompt, formatted, turns), kw)
+
+        return await astream_chat_to_completion_decorator(start)(prompt, **kwargs)
+
+    def _turns(self, prompt: str, formatted: bool, turns: list[ChatMessage]) -> list[ChatMessage] | str:
+        return prompt if formatted else self._extend_messages(turns)
+
+    # -- tools -----------------------------------------------------------------------------------------------------
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The arguments of `chat` for a conversation with tools."""
+        messages = list(chat_history or [])
+        if user_msg is not None:
+            messages.append(ChatMessage(role=MessageRole.USER, content=user_msg) if isinstance(user_msg, str) else user_msg)
+        return {
+            "messages": messages,
+            "tools": list(self._host.translator.schemas(tools or ())),
+            "tool_required": tool_required,
+            "allow_parallel_tool_calls": allow_parallel_tool_calls,
+            **kwargs,
+        }
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls in a response's message."""
+        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        if not calls and error_on_no_tool_call:
+            raise NoToolCallError(
+                f"the model called no tool but said {response.message.content!r:.200}; demand a call with tool_required=True"
+            )
+        return [ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=call.tool_kwargs) for call in calls]
+
+
+def _name(model: Any) -> str:
+    if isinstance(model, str):
+        return model
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+
+
+def _kept_in(messages: Any) -> dict[str, Any]:
+    """Stop strings that a formatter put into a message, because agents pass them no other way. Nothing else is taken from there."""
+    for message in messages if isinstance(messages, Sequence) else ():
+        kept = message.additional_kwargs.get(KEEP_IN_MESSAGE) if isinstance(message, ChatMessage) else None
+        if isinstance(kept, Mapping) and "stop" in kept:
+            return {"stop": kept["stop"]}
+    return {}
+
+
+def _last(responses: Iterator[ChatResponse]) -> ChatResponse:
+    *_, last = responses
+    last.delta = None
+    return last
+
+
+async def _alast(responses: ChatResponseAsyncGen) -> ChatResponse:
+    last = None
+    async for response in responses:
+        last = response
+    assert last is not None, "a request ends with its completion, or raises"
+    last.delta = None
+    return last

@@ -1,0 +1,87 @@
+"""One request as the engine takes it, from a call's keyword arguments. Knows nothing of LlamaIndex.
+
+Every keyword is either known or refused by name: an option that is silently ignored is found out much later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from agentcache import Engine, Message, Sampling, Stream
+from agentcache.errors import ConfigError
+
+from .tools import Offer, Schema
+
+SAMPLING = tuple(one.name for one in fields(Sampling))
+REQUEST = ("namespace", "reuse", "rendering", "tools_order", "group", "template_kwargs")
+FORMS = ("schema", "regex", "grammar")
+TOOLS = ("tools", "tool_choice", "tool_required", "allow_parallel_tool_calls")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What goes to the engine. prompt: messages, or a text to continue. choice: as in a Constraint. form: at most one of FORMS."""
+
+    prompt: Sequence[Message] | str
+    offer: Offer = Offer(())
+    choice: str = "auto"
+    parallel: bool = True
+    constrain: bool = True
+    sampling: Sampling = field(default_factory=Sampling)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    form: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> bool:
+        """Whether a call in the answer is a call, and not text that looks like one."""
+        return bool(self.offer.shown) and self.choice != "none" and not self.form
+
+    def open(self, engine: Engine) -> Stream:
+        """Hand it to the engine; raises before anything is computed if it cannot work."""
+        options = dict(self.options)
+        constraint = self._constraint()
+        if constraint is not None:
+            options["constraint"] = constraint
+        return engine.stream(self.prompt, self.offer.shown, sampling=self.sampling, **options)
+
+    def _constraint(self) -> Any:
+        """None where decoding is free: nothing is demanded, or nobody wants calls to be held to their schemas."""
+        masked = self.offer.allowed is not None
+        free = self.choice == "auto" and not masked and not (self.constrain and self.offer.shown)
+        silent = self.choice == "none" and not self.offer.shown
+        if not self.form and (free or silent):
+            return None
+        from agentcache import Constraint  # only here: decoding freely needs no grammar
+
+        return Constraint(tool_choice=self.choice, allowed=self.offer.allowed, parallel=self.parallel, **self.form)
+
+
+def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(sampling, request options, form) out of a call's keywords; None means "as the model's settings say"."""
+    unknown = sorted(set(given) - {*SAMPLING, *REQUEST, *FORMS, *TOOLS})
+    if unknown:
+        raise ConfigError(f"unknown options {unknown!r}: known are {sorted({*SAMPLING, *REQUEST, *FORMS, *TOOLS})!r}")
+    said = {name: value for name, value in given.items() if value is not None}
+    sampling = {name: said[name] for name in SAMPLING if name in said}
+    options = {name: said[name] for name in REQUEST if name in said}
+    form = {name: said[name] for name in FORMS if name in said}
+    if len(form) > 1:
+        raise ConfigError(f"{sorted(form)!r}: the form of one answer can be given in one way only")
+    return sampling, options, form
+
+
+def sampling(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Sampling:
+    """A Sampling of the settings, overridden by what the call says. A stop string alone may stand for a list of one."""
+    values = {**defaults, **given}
+    stop = values.get("stop") or ()
+    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple)) else stop
+    if isinstance(values.get("forced"), list):
+        values["forced"] = tuple(values["forced"])
+    return Sampling(**values)
+
+
+def schemas_of(given: Mapping[str, Any]) -> Sequence[Schema]:
+    """The tools among a call's keywords."""
+    return given.get("tools") or ()

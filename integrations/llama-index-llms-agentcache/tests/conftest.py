@@ -1,0 +1,53 @@
+"""What every test gets: the package importable from this folder, a tiny model of its own, scripted answers. Sockets are blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # the package's namespace, and `cases`
+
+os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+pytest.importorskip("llama_index.core", reason="the LlamaIndex integration is tested where llama-index-core is installed")
+
+from cases import tiny  # noqa: E402
+from llama_index.llms.agentcache import ReplayLLM  # noqa: E402
+
+from agentcache import Engine  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def shared_engine() -> Iterator[Engine]:
+    """One engine for all tests; each works in a namespace of its own."""
+    with tiny() as engine:
+        yield engine
+
+
+@pytest.fixture
+def llm(shared_engine: Engine, request: pytest.FixtureRequest) -> Iterator[Callable[..., ReplayLLM]]:
+    """llm("first answer", "second"): a model that gives these answers, through the real path. constrain=False unless a test asks."""
+    made = []
+
+    def make(*script: Any, **options: Any) -> ReplayLLM:
+        options = {"constrain": False, "namespace": request.node.name, "engine": shared_engine, **options}
+        made.append(ReplayLLM(script=script, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def run() -> Callable[[Any], Any]:
+    """run(coroutine): its result; an event loop of the test's own."""
+    return lambda coroutine: asyncio.run(coroutine)
