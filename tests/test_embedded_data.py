@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from agentcache.bench.quality_world.catalogs import FORBIDDEN, NO_TOOL
+from agentcache.bench.quality_world.dialogues import END, Bundle, Dialogue, bundle, hermes, messages
+from agentcache.bench.quality_world.tools import Tool
+from agentcache.bench.quality_world.words import MODIFIERS
+from agentcache.bench.quality_world.world import SPLITS, sources, split_of
 from agentcache.layout import Renderer
 from agentcache.model.tool_calls import parse
 from examples.embedded import model as models
 from examples.embedded import stream
 from examples.embedded import tokenizer as tokenizers
-from examples.embedded.catalogs import FORBIDDEN, NO_TOOL
-from examples.embedded.dialogues import END, Bundle, Dialogue, bundle, hermes, messages
 from examples.embedded.packing import Encoder, pack, samples_of
-from examples.embedded.tools import Tool
-from examples.embedded.words import MODIFIERS
-from examples.embedded.world import SPLITS, sources, split_of
 
 STYLES = stream.STYLES
 

@@ -100,7 +100,7 @@ def _attend(
 AttentionInterface.register(NAME, _attend)
 
 
-def build(vocab: int, *, layers: int = 7, hidden: int = 256, mlp: int = 640, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> Any:
+def build(vocab: int, *, layers: int = 7, hidden: int = 256, mlp: int = 640, heads: int = 8, kv_heads: int = 4, seed: int = 0) -> Any:
     """A Qwen3 with tied embeddings, random weights."""
     config = Qwen3Config(
         vocab_size=vocab,
@@ -109,7 +109,7 @@ def build(vocab: int, *, layers: int = 7, hidden: int = 256, mlp: int = 640, hea
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=64,
+        head_dim=hidden // heads,
         max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         tie_word_embeddings=True,
@@ -188,8 +188,31 @@ def optimizers(model: Any, rate: float, muon: bool, decay: float = 0.05) -> Opti
 # Checkpoints: one safetensors file, so that it is there whole or not at all
 
 
-def save(path: Path, model: Any, using: Optimizers, state: dict[str, Any]) -> None:
+class Average:
+    """A running mean of the weights: what is evaluated and exported. It is what a falling rate would lead to, at any time."""
+
+    def __init__(self, model: Any, keep: float = 0.998) -> None:
+        self.values = {name: value.detach().clone() for name, value in model.named_parameters()}
+        self.keep = keep
+
+    @torch.no_grad()
+    def add(self, model: Any, step: int) -> None:
+        keep = min(self.keep, (1 + step) / (10 + step))
+        for name, value in model.named_parameters():
+            self.values[name].lerp_(value, 1 - keep)
+
+    @torch.no_grad()
+    def swap(self, model: Any) -> None:
+        """Exchanges the mean and the weights; a second time, back."""
+        for name, value in model.named_parameters():
+            kept = value.clone()
+            value.copy_(self.values[name])
+            self.values[name].copy_(kept)
+
+
+def save(path: Path, model: Any, using: Optimizers, average: Average, state: dict[str, Any]) -> None:
     tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+    tensors |= {f"average.{name}": value for name, value in average.values.items()}
     for name, value in model.named_parameters():
         for one in using:
             for key, part in one.state.get(value, {}).items():
@@ -202,7 +225,7 @@ def save(path: Path, model: Any, using: Optimizers, state: dict[str, Any]) -> No
     os.replace(part, path)
 
 
-def restore(path: Path, model: Any, using: Optimizers) -> dict[str, Any]:
+def restore(path: Path, model: Any, using: Optimizers, average: Average) -> dict[str, Any]:
     """Puts a checkpoint back and returns its state."""
     owner = {id(value): one for one in using for group in one.param_groups for value in group["params"]}
     values = dict(model.named_parameters())
@@ -211,6 +234,8 @@ def restore(path: Path, model: Any, using: Optimizers) -> dict[str, Any]:
             key, _, name = stored.partition(".")
             if key == "model":
                 values[name].copy_(file.get_tensor(stored))
+            elif key == "average":
+                average.values[name].copy_(file.get_tensor(stored))
             elif name:
                 owner[id(values[name])].state[values[name]][key] = file.get_tensor(stored)
         torch.set_rng_state(file.get_tensor("rng"))

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .dialogues import Bundle, Sample, hermes
-from .react import langchain, llamaindex
+from agentcache.bench.quality_world.dialogues import Bundle, Sample, hermes
+from agentcache.bench.quality_world.react import langchain, llamaindex
 
 Ints = npt.NDArray[np.int64]
 

@@ -14,21 +14,26 @@ from pathlib import Path
 from queue import Full
 from typing import Any
 
-from .dialogues import bundle
+from agentcache.bench.quality_world.dialogues import bundle
+from agentcache.bench.quality_world.world import World
+
 from .packing import Encoder, Pack, pack
-from .world import World
 
 STYLES = ("hermes", "langchain", "langchain text", "llamaindex")
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """until: in millions of tokens. tools: the most in a catalog. tail: tokens of dialogues behind the catalog. batch: tokens per step."""
+    """until: in millions of tokens. tools: the most in a catalog. tail: tokens of dialogues behind the catalog. batch: tokens per step.
+
+    context: the share of dialogues that depend on what stands before. Copying has to be learnt before it can be of use to them.
+    """
 
     until: float
     tools: int
     tail: int
     batch: int
+    context: float
     styles: Mapping[str, float]
 
 
@@ -36,11 +41,11 @@ HERMES_ONLY = {"hermes": 1.0}
 SOME = {"hermes": 0.76, "langchain": 0.08, "langchain text": 0.06, "llamaindex": 0.1}
 ALL = {"hermes": 0.68, "langchain": 0.11, "langchain text": 0.07, "llamaindex": 0.14}
 STAGES = (
-    Stage(3, 4, 500, 4000, HERMES_ONLY),
-    Stage(8, 8, 700, 5000, SOME),
-    Stage(20, 16, 900, 6000, ALL),
-    Stage(45, 28, 1000, 8000, ALL),
-    Stage(math.inf, 50, 1200, 8000, ALL),
+    Stage(1.5, 4, 600, 4000, 0.15, HERMES_ONLY),
+    Stage(4, 8, 800, 5000, 0.4, SOME),
+    Stage(9, 16, 1000, 6000, 0.55, ALL),
+    Stage(18, 32, 1200, 8000, 0.55, ALL),
+    Stage(math.inf, 50, 1400, 8000, 0.55, ALL),
 )
 
 
@@ -56,7 +61,7 @@ def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
     size = round(math.exp(world.rng.uniform(math.log(2), math.log(stage.tools + 0.49))))
     if style == "llamaindex":
         size = min(size, 16)  # its schemas are twice as long
-    made = bundle(f"{seed} {number}", style, size, 14)
+    made = bundle(f"{seed} {number}", style, size, 18, context_share=stage.context)
     return pack(encoder, made, stage.tail)
 
 

@@ -218,11 +218,12 @@ class Training:
         self.encoder = Encoder(self.tokenizer)
         self.model = models.build(len(self.tokenizer), layers=plan.layers, mlp=plan.mlp, seed=plan.seed)
         self.optimizers = models.optimizers(self.model, plan.rate, plan.muon)
+        self.average = models.Average(self.model)
         self.state = State()
         self.checkpoint = plan.out / "checkpoint.safetensors"
         resumed = plan.resume and self.checkpoint.exists()
         if resumed:
-            self.state = State(**models.restore(self.checkpoint, self.model, self.optimizers))
+            self.state = State(**models.restore(self.checkpoint, self.model, self.optimizers, self.average))
         self.log = Log(plan.out, fresh=not resumed)
         self.team = Team(self.model, plan.threads - 1)
         self.queue = stream.start(plan.out / "tokenizer", plan.seed, self.state.packs, self.state.tokens)
@@ -242,10 +243,13 @@ class Training:
             packs.append(self.queue.get(timeout=600))
         total, count = self.team.learn(packs)
         torch.nn.utils.clip_grad_norm_(self.team.learner.parameters, 1.0)
+        torch.set_num_threads(self.plan.threads)  # the helpers wait meanwhile
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(self.plan, state)
             optimizer.step()
+        self.average.add(self.model, state.step)
+        torch.set_num_threads(1)
         state.step += 1
         state.packs += len(packs)
         state.tokens += sum(len(pack.ids) for pack in packs)
@@ -262,14 +266,16 @@ class Training:
                 time.sleep(1)
 
     def save(self) -> None:
-        models.save(self.checkpoint, self.model, self.optimizers, asdict(self.state))
+        models.save(self.checkpoint, self.model, self.optimizers, self.average, asdict(self.state))
 
     def evaluate(self) -> None:
+        self.average.swap(self.model)
         for cell, scores in evaluate.quick(self.model, self.encoder).items():
             self.log.evaluation(self.state, cell, scores)
             self.say(f"  {evaluate.line(cell, scores)}")
         same = evaluate.agreement(self.model, self.encoder, self.tokenizer.eos_token_id)
         self.say(f"  decoding agrees with scoring: {same.right} of {same.n}")
+        self.average.swap(self.model)
         self.log.plot()
 
     def run(self, each: Callable[[State, float, float], None]) -> None:
@@ -293,4 +299,5 @@ class Training:
         self.save()
         if not self.stopped:
             self.evaluate()
+        self.average.swap(self.model)
         models.export(self.plan.out / "model", self.model, self.tokenizer)

@@ -247,12 +247,13 @@ def total(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     else:
         text = world.pick(("What is the total {} of the {} {}?", "Add up the {} of the {} {}."))
         text = text.format(name, tool.thing, ", ".join(ids[:-1]) + f" and {ids[-1]}")
-    turns, numbers = [user(text)], []
-    for value in ids:
+    turns: list[T] = [user(text)]
+    numbers: list[int] = []
+    for key in ids:
         found = fields(world, "get") | {name: attribute(world, name)}
         found = {label: found[label] for label in world.shuffled(sorted(found))}
         numbers.append(int(found[name]))
-        turns += [calls(tool, {tool.params[0].name: value}, purpose(*tool.meaning)), results(dump(found))]
+        turns += [calls(tool, {tool.params[0].name: key}, purpose(*tool.meaning)), results(dump(found))]
     sign = " - " if difference else " + "
     value = numbers[0] - numbers[1] if difference else sum(numbers)
     return [*turns, *calculated(world, calculator, sign.join(map(str, numbers)), value)]

@@ -180,7 +180,8 @@ def llamaindex(made: Bundle) -> list[Sample]:
     system = Piece(f"{start('system')}{llamaindex_system(made, world.chance(0.6))}{END}\n")
     out = []
     for number, talk in enumerate(made.dialogues):
-        past, steps, reasoning = "", "", []
+        past, steps = "", ""
+        reasoning: list[str] = []
         for turn in talk.turns:
             if turn.role == "user":
                 joined = "\n".join(reasoning)

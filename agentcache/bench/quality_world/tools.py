@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,7 @@ class Param:
             return world.pick(self.choices)
         if self.kind == "flag":
             return world.chance(0.6)
-        draws = {
+        draws: dict[str, Callable[[], Value]] = {
             "id": world.identifier,
             "person": world.person,
             "place": world.place,

@@ -173,14 +173,23 @@ def dialogue(catalog: Catalog, context_share: float = 0.55, hold: bool = True) -
     return Dialogue(tuple(turns), kind, context)
 
 
-def bundle(seed: str, style: str, size: int, count: int, source: Source = TRAIN, exact: bool = False, hold: bool = True) -> Bundle:
+def bundle(
+    seed: str,
+    style: str,
+    size: int,
+    count: int,
+    source: Source = TRAIN,
+    exact: bool = False,
+    hold: bool = True,
+    context_share: float = 0.55,
+) -> Bundle:
     """The bundle that a seed stands for. LangChain's text agents have no history: their dialogues have one user turn."""
     world = World(seed, source)
     catalog = make_catalog(world, size, exact)
     alone = style.startswith("langchain")
     found: list[Dialogue] = []
     for _ in range(20 * count):
-        made = dialogue(catalog, hold=hold and not alone)
+        made = dialogue(catalog, context_share, hold=hold and not alone)
         if not alone or sum(turn.role == "user" for turn in made.turns) == 1:
             found.append(made)
         if len(found) == count:
