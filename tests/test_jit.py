@@ -32,7 +32,7 @@ def test_any_few_rows_equal_the_same_rows_of_a_large_product(
     for outs in (64, 256, 1024):
         weight, x = torch.randn(outs, ins).to(dtype), torch.randn(128, ins).to(dtype)
         expected = large(x, weight)
-        for rows in (*range(1, 10), 15, 16):
+        for rows in (*range(1, 10), 15, 16, 17, 31, 32):
             start = 128 - 3 * rows
             assert torch.equal(jit.product(x[start : start + rows].float(), weight, block), expected[start : start + rows])
 
@@ -49,7 +49,7 @@ def test_linear_is_row_pure_across_the_change_of_kernels(bias: bool) -> None:
     weight, x = torch.randn(192, 1024).bfloat16(), torch.randn(40, 1024).bfloat16()
     added = torch.randn(192).bfloat16() if bias else None
     whole = linear("upcast", x, weight, added)
-    for rows in (2, 4, 8, 16, 18):
+    for rows in (2, 4, 8, 9, 16, 17, 25, 32, 34):
         assert torch.equal(linear("upcast", x[:rows], weight, added), whole[:rows])
 
 
@@ -57,7 +57,7 @@ def test_what_it_does_not_take_runs_as_before(monkeypatch: pytest.MonkeyPatch) -
     weight = torch.randn(96, 1024).bfloat16()
     assert jit.takes(weight, 1)
     assert jit.takes(weight, jit.MOST_ROWS)
-    for other, rows in ((weight, 17), (weight[:95], 1), (weight[:, :1000], 1), (weight.t(), 1), (weight.float(), 1)):
+    for other, rows in ((weight, jit.MOST_ROWS + 1), (weight[:95], 1), (weight[:, :1000], 1), (weight.t(), 1), (weight.float(), 1)):
         assert not jit.takes(other, rows)
     x = torch.randn(2, 1024).bfloat16()
     compiled = linear("upcast", x, weight)
@@ -101,7 +101,7 @@ def test_attention_of_few_rows_equals_the_batched_products(
     torch.manual_seed(dim)
     order = numerics.attention_order(dim, count)
     assert order is not None
-    for heads, pages, rows in ((1, 1, 2), (3, 4, 6), (8, 2, 16), (2, 3, 14)):
+    for heads, pages, rows in ((1, 1, 2), (3, 4, 6), (8, 2, 16), (2, 3, 14), (2, 2, 30), (1, 2, 32)):
         keys = [torch.randn(heads, dim, 512).to(dtype) for _ in range(pages)]
         values = [torch.randn(heads, 512, dim).to(dtype) for _ in range(pages)]
         queries, weights = torch.randn(heads, rows, dim), torch.rand(pages, heads, rows, 512)
@@ -116,5 +116,5 @@ def test_attention_of_few_rows_equals_the_batched_products(
 def test_attention_takes_only_what_it_can() -> None:
     keys = torch.zeros(2, 128, 512, dtype=torch.bfloat16)
     assert jit_attention.takes(2, keys)
-    for other, rows in ((keys, 17), (keys.float(), 2), (keys[:, :90], 2)):
+    for other, rows in ((keys, jit.MOST_ROWS + 1), (keys.float(), 2), (keys[:, :90], 2)):
         assert not jit_attention.takes(rows, other)

@@ -7,7 +7,7 @@ product, which `Numerics` finds out: so the bits are those of the large products
     out[m, n] = Σ over blocks b, in order, of chain(b)        chain(b) = fma(x[m, k], w[n, k], ...) for k of the block, ascending, from 0
 
 A tile is `lanes` outputs: per step one 64 byte line of each of their weight rows is loaded, the lines are transposed in registers,
-and each lane then runs its own chain. Needs llvmlite (the extra `cpu`) and PyTorch's OpenMP runtime, whose threads it borrows.
+and each lane then runs its own chain. More rows than registers hold are further passes over the tile, which lies in the cache by then. Needs llvmlite (the extra `cpu`) and PyTorch's OpenMP runtime, whose threads it borrows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-ROWS = (1, 2, 4, 8)  # rows of one pass over the weights: more need more registers than there are
-MOST_ROWS = 16  # above it, converting the weights first is as fast
-_FIELDS = 8  # of the argument block, 64 bits each: weight, x, out, outs, ins, block, tiles, thread count
+ROWS = (1, 2, 4, 8)  # rows of one pass over a tile's weights: more need more registers than there are
+PASS = ROWS[-1]
+MOST_ROWS = 32  # above it, converting the weights first is as fast
+_FIELDS = 9  # of the argument block, 64 bits each: weight, x, out, outs, ins, block, tiles, thread count, passes
 BINARY = {torch.bfloat16: "bfloat", torch.float16: "half"}
 
 
@@ -94,7 +95,7 @@ def _step(lanes: int, rows: int, element: str) -> tuple[list[str], list[str]]:
             for m in range(rows):
                 at = f"{m}_{j}_{half}"
                 lines += [
-                    f"%xp{at} = getelementptr float, ptr %x{m}, i64 {2 * j + half}",
+                    f"%xp{at} = getelementptr float, ptr %xk, i64 {(2 * j + half) * rows + m}",
                     f"%xs{at} = load float, ptr %xp{at}, align 4",
                     f"%xi{at} = insertelement {floats} poison, float %xs{at}, i32 0",
                     f"%xv{at} = shufflevector {floats} %xi{at}, {floats} poison, <{lanes} x i32> zeroinitializer",
@@ -128,12 +129,20 @@ ${fields}
   %some = icmp ult i64 %from, %to
   br i1 %some, label %tile, label %end
 tile:
-  %t = phi i64 [ %from, %entry ], [ %tnext, %stored ]
+  %t = phi i64 [ %from, %entry ], [ %tnext, %done ]
   %first = mul i64 %t, ${lanes}
 ${weights}
+  br label %pass
+pass:
+  %pn = phi i64 [ 0, %tile ], [ %pnext, %stored ]
+  %prow = mul i64 %pn, ${rows}
+  %pxo = mul i64 %prow, %ins
+  %px = getelementptr float, ptr %x, i64 %pxo
+  %poo = mul i64 %prow, %outs
+  %po = getelementptr float, ptr %out, i64 %poo
   br label %block
 block:
-  %kstart = phi i64 [ 0, %tile ], [ %kend, %closed ]
+  %kstart = phi i64 [ 0, %pass ], [ %kend, %closed ]
 ${totals}
   %kraw = add i64 %kstart, %u5
   %over = icmp ugt i64 %kraw, %ins
@@ -143,7 +152,8 @@ step:
   %k = phi i64 [ %kstart, %block ], [ %knext, %step ]
 ${starts}
   %kb = mul i64 %k, 2
-${inputs}
+  %xo = mul i64 %k, ${rows}
+  %xk = getelementptr float, ptr %px, i64 %xo
   ${steps}
   %knext = add i64 %k, ${stride}
   %more = icmp ult i64 %knext, %kend
@@ -154,6 +164,10 @@ ${closes}
   br i1 %blocks, label %block, label %stored
 stored:
 ${stores}
+  %pnext = add i64 %pn, 1
+  %passes = icmp ult i64 %pnext, %u8
+  br i1 %passes, label %pass, label %done
+done:
   %tnext = add i64 %t, 1
   %tiles = icmp ult i64 %tnext, %to
   br i1 %tiles, label %tile, label %end
@@ -174,14 +188,11 @@ def _source(lanes: int, rows: int, element: str) -> str:
         f"  %n{i} = add i64 %first, {i}\n  %o{i} = mul i64 %n{i}, %line\n  %w{i} = getelementptr i8, ptr %w, i64 %o{i}"
         for i in range(lanes)
     )
-    inputs = "\n".join(
-        f"  %xo{m} = mul i64 %ins, {m}\n  %xk{m} = add i64 %xo{m}, %k\n  %x{m} = getelementptr float, ptr %x, i64 %xk{m}" for m in rows_of
-    )
-    totals = "\n".join(f"  %sum{m} = phi {floats} [ {minus_zero}, %tile ], [ %new{m}, %closed ]" for m in rows_of)
+    totals = "\n".join(f"  %sum{m} = phi {floats} [ {minus_zero}, %pass ], [ %new{m}, %closed ]" for m in rows_of)
     starts = "\n".join(f"  %acc{m} = phi {floats} [ zeroinitializer, %block ], [ {chains[m]}, %step ]" for m in rows_of)
     closes = "\n".join(f"  %new{m} = fadd {floats} %sum{m}, {chains[m]}" for m in rows_of)
     stores = "\n".join(
-        f"  %so{m} = mul i64 %outs, {m}\n  %sn{m} = add i64 %so{m}, %first\n  %sp{m} = getelementptr float, ptr %out, i64 %sn{m}\n"
+        f"  %so{m} = mul i64 %outs, {m}\n  %sn{m} = add i64 %so{m}, %first\n  %sp{m} = getelementptr float, ptr %po, i64 %sn{m}\n"
         f"  store {floats} %new{m}, ptr %sp{m}, align 4"
         for m in rows_of
     )
@@ -189,11 +200,11 @@ def _source(lanes: int, rows: int, element: str) -> str:
     return _MODULE.substitute(
         floats=floats,
         lanes=lanes,
+        rows=rows,
         fields=fields,
         weights=weights,
         totals=totals,
         starts=starts,
-        inputs=inputs,
         steps=steps,
         stride=2 * lanes,
         closes=closes,
@@ -271,17 +282,17 @@ def product(x: torch.Tensor, weight: torch.Tensor, block: int) -> torch.Tensor:
     """
     found = kernels()
     assert found is not None and block % (2 * found.lanes) == 0
-    x = x.contiguous()
     outs, ins = weight.shape
-    out = torch.empty(x.shape[0], outs)
-    threads, start = torch.get_num_threads(), 0
-    while start < x.shape[0]:
-        count = max(rows for rows in ROWS if rows <= x.shape[0] - start)
-        element = BINARY[weight.dtype]
-        share = found.compiled(f"{count} {element}", functools.partial(_source, found.lanes, count, element))
-        args = (ctypes.c_int64 * _FIELDS)(
-            weight.data_ptr(), x[start].data_ptr(), out[start].data_ptr(), outs, ins, block, outs // found.lanes, threads
-        )
-        found.team(share, args, threads)
-        start += count
-    return out
+    rows, threads, element = x.shape[0], torch.get_num_threads(), BINARY[weight.dtype]
+    count = next(n for n in ROWS if n >= min(rows, PASS))
+    passes = -(-rows // count)
+    if short := passes * count - rows:
+        x = torch.cat((x, x.new_zeros(short, ins)))
+    x = x.view(passes, count, ins).transpose(1, 2).contiguous()  # as it is read: whole rows would lie on each other in the cache
+    out = torch.empty(passes * count, outs)
+    share = found.compiled(f"{count} {element}", functools.partial(_source, found.lanes, count, element))
+    args = (ctypes.c_int64 * _FIELDS)(
+        weight.data_ptr(), x.data_ptr(), out.data_ptr(), outs, ins, block, outs // found.lanes, threads, passes
+    )
+    found.team(share, args, threads)
+    return out[:rows]

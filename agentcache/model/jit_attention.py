@@ -18,11 +18,11 @@ from string import Template
 import torch
 
 from ..kv import PAGE_TOKENS
-from .jit import BINARY, MOST_ROWS, ROWS, kernels, splat
+from .jit import BINARY, MOST_ROWS, PASS, ROWS, kernels, splat
 
 WIDE = 16  # vectors accumulated at once
 AHEAD = 16  # stored rows between the one that is used and the one that is asked for
-_FIELDS = 9  # page addresses, x, out, heads, rows, inner, block, tasks, threads (64 bits each); mix: out has `inner` columns
+_FIELDS = 10  # page addresses, x, out, heads, rows, inner, block, tasks, threads, passes (64 bits each); mix: out has `inner` columns
 
 
 def _loads(lanes: int, wide: int, element: str) -> list[str]:
@@ -87,7 +87,7 @@ ${fields}
   %some = icmp ult i64 %from, %to
   br i1 %some, label %task, label %end
 task:
-  %t = phi i64 [ %from, %entry ], [ %tnext, %stored ]
+  %t = phi i64 [ %from, %entry ], [ %tnext, %finished ]
   %p0 = udiv i64 %t, %per
   %rest = urem i64 %t, %per
   %h = udiv i64 %rest, %tiles
@@ -95,9 +95,13 @@ task:
   %first = mul i64 %tile, ${span}
   %headsize = mul i64 ${columns}, ${depth}
   %headoff = mul i64 %h, %headsize
+  br label %pass
+pass:
+  %turn = phi i64 [ 0, %task ], [ %turnnext, %stored ]
+  %done_ = mul i64 %turn, ${rows_of_pass}
   br label %page
 page:
-  %pi = phi i64 [ 0, %task ], [ %pnext, %pageend ]
+  %pi = phi i64 [ 0, %pass ], [ %pnext, %pageend ]
 ${totals}
   %pstart = mul i64 %p0, ${pages_of_task}
   %p = add i64 %pstart, %pi
@@ -109,7 +113,8 @@ ${totals}
   %hbase = getelementptr i16, ptr %pbase, i64 %headoff
   %xpage = mul i64 ${xpage_of}, %heads
   %xh = add i64 %xpage, %h
-  %xr = mul i64 %xh, %rows
+  %xa = mul i64 %xh, %rows
+  %xr = add i64 %xa, %done_
   %xo = mul i64 %xr, %xline
   %xs = getelementptr float, ptr %x, i64 %xo
   br label %block_
@@ -143,11 +148,16 @@ pageend:
 stored:
   %ph = mul i64 %p0, %heads
   %oh = add i64 %ph, %h
-  %orow = mul i64 %oh, %rows
+  %oa = mul i64 %oh, %rows
+  %orow = add i64 %oa, %done_
   %oo = mul i64 %orow, ${columns}
   %oc = add i64 %oo, %first
   %target = getelementptr float, ptr %out, i64 %oc
 ${stores}
+  %turnnext = add i64 %turn, 1
+  %turns = icmp ult i64 %turnnext, %passes
+  br i1 %turns, label %pass, label %finished
+finished:
   %tnext = add i64 %t, 1
   %tmore = icmp ult i64 %tnext, %to
   br i1 %tmore, label %task, label %end
@@ -164,7 +174,7 @@ def _source(kind: str, lanes: int, rows: int, wide: int, element: str) -> str:
     """
     floats, span = f"<{lanes} x float>", lanes * wide
     cells = [f"{m}_{u}" for m in range(rows) for u in range(wide)]
-    names = ("pages", "x", "out", "heads", "rows", "inner", "block", "tasks", "threads")
+    names = ("pages", "x", "out", "heads", "rows", "inner", "block", "tasks", "threads", "passes")
     fields = "\n".join(
         f"  %f_{name} = getelementptr i64, ptr %args, i64 {i}\n  %{name}{'_' if i < 3 else ''} = load i64, ptr %f_{name}, align 8"
         for i, name in enumerate(names)
@@ -174,7 +184,7 @@ def _source(kind: str, lanes: int, rows: int, wide: int, element: str) -> str:
     depth = "%inner" if slots else str(PAGE_TOKENS)  # stored rows, which the chain runs over
     start = splat(lanes, "float -0.0") if slots else "zeroinitializer"
     pages_of_task = "%count" if not slots else "1"
-    totals = "\n".join(f"  %sum{c} = phi {floats} [ {start}, %task ], [ %tot{c}, %pageend ]" for c in cells)
+    totals = "\n".join(f"  %sum{c} = phi {floats} [ {start}, %pass ], [ %tot{c}, %pageend ]" for c in cells)
     carried = "\n".join(f"  %tin{c} = phi {floats} [ %sum{c}, %page ], [ %tot{c}, %closed ]" for c in cells)
     chains = "\n".join(f"  %acc{c} = phi {floats} [ zeroinitializer, %block_ ], [ %n{c}, %step ]" for c in cells)
     closes = "\n".join(f"  %tot{c} = fadd {floats} %tin{c}, %n{c}" for c in cells)
@@ -201,6 +211,7 @@ def _source(kind: str, lanes: int, rows: int, wide: int, element: str) -> str:
         closes=closes,
         pages_of_task=pages_of_task,
         stores=stores,
+        rows_of_pass=rows,
     )
 
 
@@ -211,7 +222,7 @@ def takes(rows: int, stored: torch.Tensor) -> bool:
 
 
 def _run(kind: str, stored: list[torch.Tensor], sequences: int, x: torch.Tensor, out: torch.Tensor, inner: int, block: int) -> None:
-    """x and out [.., rows, ..]: passes of at most 8 rows, whose first row is addressed and whose other rows follow."""
+    """x and out [.., rows, ..]: passes of 8 rows, then of what is left, whose first row is addressed and whose other rows follow."""
     found = kernels()
     assert found is not None
     heads, rows = stored[0].shape[0], x.shape[-2]
@@ -221,16 +232,17 @@ def _run(kind: str, stored: list[torch.Tensor], sequences: int, x: torch.Tensor,
     at = 0
     while at < rows:
         count = max(n for n in ROWS if n <= rows - at)
+        passes = (rows - at) // count if count == PASS else 1
         wide = max(u for u in (1, 2, 4, 8) if u * count <= WIDE and columns % (u * found.lanes) == 0)
         element = BINARY[stored[0].dtype]
         share = found.compiled(f"{kind} {count} {wide} {element}", partial(_source, kind, found.lanes, count, wide, element))
         tasks = heads * (columns // (wide * found.lanes)) * (len(stored) if kind == "scores" else sequences)
         lines = x.shape[-1] * at * 4, out.shape[-1] * at * 4
         args = (ctypes.c_int64 * _FIELDS)(
-            ctypes.addressof(pages), x.data_ptr() + lines[0], out.data_ptr() + lines[1], heads, rows, inner, block, tasks, threads
+            ctypes.addressof(pages), x.data_ptr() + lines[0], out.data_ptr() + lines[1], heads, rows, inner, block, tasks, threads, passes
         )
         found.team(share, args, threads)
-        at += count
+        at += passes * count
 
 
 def scores(q: torch.Tensor, keys: list[torch.Tensor], out: torch.Tensor, block: int) -> None:
