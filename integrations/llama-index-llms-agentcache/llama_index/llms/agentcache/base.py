@@ -3,7 +3,7 @@
 chat(messages, tools=...)
    | translate, tools, requests    LlamaIndex's words into an Ask
    | host                          the engine; for coroutines, a thread that waits in place of the event loop
-   | answer                        chunks into ChatResponses, with usage and receipt in `raw`
+   | answer                        its pieces into ChatResponses, with usage and receipt in `raw`
 """
 
 from __future__ import annotations
@@ -182,22 +182,22 @@ class AgentCacheLLM(ObjectLLM):
     def _responses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> Iterator[ChatResponse]:
         ask, answer = self._ask(messages, given)
         with self._open(ask, messages, answer) as stream:
-            for chunk in stream:
-                if (response := answer.feed(chunk.text)) is not None:
+            for delta in stream.deltas():
+                if (response := answer.feed(delta.kind, delta.text)) is not None:
                     yield response
             yield self._finish(answer, stream.completion)
 
     async def _aresponses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseAsyncGen:
         ask, answer = self._ask(messages, given)
-        chunks = self._host.chunks(lambda: self._open(ask, messages, answer))
+        pieces = self._host.pieces(lambda: self._open(ask, messages, answer))
         try:
-            async for chunk in chunks:
-                if isinstance(chunk, Completion):
-                    yield self._finish(answer, chunk)
-                elif (response := answer.feed(chunk.text)) is not None:
+            async for piece in pieces:
+                if isinstance(piece, Completion):
+                    yield self._finish(answer, piece)
+                elif (response := answer.feed(*piece)) is not None:
                     yield response
         finally:
-            await chunks.aclose()
+            await pieces.aclose()
 
     def _finish(self, answer: Answer, completion: Completion) -> ChatResponse:
         response = answer.finish(completion)

@@ -1,7 +1,7 @@
 """What several AgentCacheLLM objects share: one engine, the threads that wait for it, and what it has pinned. Knows no prompts.
 
 The engine answers in a thread of its own and a stream is read by blocking. Here each running request has a waiting thread, so that an event
-loop never waits: a reader gets chunks through the loop, and leaving early ends the request on the device.
+loop never waits: a reader gets pieces through the loop, and leaving early ends the request on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from agentcache import Chunk, Completion, Engine, Stream
+from agentcache import Completion, Engine, Stream
 from agentcache.errors import ConfigError
 
 from .tools import Schema, Translator
@@ -21,6 +21,7 @@ from .tools import Schema, Translator
 WAITING = 64  # requests that wait at the same time; further ones queue here instead of in the engine
 
 Start = Callable[[], Stream]
+Piece = tuple[str, str]  # kind and text of one of the engine's deltas
 
 
 class Host:
@@ -33,16 +34,16 @@ class Host:
         self._owned = owned
         self._threads = ThreadPoolExecutor(WAITING, thread_name_prefix="agentcache-llama-index")
 
-    async def chunks(self, start: Start) -> AsyncGenerator[Chunk | Completion, None]:
-        """The chunks of the stream that `start` opens, then its completion; whoever stops reading ends the request."""
+    async def pieces(self, start: Start) -> AsyncGenerator[Piece | Completion, None]:
+        """The pieces of the stream that `start` opens, then its completion; whoever stops reading ends the request."""
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Chunk | None] = asyncio.Queue()
-        job = _Job(start, lambda chunk: loop.call_soon_threadsafe(arrived.put_nowait, chunk))
+        arrived: asyncio.Queue[Piece | None] = asyncio.Queue()
+        job = _Job(start, lambda piece: loop.call_soon_threadsafe(arrived.put_nowait, piece))
         result = loop.run_in_executor(self._threads, job.run)
-        result.add_done_callback(lambda _: arrived.put_nowait(None))  # behind the last chunk: both go through the loop in order
+        result.add_done_callback(lambda _: arrived.put_nowait(None))  # behind the last piece: both go through the loop in order
         try:
-            while (chunk := await arrived.get()) is not None:
-                yield chunk
+            while (piece := await arrived.get()) is not None:
+                yield piece
             if (completion := await result) is not None:
                 yield completion
         finally:
@@ -59,7 +60,7 @@ class Host:
 class _Job:
     """One stream, read in a thread of its own until its end or until its reader has left."""
 
-    def __init__(self, start: Start, tell: Callable[[Chunk], Any]) -> None:
+    def __init__(self, start: Start, tell: Callable[[Piece], Any]) -> None:
         self._start = start
         self._tell = tell
         self._left = threading.Event()
@@ -72,8 +73,8 @@ class _Job:
             self._stream = stream
             if self._left.is_set():  # the reader left while the prompt was laid out
                 return None
-            for chunk in stream:
-                self._tell(chunk)
+            for delta in stream.deltas():
+                self._tell((delta.kind, delta.text))
             return stream.completion
 
     def leave(self) -> None:

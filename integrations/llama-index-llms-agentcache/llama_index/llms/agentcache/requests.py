@@ -36,7 +36,7 @@ class Ask:
     @property
     def calls(self) -> bool:
         """Whether a call in the answer is a call, and not text that looks like one."""
-        return bool(self.offer.shown) and self.choice != "none" and not self.form
+        return bool(self.offer.shown) and self.choice != "none"
 
     def open(self, engine: Engine) -> Stream:
         """Hand it to the engine; raises before anything is computed if it cannot work."""

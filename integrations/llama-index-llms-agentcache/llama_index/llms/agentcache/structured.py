@@ -100,7 +100,7 @@ class ObjectLLM(FunctionCallingLLM):
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
         demands = ("tool_choice", "tool_required", "allow_parallel_tool_calls")  # meant for the tool that others make of the class
         given = {name: value for name, value in (llm_kwargs or {}).items() if name not in demands}
-        return with_instruction(messages, schema), {**given, "schema": schema}
+        return with_instruction(messages, schema), {**given, "schema": schema, "tool_choice": "none"}
 
     def structured_predict(  # type: ignore[override]
         self, output_cls: type[Model], prompt: BasePromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any

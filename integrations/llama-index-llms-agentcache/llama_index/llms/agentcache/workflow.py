@@ -111,7 +111,7 @@ def answer_at_tail(agent: Agent, output_cls: type[BaseModel]) -> Agent:
             response = await llm.achat(with_instruction(turns, schema), schema=schema, stop=[])
         else:
             system = [ChatMessage(role=MessageRole.SYSTEM, content=agent.system_prompt)] if agent.system_prompt else []
-            response = await llm.achat(with_instruction([*system, *messages], schema), tools=tools, schema=schema)
+            response = await llm.achat(with_instruction([*system, *messages], schema), tools=tools, tool_choice="none", schema=schema)
         return read(output_cls, response).model_dump(mode="json")
 
     agent.output_cls = None
