@@ -263,3 +263,52 @@ def drift(
         with _loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
             found: dict[str, Any] = {"bench": "drift", **_described(engine), **bench.run(engine, tokens, tail, say)}
         report.finish(found, [report.drift_table(found)], json_file)
+
+
+@app.command()
+def quality(
+    model: Annotated[str, typer.Option(help="Folder or Hugging Face id of a model; the one that comes with the package.")] = "embedded",
+    tools: Annotated[str, typer.Option(help="Tool counts, with commas.")] = "5,20,50",
+    splits: Annotated[str, typer.Option(help="seen, held-out requests, unseen tools, unseen words.")] = "all",
+    count: Annotated[int, typer.Option("--n", min=0, help="Requests per split and tool count; 1000 for figures to publish.")] = 200,
+    episodes: Annotated[int, typer.Option(min=0, help="Dialogues of several calls, per style.")] = 100,
+    styles: Annotated[str, typer.Option(help="Of hermes, langchain, langchain text, llamaindex.")] = "hermes,langchain,llamaindex",
+    selection: Annotated[list[Path] | None, typer.Option(help="A file of cases (.jsonl); may be given several times.")] = None,
+    tools_dir: Annotated[Path | None, typer.Option(help="Folder of the catalogs that cases name; default: ../tools.")] = None,
+    sensitivity: Annotated[int, typer.Option(min=0, help="Also: so many requests with KV spoilt on purpose.")] = 0,
+    paired: Annotated[int, typer.Option(min=0, help="Also: so many requests with reuse and without, answers compared.")] = 0,
+    held: Annotated[str, typer.Option(help="Held-out part of the world: test, or validation.")] = "test",
+    agents: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """How well a model chooses tools and fills arguments, by greedy decoding: unseen tools and words, episodes, intervals, baselines."""
+    with _said_plainly():
+        from . import quality as bench
+        from . import report
+
+        named = tuple(part.strip() for part in splits.split(",")) if splits != "all" else bench.SPLITS
+        chosen = tuple(part.strip() for part in styles.split(",") if part.strip())
+        wanted = bench.Options(
+            _numbers(tools, "tools"),
+            named,
+            count,
+            episodes,
+            styles=chosen,
+            selection=tuple(selection or ()),
+            tools_dir=tools_dir,
+            held=held,
+            agents=agents,
+            sensitivity=sensitivity,
+            paired=paired,
+        )
+        with _loaded(model, None, dtype, threads) as engine, report.Progress() as say:
+            found: dict[str, Any] = {"bench": "quality", **_described(engine)}
+
+            def keep(part: dict[str, Any]) -> None:
+                found.update(part)
+                report.save(found, json_file)
+
+            found |= bench.run(engine, wanted, say, keep)
+        report.finish(found, bench.tables(found), json_file)

@@ -7,19 +7,22 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 
 
 def load(
     model: Any, tokenizer: Any = None, *, device: str | None = None, dtype: str | torch.dtype | None = None, bits: int | None = None
 ) -> tuple[Any, Any]:
-    """A loaded model and its tokenizer from a Hugging Face id, a folder, or loaded objects. bits: 4 (NF4) or 8, by bitsandbytes."""
+    """A loaded model and its tokenizer from a Hugging Face id, a folder, "embedded", or objects. bits: 4 (NF4) or 8, by bitsandbytes."""
     if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
         if bits or dtype or device:
             raise ConfigError("device, dtype and load_in_*bit apply to a model id or folder: load the model that way yourself")
         return model, tokenizer
+    if model == embedded.NAME:
+        model = embedded.folder()
     options: dict[str, Any] = {"dtype": dtype or "auto"}
     if device or bits:
         options["device_map"] = {"": device or "cpu"}

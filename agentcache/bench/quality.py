@@ -1,0 +1,184 @@
+"""`agentcache bench quality`: how well a model chooses tools and fills their arguments. Knows no options of a command line.
+
+Why cases are generated: nobody can have learnt them by heart, and what is unseen is known (quality_world/world.py splits words, tools
+and values by hashing). The embedded model's training saw the split "seen" and the forms of requests; other models saw none of it.
+Word overlap can solve many single requests, so BM25 over the same requests stands beside each figure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..engine import Engine
+from ..errors import ConfigError
+from . import quality_spoil
+from .quality_cases import SPLITS, STYLES, Case, episodes, read, selections
+from .quality_play import Ask, all_of, all_solved, asking
+from .quality_score import FIGURES, Ratio, figures
+from .report import table
+
+Keep = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is asked. held: the part of the world that is kept for "test" or "validation"; agents: requests at a time.
+
+    sensitivity: so many requests with KV spoilt on purpose (quality_spoil.py). paired: so many with reuse and without.
+    """
+
+    tools: Sequence[int] = (5, 20, 50)
+    splits: Sequence[str] = SPLITS
+    count: int = 200
+    episodes: int = 100
+    episode_tools: int = 8
+    styles: Sequence[str] = ("hermes", "langchain", "llamaindex")
+    selection: Sequence[Path] = ()
+    tools_dir: Path | None = None
+    held: str = "test"
+    seed: str = "bench"
+    agents: int = 8
+    sensitivity: int = 0
+    sensitivity_tools: int = 20
+    paired: int = 0
+
+    def __post_init__(self) -> None:
+        for name, given, known in (
+            ("split", self.splits, SPLITS),
+            ("style", self.styles, STYLES),
+            ("held", (self.held,), ("test", "validation")),
+        ):
+            if unknown := [each for each in given if each not in known]:
+                raise ConfigError(f"{name}={unknown[0]!r}: choose from {', '.join(map(repr, known))}")
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the report has so far."""
+
+    keep: Keep
+    parts: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, part: str, row: dict[str, Any]) -> None:
+        self.parts[part].append(row)
+        self.keep({part: self.parts[part]})
+
+
+def run(engine: Engine, options: Options, say: Callable[[str], None], keep: Keep = lambda part: None) -> dict[str, Any]:
+    """All of it; `keep` gets each part of the report when it is done.
+
+    rows      per split and number of tools: n and the figures of quality_score.py
+    shares    the same for the requests that depend on what stands before them, and for those that do not
+    episodes  per style: n, solved, and both per kind of dialogue
+    selection per file of cases
+    paired    the same requests with reuse and with reuse off, and how many answers are the same
+    sensitivity  see quality_spoil.py
+    """
+    ask, found, began = asking(engine), _Found(keep), time.perf_counter()
+    for split in options.splits:
+        for tools in options.tools if options.count else ():
+            _cell(ask, found, options, split, tools, say)
+    for style in options.styles if options.episodes else ():
+        found.add("episodes", _episodes(ask, options, style, say))
+    for path in options.selection:
+        cases = read(path, options.tools_dir)
+        found.add("selection", {"file": path.name, **_asked(ask, cases, options.agents, path.name, say)[0]})
+    if options.paired:
+        found.add("paired", _paired(engine, options, say))
+    if options.sensitivity:
+        for row in quality_spoil.run(engine, options.sensitivity, options.sensitivity_tools, options.seed, options.held, say):
+            found.add("sensitivity", row)
+    seconds = round(time.perf_counter() - began, 1)
+    setting = {"held": options.held, "seed": options.seed, "agents": options.agents, "seconds": seconds}
+    keep(setting)
+    return {"rows": [], "shares": [], "episodes": [], "selection": [], "paired": [], "sensitivity": [], **found.parts, **setting}
+
+
+def _asked(ask: Ask, cases: Sequence[Case], agents: int, what: str, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Any]]:
+    said = all_of(ask, cases, agents, lambda done: say(f"{what}: {done} of {len(cases)}") if done % 10 == 0 else None)
+    return figures(cases, said), said
+
+
+def _cell(ask: Ask, found: _Found, options: Options, split: str, tools: int, say: Callable[[str], None]) -> None:
+    cases = selections(split, tools, options.count, options.seed, options.held)
+    row, said = _asked(ask, cases, options.agents, f"{split}, {tools} tools", say)
+    found.add("rows", {"split": split, "tools": tools, **row})
+    for context in (False, True):
+        some = [number for number, case in enumerate(cases) if case.context is context]
+        if some:
+            part = figures([cases[number] for number in some], [said[number] for number in some])
+            found.add("shares", {"split": split, "tools": tools, "share": "context" if context else "independent", **part})
+
+
+def _paired(engine: Engine, options: Options, say: Callable[[str], None]) -> dict[str, Any]:
+    """Each request twice: on the kept tool group, and with everything computed anew."""
+    tools = options.sensitivity_tools
+    cases = selections("unseen tools", tools, options.paired, options.seed, options.held)
+    kept, said = _asked(asking(engine), cases, options.agents, "with reuse", say)
+    anew, again = _asked(asking(engine, "off"), cases, options.agents, "without", say)
+    return {"tools": tools, "n": len(cases), "same": sum(one == other for one, other in zip(said, again)), "reuse": kept, "off": anew}
+
+
+def _episodes(ask: Ask, options: Options, style: str, say: Callable[[str], None]) -> dict[str, Any]:
+    played = episodes(style, options.episodes, options.episode_tools, seed=options.seed, held=options.held)
+    steps = all_solved(ask, played, options.agents, lambda done: say(f"{style}: {done} of {len(played)}") if done % 5 == 0 else None)
+    kinds: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for one, done in zip(played, steps):
+        kinds[one.kind][0] += done == len(one.steps)
+        kinds[one.kind][1] += 1
+    ratio = Ratio({number: (done == len(one.steps), 1) for number, (one, done) in enumerate(zip(played, steps))})
+    right = {"steps": sum(len(one.steps) for one in played), "steps_before_first_error": sum(steps)}
+    return {
+        "style": style,
+        "n": len(played),
+        "solved": ratio.value,
+        "solved_ci": ratio.interval(),
+        "tools": options.episode_tools,
+        **right,
+        "kinds": {kind: {"solved": count[0], "n": count[1]} for kind, count in sorted(kinds.items())},
+    }
+
+
+# Showing
+
+
+def _share(row: Mapping[str, Any], name: str, interval: bool = True) -> str:
+    if row[name] is None:
+        return "-"
+    low, high = row[f"{name}_ci"]
+    return f"{row[name]:.3f}" + (f" ({low:.2f}-{high:.2f})" if interval else "")
+
+
+def tables(found: Mapping[str, Any]) -> list[Table]:
+    """Rows, shares, episodes, files of cases; nothing for what was not asked."""
+    shown = [name.replace("_tsa", "") for name in FIGURES]
+    caption = "95 % intervals; fpr of requests that no tool fits, the others of those that one fits; bm25, first: tsa of the baselines"
+
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        return [str(row["n"]), *(_share(row, name, interval=name not in ("bm25_tsa", "first_tsa")) for name in FIGURES)]
+
+    rows = [[row["split"], str(row["tools"]), *cells(row)] for row in found["rows"]]
+    shares = [[row["split"], str(row["tools"]), row["share"], *cells(row)] for row in found["shares"]]
+    files = [[row["file"], *cells(row), str(row["too_long"])] for row in found["selection"]]
+    played = [[row["style"], str(row["tools"]), str(row["n"]), _share(row, "solved")] for row in found["episodes"]]
+    spoilt = [
+        [row["kind"], row["share"], str(row["n"]), _share(row, "tsa"), _share(row, "em")]
+        + [f"{row[name]:.3f}" if row[name] is not None else "-" for name in ("cosine", "kl", "same")]
+        for row in found["sensitivity"]
+    ]
+    return [
+        table("choosing a tool and filling its arguments", ["split", "tools", "n", *shown], rows, caption),
+        table("by whether what is right depends on text before the tool or the request", ["split", "tools", "share", "n", *shown], shares),
+        table("dialogues of several calls, every step right", ["style", "tools", "n", "solved"], played),
+        table(
+            "KV spoilt on purpose", ["kind", "share", "n", "tsa", "em", "cosine", "KL", "same"], spoilt, "same: answers as with exact KV"
+        ),
+        table("files of cases", ["file", "n", *shown, "too long"], files),
+    ]

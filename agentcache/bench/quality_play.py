@@ -1,0 +1,89 @@
+"""Asks a model, by real greedy decoding through the engine, and reads what it calls. Knows nothing of what is right but for its shape."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..engine import Engine
+from ..errors import ContextOverflowError
+from ..types import Reuse, Sampling
+from .quality_cases import Case, Episode
+from .quality_score import Said, right
+
+ANSWER_TOKENS = 200
+_ACTION = re.compile(r"^Action\s*:[ \t]*(.*?)\s*$\n\s*Action Input\s*:[ \t]*(.*)", re.DOTALL | re.MULTILINE)
+_END = re.compile(r"^(?:Final )?Answer\s*:\s*(.*)", re.DOTALL | re.MULTILINE)
+
+Ask = Callable[[Case], Said]
+
+
+def asking(engine: Engine, reuse: Reuse | None = None) -> Ask:
+    """How cases are put to an engine."""
+    calm = Sampling(max_tokens=ANSWER_TOKENS)
+    until = Sampling(max_tokens=ANSWER_TOKENS, stop=("\nObservation:",))
+
+    def ask(case: Case) -> Said:
+        prompt = case.prompt if isinstance(case.prompt, str) else list(case.prompt)
+        try:
+            done = engine.generate(prompt, case.tools, sampling=calm if case.style == "hermes" else until, reuse=reuse)
+        except ContextOverflowError:
+            return Said(None, {}, failed="too long")
+        return react(done.text, case) if case.style != "hermes" else hermes(done.message)
+
+    return ask
+
+
+def hermes(message: Any) -> Said:
+    """The first call of a message, in the model family's own form."""
+    if not message.tool_calls:
+        return Said(None, {}, message.content or "")
+    call = message.tool_calls[0]
+    return Said(call.name, call.arguments if isinstance(call.arguments, Mapping) else {}, message.content or "")
+
+
+def react(text: str, case: Case) -> Said:
+    """The action or the answer of a text ReAct step, as the agents' parsers read it. A bare input is the only argument's value."""
+    found, end = _ACTION.search(text), _END.search(text)
+    if found is None or (end is not None and end.start() < found.start()):
+        return Said(None, {}, end.group(1).strip() if end else text, failed="" if end else "neither action nor answer")
+    given = found.group(2).strip()
+    try:
+        value = json.loads(given)
+    except ValueError:
+        value = given
+    if not isinstance(value, Mapping):
+        wanted = case.right.arguments if case.right is not None else {}
+        name, expected = next(iter(wanted.items()), ("", ""))
+        value = {name: given.strip('"') if isinstance(expected, str) else value} if len(wanted) == 1 else {"": given}
+    return Said(found.group(1), value, text)
+
+
+def all_of(ask: Ask, cases: Sequence[Case], agents: int, say: Callable[[int], None]) -> list[Said]:
+    """Every case's answer, `agents` at a time."""
+    out = []
+    with ThreadPoolExecutor(agents) as pool:
+        for number, said in enumerate(pool.map(ask, cases), 1):
+            out.append(said)
+            say(number)
+    return out
+
+
+def solved(ask: Ask, episode: Episode) -> int:
+    """How many steps were right before the first wrong one: all, if it is solved."""
+    for number, step in enumerate(episode.steps):
+        if not right(step, ask(step)):
+            return number
+    return len(episode.steps)
+
+
+def all_solved(ask: Ask, episodes: Sequence[Episode], agents: int, say: Callable[[int], None]) -> list[int]:
+    out = []
+    with ThreadPoolExecutor(agents) as pool:
+        for number, steps in enumerate(pool.map(lambda one: solved(ask, one), episodes), 1):
+            out.append(steps)
+            say(number)
+    return out
