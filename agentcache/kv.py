@@ -79,11 +79,20 @@ class Page:
         place = spec if tier == "device" else replace(spec, device=torch.device("cpu"))
         self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), place, whole)
         self.values = _zeros((spec.layers, spec.kv_heads, PAGE_TOKENS, spec.head_dim), place, whole)
-        self.layer_keys = self.keys.unbind(0)
-        self.layer_values = self.values.unbind(0)
+        self._views()
         self.filled = 0
         self._claim: object | None = None
         self._lock = threading.Lock()
+
+    def _views(self) -> None:
+        self.layer_keys = self.keys.unbind(0)
+        self.layer_values = self.values.unbind(0)
+
+    def lie_in(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take other memory, which holds a whole page already; each layer of it is contiguous."""
+        assert self.filled == 0 and keys.shape == self.keys.shape and values.shape == self.values.shape and keys.dtype == self.spec.dtype
+        self.keys, self.values = keys, values
+        self._views()
 
     @property
     def sealed(self) -> bool:

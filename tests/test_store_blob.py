@@ -323,3 +323,103 @@ def test_an_encrypted_blob_needs_its_key(tmp_path: Path) -> None:
     refused(folder, clear)
     twice = [path(folder, blob.write(folder, row(), page())).read_bytes() for _ in range(2)]
     assert twice[0][4096:8192] != twice[1][4096:8192]
+
+
+# -- mapped pages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "local", lambda path: True)
+    monkeypatch.setattr(files, "in_memory", lambda fd, size: True)
+
+
+def own_memory(found: Page) -> bool:
+    """Whether a page lies in memory of its own, keys in one piece."""
+    return found.keys.is_contiguous()
+
+
+@pytest.mark.usefixtures("mapping")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_full_page_lies_in_its_file(folder: Folder, dtype: torch.dtype) -> None:
+    spec = replace(SPEC, dtype=dtype)
+    original = page(spec)
+    written = blob.write(folder, row(spec), original)
+    found = fill(folder, written, spec=spec)
+    assert not own_memory(found)
+    assert found.sealed
+    assert same(found, original, 512)
+    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found.layer_keys, original.layer_keys, strict=True))
+    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found.layer_values, original.layer_values, strict=True))
+    assert same(found.copy(300), original, 300)
+    again = blob.write(folder, written, found)
+    assert blob.describe(folder, again.blob).page_key == written.page_key
+    assert same(fill(folder, again, spec=spec), original, 512)
+
+
+@pytest.mark.usefixtures("mapping")
+def test_a_mapped_page_outlives_its_file_and_never_changes_it(folder: Folder) -> None:
+    original = page()
+    written = blob.write(folder, row(), original)
+    found, other = fill(folder, written), fill(folder, written)
+    found.keys.zero_()
+    blob.verify(folder, written)
+    assert same(other, original, 512)
+    files.unlink(folder, written.blob)
+    assert same(other, original, 512)
+
+
+@pytest.mark.usefixtures("mapping")
+@pytest.mark.parametrize("tokens", [511, 1])
+def test_other_pages_are_copied(folder: Folder, tmp_path: Path, tokens: int) -> None:
+    original = page()
+    assert own_memory(fill(folder, blob.write(folder, row(tokens=tokens), original)))
+    assert own_memory(fill(folder, blob.write(folder, row(), original), tokens))
+    encrypted = Folder.open(tmp_path / "encrypted", key=b"k" * 32)
+    assert own_memory(fill(encrypted, blob.write(encrypted, row(), original)))
+
+
+def test_only_what_is_in_memory_on_a_local_file_system_is_mapped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = page()
+    written = blob.write(folder, row(), original)
+    fd, size = files.open_file(folder, written.blob)
+    try:
+        monkeypatch.setattr(
+            os, "preadv", lambda fd, buffers, at, flags=0: (_ for _ in ()).throw(BlockingIOError(errno.EAGAIN, "not there"))
+        )
+        assert not files.in_memory(fd, size)
+    finally:
+        monkeypatch.undo()
+        os.close(fd)
+    for local, cached in ((False, True), (True, False)):
+        monkeypatch.setattr(files, "local", lambda path, local=local: local)
+        monkeypatch.setattr(files, "in_memory", lambda fd, size, cached=cached: cached)
+        found = fill(folder, written)
+        assert own_memory(found)
+        assert same(found, original, 512)
+
+
+def test_which_file_systems_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Part:
+        def __init__(self, mountpoint: Path, fstype: str) -> None:
+            self.mountpoint, self.fstype = str(mountpoint), fstype
+
+    base = tmp_path.resolve()
+    monkeypatch.setattr(files.psutil, "disk_partitions", lambda all: [Part(base, "ext4"), Part(base / "far", "nfs4")])
+    files.local.cache_clear()
+    try:
+        assert files.local(tmp_path)
+        assert files.local(tmp_path / "near")
+        assert not files.local(tmp_path / "far" / "store")
+    finally:
+        files.local.cache_clear()
+
+
+@pytest.mark.usefixtures("mapping")
+def test_without_room_for_maps_it_is_read(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = page()
+    written = blob.write(folder, row(), original)
+    monkeypatch.setattr(files, "map_file", lambda fd, size: (_ for _ in ()).throw(OSError(errno.ENOMEM, "too many maps")))
+    found = fill(folder, written)
+    assert own_memory(found)
+    assert same(found, original, 512)

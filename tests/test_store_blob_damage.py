@@ -15,16 +15,19 @@ import torch
 
 from agentcache.errors import BlobError, StoreError
 from agentcache.kv import KVSpec, Page
-from agentcache.store import blob, container, reading
+from agentcache.store import blob, container, files, reading
 from agentcache.store.folder import Folder
 from tests.stored import SPEC, edit, fill, left, page, path, refused, row, same
 
 KINDS = {"sealed": 512, "partial": 100}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+@pytest.fixture(params=["mapped", "read"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A store whose full pages are mapped, or read, wherever these tests run."""
     monkeypatch.delenv("AGENTCACHE_KEY", raising=False)
+    monkeypatch.setattr(files, "local", lambda path: True)
+    monkeypatch.setattr(files, "in_memory", lambda fd, size: request.param == "mapped")
     return Folder.open(tmp_path / "store")
 
 
@@ -312,6 +315,7 @@ def test_a_name_is_never_a_path(folder: Folder, name: str) -> None:
 
 @pytest.mark.parametrize("after", range(2, 9))
 def test_a_file_that_shrinks_while_it_is_read(folder: Folder, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "in_memory", lambda fd, size: False)
     written = blob.write(folder, row(), page())
     real, calls = os.preadv, iter(range(1000))
 
@@ -326,6 +330,7 @@ def test_a_file_that_shrinks_while_it_is_read(folder: Folder, after: int, monkey
 
 @pytest.mark.parametrize("after", range(9))
 def test_a_disk_that_fails_while_it_is_read(folder: Folder, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "in_memory", lambda fd, size: False)
     written = blob.write(folder, row(), page())
     real, calls = os.preadv, iter(range(1000))
 
@@ -339,6 +344,7 @@ def test_a_disk_that_fails_while_it_is_read(folder: Folder, after: int, monkeypa
 
 
 def test_short_reads_and_writes_go_on(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "in_memory", lambda fd, size: False)
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: write(fd, [buffers[0][:777]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:999]], at))

@@ -7,7 +7,8 @@ product, which `Numerics` finds out: so the bits are those of the large products
     out[m, n] = Σ over blocks b, in order, of chain(b)        chain(b) = fma(x[m, k], w[n, k], ...) for k of the block, ascending, from 0
 
 A tile is `lanes` outputs: per step one 64 byte line of each of their weight rows is loaded, the lines are transposed in registers,
-and each lane then runs its own chain. More rows than registers hold are further passes over the tile, which lies in the cache by then. Needs llvmlite (the extra `cpu`) and PyTorch's OpenMP runtime, whose threads it borrows.
+and each lane then runs its own chain. More rows than registers hold are further passes over the tile, which lies in the cache by then.
+Needs llvmlite (the extra `cpu`) and PyTorch's OpenMP runtime, whose threads it borrows.
 """
 
 from __future__ import annotations

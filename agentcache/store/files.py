@@ -7,6 +7,8 @@ blobs/ab/NAME.part               being written
 from __future__ import annotations
 
 import errno
+import functools
+import mmap
 import os
 import re
 import secrets
@@ -14,6 +16,9 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from ..errors import BlobError, StoreError, StoreFullError, StorePermissionError
 from . import process
@@ -24,6 +29,8 @@ NAME = re.compile(rf"(?a:[0-9a-f]{{32}})-({process.TOKEN.pattern})")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAMAGED = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 IOV = 512  # buffers per call, below every system's limit
+LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs"}  # where a deleted file that is mapped can still be read
+PROBE = 1 << 18  # bytes between two looks at what the system holds in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,30 @@ def read_into(fd: int, buffer: memoryview, at: int, name: str) -> None:
         if not count:
             raise BlobError(f"blob {name!r} ends at byte {at}: it became shorter while it was read")
         buffer, at = buffer[count:], at + count
+
+
+@functools.cache
+def local(path: Path) -> bool:
+    """Whether a folder lies on a file system of this machine's own: another machine could take a mapped file away under a reader."""
+    path = path.resolve()
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((mounts[above] in LOCAL for above in (path, *path.parents) if above in mounts), False)
+
+
+def in_memory(fd: int, size: int) -> bool:
+    """Whether the system holds all of a file in its page cache, as far as samples tell."""
+    nowait, byte = getattr(os, "RWF_NOWAIT", None), bytearray(1)
+    if nowait is None:
+        return False
+    try:
+        return all(os.preadv(fd, [byte], at, nowait) for at in range(0, size, PROBE))
+    except OSError:  # BlockingIOError where the disk would be asked; others where the question is unknown
+        return False
+
+
+def map_file(fd: int, size: int) -> mmap.mmap:
+    """All of a file as memory that no write goes back from. The file may be deleted while it lives, but never be cut short."""
+    return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def write_from(fd: int, buffers: Sequence[memoryview], at: int) -> int:

@@ -2,6 +2,8 @@
 
 One layer is one unit of work: threads take layers in turn, so that one reads while another hashes what it has just read. A page counts
 as filled only when the macs of all its layers, and the one over everything else, were right.
+
+A full page that the system's page cache holds already is not copied: the page takes the file's own memory, which other processes share.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import hmac
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,16 +65,30 @@ class Blob:
 
     def read(self, layer: int, buffers: Sequence[memoryview], done: Progress) -> None:
         """Fill buffers with a layer's bytes, and check them. BlobError: they hold what must not be used."""
-        mac = blake3(layer_context(self.row, layer, self.plan.sealed), key=self.folder.key)
         at = self.plan.at(layer)
-        for buffer in buffers:
-            for start in range(0, len(buffer), PIECE):
-                piece = buffer[start : start + PIECE]
-                files.read_into(self.fd, piece, at, self.row.blob)
-                mac.update(piece)
-                at += len(piece)
-                done(len(piece))
+
+        def pieces() -> Iterator[memoryview]:
+            nonlocal at
+            for buffer in buffers:
+                for start in range(0, len(buffer), PIECE):
+                    piece = buffer[start : start + PIECE]
+                    files.read_into(self.fd, piece, at, self.row.blob)
+                    at += len(piece)
+                    yield piece
+
+        self._check(layer, pieces(), done)
         assert at == self.plan.at(layer + 1)
+
+    def check(self, layer: int, whole: memoryview, done: Progress) -> None:
+        """Check a layer of a file that is mapped."""
+        first, last = self.plan.at(layer), self.plan.at(layer + 1)
+        self._check(layer, (whole[at : min(last, at + PIECE)] for at in range(first, last, PIECE)), done)
+
+    def _check(self, layer: int, pieces: Iterable[memoryview], done: Progress) -> None:
+        mac = blake3(layer_context(self.row, layer, self.plan.sealed), key=self.folder.key)
+        for piece in pieces:
+            mac.update(piece)
+            done(len(piece))
         if not hmac.compare_digest(mac.digest(), self.mac(layer)):
             raise BlobError(f"blob {self.row.blob!r}: layer {layer} was changed since it was written")
 
@@ -134,6 +150,7 @@ class Filling:
         assert fits(row, page) and page.filled == 0 and 0 < tokens <= row.tokens
         self.row, self.page, self.tokens = row, page, tokens
         self.blob: Blob | None = None
+        self.mapped: memoryview | None = None  # the whole file, where the page will lie in it
         self.next = self.active = 0  # layers handed out, layers being read
         self.error: StoreError | None = None
         self.ended = False
@@ -141,12 +158,24 @@ class Filling:
     def open(self, folder: Folder) -> None:
         self.blob = open_blob(folder, self.row.blob)
         same(self.row, self.blob.row)
+        size = self.blob.plan.bytes
+        if self._as_it_lies() and self.tokens == PAGE_TOKENS and files.local(folder.path) and files.in_memory(self.blob.fd, size):
+            with suppress(OSError):  # a limit on maps: read instead
+                self.mapped = memoryview(files.map_file(self.blob.fd, size))
+
+    def _as_it_lies(self) -> bool:
+        """Whether layers are stored as they lie in a page."""
+        assert self.blob is not None
+        return self.row.precision == "exact" and self.row.tokens == PAGE_TOKENS and not self.blob.plan.sealed
 
     def fill(self, layer: int, scratch: Callable[[int], memoryview], done: Progress) -> None:
         """Read one layer into the page: directly if it is stored as it lies there."""
         blob, row, page = self.blob, self.row, self.page
         assert blob is not None
-        if row.precision == "exact" and row.tokens == PAGE_TOKENS and not blob.plan.sealed:
+        if self.mapped is not None:
+            blob.check(layer, self.mapped, done)
+            return
+        if self._as_it_lies():
             blob.read(layer, [view(page.layer_keys[layer]), view(page.layer_values[layer])], done)
             return
         stored = scratch(blob.plan.layer_bytes)
@@ -177,10 +206,22 @@ class Filling:
         if self.blob is not None:
             self.blob.close()
         keep = 0 if self.error else self.tokens
-        if self.next:  # else nothing was written
+        if self.mapped is not None:
+            if keep:
+                self._take()
+        elif self.next:  # else nothing was written
             self.page.keys[..., keep : self.row.tokens] = 0
             self.page.values[..., keep : self.row.tokens, :] = 0
         self.page.filled = keep
+
+    def _take(self) -> None:
+        """Give the page the memory of the mapped file, layer by layer as it lies there."""
+        assert self.blob is not None and self.mapped is not None
+        plan, spec = self.blob.plan, self.page.spec
+        each = spec.kv_heads * spec.head_dim * PAGE_TOKENS
+        shapes = (spec.kv_heads, spec.head_dim, PAGE_TOKENS), (spec.kv_heads, PAGE_TOKENS, spec.head_dim)
+        data = torch.frombuffer(self.mapped, dtype=spec.dtype, count=2 * spec.layers * each, offset=plan.at(0)).view(spec.layers, 2, each)
+        self.page.lie_in(*(data[:, i].unflatten(1, shape) for i, shape in enumerate(shapes)))
 
 
 class Reading:
