@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .receipt import Receipt
 
 from . import errors
-from .types import Layout, Message, Reason, Refusal, Sampling, Span, StoreOptions, Tool, ToolCall, ToolGroup
+from .types import Constraint, Layout, Message, Reason, Refusal, Sampling, Span, StoreOptions, Tool, ToolCall, ToolGroup
 
 __version__ = "0.1.0"
 DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name
@@ -23,6 +23,7 @@ _LAZY = {"Engine": "engine", "Completion": "engine", "Chunk": "engine", "Stream"
 __all__ = [
     "Chunk",
     "Completion",
+    "Constraint",
     "Engine",
     "Layout",
     "Message",

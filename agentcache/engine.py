@@ -23,17 +23,18 @@ from .inflight import Chunk, Done, Request
 from .kv import PAGE_TOKENS
 from .layout import Renderer
 from .model.fingerprint import Fingerprint
+from .model.grammar import Grammars
 from .model.hf import HFModel, load
 from .model.sampling import Sampler, TextStream
-from .model.tool_calls import parse
 from .receipt import Receipt
+from .reply import expect, message_of, tool_name
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.groups import Group
 from .store.keys import Scope, as_ids, chain
 from .store.store import DEFAULT, Store
 from .stream import Completion, Stream
-from .types import Layout, Message, Reason, Rendering, Reuse, Sampling, StoreOptions, Tool, ToolGroup, ToolOrder
+from .types import Constraint, Layout, Message, Reason, Rendering, Reuse, Sampling, StoreOptions, Tool, ToolGroup, ToolOrder
 
 __all__ = ["Chunk", "Completion", "Engine", "Stream"]
 
@@ -91,6 +92,7 @@ class Engine:
         self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model, self.fingerprint)
         own = getattr(self.tokenizer, "eos_token_id", None)
         self._stop_ids = ends | {own} if own is not None else ends
+        self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -100,6 +102,7 @@ class Engine:
         tools: Tools = (),
         *,
         sampling: Sampling | None = None,
+        constraint: Constraint | None = None,
         namespace: str = "default",
         reuse: Reuse | None = None,
         rendering: Rendering = "canonical",
@@ -110,6 +113,7 @@ class Engine:
     ) -> Stream:
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
+        constraint: what the completion may be; needs the extra `constrain`.
         group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total): prompt tokens so far, called
         in the thread that reads the stream, while it waits for the first chunk.
         """
@@ -127,6 +131,7 @@ class Engine:
         sampling = self._fit(layout, sampling)
         request = self._request(layout, sampling, namespace, _check_reuse(reuse or self.reuse), called)
         request.on_progress = on_progress
+        expect(request, layout, tools, constraint, self.grammars)
         self.scheduler.submit(request)
         return Stream(request, lambda done: self._complete(done, layout))
 
@@ -192,7 +197,7 @@ class Engine:
     def _complete(self, request: Request, layout: Layout) -> Completion:
         receipt = request.receipt
         generated = tuple(request.ids[receipt.prompt_tokens :])
-        message = parse(request.text.text)
+        message = message_of(request)
         if message.tool_calls and receipt.finish_reason == "stop":
             receipt.finish_reason = "tool_calls"
         if spelled := generated[: request.text.spelled or 0]:  # what a stop string cut off is no part of the message
@@ -239,7 +244,7 @@ class Engine:
         finally:
             if not pinned:
                 self._abandon(request)
-        names = [_tool_name(tool) for tool in tools]
+        names = [tool_name(tool) for tool in tools]
         return self._pin(request, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
 
     def _abandon(self, request: Request) -> None:
@@ -336,9 +341,3 @@ def _check_reuse(reuse: Reuse) -> Reuse:
     if reuse not in ("exact", "lossy", "off"):
         raise ConfigError(f"reuse={reuse!r}: must be 'exact', 'lossy' or 'off'")
     return reuse
-
-
-def _tool_name(tool: Tool | Mapping[str, Any]) -> str:
-    if isinstance(tool, Tool):
-        return tool.name
-    return str(tool.get("function", tool).get("name", ""))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from .errors import AgentCacheError
 from .kv import Sequence
+from .model.grammar import Guide
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Receipt
@@ -46,6 +47,7 @@ class Request:
 
     prefix_tokens: length of the stable part. lossy: pages stored with fewer bits may serve it, too. fetch: its pages' way from disk.
     fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the store has or had.
+    guide: what its completion is held to. tools: names that may be called, None if no text is a call. opened: the prompt begins a thought.
     numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
     """
 
@@ -61,6 +63,9 @@ class Request:
     reuse: bool = True
     lossy: bool = False
     fill_only: bool = False
+    guide: Guide | None = None
+    tools: frozenset[str] | None = frozenset()
+    opened: bool = False
     forced: deque[int] = field(default_factory=deque)
     on_progress: Callable[[int, int], None] | None = None
     events: queue.SimpleQueue[Chunk | Progress | Done | AgentCacheError] = field(default_factory=queue.SimpleQueue)

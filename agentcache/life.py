@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from .errors import AgentCacheError, EngineClosedError, NonFiniteLogitsError
+from .errors import AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError
 from .inflight import Chunk, Done, Progress, Request
 from .kv import PAGE_TOKENS, Sequence
 from .plan import make
@@ -167,9 +167,14 @@ class Life:
         request.receipt.ttft_ms = (now - request.called) * 1e3
         return now
 
-    def _choose(self, request: Request, logits: torch.Tensor) -> FinishReason | None:
-        forced = bool(request.forced)
-        token = request.forced.popleft() if forced else request.sampler(logits, request.ids)
+    def _choose(self, request: Request, logits: torch.Tensor) -> AgentCacheError | FinishReason | None:
+        guide = request.guide
+        masked = guide.mask(logits) if guide else logits
+        if masked is None:
+            return "stop"
+        token = request.forced.popleft() if request.forced else request.sampler(masked, request.ids)
+        if guide and (wrong := guide.accept(token)):
+            return GenerationError(f"the constraint cannot be followed behind token {len(request.ids)}: {wrong}; simplify it")
         now = time.perf_counter() if request.first else self._first_token(request)
         receipt: Receipt = request.receipt
         request.ids.append(token)
@@ -177,7 +182,7 @@ class Life:
         receipt.decode_ms = (now - request.first) * 1e3
         ended = token in request.stop_ids and not request.sampling.ignore_eos and not request.forced
         request.events.put(Chunk(request.text.push(token), (token,)))
-        if ended or request.text.stopped:
+        if ended or request.text.stopped or (guide and guide.over):
             return "stop"
         if receipt.completion_tokens >= request.sampling.max_tokens:
             return "length"

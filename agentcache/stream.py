@@ -8,7 +8,9 @@ from typing import Any
 
 from .errors import AgentCacheError, CancelledError
 from .inflight import Chunk, Done, Progress, Request
+from .model.call_stream import Delta
 from .receipt import Receipt
+from .reply import deltas
 from .types import Message
 
 
@@ -63,6 +65,10 @@ class Stream(Iterator[Chunk]):
             raise StopIteration
         self._error = event
         raise event
+
+    def deltas(self) -> Iterator[Delta]:
+        """What is left of the stream, taken apart: reasoning, text, calls and their arguments, each as soon as it is certain."""
+        return deltas(self._request, (chunk.text for chunk in self))
 
     def _report(self, progress: Progress) -> None:
         told = False

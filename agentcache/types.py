@@ -170,6 +170,51 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a completion may be, enforced token by token. Without one decoding is free.
+
+    tool_choice: "auto" (text or calls), "none", "any" (calls only), or the name of one tool, called once. Whatever is called is one of the
+    tools, with arguments valid against its schema. allowed: the tools that may be called; the others stay in the prompt, which does not
+    change. parallel: whether more than one call may be made. schema: the text is JSON that it allows, True for any object; regex and
+    grammar (Lark, as llguidance reads it) alike. With tools and "auto" a completion is either that text or calls. Objects that name
+    their properties get no others unless `additionalProperties` says so.
+    """
+
+    tool_choice: str = "auto"
+    allowed: tuple[str, ...] | None = None
+    parallel: bool = True
+    schema: Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tool_choice, str) or not self.tool_choice:
+            raise ConfigError(f"tool_choice={self.tool_choice!r}: must be 'auto', 'none', 'any' or the name of a tool")
+        if isinstance(self.allowed, str) or not all(isinstance(name, str) for name in self.allowed or ()):
+            raise ConfigError(f"allowed={self.allowed!r}: must be None or a tuple of tool names")
+        if self.schema is not None and self.schema is not True and not isinstance(self.schema, Mapping):
+            raise ConfigError(f"schema={self.schema!r:.200}: must be a JSON schema, or True for any JSON object")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise ConfigError(f"{name}={getattr(self, name)!r:.200}: must be a string")
+        given = [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)}: a completion has one form, choose one")
+        if given and self.calls:
+            raise ConfigError(f"{given[0]} and tool_choice={self.tool_choice!r}: a completion that must be a call has no text of its own")
+
+    @property
+    def structured(self) -> bool:
+        """Whether the text, if there is one, has a prescribed form."""
+        return self.schema is not None or self.regex is not None or self.grammar is not None
+
+    @property
+    def calls(self) -> bool:
+        """Whether a completion must be a call."""
+        return self.tool_choice not in ("auto", "none")
+
+
+@dataclass(frozen=True, slots=True)
 class ToolGroup:
     """A named, pinned prefix: what `warm` returns."""
 

@@ -1,0 +1,204 @@
+"""Completions held to a constraint: of the next tokens, only those that can still become what was asked for. Knows nothing of requests' KV.
+
+llguidance (extra `constrain`) reads the grammar that grammar_forms.py writes and says which tokens may come next.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, PromptError, ToolSchemaError
+from ..types import Constraint, Layout, Message, Tool, ToolCall
+from .grammar_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm, Thinking, arguments_schema, form_of, grammar
+
+COMPILED = 64  # remembered grammars; making one takes some milliseconds, more with many tools
+
+# Tokens that are part of what is written, whatever the tokenizer calls them; all other special tokens never appear in a completion.
+_WRITTEN = (b"<tool_call>", b"</tool_call>", b"<think>", b"</think>", b"[TOOL_CALLS]")
+
+
+class Guide:
+    """The constraint of one request on its way: which tokens may come next. One thread at a time."""
+
+    def __init__(self, matcher: Any, vocab: int) -> None:
+        self._matcher = matcher
+        self._vocab = vocab
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Logits [vocab] with those of other tokens at minus infinity; None if the completion can only end."""
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(packed, bitorder="little")[: self._vocab].astype(bool))
+        if not bool(allowed.any()):
+            return None
+        return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
+
+    def accept(self, token: int) -> str:
+        """Note the token that was chosen; what went wrong, if something did."""
+        if self._matcher.consume_token(token):
+            return ""
+        return str(self._matcher.get_error()) or f"token {token} is not allowed here"
+
+
+class Grammars:
+    """Guides for the requests of one engine. Safe to use from many threads.
+
+    render: the engine's renderer, asked once how this chat template shows a call.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int, stop_ids: frozenset[int], render: Callable[..., Layout]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._stop_ids = sorted(token for token in stop_ids if 0 <= token < vocab)
+        self._render = render
+        self._lock = threading.Lock()
+        self._form: CallForm | None = None
+        self._tokens: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    @property
+    def form(self) -> CallForm:
+        """How this model writes calls."""
+        if self._form is None:
+            tool = Tool(PROBE_TOOL, "", {"type": "object", "properties": {"zarg": {"type": "string"}}})
+            asked = [Message("user", "zask"), Message("assistant", "", (ToolCall(PROBE_TOOL, PROBE_ARGUMENTS, "zcall0001"),))]
+            try:
+                shown = self._render(asked, [tool], namespace="grammar", generation=False).text
+            except PromptError:  # a template without tools, or without calls
+                shown = ""
+            self._form = form_of(shown)
+        return self._form
+
+    def guide(self, constraint: Constraint, tools: Sequence[Tool | Mapping[str, Any]], prompt: str) -> Guide:
+        """The guide of a new request behind this prompt. Raises ConfigError or ToolSchemaError if nothing could satisfy the constraint."""
+        library = _library()
+        callable_tools = _callable(constraint, tools)
+        made = self._made(constraint, callable_tools, self._thinking(prompt), library)
+        with self._lock:
+            matcher = self._compiled.get(made)
+            if matcher is not None:
+                self._compiled.move_to_end(made)
+        if matcher is None:
+            matcher = library.LLMatcher(self._tokens_of(library), made, log_level=0)
+            if matcher.is_error():
+                raise self._refused(constraint, callable_tools, matcher.get_error(), library)
+            with self._lock:
+                self._compiled[made] = matcher
+                while len(self._compiled) > COMPILED:
+                    self._compiled.popitem(last=False)
+        with self._lock:
+            return Guide(matcher.deep_copy(), self._vocab)
+
+    def _made(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], thinking: Thinking, library: Any) -> str:
+        regex = library.regex_to_lark(constraint.regex, "") if constraint.regex is not None else ""
+        try:
+            return grammar(constraint, tools, self.form, thinking, regex)
+        except TypeError as error:
+            raise ConfigError(f"schema={constraint.schema!r:.200}: is not JSON ({error})") from error
+
+    def _thinking(self, prompt: str) -> Thinking:
+        end = prompt.rstrip()
+        if end.endswith("<think>"):
+            return "open"
+        source = str(getattr(self._tokenizer, "chat_template", "") or "")
+        return "may" if "<think>" in source and not end.endswith("</think>") else "none"
+
+    def _refused(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], why: str, library: Any) -> Exception:
+        for name, schema in tools.items():
+            alone = library.LLMatcher.validate_grammar(library.LLMatcher.grammar_from_json_schema(dict(schema)))
+            if alone:
+                return ToolSchemaError(
+                    f"tool {name!r}: its schema cannot be enforced: {_short(alone)}; simplify parameters={schema!r:.200}, leave the tool "
+                    "out of Constraint(allowed=...), or ask without a constraint"
+                )
+        given = {name: getattr(constraint, name) for name in ("schema", "regex", "grammar") if getattr(constraint, name) is not None}
+        shown = ", ".join(f"{name}={value!r:.200}" for name, value in given.items()) or "these tools"
+        return ConfigError(f"{shown}: cannot be enforced: {_short(why)}; simplify it, or ask without a constraint")
+
+    def _tokens_of(self, library: Any) -> Any:
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = _tokens(library, self._tokenizer, self._vocab, self._stop_ids)
+            return self._tokens
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+        from llguidance import regex_to_lark
+    except ImportError as error:
+        raise ConfigError("constraint=...: needs llguidance; pip install 'agentcache-llm[constrain]'") from error
+    llguidance.regex_to_lark = regex_to_lark
+    return llguidance
+
+
+def _callable(constraint: Constraint, tools: Sequence[Tool | Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Schemas of the arguments of the tools that may be called, by name."""
+    known: dict[str, Any] = {}
+    for tool in tools:
+        if isinstance(tool, Tool):
+            known[tool.name] = tool.parameters
+        else:
+            function = tool.get("function", tool)
+            known[str(function["name"])] = function.get("parameters")
+    for name in constraint.allowed or ():
+        if name not in known:
+            raise ConfigError(f"allowed={constraint.allowed!r}: there is no tool {name!r}, only {sorted(known)!r}")
+    choice = constraint.tool_choice
+    allowed = list(known) if constraint.allowed is None else list(dict.fromkeys(constraint.allowed))
+    if constraint.calls and choice != "any":
+        if choice not in known:
+            raise ConfigError(f"tool_choice={choice!r}: there is no such tool, only {sorted(known)!r}")
+        if choice not in allowed:
+            raise ConfigError(f"tool_choice={choice!r}: is not among allowed={constraint.allowed!r}")
+        allowed = [choice]
+    if constraint.calls and not allowed:
+        raise ConfigError(f"tool_choice={choice!r}: there is no tool to call; pass tools, or tool_choice='auto'")
+    return {name: arguments_schema(known[name]) for name in known if name in allowed}
+
+
+class _Tokens:
+    """A tokenizer's vocabulary as llguidance takes it: the bytes of each id, and the ids that are never part of a text."""
+
+    def __init__(self, encode: Callable[[str], list[int]], tokens: list[bytes], special: list[int], eos: int) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special
+        self.eos_token_id = eos
+        self.bos_token_id = None
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int]) -> Any:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"constraint=...: needs a fast tokenizer, and {type(tokenizer).__name__} is none")
+    base = library.LLTokenizer(backend.to_str(), eos_token=[token for token in stop_ids if token < len(tokenizer)] or [0])
+    tokens = [base.decode_bytes([token]) for token in range(base.vocab_size)]
+    never = [token for token, text in enumerate(tokens) if base.is_special_token(token) and text not in _WRITTEN]
+    ends = stop_ids or [max(vocab, len(tokens))]  # without an end of turn one is made up, which no model can draw
+    tokens += [b""] * (max(vocab, ends[-1] + 1) - len(tokens))
+
+    def encode(text: str) -> list[int]:
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+    wrapped = library.TokenizerWrapper(_Tokens(encode, tokens, sorted({*never, *ends}), ends[0]))
+    return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=ends)
+
+
+def _short(text: str) -> str:
+    line = " ".join(re.split(r"\n\s*\d+ \|", text)[0].split())  # without the lines of our grammar that it shows
+    return line if len(line) <= 300 else line[:300] + " ..."

@@ -1,0 +1,183 @@
+"""What may be written, as a grammar: free text, reasoning, calls in the form of a model's family, JSON by a schema. Knows no tokens.
+
+A completion is      [thought] text | [thought] [text trigger] calls
+with a call form of  trigger open call (joint call)* close      and a call of      before NAME between ARGUMENTS after
+
+    Hermes, Qwen     <tool_call>                \\n{"name": "    ", "arguments":     }\\n</tool_call>   joined by \\n<tool_call>
+    Mistral          [TOOL_CALLS]  open [       {"name": "      ", "arguments":     }                 joined by ", ", closed by ]
+    Llama 3          (none: the whole text)     {"name": "      ", "parameters":    }
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..types import Constraint
+
+Thinking = Literal["none", "may", "open"]  # whether a thought may come first; open: the prompt has begun one
+
+PROBE_TOOL, PROBE_ARGUMENTS = "zprobe_fn", {"zarg": "zval"}
+_NAME = r'\s*\{\s*"name"\s*:\s*"'
+_ARGUMENTS = r'"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+_SHOWN = r'\{\s*"zarg"\s*:\s*"zval"\s*\}'
+_TAGGED = re.compile(rf"<tool_call>({_NAME}){PROBE_TOOL}({_ARGUMENTS}){_SHOWN}(\s*\}}\s*</tool_call>)")
+_LISTED = re.compile(rf"\[TOOL_CALLS\](\s*\[\s*)({_NAME}){PROBE_TOOL}({_ARGUMENTS}){_SHOWN}")
+_BARE = re.compile(rf"({_NAME}){PROBE_TOOL}({_ARGUMENTS}){_SHOWN}(\s*\}})")
+
+# JSON as json.dumps and the templates' tojson write it. Free whitespace would let a weak model write nothing else.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OPEN_ENDED = {"additionalProperties", "patternProperties", "anyOf", "oneOf"}
+_ANY = r"(.|\n)*"
+_THOUGHT = "thought: thought_text /\\n{0,2}/"
+_THOUGHT_STARTS = r"\s*<think>(.|\n)*"
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """The literal text around names and arguments of calls. known: read off the chat template."""
+
+    trigger: str = "<tool_call>"
+    open: str = ""
+    before: str = '\n{"name": "'
+    between: str = '", "arguments": '
+    after: str = "}\n</tool_call>"
+    joint: str | None = "\n<tool_call>"
+    close: str = ""
+    known: bool = True
+
+
+HERMES = CallForm()
+
+
+def form_of(shown: str) -> CallForm:
+    """The form in which a chat template shows the probe call; Hermes' form, not known, where it is none of these families'."""
+    if found := _TAGGED.search(shown):
+        before, between, after = found.groups()
+        return CallForm("<tool_call>", "", before, between, after, "\n<tool_call>")
+    if found := _LISTED.search(shown):
+        opened, before, between = found.groups()
+        return CallForm("[TOOL_CALLS]", opened, before, between, "}", ", ", "]")
+    if found := _BARE.search(shown):
+        before, between, after = found.groups()
+        return CallForm("", "", before.lstrip(), between, after, None)
+    return CallForm(known=False)
+
+
+def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A tool's parameters as the schema that its arguments are held to."""
+    return closed({"type": "object", "properties": {}, **(parameters or {})})
+
+
+def closed(schema: Any) -> Any:
+    """The schema with no other properties in objects that name theirs, where it does not say; equal or narrower, never wider.
+
+    Under allOf and the like several schemas describe one object: there nothing is closed.
+    """
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if any(key in schema for key in ("allOf", "if", "not", "unevaluatedProperties", "dependentSchemas")):
+        return dict(schema)
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions", "patternProperties"):
+            out[key] = {name: closed(one) for name, one in value.items()} if isinstance(value, Mapping) else value
+        elif key in ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties"):
+            out[key] = closed(value)
+        else:
+            out[key] = value
+    if isinstance(schema.get("properties"), Mapping) and not schema.keys() & {
+        "additionalProperties",
+        "patternProperties",
+        "anyOf",
+        "oneOf",
+    }:
+        out["additionalProperties"] = False
+    return out
+
+
+def spaced(schema: Mapping[str, Any]) -> str:
+    """A schema as the text that a grammar takes, with our spacing."""
+    return json.dumps({**schema, "x-guidance": _SPACING}, ensure_ascii=False)
+
+
+def grammar(constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], form: CallForm, thinking: Thinking, regex: str = "") -> str:
+    """The grammar of one request, as llguidance takes it. tools: schemas of the arguments, by name, of those that may be called.
+
+    regex: the constraint's, made fit for a grammar.
+    """
+    calls = bool(tools) and constraint.tool_choice != "none"
+    lines = _thoughts(thinking)
+    lines += _texts(constraint, calls, form, thinking, regex)
+    if calls:
+        lines += _calls(tools, form, constraint.parallel and constraint.tool_choice in ("auto", "any"))
+    lark = "%llguidance {}\n" + "\n".join(lines) + "\n"
+    if constraint.grammar is None:
+        return lark
+    parts = [{"name": "completion", "lark_grammar": lark}, {"name": "custom", "lark_grammar": constraint.grammar}]
+    return json.dumps({"grammars": parts})
+
+
+def _thoughts(thinking: Thinking) -> list[str]:
+    if thinking == "open":
+        return ["start: thought rest", _THOUGHT, f"thought_text[lazy]: /{_ANY}<\\/think>/"]
+    if thinking == "may":
+        return ["start: thought rest | first", _THOUGHT, f"thought_text[lazy]: /\\s*<think>{_ANY}<\\/think>/"]
+    return ["start: rest"]
+
+
+def _texts(constraint: Constraint, calls: bool, form: CallForm, thinking: Thinking, regex: str) -> list[str]:
+    """What comes behind the thought, or first where there is none (then it must not look like one)."""
+    whole = _quoted(form.trigger) + " calls" if form.trigger else "calls"
+    if constraint.structured or constraint.calls:
+        lines = [f"rest: {'structured' if constraint.structured else whole}{f' | {whole}' if constraint.structured and calls else ''}"]
+        lines += ["first: rest"] if thinking == "may" else []
+        return lines + (_structured(constraint, regex) if constraint.structured else [])
+    return _free("rest", calls, form, ()) + (_free("first", calls, form, (_THOUGHT_STARTS,)) if thinking == "may" else [])
+
+
+def _structured(constraint: Constraint, regex: str) -> list[str]:
+    if constraint.regex is not None:
+        return [f"structured: /{regex}/"]
+    if constraint.grammar is not None:
+        return ["structured: @custom"]
+    schema = {"type": "object"} if constraint.schema is True else closed(constraint.schema)
+    return [f"structured: %json {spaced(schema)}"]
+
+
+def _free(rule: str, calls: bool, form: CallForm, never: Sequence[str]) -> list[str]:
+    """Free text that is no call, or with calls behind it. A lazy rule ends where the trigger does: from there on it is a call."""
+    never = [*never, *([] if calls and form.trigger else [_looks_like_a_call(form)])]
+    text = f"{rule.upper()}_TEXT: /{_ANY}/" + "".join(f" & ~/{pattern}/" for pattern in never)
+    if not calls:
+        return [f"{rule}: {rule.upper()}_TEXT", text]
+    if not form.trigger:
+        return [f"{rule}: {rule.upper()}_TEXT | calls", text]
+    head = f"{rule}_head[lazy]: {rule.upper()}_TEXT {_quoted(form.trigger)}"
+    return [f"{rule}: {rule.upper()}_TEXT | {rule}_head calls", text, head]
+
+
+def _looks_like_a_call(form: CallForm) -> str:
+    if form.trigger:
+        return _ANY + re.escape(form.trigger) + _ANY
+    return r"\s*\{\"name\"" + _ANY
+
+
+def _calls(tools: Mapping[str, Mapping[str, Any]], form: CallForm, parallel: bool) -> list[str]:
+    more = f" ({_quoted(form.joint)} call)*" if parallel and form.joint is not None else ""
+    lines = [f"calls: {_quoted(form.open)} call{more} {_quoted(form.close)}", f"call: {' | '.join(f'call_{n}' for n in range(len(tools)))}"]
+    for number, (name, schema) in enumerate(tools.items()):
+        spelled = json.dumps(name, ensure_ascii=False)[1:-1]
+        lines.append(f"call_{number}: {_quoted(form.before + spelled + form.between)} args_{number} {_quoted(form.after)}")
+        lines.append(f"args_{number}: %json {spaced(schema)}")
+    return lines
+
+
+def _quoted(text: str) -> str:
+    """A literal; nothing for the empty one."""
+    return json.dumps(text, ensure_ascii=False) if text else ""

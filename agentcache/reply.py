@@ -1,0 +1,76 @@
+"""What a completion says: reasoning, text and calls, at once or piece by piece. Knows nothing of how its tokens came about.
+
+A call is known by an id made from the prompt and its place in the answer: the same in every process, and different at each step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .inflight import Request
+from .model.call_stream import CallStream, Delta
+from .model.grammar import Grammars
+from .model.tool_calls import THINK, parse, split_thought
+from .store.keys import as_ids
+from .types import Constraint, Layout, Message, Tool
+
+ID_CHARS = 9  # what the strictest templates ask for: nine letters and digits
+_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+def tool_name(tool: Tool | Mapping[str, Any]) -> str:
+    """The function's name, from any shape of a tool that was rendered."""
+    return tool.name if isinstance(tool, Tool) else str(tool.get("function", tool).get("name", ""))
+
+
+def expect(
+    request: Request, layout: Layout, tools: Iterable[Tool | Mapping[str, Any]], constraint: Constraint | None, grammars: Grammars
+) -> None:
+    """Tell the request what its completion may be. Raises before anything is computed if nothing could satisfy the constraint."""
+    listed = list(tools)
+    request.tools = frozenset(map(tool_name, listed))
+    request.opened = layout.text.rstrip().endswith(THINK)
+    if constraint is None:
+        return
+    if constraint.tool_choice == "none" or (constraint.structured and not listed):
+        request.tools = None
+    guide = grammars.guide(constraint, listed, layout.text)
+    if request.forced:
+        request.receipt.notes.append("forced tokens: the constraint was not applied")
+        return
+    request.guide = guide
+    if listed and not grammars.form.known:
+        request.receipt.notes.append("calls are held to Hermes' form: how this chat template writes them is not known")
+
+
+def message_of(request: Request) -> Message:
+    """The assistant message that the request's text spells."""
+    if request.tools is None:
+        reasoning, text = split_thought(request.text.text, request.opened)
+        return Message("assistant", text.strip(), reasoning=reasoning)
+    message = parse(request.text.text, request.tools, opened=request.opened)
+    if not message.tool_calls:
+        return message
+    return replace(message, tool_calls=tuple(replace(call, id=call_id(request, n)) for n, call in enumerate(message.tool_calls)))
+
+
+def deltas(request: Request, texts: Iterable[str]) -> Iterator[Delta]:
+    """The same, piece by piece, while the text comes."""
+    reader = CallStream(request.tools, opened=request.opened)
+    for text in texts:
+        yield from _named(request, reader.push(text))
+    yield from _named(request, reader.finish())
+
+
+def _named(request: Request, pieces: list[Delta]) -> list[Delta]:
+    return [replace(piece, id=call_id(request, piece.index)) if piece.kind == "call" else piece for piece in pieces]
+
+
+def call_id(request: Request, index: int) -> str:
+    """The id of call number `index` of an answer."""
+    prompt = as_ids(request.ids[: request.receipt.prompt_tokens])
+    number = int.from_bytes(hashlib.blake2b(prompt.tobytes() + index.to_bytes(4, "big"), digest_size=8).digest(), "big")
+    return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(ID_CHARS))

@@ -1,0 +1,280 @@
+"""What a constraint lets through, token by token, without a model: families, choices, reasoning, schemas, and what cannot be enforced."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache import Constraint, Tool
+from agentcache.errors import ConfigError, ToolSchemaError
+from agentcache.layout import Renderer
+from agentcache.model.grammar import Grammars
+from agentcache.model.grammar_forms import CallForm, closed, form_of
+from agentcache.model.tool_calls import parse
+from tests import models
+
+pytest.importorskip("llguidance")
+
+LLAMA = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    '{{ \'{"name": "\' + c.function.name + \'", "parameters": \' }}{{ c.function.arguments | tojson }}{{ "}" }}{% endfor %}'
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% if loop.first and tools %}{{ tools | tojson }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}"
+    ', "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]<|im_end|>{% elif m.role == "user" %}'
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+OTHER = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}\n"
+    "{% endfor %}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+)
+FAMILIES = {"hermes": None, "llama": LLAMA, "mistral": MISTRAL, "other": OTHER}
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2]}}, "required": ["city"]}
+TOOLS = [Tool("get_weather", "", CITY), Tool("ping")]
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>',
+    "llama": '{"name": "ping", "parameters": {}}',
+    "mistral": '[TOOL_CALLS] [{"name": "ping", "arguments": {}}]',
+    "other": '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>',
+}
+
+
+def grammars(family: str = "hermes", thinking: bool = False) -> Grammars:
+    tokenizer = models.toy_tokenizer()
+    if FAMILIES[family]:
+        tokenizer.chat_template = FAMILIES[family]
+    if thinking:
+        tokenizer.chat_template += "{# <think> #}"
+    return Grammars(tokenizer, models.VOCAB, frozenset({tokenizer.eos_token_id}), Renderer(tokenizer).render)
+
+
+def spell(made: Grammars, constraint: Constraint, text: str, tools: Any = TOOLS, prompt: str = "") -> str:
+    """ "end" if the text may end there, "more" if it may not yet, else what could be written of it."""
+    guide, tokenizer = made.guide(constraint, tools, prompt), made._tokenizer
+    written = ""
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        masked = guide.mask(torch.zeros(models.VOCAB))
+        if masked is None or masked[token] != 0:
+            return written
+        assert guide.accept(token) == ""
+        written += tokenizer.decode([token])
+    masked = guide.mask(torch.zeros(models.VOCAB))
+    return "end" if guide.over or masked is None or masked[tokenizer.eos_token_id] == 0 else "more"
+
+
+def draw(made: Grammars, constraint: Constraint, seed: int, tools: Any = TOOLS, prompt: str = "", longest: int = 400) -> str:
+    """A completion of tokens drawn blindly from those that are allowed; "" if it did not end."""
+    guide, ids = made.guide(constraint, tools, prompt), []
+    generator = torch.Generator().manual_seed(seed)
+    while len(ids) < longest and (masked := guide.mask(torch.zeros(models.VOCAB))) is not None:
+        token = int(torch.multinomial(torch.softmax(masked, -1), 1, generator=generator))
+        assert guide.accept(token) == ""
+        if token == made._tokenizer.eos_token_id:
+            return str(made._tokenizer.decode(ids))
+        ids.append(token)
+        if guide.over:
+            return str(made._tokenizer.decode(ids))
+    return ""
+
+
+def test_forms_are_read_off_the_template() -> None:
+    assert grammars("hermes").form == CallForm()
+    assert grammars("llama").form == CallForm("", "", '{"name": "', '", "parameters": ', "}", None, "")
+    assert grammars("mistral").form == CallForm("[TOOL_CALLS]", " [", '{"name": "', '", "arguments": ', "}", ", ", "]")
+    assert grammars("other").form == CallForm(known=False)
+    assert form_of('<tool_call>{"name":"zprobe_fn","arguments":{"zarg":"zval"}}</tool_call>').between == '","arguments":'
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_drawn_is_a_valid_call(family: str, seed: int) -> None:
+    made = grammars(family)
+    for choice in ("any", "get_weather", "ping"):
+        text = draw(made, Constraint(choice), seed)
+        calls = parse(text, ("get_weather", "ping")).tool_calls
+        assert calls or not text
+        assert choice == "any" or len(calls) < 2
+        for call in calls:
+            assert choice in ("any", call.name)
+            if call.name == "ping":
+                assert call.arguments == {}
+            else:
+                assert set(call.arguments) <= {"city", "days"}
+                assert isinstance(call.arguments["city"], str)
+                assert len(call.arguments["city"]) <= 6
+                assert call.arguments.get("days", 1) in (1, 2)
+    assert any(draw(made, Constraint("ping"), s) for s in range(3))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_choices(family: str) -> None:
+    made, call = grammars(family), CALLS[family]
+    wrong = call.replace("ping", "pong")
+    assert spell(made, Constraint(), "The tide turns.") == "end"
+    assert spell(made, Constraint(), call) == "end"
+    assert call.startswith(spell(made, Constraint(), wrong)[:-1])
+    assert spell(made, Constraint(), wrong) not in ("end", "more")
+    assert spell(made, Constraint("any"), call) == "end"
+    assert spell(made, Constraint("any"), "The tide") == ""
+    assert spell(made, Constraint("none"), "The tide turns.") == "end"
+    assert spell(made, Constraint("none"), call) not in ("end", "more")
+    assert spell(made, Constraint("get_weather"), call) not in ("end", "more")
+    assert spell(made, Constraint(allowed=("get_weather",)), call) not in ("end", "more")
+    assert spell(made, Constraint(allowed=("ping",)), call) == "end"
+    assert spell(made, Constraint(allowed=()), call) not in ("end", "more")
+    assert spell(made, Constraint(), "yes", tools=[]) == "end"
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral"])
+def test_calls_behind_text_and_several(family: str) -> None:
+    made, call = grammars(family), CALLS[family]
+    assert spell(made, Constraint(), f"I look.\n{call}") == "end"
+    two = f"{call}\n{call}" if family == "hermes" else call[:-1] + ", " + call.split("[")[2]
+    assert spell(made, Constraint("any"), two) == "end"
+    assert len(parse(two).tool_calls) == 2
+    for once in (Constraint(parallel=False), Constraint("any", parallel=False), Constraint("ping")):
+        assert spell(made, once, two) not in ("end", "more")
+
+
+def test_reasoning_comes_first_where_the_template_has_it() -> None:
+    made, call = grammars(thinking=True), CALLS["hermes"]
+    schema = Constraint(schema={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    thought = "<think>\nMaybe <tool_call> or not\n</think>\n\n"
+    assert spell(made, Constraint(), thought + "yes") == "end"
+    assert spell(made, Constraint("any"), thought + call) == "end"
+    assert spell(made, Constraint("any"), call) == "end"
+    assert spell(made, Constraint("any"), thought + "yes").startswith("<think>")
+    assert spell(made, schema, thought + '{"a": 1}', tools=[]) == "end"
+    assert spell(made, Constraint(), "<think>\nstill") == "more", "a thought does not just end"
+    opened = thought.removeprefix("<think>")
+    assert spell(made, Constraint("any"), opened + call, prompt="<|im_start|>assistant\n<think>\n") == "end"
+    assert spell(made, Constraint("any"), call, prompt="<think>\n") == "more"
+    assert spell(made, Constraint("any"), thought, prompt="<think>\n\n</think>\n\n") == "<", "the thought is over"
+    assert spell(grammars(), Constraint("any"), thought) == "<", "this template knows no thoughts"
+
+
+def test_text_of_a_form() -> None:
+    made = grammars()
+    schema = {"type": "object", "properties": {"ship": {"type": "string"}, "n": {"type": "integer"}}, "required": ["ship", "n"]}
+    assert spell(made, Constraint(schema=schema), '{"ship": "Ada", "n": 3}', tools=[]) == "end"
+    assert spell(made, Constraint(schema=schema), '{"ship": "Ada", "n": "3"}', tools=[]).startswith('{"ship": "Ada"')
+    assert spell(made, Constraint(schema=True), '{"x": [1, {"y": null}]}', tools=[]) == "end"
+    assert spell(made, Constraint(schema=True), "[1]", tools=[]) == ""
+    assert spell(made, Constraint(regex=r"[a-c]+/\d"), "abc/7", tools=[]) == "end"
+    assert spell(made, Constraint(grammar='start: "tide" ("s")?'), "tides", tools=[]) == "end"
+    both = Constraint(schema=schema)
+    assert spell(made, both, CALLS["hermes"]) == "end", "with tools, a call is an answer, too"
+    assert spell(made, Constraint("none", schema=schema), CALLS["hermes"]) == ""
+
+
+def test_objects_are_closed_unless_they_say_otherwise() -> None:
+    inner = {"type": "object", "properties": {"x": {}}}
+    out = closed({"type": "object", "properties": {"a": inner, "b": {**inner, "additionalProperties": True}}, "$defs": {"D": inner}})
+    assert (
+        out["additionalProperties"] is out["properties"]["a"]["additionalProperties"] is out["$defs"]["D"]["additionalProperties"] is False
+    )
+    assert out["properties"]["b"]["additionalProperties"] is True
+    assert closed({"allOf": [inner]}) == {"allOf": [inner]}
+    assert "additionalProperties" not in closed({"type": "object"})
+    assert spell(grammars(), Constraint("ping"), CALLS["hermes"].replace("{}", '{"a": 1}')) not in ("end", "more")
+
+
+BAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "tools", "error", "words"),
+    [
+        (Constraint("any"), [*TOOLS, Tool("odd", "", BAD)], ToolSchemaError, "'odd': its schema cannot be enforced"),
+        (Constraint(schema=BAD), [], ConfigError, "cannot be enforced.*look-ahead"),
+        (Constraint(schema={"type": "strung"}), [], ConfigError, "strung"),
+        (Constraint(schema={"a": object()}), [], ConfigError, "is not JSON"),
+        (Constraint(regex="["), [], ConfigError, r"regex='\['.*cannot be enforced"),
+        (Constraint(grammar="start: what"), [], ConfigError, "unknown name"),
+        (Constraint("any"), [], ConfigError, "no tool to call"),
+        (Constraint("any", allowed=()), TOOLS, ConfigError, "no tool to call"),
+        (Constraint("pong"), TOOLS, ConfigError, "'pong'.*no such tool, only"),
+        (Constraint("ping", allowed=("get_weather",)), TOOLS, ConfigError, "not among"),
+        (Constraint(allowed=("pong",)), TOOLS, ConfigError, "no tool 'pong'"),
+    ],
+)
+def test_what_cannot_be_enforced(constraint: Constraint, tools: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        grammars().guide(constraint, tools, "")
+    assert "x-guidance" not in str(caught.value), "our own grammar is nobody's business"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tool_choice": ""}, "tool_choice"),
+        ({"tool_choice": True}, "tool_choice"),
+        ({"allowed": "ping"}, "allowed"),
+        ({"schema": False}, "schema"),
+        ({"schema": "object"}, "schema"),
+        ({"regex": 3}, "regex"),
+        ({"regex": "a", "schema": True}, "choose one"),
+        ({"tool_choice": "any", "schema": True}, "has no text"),
+    ],
+)
+def test_constraints_are_checked(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Constraint(**fields)
+
+
+def test_slow_tokenizers_are_refused() -> None:
+    class Slow:
+        chat_template = ""
+
+    with pytest.raises(ConfigError, match="Slow is none"):
+        Grammars(Slow(), 10, frozenset(), lambda *a, **k: Renderer(models.toy_tokenizer()).render("x")).guide(Constraint(regex="a"), [], "")
+
+
+def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'agentcache-llm\[constrain\]'"):
+        grammars().guide(Constraint(regex="a"), [], "")
+
+
+def test_a_model_without_an_end_of_turn() -> None:
+    tokenizer = models.toy_tokenizer()
+    made = Grammars(tokenizer, models.VOCAB, frozenset(), Renderer(tokenizer).render)
+    guide = made.guide(Constraint("ping"), TOOLS, "")
+    for token in tokenizer(CALLS["hermes"], add_special_tokens=False)["input_ids"]:
+        assert guide.mask(torch.zeros(models.VOCAB)) is not None
+        guide.accept(token)
+    assert guide.over or guide.mask(torch.zeros(models.VOCAB)) is None
+
+
+def test_markers_that_are_tokens_of_their_own() -> None:
+    """Tokenizers may have <tool_call> as one added token, special or not: it is written like any other."""
+    tokenizer = models.toy_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "[TOOL_CALLS]"]})
+    made = Grammars(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}), Renderer(tokenizer).render)
+    guide = made.guide(Constraint(), TOOLS, "")
+    for token in tokenizer("Yes: " + CALLS["hermes"], add_special_tokens=False)["input_ids"]:
+        masked = guide.mask(torch.zeros(len(tokenizer)))
+        assert masked is not None
+        assert masked[token] == 0
+        assert guide.accept(token) == ""
+    free = made.guide(Constraint("none"), TOOLS, "").mask(torch.zeros(len(tokenizer)))
+    assert free is not None
+    assert free[tokenizer.convert_tokens_to_ids("<tool_call>")] == -torch.inf
+    assert free[tokenizer.convert_tokens_to_ids("<|im_start|>")] == -torch.inf, "a turn is not begun inside an answer"
+
+
+def test_a_grammar_is_made_once_and_followed_apart() -> None:
+    made = grammars()
+    one, two = (made.guide(Constraint("ping"), TOOLS, "") for _ in range(2))
+    assert len(made._compiled) == 1
+    token = made._tokenizer("<", add_special_tokens=False)["input_ids"][0]
+    assert one.accept(token) == ""
+    assert one.accept(made._tokenizer("x", add_special_tokens=False)["input_ids"][0]) != ""
+    assert two.accept(token) == "", "the other request did not move"
