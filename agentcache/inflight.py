@@ -41,6 +41,38 @@ class Done:
     """Marks the end of a request's events."""
 
 
+Event = Chunk | Progress | Done | AgentCacheError
+
+
+class Events:
+    """The events of one request, in order: put by the device's thread, taken by its caller, who may ask to be woken instead of waiting."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._wake: Callable[[], None] | None = None
+
+    def put(self, event: Event) -> None:
+        """Add an event, and wake who listens."""
+        self._queue.put(event)
+        if (wake := self._wake) is not None:
+            wake()
+
+    def get(self) -> Event:
+        """The next event; waits for it."""
+        return self._queue.get()
+
+    def take(self) -> Event | None:
+        """The next event, None if there is none yet."""
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+    def listen(self, wake: Callable[[], None] | None) -> None:
+        """Call `wake`, in the device's thread, behind each event that comes. It must return at once and raise nothing."""
+        self._wake = wake
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request on its way. `ids` grow as tokens are decoded; `events` carry progress and chunks, then Done or the error.
@@ -68,7 +100,7 @@ class Request:
     opened: bool = False
     forced: deque[int] = field(default_factory=deque)
     on_progress: Callable[[int, int], None] | None = None
-    events: queue.SimpleQueue[Chunk | Progress | Done | AgentCacheError] = field(default_factory=queue.SimpleQueue)
+    events: Events = field(default_factory=Events)
     cancelled: threading.Event = field(default_factory=threading.Event)
     called: float = field(default_factory=time.perf_counter)
     # while it runs

@@ -6,7 +6,7 @@ A call is known by an id made from the prompt and its place in the answer: the s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,16 +57,23 @@ def message_of(request: Request) -> Message:
     return replace(message, tool_calls=tuple(replace(call, id=call_id(request, n)) for n, call in enumerate(message.tool_calls)))
 
 
-def deltas(request: Request, texts: Iterable[str]) -> Iterator[Delta]:
+class Reader:
     """The same, piece by piece, while the text comes."""
-    reader = CallStream(request.tools, opened=request.opened)
-    for text in texts:
-        yield from _named(request, reader.push(text))
-    yield from _named(request, reader.finish())
 
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._calls = CallStream(request.tools, opened=request.opened)
 
-def _named(request: Request, pieces: list[Delta]) -> list[Delta]:
-    return [replace(piece, id=call_id(request, piece.index)) if piece.kind == "call" else piece for piece in pieces]
+    def push(self, text: str) -> list[Delta]:
+        """What has become certain with this text."""
+        return self._named(self._calls.push(text))
+
+    def finish(self) -> list[Delta]:
+        """The rest, now that nothing follows."""
+        return self._named(self._calls.finish())
+
+    def _named(self, pieces: list[Delta]) -> list[Delta]:
+        return [replace(piece, id=call_id(self._request, piece.index)) if piece.kind == "call" else piece for piece in pieces]
 
 
 def call_id(request: Request, index: int) -> str:

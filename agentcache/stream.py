@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import AgentCacheError, CancelledError
-from .inflight import Chunk, Done, Progress, Request
+from .inflight import Chunk, Done, Event, Progress, Request
 from .model.call_stream import Delta
 from .receipt import Receipt
-from .reply import deltas
+from .reply import Reader
 from .types import Message
 
 
@@ -34,8 +35,9 @@ class Completion:
         return self.receipt.usage
 
 
-class Stream(Iterator[Chunk]):
-    """Chunks of one running request. Leaving early (`close`, or the end of a `with` block) frees the device within one step.
+class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
+    """Chunks of one running request, by `for` or by `async for`. Leaving early (`close`, or the end of a `with` block) frees the device
+    within one step.
 
     completion: the whole result; reading it runs the stream to its end.
     """
@@ -51,24 +53,75 @@ class Stream(Iterator[Chunk]):
         return self
 
     def __next__(self) -> Chunk:
-        if self._over:
+        chunk = None
+        while not self._over and chunk is None:
+            chunk = self._taken(self._request.events.get())
+        if chunk is None:
             raise StopIteration
-        event = self._request.events.get()
-        while isinstance(event, Progress):
+        return chunk
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        chunk = None
+        while not self._over and chunk is None:
+            chunk = self._taken(await self._next_event())
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    async def _next_event(self) -> Event:
+        """The next event, without holding a thread while there is none."""
+        events = self._request.events
+        while (event := events.take()) is None:
+            loop = asyncio.get_running_loop()
+            there = asyncio.Event()
+
+            def wake(loop: asyncio.AbstractEventLoop = loop, there: asyncio.Event = there) -> None:
+                try:
+                    loop.call_soon_threadsafe(there.set)
+                except RuntimeError:  # the loop was closed: nobody will read on
+                    self._request.cancelled.set()
+
+            events.listen(wake)
+            try:
+                if (event := events.take()) is not None:  # it came before anybody listened
+                    break
+                await there.wait()
+            finally:
+                events.listen(None)
+        return event
+
+    def _taken(self, event: Event) -> Chunk | None:
+        """The chunk that an event is, if it is one; the end and errors end the stream."""
+        if isinstance(event, Progress):
             self._report(event)
-            event = self._request.events.get()
+            return None
         if isinstance(event, Chunk):
             return event
         self._over = True
         if isinstance(event, Done):
             self._completion = self._finish(self._request) if self._finish else None
-            raise StopIteration
+            return None
         self._error = event
         raise event
 
     def deltas(self) -> Iterator[Delta]:
         """What is left of the stream, taken apart: reasoning, text, calls and their arguments, each as soon as it is certain."""
-        return deltas(self._request, (chunk.text for chunk in self))
+        reader = Reader(self._request)
+        for chunk in self:
+            yield from reader.push(chunk.text)
+        yield from reader.finish()
+
+    async def adeltas(self) -> AsyncIterator[Delta]:
+        """The same for `async for`."""
+        reader = Reader(self._request)
+        async for chunk in self:
+            for delta in reader.push(chunk.text):
+                yield delta
+        for delta in reader.finish():
+            yield delta
 
     def _report(self, progress: Progress) -> None:
         told = False

@@ -1,0 +1,89 @@
+"""`async for` over a stream: the same chunks, no thread held, cancelled with its task, unharmed by a loop that is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from agentcache import Stream
+from agentcache.errors import CancelledError
+from tests.engines import chat, decode, engine, until
+
+ASKED = chat("Which ships passed?")
+
+
+async def gathered(stream: Stream) -> str:
+    return "".join([chunk.text async for chunk in stream])
+
+
+def test_the_same_chunks() -> None:
+    with engine() as running:
+        expected = running.generate(ASKED, sampling=decode(12))
+
+        async def many() -> list[str]:
+            streams = [running.stream(ASKED, sampling=decode(12)) for _ in range(20)]
+            before = threading.active_count()
+            texts = await asyncio.gather(*(gathered(stream) for stream in streams))
+            assert threading.active_count() <= before, "waiting takes no threads"
+            assert all(stream.completion.ids == expected.ids for stream in streams)
+            return list(texts)
+
+        assert asyncio.run(many()) == [expected.text] * 20
+
+
+def test_deltas_are_the_same_too() -> None:
+    with engine() as running:
+
+        async def told() -> list[object]:
+            return [delta async for delta in running.stream(ASKED, sampling=decode(12)).adeltas()]
+
+        assert asyncio.run(told()) == list(running.stream(ASKED, sampling=decode(12)).deltas())
+
+
+def test_cancelled_with_its_task() -> None:
+    with engine() as running:
+
+        async def ask() -> None:
+            with running.stream(ASKED, sampling=decode(3000)) as stream:
+                await gathered(stream)
+
+        async def both() -> None:
+            task = asyncio.create_task(ask())
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(both())
+        assert until(lambda: running.scheduler.live == 0)
+
+
+def test_a_loop_closed_mid_stream() -> None:
+    with engine() as running:
+        loop = asyncio.new_event_loop()
+        stream = running.stream(ASKED, sampling=decode(3000))
+        task = loop.create_task(gathered(stream))
+        loop.run_until_complete(asyncio.sleep(0.2))
+        loop.close()
+        assert not task.done()
+        assert until(lambda: running.scheduler.live == 0), "nobody reads on, so nobody computes on"
+        stream.close()
+        del task
+        with pytest.raises(CancelledError):
+            _ = stream.completion
+        assert running.generate(ASKED, sampling=decode(3)).receipt.cached_tokens
+
+
+def test_errors_reach_the_task() -> None:
+    with engine() as running:
+        stream = running.stream(ASKED, sampling=decode(3000))
+
+        async def ask() -> None:
+            await anext(stream)
+            running.close()
+            await gathered(stream)
+
+        with pytest.raises(Exception, match="the engine was closed"):
+            asyncio.run(ask())
