@@ -166,7 +166,7 @@ def answered(engine: Engine, prefix: KV, tail: Sequence[int], told: Sequence[int
         drawn.append(int(logits[-1].argmax()))
     if not told or list(told) == drawn:
         return drawn, torch.cat(seen)
-    cache.crop(behind)
+    cache = cache_of(kv_of(cache, 0, behind))
     rest = (
         model(input_ids=torch.tensor([list(told[:-1])]), past_key_values=cache, use_cache=True).logits[0] if len(told) > 1 else seen[0][:0]
     )

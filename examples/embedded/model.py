@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,6 +250,37 @@ def export(folder: Path, model: Any, tokenizer: Any) -> None:
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def export_checkpoint(path: Path, folder: Path, tokenizer: Any) -> dict[str, Any]:
+    """A Hugging Face folder in bf16 of a checkpoint's averaged weights; returns the training's state."""
+    with safe_open(path, "pt") as file:
+        tensors = {name.removeprefix("average."): file.get_tensor(name) for name in file.keys() if name.startswith("average.")}  # noqa: SIM118
+        state: dict[str, Any] = json.loads(file.metadata()["state"])
+    model = build(**_shape_of(tensors))
+    model.load_state_dict(tensors, strict=False)  # the head is the embedding
+    export(folder, model, tokenizer)
+    return state
+
+
+def _shape_of(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    vocab, hidden = tensors["model.embed_tokens.weight"].shape
+    first = "model.layers.0."
+    head_dim = tensors[f"{first}self_attn.q_norm.weight"].shape[0]
+    return {
+        "vocab": vocab,
+        "hidden": hidden,
+        "layers": sum(name.endswith("q_norm.weight") for name in tensors),
+        "mlp": tensors[f"{first}mlp.gate_proj.weight"].shape[0],
+        "heads": tensors[f"{first}self_attn.q_proj.weight"].shape[0] // head_dim,
+        "kv_heads": tensors[f"{first}self_attn.k_proj.weight"].shape[0] // head_dim,
+    }
+
+
+def size(folder: Path) -> int:
+    """How many parameters a folder's weights have."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def shape(config: Any) -> dict[str, int]:

@@ -1,0 +1,123 @@
+"""The model card, from the state of a training and the figures of `agentcache bench quality`. Measures nothing and rounds nothing up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What the model is made for (test split, greedy): what it falls short of is said in the card.
+TARGETS = (
+    ("unseen tools", 5, "tsa", 0.98, "at least"),
+    ("unseen tools", 20, "tsa", 0.95, "at least"),
+    ("unseen tools", 50, "tsa", 0.85, "at least"),
+    ("unseen tools", 20, "em", 0.90, "at least"),
+    ("unseen tools", 20, "fpr", 0.03, "at most"),
+    ("unseen words", 20, "tsa", 0.85, "at least"),
+)
+EPISODES = {"hermes": 0.90, "langchain": 0.85, "llamaindex": 0.85}
+NAMES = {"tsa": "right tool", "em": "exact call", "fpr": "calls though no tool fits"}
+
+HEAD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+tags: [tool-calling, react, agents, synthetic]
+---
+
+# The embedded model of agentcache
+
+A tiny agent for demos, tests and measurements: it chooses among tools that it has never seen and fills their arguments by copying from
+the request. A Qwen3-architecture decoder with {size:,} parameters, own byte-level BPE of {vocab:,} tokens, ChatML turns, `<tools>` block
+and `<tool_call>` JSON as Hermes and Qwen models have them, and text ReAct in the prompts of LangChain's and LlamaIndex's agents.
+
+    from agentcache import Engine
+    engine = Engine("embedded")
+
+It is an ordinary Hugging Face folder too. English only; it knows nothing about the world, cannot chat, and is no use for real work.
+
+## Training
+
+Trained from random weights on text that `agentcache/bench/quality_world` generates, and on nothing else: {tokens:.1f} million tokens
+({targets:.1f} million of them completions), {steps:,} steps, {hours:.1f} hours on 2 CPU cores.
+`python examples/embedded/train.py --out FOLDER` does it again, `examples/embedded/export.py` makes this folder.
+Training, validation and test share function words, action verbs and a closed set of paraphrases; pairs of action and thing ("tools"),
+nouns and made-up words ("words") and values are disjoint. What can generalise to them is lexical matching and copying, and that is what
+the model does.
+"""
+
+TAIL = """\
+## Limits
+
+Requests that need knowledge, synonyms outside the closed list, arithmetic in the head, nested or array arguments, several calls in one
+turn, languages other than English, more than 8,192 tokens. On requests written by people for other tools it is near chance (see the
+files of cases above, where they were asked).
+"""
+
+
+def _share(row: Mapping[str, Any], name: str) -> str:
+    if row.get(name) is None:
+        return "-"
+    low, high = row[f"{name}_ci"]
+    return f"{row[name]:.3f} ({low:.2f}-{high:.2f})"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _requests(found: Mapping[str, Any]) -> str:
+    figures = ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "first_tsa")
+    rows = [[row["split"], str(row["tools"]), str(row["n"]), *(_share(row, name) for name in figures)] for row in found.get("rows", ())]
+    shares = [
+        [f"{row['split']}, {row['share']}", str(row["tools"]), str(row["n"]), *(_share(row, name) for name in figures)]
+        for row in found.get("shares", ())
+        if row["tools"] == 20
+    ]
+    columns = ("split", "tools", "n", "right tool", "argument F1", "exact call", "false positives", "false negatives", "BM25", "first tool")
+    return _table(columns, [*rows, *shares]) if rows else ""
+
+
+def _episodes(found: Mapping[str, Any]) -> str:
+    rows = [[row["style"], str(row["tools"]), str(row["n"]), _share(row, "solved")] for row in found.get("episodes", ())]
+    return "Dialogues of at least two calls, every step right:\n\n" + _table(("style", "tools", "n", "solved"), rows) if rows else ""
+
+
+def _files(found: Mapping[str, Any]) -> str:
+    names = ("tsa", "pf1", "em", "bm25_tsa", "first_tsa")
+    rows = [
+        [row["file"], str(row["n"]), *(_share(row, name) for name in names), str(row["too_long"])] for row in found.get("selection", ())
+    ]
+    columns = ("file of cases", "n", "right tool", "argument F1", "exact call", "BM25", "first tool", "too long to ask")
+    return "Requests that people wrote for other tools:\n\n" + _table(columns, rows) if rows else ""
+
+
+def missed(found: Mapping[str, Any]) -> list[str]:
+    """The targets that these figures do not reach, or that were not measured."""
+    rows = {(row["split"], row["tools"]): row for row in found.get("rows", ())}
+    solved = {row["style"]: row["solved"] for row in found.get("episodes", ())}
+    out = []
+    for split, tools, name, target, sense in TARGETS:
+        got = rows.get((split, tools), {}).get(name)
+        if got is None or (got < target if sense == "at least" else got > target):
+            out.append(f"{NAMES[name]}, {split}, {tools} tools: {'not measured' if got is None else f'{got:.3f}'}, wanted {sense} {target}")
+    for style, target in EPISODES.items():
+        if solved.get(style) is None or solved[style] < target:
+            got = "not measured" if solved.get(style) is None else f"{solved[style]:.3f}"
+            out.append(f"dialogues solved, {style}: {got}, wanted at least {target}")
+    return out
+
+
+def card(state: Mapping[str, Any], size: int, found: Mapping[str, Any] | None, vocab: int = 4096) -> str:
+    """The whole card. found: the report of `agentcache bench quality`, None if there is none."""
+    numbers = {"tokens": state["tokens"] / 1e6, "targets": state["targets"] / 1e6, "steps": state["step"], "hours": state["hours"]}
+    text = HEAD.format(size=size, vocab=vocab, **numbers) + "\n## Figures\n\n"
+    if found is None:
+        return text + "None were measured for these weights yet.\n\n" + TAIL
+    text += f'`agentcache bench quality`, greedy decoding, split "{found["held"]}", 95 % intervals in brackets. BM25 and first tool are\n'
+    text += "baselines that choose without a model.\n\n"
+    text += "\n".join(part for part in (_requests(found), _episodes(found), _files(found)) if part)
+    if short := missed(found):
+        text += "\nWhat it falls short of:\n\n" + "".join(f"* {line}\n" for line in short)
+    return text + "\n" + TAIL

@@ -1,0 +1,53 @@
+"""Makes the package's model folder from a training: python examples/embedded/export.py FOLDER [--quality quality.json] [--to DIR]
+
+FOLDER is what train.py writes to. The averaged weights go out in bf16 with tokenizer, chat template, model card and checksums.
+--quality: what `agentcache bench quality --json` wrote for these weights; without it the card says that nothing was measured yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def export(trained: Path, to: Path, quality: Path | None = None) -> Path:
+    """Writes the folder beside its place first: it is there whole, or as it was."""
+    from agentcache import embedded
+    from examples.embedded import card, model
+    from examples.embedded.tokenizer import load
+
+    measured = json.loads(quality.read_text("utf-8")) if quality is not None else None
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as made:
+        folder = Path(made) / "model"
+        trainer = model.export_checkpoint(trained / "checkpoint.safetensors", folder, load(trained / "tokenizer"))
+        (folder / "README.md").write_text(card.card(trainer, model.size(folder), measured), "utf-8")
+        for file in folder.iterdir():
+            file.chmod(0o644)
+        embedded.seal(folder)
+        embedded.checked(folder)
+        if to.exists():
+            shutil.rmtree(to)
+        folder.rename(to)
+    return to
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trained", type=Path, help="the folder of train.py")
+    parser.add_argument("--quality", type=Path, default=None, help="figures for the card")
+    parser.add_argument("--to", type=Path, default=ROOT / "agentcache" / "embedded" / "model")
+    given = parser.parse_args()
+    sys.path[0] = str(ROOT)
+    for file in sorted(export(given.trained, given.to, given.quality).iterdir()):
+        print(f"{file.stat().st_size:>12,}  {file}")
+
+
+if __name__ == "__main__":
+    main()

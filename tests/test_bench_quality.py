@@ -1,0 +1,295 @@
+"""bench quality: what is asked is always the same, what is right is right, figures and intervals, KV spoilt on purpose, the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from agentcache.bench import quality, quality_cases, quality_play, quality_score, quality_spoil
+from agentcache.bench.cli import app
+from agentcache.bench.quality_cases import Case, Right
+from agentcache.bench.quality_score import Ratio, Said
+from agentcache.engine import Engine
+from agentcache.errors import ConfigError
+from examples.embedded import model as models
+from examples.embedded import tokenizer as tokenizers
+
+CELL = quality.Options(
+    tools=(6,), splits=("unseen tools",), count=30, episodes=6, episode_tools=6, styles=("hermes", "langchain", "llamaindex")
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    tokenizer = tokenizers.train(vocab=700, count=12)
+    models.export(made, models.build(len(tokenizer), layers=2, hidden=64, mlp=64), tokenizer)
+    return made
+
+
+def knows(case: Case) -> Said:
+    """What a perfect model says."""
+    return Said(case.right.name, case.right.arguments) if case.right else Said(None, {}, case.says or "I have no tool for that.")
+
+
+def silent(case: Case) -> Said:
+    return Said(None, {}, "")
+
+
+def asked(ask: Callable[[Case], Said], monkeypatch: pytest.MonkeyPatch, options: quality.Options = CELL) -> dict[str, Any]:
+    monkeypatch.setattr(quality, "asking", lambda engine, reuse=None: ask)
+    return quality.run(None, options, lambda text: None)  # type: ignore[arg-type]
+
+
+# What is asked
+
+
+def test_cases_are_always_the_same_and_of_every_kind() -> None:
+    cases = quality_cases.selections("unseen tools", 7, 40)
+    again = quality_cases.selections("unseen tools", 7, 40)
+    assert cases == again
+    assert {len(case.tools) for case in cases} == {7}
+    assert len({case.catalog for case in cases}) == 4
+    assert any(case.right is None for case in cases)
+    assert any(case.context for case in cases)
+    assert not all(case.context for case in cases)
+    for case in cases:
+        assert case.right is None or case.right.name in {tool["function"]["name"] for tool in case.tools}
+        assert isinstance(case.prompt, list)
+        assert case.prompt[-1] == {"role": "user", "content": case.query}
+    assert quality_cases.selections("unseen tools", 7, 40, held="validation") != cases
+
+
+@pytest.mark.parametrize("style", quality_cases.STYLES)
+def test_episodes_call_at_least_twice_and_steps_see_what_was_before(style: str) -> None:
+    for one in quality_cases.episodes(style, 6, 6):
+        assert sum(step.right is not None for step in one.steps) >= 2
+        assert {step.style for step in one.steps} == {style}
+        for before, step in zip(one.steps, one.steps[1:]):
+            if style == "langchain text":
+                assert isinstance(step.prompt, str)
+                assert step.prompt.startswith(str(before.prompt))
+                continue
+            assert not isinstance(step.prompt, str)
+            last = str(step.prompt[-1]["content"])
+            assert step.prompt[-1]["role"] in ("tool", "user")
+            if before.right is not None and style == "langchain":
+                assert f"Action: {before.right.name}\n" in last
+
+
+def test_files_of_cases_are_read_and_bad_lines_named(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "feed", "description": "Feed it", "parameters": {"type": "object", "properties": {}}}}
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "selection").mkdir()
+    (tmp_path / "tools" / "zoo.jsonl").write_text(json.dumps(tool) + "\n")
+    path = tmp_path / "selection" / "cases.jsonl"
+    given = {"query": "Feed it", "expected": [{"name": "feed", "arguments": {}}]}
+    path.write_text(json.dumps(given | {"tools": [tool], "system": "Zoo."}) + "\n\n" + json.dumps(given | {"tools_ref": "zoo"}) + "\n")
+    one, two = quality_cases.read(path)
+    assert one.tools == two.tools == [tool]
+    assert [message["role"] for message in one.prompt] == ["system", "user"]  # type: ignore[index,union-attr]
+    path.write_text(json.dumps(given | {"tools_ref": "none"}))
+    with pytest.raises(ConfigError, match="--tools-dir"):
+        quality_cases.read(path)
+    path.write_text('{"query": "x"}')
+    with pytest.raises(ConfigError, match="line 1: not a case"):
+        quality_cases.read(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        quality_cases.read(tmp_path / "none.jsonl")
+
+
+# What is right
+
+
+@pytest.mark.parametrize(
+    ("given", "acceptable", "counts"),
+    [
+        ({"a": "x", "b": 2}, None, (2, 0, 0)),
+        ({"a": "x ", "b": 2.0}, None, (2, 0, 0)),
+        ({"a": "x", "b": "2"}, None, (1, 1, 1)),
+        ({"a": "x"}, None, (1, 0, 1)),
+        ({"a": "x", "b": 2, "c": 1}, None, (2, 1, 0)),
+        ({"b": True}, None, (0, 1, 2)),
+        ({"a": "Y", "b": 2}, {"a": ["x", "y"], "b": [2]}, (2, 0, 0)),
+        ({"b": 2}, {"a": ["x", ""], "b": [2]}, (1, 0, 0)),
+        ({"a": "z", "b": 2}, {"a": ["x", ""], "b": [2]}, (1, 1, 1)),
+        ({"a": "x", "b": 2, "c": 7}, {"a": ["x"], "b": [2], "c": ["", 7]}, (3, 0, 0)),
+        ({"a": {"k": "v"}, "b": [1, 2]}, {"a": [{"k": ["v", "w"], "l": [""]}], "b": [[1, 2]]}, (2, 0, 0)),
+        ({"a": {"k": "q"}, "b": [2, 1]}, {"a": [{"k": ["v", "w"]}], "b": [[1, 2]]}, (0, 2, 2)),
+    ],
+)
+def test_arguments_are_compared_by_meaning(given: dict[str, Any], acceptable: Any, counts: tuple[int, int, int]) -> None:
+    assert quality_score.pairs(Right("t", {"a": "x", "b": 2}, acceptable), given) == counts
+
+
+def test_bm25_takes_the_tool_whose_words_fit() -> None:
+    tools = [
+        {"function": {"name": "deleteOrder", "description": "Removes one."}},
+        {"function": {"name": "order_get", "description": "Fetch the orders."}},
+    ]
+    assert quality_score.bm25("please delete the order", tools) == "deleteOrder"
+    assert quality_score.bm25("fetch order 5", tools) == "order_get"
+    assert quality_score.bm25("hello", tools) == quality_score.first(tools) == "deleteOrder"
+
+
+def test_an_interval_holds_its_figure_and_clusters_widen_it() -> None:
+    alone = Ratio({number: (number % 2, 1) for number in range(100)}).interval()
+    clustered = Ratio({number: (10 * (number % 2), 10) for number in range(10)}).interval()
+    assert alone is not None
+    assert clustered is not None
+    assert 0.38 < alone[0] < 0.5 < alone[1] < 0.62
+    assert clustered[0] < 0.3
+    assert clustered[1] > 0.7
+    perfect = Ratio({1: (20, 20)})
+    assert perfect.value == 1.0
+    assert perfect.interval() == pytest.approx((0.8389, 1.0), abs=1e-3)
+    assert Ratio({}).interval() is None
+
+
+# Asking
+
+
+def test_a_perfect_model_gets_it_all_and_a_silent_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked(knows, monkeypatch)
+    (row,) = found["rows"]
+    assert (row["split"], row["tools"], row["n"]) == ("unseen tools", 6, 30)
+    assert [row[name] for name in ("tsa", "pf1", "em", "fpr", "fnr")] == [1, 1, 1, 0, 0]
+    assert 0 < row["bm25_tsa"] < 1
+    assert [one["solved"] for one in found["episodes"]] == [1, 1, 1]
+    assert {one["style"] for one in found["episodes"]} == {"hermes", "langchain", "llamaindex"}
+    assert {part["share"] for part in found["shares"]} == {"independent", "context"}
+    assert sum(part["n"] for part in found["shares"]) == 30
+    found = asked(silent, monkeypatch)
+    assert [found["rows"][0][name] for name in ("tsa", "pf1", "em", "fpr", "fnr")] == [0, 0, 0, 0, 1]
+    assert [one["solved"] for one in found["episodes"]] == [0, 0, 0]
+
+
+def test_one_wrong_value_spoils_the_exact_match_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nearly(case: Case) -> Said:
+        said = knows(case)
+        return replace(said, arguments=dict.fromkeys(said.arguments, "wrong"))
+
+    row = asked(nearly, monkeypatch)["rows"][0]
+    assert row["tsa"] == 1
+    assert row["pf1"] == 0
+    assert 0 < row["em"] < 1  # calls without arguments
+
+
+def test_an_answer_must_say_what_the_result_says() -> None:
+    step = next(step for one in quality_cases.episodes("hermes", 8, 6) for step in one.steps if step.says and step.right is None)
+    assert quality_score.right(step, Said(None, {}, f"Well: {step.says}!"))
+    assert not quality_score.right(step, Said(None, {}, "Well."))
+    assert not quality_score.right(step, Said("any", {}, step.says))
+
+
+STEP = Case([], [], Right("get_order", {"id": 7}), "", 0, style="langchain")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (" I need it.\nAction: get_order\nAction Input: 7", ("get_order", {"id": 7})),
+        ('Thought: x\nAction: get_order\nAction Input: {"id": 7}', ("get_order", {"id": 7})),
+        ("Thought: x\nAction: get_order\nAction Input: seven", ("get_order", {"id": "seven"})),
+        ("I know.\nFinal Answer: Action is needed", (None, {})),
+        ("nothing", (None, {})),
+    ],
+)
+def test_text_react_is_read(text: str, said: tuple[str | None, dict[str, Any]]) -> None:
+    found = quality_play.react(text, STEP)
+    assert (found.name, found.arguments) == said
+
+
+def test_prompts_that_do_not_fit_count_as_wrong(folder: Path) -> None:
+    with Engine(str(folder), store=None) as engine:
+        said = quality_play.asking(engine)(Case([{"role": "user", "content": "word " * 9000}], [], Right("t", {}), "", 0))
+    assert said.failed == "too long"
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="split='none'"):
+        quality.Options(splits=("none",))
+    with pytest.raises(ConfigError, match="style='none'"):
+        quality.Options(styles=("none",))
+
+
+def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (quality_play, quality_spoil):
+        monkeypatch.setattr(module, "ANSWER_TOKENS", 6)
+    out = tmp_path / "quality.json"
+    options = ["quality", "--model", str(folder), "--tools", "3", "--splits", "unseen tools", "--n", "3", "--episodes", "1"]
+    options += ["--styles", "hermes", "--dtype", "float32", "--paired", "2", "--sensitivity", "1", "--json", str(out)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert json.loads(done.stdout.splitlines()[-1]) == found
+    assert found["bench"] == "quality"
+    assert {"split", "tools", "n", "tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa"} <= found["rows"][0].keys()
+    assert {"style", "n", "solved"} <= found["episodes"][0].keys()
+    assert found["paired"][0]["same"] == 2
+    assert {row["kind"] for row in found["sensitivity"]} == set(quality_spoil.KINDS)
+
+
+# KV spoilt on purpose
+
+
+@pytest.fixture(scope="module")
+def spoilt(folder: Path) -> Any:
+    """An engine, a case's prompt, and another prompt's."""
+    with Engine(str(folder), store=None, dtype="float32") as engine, torch.inference_mode():
+        cases = quality_cases.selections("unseen tools", 4, 13)
+        yield engine, quality_spoil.prompt(engine, cases[0]), quality_spoil.prompt(engine, cases[12])
+
+
+def apart(one: quality_spoil.KV, other: quality_spoil.KV) -> float:
+    return max(float((a - b).abs().max()) for pair in zip(one, other) for a, b in zip(*pair))
+
+
+@torch.inference_mode()
+def test_re_indexed_keys_are_those_of_the_other_positions(spoilt: Any) -> None:
+    engine, given, _ = spoilt
+    model, ids = engine.model.model, torch.tensor([given.ids[:40]])
+    later = model(input_ids=ids, position_ids=torch.arange(9, 49)[None], use_cache=True).past_key_values
+    kv = quality_spoil.computed(model, None, given.ids[:40])
+    assert apart(quality_spoil.turned(model, kv, 9), quality_spoil.kv_of(later, 0, 40)) < 1e-5
+    assert apart(kv, quality_spoil.kv_of(later, 0, 40)) > 1e-3
+
+
+@torch.inference_mode()
+def test_each_kind_replaces_the_tools_and_nothing_else(spoilt: Any) -> None:
+    engine, given, other = spoilt
+    spoiler = quality_spoil.Spoiler(engine.model.model, given, other, 3)
+    first, length = given.cuts[0], given.cuts[-1]
+    assert engine.tokenizer.decode(given.ids[first:length]).startswith('{"type": "function"')
+    for kind in quality_spoil.KINDS:
+        made = spoiler.prefix(kind, 1)
+        assert made[0][0].shape[2] == length
+        assert apart(quality_spoil.cut(made, 0, first), quality_spoil.cut(spoiler.exact, 0, first)) == 0
+        assert (apart(made, spoiler.exact) > 1e-4) == (kind != "exact"), kind
+    swapped = spoiler.prefix("swapped", 1)
+    assert apart(quality_spoil.cut(swapped, 0, given.cuts[1]), quality_spoil.cut(spoiler.exact, 0, given.cuts[1])) == 0
+    first_tool = quality_spoil.cut(spoiler.prefix("behind system", 0), first, given.cuts[1])
+    assert apart(first_tool, quality_spoil.cut(spoiler.exact, first, given.cuts[1])) < 1e-4  # nothing stood before it but the system
+    tail = spoiler.prefix("shifted", 0)
+    assert apart([(t[1], t[1]) for t in tail], [(t[1], t[1]) for t in spoiler.exact]) == 0  # values have no position
+
+
+@torch.inference_mode()
+def test_exact_kv_answers_as_the_engine_does(spoilt: Any) -> None:
+    engine, given, other = spoilt
+    case = quality_cases.selections("unseen tools", 4, 1)[0]
+    prefix = quality_spoil.Spoiler(engine.model.model, given, other, 3).exact
+    drawn, logits = quality_spoil.answered(engine, prefix, given.ids[given.cuts[-1] :], [])
+    done = engine.generate(list(case.prompt), list(case.tools), sampling=quality_play.Sampling(max_tokens=8))
+    assert list(done.ids[:8]) == drawn[:8]
+    again, same = quality_spoil.answered(engine, prefix, given.ids[given.cuts[-1] :], [*drawn[:3], drawn[0], *drawn[3:5]])
+    assert again == drawn
+    assert torch.allclose(same[:4], logits[:4], atol=1e-4)
+    assert len(same) == 6

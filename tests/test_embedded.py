@@ -1,0 +1,142 @@
+"""The embedded model's folder: made from a checkpoint, verified on load, a Hugging Face folder, a template that only appends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache import embedded
+from agentcache.bench.quality_world.dialogues import bundle, messages
+from agentcache.engine import Engine
+from agentcache.errors import ModelLoadError
+from agentcache.types import Sampling
+from examples.embedded import card, export
+from examples.embedded import model as models
+from examples.embedded import tokenizer as tokenizers
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What train.py leaves behind, of a model that was hardly trained."""
+    folder = tmp_path_factory.mktemp("trained")
+    tokenizer = tokenizers.train(vocab=700, count=12)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    model = models.build(len(tokenizer), layers=2, hidden=64, mlp=64)
+    average = models.Average(model)
+    using = models.optimizers(model, 1e-3, muon=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for one in using:
+        one.step()
+    average.add(model, 0)
+    state = {"step": 1, "packs": 2, "tokens": 3_000_000, "targets": 1_000_000, "hours": 0.5}
+    models.save(folder / "checkpoint.safetensors", model, using, average, state)
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    return export.export(trained, tmp_path / "there" / "model")
+
+
+@pytest.fixture
+def as_embedded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(embedded, "_FOLDER", folder)
+    return folder
+
+
+def test_the_export_is_whole_and_has_the_averaged_weights(folder: Path, trained: Path) -> None:
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    assert embedded.checked(folder) == folder
+    assert {file.name for file in folder.iterdir()} >= {
+        "README.md",
+        "SHA256SUMS",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.config.model_type == "qwen3"
+    assert loaded.dtype is torch.bfloat16
+    assert models.size(folder) == sum(p.numel() for p in loaded.parameters())
+    with safe_open(trained / "checkpoint.safetensors", "pt") as file:
+        name = "model.layers.1.mlp.up_proj.weight"
+        mean, last = file.get_tensor(f"average.{name}"), file.get_tensor(f"model.{name}")
+    assert not torch.equal(mean, last)
+    assert torch.equal(loaded.state_dict()[name], mean.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda f: (f / "config.json").write_text("{}"), "config.json"),
+        (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda f: (f / "more.bin").write_bytes(b"x"), "more.bin"),
+        (lambda f: (f / embedded.SUMS).unlink(), embedded.SUMS),
+        (lambda f: (f / embedded.SUMS).write_text(""), "model.safetensors"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_the_name_of_the_file(folder: Path, damage: Callable[[Path], Any], named: str) -> None:
+    damage(folder)
+    with pytest.raises(ModelLoadError, match=named):
+        embedded.checked(folder)
+
+
+def test_engine_loads_it_by_name_and_refuses_it_damaged(as_embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine("embedded", store=None) as engine:
+        assert engine.name == "embedded"
+        assert engine.generate([{"role": "user", "content": "Hello!"}], sampling=Sampling(max_tokens=2)).ids
+    weights = (as_embedded / "model.safetensors").read_bytes()
+    (as_embedded / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    embedded._verified.cache_clear()
+    with pytest.raises(ModelLoadError, match="model.safetensors"):
+        Engine("embedded", store=None)
+
+
+def test_its_template_only_appends_and_its_calls_are_read(as_embedded: Path) -> None:
+    made = bundle("template", "hermes", 6, 8)
+    talk = next(talk for talk in made.dialogues if sum(turn.tool is not None for turn in talk.turns) > 1)
+    tools = [tool.schema(made.form) for tool in made.tools]
+    embedded._verified.cache_clear()
+    with Engine("embedded", store=None) as engine:
+        report = engine.renderer.report
+        assert report.prefix_preserving
+        assert report.tools_at == "after system"
+        assert report.system == "kept"
+        assert report.absent_is_empty
+        assert not report.dated
+        at = next(at for at, turn in enumerate(talk.turns) if turn.tool is not None)
+        turn = talk.turns[at]
+        assert turn.tool is not None
+        told = f'<tool_call>\n{{"name": "{turn.tool.name}", "arguments": {json.dumps(dict(turn.args), ensure_ascii=False)}}}\n</tool_call>'
+        done = engine.generate(messages(made, talk.turns[:at]), tools, sampling=Sampling(max_tokens=80, forced=told + "<|im_end|>"))
+        assert done.message.tool_calls[0].name == turn.tool.name
+        assert done.message.tool_calls[0].arguments == dict(turn.args)
+        longer = engine.renderer.render([*messages(made, talk.turns[: at + 1]), {"role": "tool", "content": "{}"}], tools)
+        shorter = engine.renderer.render(messages(made, talk.turns[:at]), tools)
+        assert longer.ids[: len(shorter.ids)] == shorter.ids
+    embedded._verified.cache_clear()
+
+
+def test_the_card_says_what_was_measured_and_what_falls_short() -> None:
+    state = {"step": 10, "tokens": 2_000_000, "targets": 500_000, "hours": 1.0}
+    assert "None were measured" in card.card(state, 5_000_000, None)
+    row = {"split": "unseen tools", "tools": 20, "n": 9, "too_long": 0}
+    row |= dict.fromkeys(("tsa", "pf1", "em", "fnr", "bm25_tsa", "first_tsa"), 0.96) | {"fpr": 0.2}
+    row |= {f"{name}_ci": (0.1, 0.97) for name in ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "first_tsa")}
+    found = {"held": "test", "rows": [row], "episodes": [{"style": "hermes", "tools": 8, "n": 3, "solved": 0.5, "solved_ci": (0.1, 0.9)}]}
+    short = card.missed(found)
+    assert any(line.startswith("calls though no tool fits") and "0.200" in line for line in short)
+    assert not any(line.startswith("right tool, unseen tools, 20") for line in short)
+    assert any("hermes: 0.500" in line for line in short)
+    assert any("llamaindex: not measured" in line for line in short)
+    text = card.card(state, 5_000_000, found)
+    assert "0.960 (0.10-0.97)" in text
+    assert all(line in text for line in short)
