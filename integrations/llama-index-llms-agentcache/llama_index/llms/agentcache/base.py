@@ -46,7 +46,7 @@ from .host import Host
 from .points import hold_points
 from .requests import Ask
 from .structured import ObjectLLM
-from .tools import Schema, offer, tool_choice
+from .tools import Offer, Schema, offer, tool_choice
 from .translate import LateSystem, to_messages
 
 if TYPE_CHECKING:
@@ -135,8 +135,12 @@ class AgentCacheLLM(ObjectLLM):
         """
         other = self.model_copy()
         other._superset = self._host.translator.schemas(tools)
-        offer((), other._superset)  # names what is wrong with it
+        other.offered(())  # names what is wrong with it
         return other
+
+    def offered(self, tools: Sequence[BaseTool | Mapping[str, Any]]) -> Offer:
+        """What a request with these tools shows, and what it allows."""
+        return offer(self._host.translator.schemas(tools), self._superset)
 
     def close(self) -> None:
         """End running requests; the engine is closed too, unless it was given."""
@@ -159,8 +163,8 @@ class AgentCacheLLM(ObjectLLM):
             given = {**_kept_in(messages), **given}
         said, options, form = requests.split({**self.additional_kwargs, **given})
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
-        text = isinstance(messages, str)
-        offered = offer(self._host.translator.schemas(requests.schemas_of(given)), () if text else self._superset)
+        tools = requests.schemas_of(given)
+        offered = Offer(self._host.translator.schemas(tools)) if isinstance(messages, str) else self.offered(tools)
         ask = Ask(
             prompt=messages if isinstance(messages, str) else to_messages(messages, self.late_system),
             offer=offered,

@@ -46,6 +46,31 @@ def canonical_schema(schema: Any) -> Any:
     return out
 
 
+def canonical_parameters(tool: BaseTool, schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, with defaults that the function holds as sets, at whatever depth, in sorted order."""
+    schema = canonical_schema(schema)
+    for name, default in _defaults(tool):
+        shown = schema.get("properties", {}).get(name)
+        if isinstance(shown, dict) and "default" in shown and _has_set(default):
+            shown["default"] = _sorted_sets(default)
+    return schema
+
+
+def _has_set(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_set, value.values()))
+    return isinstance(value, (set, frozenset)) or (isinstance(value, (list, tuple)) and any(map(_has_set, value)))
+
+
+def _sorted_sets(value: Any) -> Any:
+    """`value` as JSON has it: sets as sorted lists."""
+    if isinstance(value, Mapping):
+        return {key: _sorted_sets(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return [_sorted_sets(item) for item in sorted(value, key=canonical_repr)]
+    return [_sorted_sets(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def canonical_repr(value: Any) -> str:
     """`repr`, with sets in sorted order at every depth and without addresses."""
     if type(value) in (set, frozenset) and value:

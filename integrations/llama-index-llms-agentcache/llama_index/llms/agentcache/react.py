@@ -23,7 +23,7 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.workflow import Context
 
 from .base import KEEP_IN_MESSAGE
-from .canonical import canonical_description, canonical_schema
+from .canonical import canonical_description, canonical_parameters
 
 STOP = "\nObservation:"
 
@@ -96,7 +96,7 @@ def _said(step: BaseReasoningStep) -> str:
 
 def _described(tool: BaseTool) -> str:
     description, _ = canonical_description(tool)
-    arguments = json.dumps(canonical_schema(tool.metadata.get_parameters_dict()), ensure_ascii=False)
+    arguments = json.dumps(canonical_parameters(tool, tool.metadata.get_parameters_dict()), ensure_ascii=False)
     return f"> Tool Name: {tool.metadata.name}\nTool Description: {description}\nTool Args: {arguments}\n"
 
 

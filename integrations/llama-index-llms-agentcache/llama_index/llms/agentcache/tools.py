@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_index.core.tools import BaseTool, ToolMetadata
+from pydantic.errors import PydanticUserError
 
 from agentcache.errors import ConfigError, ToolSchemaError
 
-from .canonical import canonical_description, canonical_schema
+from .canonical import canonical_description, canonical_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,12 @@ class Translator:
         description, changed = canonical_description(tool)
         if changed:
             logger.info("tool %r is written alike in every process: %s", metadata.name, "; ".join(changed))
-        schema = metadata.to_openai_tool(skip_length_check=True)
+        try:
+            schema = metadata.to_openai_tool(skip_length_check=True)
+        except PydanticUserError as error:  # annotations that cannot be resolved, types that have no schema
+            raise ToolSchemaError(f"tool {metadata.name!r}: its arguments have no JSON schema ({error}); give it a fn_schema") from error
         function = {**schema["function"], "description": description}
-        function["parameters"] = canonical_schema(function["parameters"])
+        function["parameters"] = canonical_parameters(tool, function["parameters"])
         return {**schema, "function": function}
 
 

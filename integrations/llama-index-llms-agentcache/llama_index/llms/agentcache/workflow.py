@@ -6,8 +6,7 @@ the agent's own tools                    the tools of all, and one handoff tool;
 its handoff tool, naming the others
 conversation                             conversation; a handoff's result brings the next agent's instructions
 """
-
-from __future__ import annotations
+# Annotations are not postponed here: LlamaIndex finds the context of a tool by its annotation.
 
 import json
 from collections.abc import Sequence
@@ -60,7 +59,9 @@ class SharedAgentWorkflow(AgentWorkflow):
             )
         if not isinstance(agent.llm, AgentCacheLLM):
             raise ConfigError(f"agent {agent.name!r} has the model {type(agent.llm).__name__}: sharing needs an AgentCacheLLM")
-        return agent.model_copy(update={"llm": agent.llm.with_superset(tools), "system_prompt": common})
+        llm = agent.llm.with_superset(tools)
+        llm.offered(agent.tools or ())  # names a tool that is another agent's tool by name only
+        return agent.model_copy(update={"llm": llm, "system_prompt": common})
 
     def _all_tools(self) -> list[BaseTool]:
         """The tools of all agents, each once, in the order of the agents, and the handoff tool last."""

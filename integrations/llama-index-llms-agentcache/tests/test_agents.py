@@ -1,0 +1,360 @@
+"""LlamaIndex's agents on this model: what they do, in which order, and what each step has to compute."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cases import call, tide, tools, user, wind
+from llama_index.core.agent.workflow import AgentOutput, AgentStream, AgentWorkflow, FunctionAgent, ReActAgent, ToolCallResult
+from llama_index.core.llms.mock import MockLLM
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.tools import FunctionTool
+from llama_index.core.workflow import Context
+from llama_index.llms.agentcache import AppendOnlyMemory, SharedAgentWorkflow, StableReActAgent, answer_at_tail
+from llama_index.llms.agentcache.replay import kept
+from pydantic import BaseModel
+
+from agentcache.errors import ConfigError
+
+Make = Callable[..., Any]
+PROMPT = "You keep the light and answer what ships ask. " * 8
+
+
+class Tide(BaseModel):
+    """High water."""
+
+    harbour: str
+    time: str
+
+
+TIDE = json.dumps({"harbour": "Averil", "time": "14:05"})
+
+
+def _agent(llm: Any, **options: Any) -> FunctionAgent:
+    return FunctionAgent(name="keeper", tools=tools(), llm=llm, system_prompt=PROMPT, **options)
+
+
+# -- FunctionAgent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_function_agent_runs_tools_and_pays_for_new_tokens_only(llm: Make, run: Make, streaming: bool) -> None:
+    model = llm(call("tide", harbour="Averil"), call("wind", harbour="Averil", hour=3), "High water at 14:05, wind north.")
+
+    async def ask() -> str:
+        return str(await _agent(model, streaming=streaming).run("Tide and wind?"))
+
+    assert run(ask()) == "High water at 14:05, wind north."
+    assert [one.completion_tokens > 0 for one in model.receipts] == [True] * 3
+    assert kept(model.receipts) == [1.0, 1.0]
+
+
+def test_events_carry_deltas_calls_and_small_raws(llm: Make, run: Make) -> None:
+    model = llm("<think>\nThe log.\n</think>\nLet me look.\n" + call("tide", harbour="Averil"), "At 14:05.")
+
+    async def listen() -> list[Any]:
+        handler = _agent(model).run("Tide?")
+        events = [event async for event in handler.stream_events()]
+        await handler
+        return events
+
+    events = run(listen())
+    streamed = [event for event in events if isinstance(event, AgentStream)]
+    assert "".join(event.delta for event in streamed) == "Let me look.At 14:05."
+    assert "".join(event.thinking_delta or "" for event in streamed) == "The log."
+    assert [event.tool_calls[0].tool_name for event in streamed if event.tool_calls] == ["tide"]
+    assert all(event.raw is None or len(json.dumps(event.raw)) < 1500 for event in streamed)
+    assert [event.tool_name for event in events if isinstance(event, ToolCallResult)] == ["tide"]
+    assert [event.response.content for event in events if isinstance(event, AgentOutput)] == ["Let me look.", "At 14:05."]
+
+
+def test_results_that_arrive_in_another_order_are_told_in_the_order_of_their_calls(llm: Make, run: Make) -> None:
+    async def slow(harbour: str) -> str:
+        """A tool that takes its time."""
+        await asyncio.sleep(0.2)
+        return f"slow {harbour}"
+
+    async def fast(harbour: str) -> str:
+        """A tool that does not."""
+        return f"fast {harbour}"
+
+    both = call("slow", harbour="A") + "\n" + call("fast", harbour="B")
+    model = llm(both, "Done.")
+    rendered: list[str] = []
+
+    async def ask() -> list[str]:
+        agent = FunctionAgent(tools=[slow, fast], llm=model)
+        handler = agent.run("Both?")
+        arrived = [event.tool_name async for event in handler.stream_events() if isinstance(event, ToolCallResult)]
+        await handler
+        return arrived
+
+    render = model.engine.renderer.render
+
+    def spy(*args: Any, **options: Any) -> Any:
+        layout = render(*args, **options)
+        rendered.append(layout.text)
+        return layout
+
+    model.engine.renderer.render = spy
+    try:
+        assert run(ask()) == ["fast", "slow"]
+    finally:
+        del model.engine.renderer.render
+    assert 0 < rendered[-1].index("slow A") < rendered[-1].index("fast B")
+
+
+def test_memory_goes_on_where_the_last_run_ended(llm: Make, run: Make) -> None:
+    model = llm(call("tide", harbour="Averil"), "At 14:05.", "As I said, at 14:05.")
+
+    async def ask() -> None:
+        agent, memory = _agent(model), AppendOnlyMemory.from_defaults(llm=model)
+        await agent.run("Tide?", memory=memory)
+        await agent.run("When?", memory=memory)
+        assert [one.role.value for one in memory.get_all()] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+
+    run(ask())
+    assert kept(model.receipts) == [1.0, 1.0]
+
+
+def test_initial_state_stays_in_the_prompt(llm: Make, run: Make) -> None:
+    model = llm(call("tide", harbour="Averil"), "At 14:05.", "Yes.")
+
+    async def ask() -> None:
+        agent, memory = _agent(model, initial_state={"lamp": "lit"}), AppendOnlyMemory()
+        ctx = Context(agent)
+        await agent.run("Tide?", memory=memory, ctx=ctx)
+        await agent.run("Sure?", memory=memory, ctx=ctx)
+        assert "lamp" in memory.get_all()[0].content
+
+    run(ask())
+    assert kept(model.receipts) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("superset", [False, True])
+def test_early_stopping_asks_for_an_answer(llm: Make, run: Make, superset: bool) -> None:
+    model = llm(call("tide", harbour="Averil"), call("tide", harbour="Averil"), "I could not say.")
+    model = model.with_superset(tools()) if superset else model
+
+    async def ask() -> str:
+        agent = _agent(model, early_stopping_method="generate")
+        return str(await agent.run("Tide?", max_iterations=2))
+
+    assert run(ask()) == "I could not say."
+    last = kept(model.receipts)[-1]
+    assert last > 0.5 if superset else last < 0.5  # the last request brings no tools: only the superset keeps them in the prompt
+
+
+def test_initial_tool_choice_is_the_first_call_only(llm: Make, run: Make) -> None:
+    model = llm(call("tide", harbour="Averil"), "At 14:05.")
+    said: list[Any] = []
+    ask_inner = model._ask
+
+    def spy(messages: Any, given: Any) -> Any:
+        made = ask_inner(messages, given)
+        said.append(made[0].choice)
+        return made
+
+    object.__setattr__(model, "_ask", spy)
+
+    async def ask() -> str:
+        return str(await _agent(model, initial_tool_choice="tide").run("Tide?"))
+
+    run(ask())
+    assert said == ["tide", "auto"]
+
+
+# -- objects -----------------------------------------------------------------------------------------------------------
+
+
+def test_output_cls_gives_an_object(llm: Make, run: Make) -> None:
+    model = llm("At 14:05.", TIDE)
+
+    async def ask() -> Any:
+        return (await _agent(model, output_cls=Tide).run("Tide?")).structured_response
+
+    assert run(ask()) == {"harbour": "Averil", "time": "14:05"}
+    assert kept(model.receipts)[-1] < 0.5  # LlamaIndex has rewritten the conversation
+
+
+@pytest.mark.parametrize("kind", ["function", "react"])
+def test_answer_at_tail_gives_an_object_and_keeps_the_prompt(llm: Make, run: Make, kind: str) -> None:
+    first = "At 14:05." if kind == "function" else "Thought: I know.\nAnswer: At 14:05."
+    model = llm(first, TIDE)
+    agent = _agent(model) if kind == "function" else StableReActAgent(tools=tools(), llm=model, system_prompt=PROMPT)
+
+    async def ask() -> Any:
+        return (await answer_at_tail(agent, Tide).run("Tide?", memory=AppendOnlyMemory())).structured_response
+
+    assert run(ask()) == {"harbour": "Averil", "time": "14:05"}
+    assert kept(model.receipts) == [1.0]
+
+
+def test_answer_at_tail_needs_this_model() -> None:
+    with pytest.raises(ConfigError, match="MockLLM"):
+        answer_at_tail(ReActAgent(llm=MockLLM()), Tide)
+
+
+# -- handoffs ----------------------------------------------------------------------------------------------------------
+
+
+KEEPER, PILOT = "You are the keeper. " * 10, "You are the pilot. " * 10
+
+
+def _pilots(llm: Any) -> list[Any]:
+    keeper = FunctionAgent(name="keeper", description="Knows tides.", tools=[tide], llm=llm, can_handoff_to=["pilot"], system_prompt=KEEPER)
+    pilot = FunctionAgent(name="pilot", description="Knows winds.", tools=[wind], llm=llm, system_prompt=PILOT)
+    return [keeper, pilot]
+
+
+SCRIPT = (
+    call("tide", harbour="Averil"),
+    call("handoff", to_agent="pilot", reason="The wind is asked for."),
+    call("wind", harbour="Averil", hour=3),
+    "High water at 14:05, wind north.",
+)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_agent_workflow_hands_off(llm: Make, run: Make, shared: bool) -> None:
+    model = llm(*SCRIPT)
+    agents = _pilots(model)
+    workflow = (
+        SharedAgentWorkflow(agents, root_agent="keeper", system_prompt=PROMPT) if shared else AgentWorkflow(agents, root_agent="keeper")
+    )
+
+    async def ask() -> tuple[str, list[str]]:
+        handler = workflow.run("Tide and wind?", memory=AppendOnlyMemory())
+        names = [event.current_agent_name async for event in handler.stream_events() if isinstance(event, AgentOutput)]
+        return str(await handler), names
+
+    assert run(ask()) == ("High water at 14:05, wind north.", ["keeper", "keeper", "pilot", "pilot"])
+    shares = kept(model.receipts)
+    assert shares[0] == shares[2] == 1.0
+    assert shares[1] == 1.0 if shared else shares[1] < 0.3  # the step behind the handoff
+
+
+def test_a_shared_workflow_tells_the_next_agent_its_instructions_at_the_tail(llm: Make, run: Make) -> None:
+    model = llm(*SCRIPT)
+    agents = _pilots(model)
+    workflow = SharedAgentWorkflow(agents, root_agent="keeper", system_prompt=PROMPT)
+    memory = AppendOnlyMemory()
+
+    async def ask() -> None:
+        await workflow.run("Tide and wind?", memory=memory)
+
+    run(ask())
+    told = [one.content for one in memory.get_all() if one.role == "tool"]
+    assert "You are the pilot." in told[1]
+    assert "You are the pilot." not in workflow.agents["pilot"].system_prompt
+    assert [agent.system_prompt for agent in agents] == [KEEPER, PILOT]  # the given agents are as they were
+
+
+def test_a_masked_tool_is_not_run(llm: Make, run: Make) -> None:
+    model = llm(call("wind", harbour="Averil", hour=3), "I cannot see the wind.")  # as if the mask had a hole
+
+    async def ask() -> list[Any]:
+        handler = SharedAgentWorkflow(_pilots(model), root_agent="keeper").run("Wind?")
+        results = [event async for event in handler.stream_events() if isinstance(event, ToolCallResult)]
+        await handler
+        return results
+
+    (result,) = run(ask())
+    assert result.tool_output.is_error
+    assert "not found" in str(result.tool_output)
+
+
+def test_who_cannot_share_is_named(llm: Make) -> None:
+    react = ReActAgent(name="r", description="d", tools=[tide], llm=llm())
+    keeper = FunctionAgent(name="k", description="d", tools=[tide], llm=llm())
+    other = FunctionAgent(name="o", description="d", tools=[FunctionTool.from_defaults(wind, name="tide")], llm=llm())
+    with pytest.raises(ConfigError, match="'r' is a ReActAgent"):
+        SharedAgentWorkflow([keeper, react], root_agent="k")
+    with pytest.raises(ConfigError, match="'tide'"):
+        SharedAgentWorkflow([keeper, other], root_agent="k")
+
+
+def test_one_agent_alone_is_a_workflow_too(llm: Make, run: Make) -> None:
+    async def ask() -> str:
+        return str(await SharedAgentWorkflow([_agent(llm("Yes."))]).run("Lit?"))
+
+    assert run(ask()) == "Yes."
+
+
+# -- ReAct -------------------------------------------------------------------------------------------------------------
+
+STEPS = (
+    'Thought: I need a tool.\nAction: tide\nAction Input: {"harbour":"Averil"}\nObservation: high water at noon',
+    "Thought: I can answer.\nAnswer: At 14:05.",
+    "Thought: I know it already.\nAnswer: At 14:05, as I said.",
+)
+
+
+def _two_turns(agent: Any, memory: Any) -> Any:
+    async def ask() -> list[str]:
+        return [str(await agent.run(question, memory=memory)) for question in ("Tide?", "When?")]
+
+    return ask()
+
+
+def test_stable_react_keeps_its_prompt_from_step_to_step_and_run_to_run(llm: Make, run: Make) -> None:
+    model, memory = llm(*STEPS), AppendOnlyMemory()
+    agent = StableReActAgent(tools=tools(), llm=model, system_prompt=PROMPT)
+    assert run(_two_turns(agent, memory)) == ["At 14:05.", "At 14:05, as I said."]
+    said = [one.content for one in memory.get_all()]
+    assert said[1] == STEPS[0].partition("\nObservation")[0]  # the model's own text, cut where it began to make up a result
+    assert said[2] == "Observation: high water in Averil at 14:05"
+    assert kept(model.receipts) == [1.0, 1.0]
+    for before, after in zip(model.receipts, model.receipts[1:]):
+        assert after.cached_tokens >= before.prompt_tokens + before.completion_tokens - 4
+
+
+def test_stock_react_loses_it(llm: Make, run: Make) -> None:
+    """What the class above is for; if LlamaIndex mends this, it can go."""
+    model = llm(*STEPS)
+    agent = ReActAgent(tools=tools(), llm=model, system_prompt=PROMPT)
+    run(_two_turns(agent, ChatMemoryBuffer.from_defaults(token_limit=4000)))
+    before, after = model.receipts[:2]
+    assert after.cached_tokens < before.prompt_tokens + before.completion_tokens - 4
+    assert kept(model.receipts)[1] < 1.0
+
+
+def test_the_formatter_alone_writes_json_and_stops(llm: Make, run: Make) -> None:
+    from llama_index.core.agent.react.types import ActionReasoningStep
+    from llama_index.llms.agentcache import StableReActFormatter
+
+    formatter = StableReActFormatter.from_defaults(context="Be brief.")
+    step = ActionReasoningStep(thought="t", action="tide", action_input={"harbour": "Avéril", "sure": True})
+    turns = formatter.format(tools(), [user("?")], [step])
+    assert turns[-1].content == 'Thought: t\nAction: tide\nAction Input: {"harbour": "Avéril", "sure": true}'
+    model = llm(*STEPS[:2])
+    agent = ReActAgent(tools=tools(), llm=model, formatter=formatter)
+
+    async def ask() -> str:
+        return str(await agent.run("Tide?"))
+
+    assert run(ask()) == "At 14:05."
+    assert model.receipts[0].finish_reason == "stop"
+
+
+def test_react_retries_what_it_cannot_read(llm: Make, run: Make) -> None:
+    model = llm("Action: tide\nno input", STEPS[1])
+
+    async def ask() -> str:
+        return str(await StableReActAgent(tools=tools(), llm=model).run("Tide?"))
+
+    assert run(ask()) == "At 14:05."
+
+
+def test_react_returns_a_tools_result_directly(llm: Make, run: Make) -> None:
+    model = llm(STEPS[0])
+    direct = FunctionTool.from_defaults(tide, return_direct=True)
+
+    async def ask() -> str:
+        return str(await StableReActAgent(tools=[direct], llm=model).run("Tide?"))
+
+    assert run(ask()) == "high water in Averil at 14:05"
