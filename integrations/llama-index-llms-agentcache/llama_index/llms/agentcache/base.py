@@ -47,7 +47,7 @@ from .points import hold_points
 from .requests import Ask
 from .structured import ObjectLLM
 from .tools import Offer, Schema, offer, tool_choice
-from .translate import LateSystem, to_messages
+from .translate import LateSystem, arguments_of, to_messages
 
 if TYPE_CHECKING:
     from llama_index.core.tools import BaseTool
@@ -98,11 +98,10 @@ class AgentCacheLLM(ObjectLLM):
         unknown = sorted(set(options) - set(inspect.signature(Engine.__init__).parameters))
         if unknown:
             raise ConfigError(f"unknown options {unknown!r}: neither AgentCacheLLM nor Engine has them")
-        mine.pop("model", None)
         given = mine.get("additional_kwargs") or {}
         requests.split(given)  # refuses what no request could use, before weights are loaded
         requests.sampling({}, {name: value for name, value in given.items() if name in requests.SAMPLING})
-        super().__init__(model=engine.name if engine else _name(model), **mine)
+        super().__init__(**{**mine, "model": engine.name if engine else _name(model)})
         self._host = Host(engine or Engine(model, tokenizer, **options), owned=engine is None)
 
     @classmethod
@@ -183,7 +182,7 @@ class AgentCacheLLM(ObjectLLM):
             answer.notes = hold_points(self._host.pins, messages, ask)
         return ask.open(self.engine)
 
-    def _responses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> Iterator[ChatResponse]:
+    def _responses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseGen:
         ask, answer = self._ask(messages, given)
         with self._open(ask, messages, answer) as stream:
             for delta in stream.deltas():
@@ -205,7 +204,7 @@ class AgentCacheLLM(ObjectLLM):
 
     def _finish(self, answer: Answer, completion: Completion) -> ChatResponse:
         response = answer.finish(completion)
-        dispatcher.event(ReceiptEvent(receipt=response.raw))
+        dispatcher.event(ReceiptEvent(receipt=response.raw or {}))
         return response
 
     # -- chat ------------------------------------------------------------------------------------------------------
@@ -287,7 +286,7 @@ class AgentCacheLLM(ObjectLLM):
             raise NoToolCallError(
                 f"the model called no tool but said {response.message.content!r:.200}; demand a call with tool_required=True"
             )
-        return [ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=call.tool_kwargs) for call in calls]
+        return [ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=arguments_of(call)) for call in calls]
 
 
 def _name(model: Any) -> str:

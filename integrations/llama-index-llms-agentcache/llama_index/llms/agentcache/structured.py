@@ -7,7 +7,7 @@ prompt as it was, where the usual way puts a further tool at the front or rewrit
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole, TextBlock
@@ -16,7 +16,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.events.llm import LLMStructuredPredictEndEvent, LLMStructuredPredictStartEvent
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.program.utils import create_flexible_model
-from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.types import PydanticProgramMode
 from pydantic_core import from_json
 
@@ -93,7 +93,7 @@ class ObjectLLM(FunctionCallingLLM):
     """The part of a model that answers with objects: the structured_predict family over `chat(schema=...)`."""
 
     def _for_object(
-        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, llm_kwargs: Mapping[str, Any] | None, prompt_args: dict[str, Any]
+        self, output_cls: type[BaseModel], prompt: PromptTemplate, llm_kwargs: Mapping[str, Any] | None, prompt_args: dict[str, Any]
     ) -> tuple[list[ChatMessage], dict[str, Any]]:
         """Messages and keywords that make the model write an object of the class."""
         schema = schema_of(output_cls)
@@ -103,7 +103,7 @@ class ObjectLLM(FunctionCallingLLM):
         return with_instruction(messages, schema), {**given, "schema": schema, "tool_choice": "none"}
 
     def structured_predict(  # type: ignore[override]
-        self, output_cls: type[Model], prompt: BasePromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
     ) -> Model:
         """An object of `output_cls`: the model is held to its schema while it writes."""
         if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
@@ -115,7 +115,7 @@ class ObjectLLM(FunctionCallingLLM):
         return result
 
     async def astructured_predict(  # type: ignore[override]
-        self, output_cls: type[Model], prompt: BasePromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
     ) -> Model:
         if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
             return await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
@@ -126,8 +126,8 @@ class ObjectLLM(FunctionCallingLLM):
         return result
 
     def _structured_stream_call(  # type: ignore[override]
-        self, output_cls: type[Model], prompt: BasePromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
-    ) -> Iterator[BaseModel]:
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
+    ) -> Generator[Any, None, None]:
         """Growing objects; the base class tells LlamaIndex's instrumentation of each."""
         if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
             yield from super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
@@ -138,14 +138,14 @@ class ObjectLLM(FunctionCallingLLM):
             yield from growing.feed(response)
 
     async def _structured_astream_call(  # type: ignore[override]
-        self, output_cls: type[Model], prompt: BasePromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
-    ) -> AsyncIterator[BaseModel]:
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
+    ) -> AsyncGenerator[Any, None]:
         if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
             return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
         messages, given = self._for_object(output_cls, prompt, llm_kwargs, prompt_args)
         responses = await self.astream_chat(messages, **given)
 
-        async def objects() -> AsyncIterator[BaseModel]:
+        async def objects() -> AsyncGenerator[Any, None]:
             growing = Growing(output_cls)
             async for response in responses:
                 for made in growing.feed(response):

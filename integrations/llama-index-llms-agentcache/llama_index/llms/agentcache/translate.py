@@ -95,6 +95,11 @@ def _string(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
+def arguments_of(call: ToolCallBlock) -> dict[str, Any]:
+    """The arguments of a call, which a block may hold as JSON text."""
+    return dict(_call(0, call.tool_name, call.tool_kwargs, None).arguments)
+
+
 def _call(index: int, name: Any, arguments: Any, call_id: Any) -> ToolCall:
     if isinstance(arguments, str):
         try:

@@ -60,15 +60,14 @@ class SharedAgentWorkflow(AgentWorkflow):
         if not isinstance(agent.llm, AgentCacheLLM):
             raise ConfigError(f"agent {agent.name!r} has the model {type(agent.llm).__name__}: sharing needs an AgentCacheLLM")
         llm = agent.llm.with_superset(tools)
-        llm.offered(agent.tools or ())  # names a tool that is another agent's tool by name only
+        llm.offered([*map(as_tool, agent.tools or ())])  # names a tool that is another agent's tool by name only
         return agent.model_copy(update={"llm": llm, "system_prompt": common})
 
     def _all_tools(self) -> list[BaseTool]:
         """The tools of all agents, each once, in the order of the agents, and the handoff tool last."""
         found: dict[str, BaseTool] = {}
         for agent in self.agents.values():
-            for tool in agent.tools or ():
-                assert isinstance(tool, BaseTool), "agents wrap functions when they are made"
+            for tool in map(as_tool, agent.tools or ()):
                 found.setdefault(tool.metadata.get_name(), tool)
         handoff = self._get_handoff_tool(self.agents[self.root_agent])
         return [*found.values(), *([handoff] if handoff else [])]
@@ -77,10 +76,10 @@ class SharedAgentWorkflow(AgentWorkflow):
         """The same tool for every agent: it names all of them. Who may go where is in the agents' instructions, and checked when called."""
         if len(self.agents) == 1:
             return None
-        names = tuple(self.agents)
+        names: Any = Literal[tuple(self.agents)]  # type: ignore[valid-type]
         schema = create_model(
             "handoff",
-            to_agent=(Literal[names], Field(description="The agent that goes on.")),
+            to_agent=(names, Field(description="The agent that goes on.")),
             reason=(str, Field(description="Why, in one sentence.")),
         )
         info = json.dumps({name: agent.description for name, agent in self.agents.items()}, ensure_ascii=False)
@@ -92,6 +91,12 @@ class SharedAgentWorkflow(AgentWorkflow):
         if await ctx.store.get("next_agent", default=None) != to_agent or not self._own[to_agent]:
             return said
         return f"{said}\n\nFrom here on these instructions hold:\n{self._own[to_agent]}"
+
+
+def as_tool(tool: Any) -> BaseTool:
+    """A tool of an agent's: agents wrap plain functions when they are made."""
+    assert isinstance(tool, BaseTool)
+    return tool
 
 
 def answer_at_tail(agent: Agent, output_cls: type[BaseModel]) -> Agent:
