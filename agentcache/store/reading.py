@@ -3,7 +3,8 @@
 One layer is one unit of work: threads take layers in turn, so that one reads while another hashes what it has just read. A page counts
 as filled only when the macs of all its layers, and the one over everything else, were right.
 
-A full page that the system's page cache holds already is not copied: the page takes the file's own memory, which other processes share.
+A file that the system's page cache holds already is mapped and checked there; a full page then keeps that memory, which other processes
+share, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from blake3 import blake3
 
@@ -29,6 +32,7 @@ from .schema import Row
 
 PIECE = 1 << 20  # bytes read, then hashed while they are still in a core's cache
 TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # whole numbers of so many bytes
 Progress = Callable[[int], None]
 
 
@@ -41,6 +45,12 @@ def fits(row: Row, page: Page) -> bool:
     spec = page.spec
     shape = str(spec.dtype).removeprefix("torch."), spec.layers, spec.kv_heads, spec.head_dim
     return shape == (row.dtype, row.layers, row.kv_heads, row.head_dim) and page.keys.device.type == "cpu"
+
+
+def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The same memory as whole numbers: numpy has no bfloat16."""
+    found: npt.NDArray[Any] = tensor.view(WHOLE[tensor.dtype.itemsize]).numpy()
+    return found
 
 
 def mac_of(key: bytes, context: bytes, *buffers: bytes | memoryview) -> bytes:
@@ -159,27 +169,36 @@ class Filling:
         self.blob = open_blob(folder, self.row.blob)
         same(self.row, self.blob.row)
         size = self.blob.plan.bytes
-        if self._as_it_lies() and self.tokens == PAGE_TOKENS and files.local(folder.path) and files.in_memory(self.blob.fd, size):
+        if files.local(folder.path) and files.in_memory(self.blob.fd, size):
             with suppress(OSError):  # a limit on maps: read instead
                 self.mapped = memoryview(files.map_file(self.blob.fd, size))
 
-    def _as_it_lies(self) -> bool:
+    @property
+    def lies(self) -> bool:
         """Whether layers are stored as they lie in a page."""
         assert self.blob is not None
         return self.row.precision == "exact" and self.row.tokens == PAGE_TOKENS and not self.blob.plan.sealed
 
+    @property
+    def stays(self) -> bool:
+        """Whether the page will lie in the mapped file."""
+        return self.mapped is not None and self.lies and self.tokens == PAGE_TOKENS
+
     def fill(self, layer: int, scratch: Callable[[int], memoryview], done: Progress) -> None:
-        """Read one layer into the page: directly if it is stored as it lies there."""
+        """Check one layer and put it into the page: directly if it is stored as it lies there."""
         blob, row, page = self.blob, self.row, self.page
         assert blob is not None
         if self.mapped is not None:
             blob.check(layer, self.mapped, done)
-            return
-        if self._as_it_lies():
+            if self.stays:
+                return
+            stored = self.mapped[blob.plan.at(layer) : blob.plan.at(layer + 1)]
+        elif self.lies:
             blob.read(layer, [view(page.layer_keys[layer]), view(page.layer_values[layer])], done)
             return
-        stored = scratch(blob.plan.layer_bytes)
-        blob.read(layer, [stored], done)
+        else:
+            stored = scratch(blob.plan.layer_bytes)
+            blob.read(layer, [stored], done)
         if blob.plan.sealed:
             stored = memoryview(bytearray(blob.folder.open_sealed(stored, layer_context(row, layer, True))))
         self._spread(layer, stored)
@@ -193,8 +212,8 @@ class Filling:
             at += part.bytes
         keys, values = self.page.layer_keys[layer][:, :, : row.tokens], self.page.layer_values[layer][:, : row.tokens]
         if row.precision == "exact":
-            keys.copy_(found["keys"])
-            values.copy_(found["values"])
+            for target, stored_part in ((keys, found["keys"]), (values, found["values"])):
+                _bits(target)[...] = _bits(stored_part)  # not copy_: it would wake a team of threads in each of these threads
         else:
             lossy.dequantise(found, row.precision, keys, values)
 
@@ -206,7 +225,7 @@ class Filling:
         if self.blob is not None:
             self.blob.close()
         keep = 0 if self.error else self.tokens
-        if self.mapped is not None:
+        if self.blob is not None and self.stays:
             if keep:
                 self._take()
         elif self.next:  # else nothing was written
