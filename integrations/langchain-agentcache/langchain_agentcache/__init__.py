@@ -1,0 +1,35 @@
+"""LangChain on agentcache: a chat model and a middleware. Translates; decides nothing about what is reused.
+
+from langchain_agentcache import ChatAgentCache, AgentCacheMiddleware
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import agentcache_llm
+
+agentcache_llm.check()  # a stranger's package of the same name is named before anything breaks
+
+from ._version import __version__  # noqa: E402
+
+if TYPE_CHECKING:
+    from .chat_models import ChatAgentCache
+    from .middleware import AgentCacheMiddleware
+
+_LAZY = {"ChatAgentCache": "chat_models", "AgentCacheMiddleware": "middleware"}
+
+__all__ = ["AgentCacheMiddleware", "ChatAgentCache", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

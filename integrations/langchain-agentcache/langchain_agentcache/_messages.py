@@ -1,0 +1,108 @@
+"""LangChain's messages as agentcache's. Knows nothing of models; what a template cannot show is refused, never dropped in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentcache import Message, ToolCall
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+
+from .errors import ModelInvalidRequestError
+
+# Blocks that say again what a message says elsewhere: its calls are in `tool_calls`.
+_CALLS = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "server_tool_call", "input_json_delta"}
+_ROLES = {"user": "user", "human": "user", "assistant": "assistant", "ai": "assistant", "system": "system", "developer": "system"}
+
+
+def converted(messages: Sequence[BaseMessage]) -> list[Message]:
+    """The messages in agentcache's form; ModelInvalidRequestError for what no text model can be shown."""
+    return [_converted(index, message) for index, message in enumerate(messages)]
+
+
+def _converted(index: int, message: BaseMessage) -> Message:
+    text, reasoning = _parts(index, message)
+    if isinstance(message, HumanMessage):
+        return Message("user", text)
+    if isinstance(message, SystemMessage):
+        return Message("system", text)
+    if isinstance(message, AIMessage):
+        return Message("assistant", text, _calls(message), reasoning=_thought(message) or reasoning or None)
+    if isinstance(message, ToolMessage):
+        return Message("tool", text, tool_call_id=message.tool_call_id, name=message.name)
+    if isinstance(message, FunctionMessage):
+        return Message("tool", text, name=message.name)
+    role = _ROLES.get(message.role.lower()) if isinstance(message, ChatMessage) else None
+    if role is None:
+        shown = getattr(message, "role", message.type)
+        raise ModelInvalidRequestError(f"messages[{index}]: role {shown!r} is unknown; use one of {sorted(_ROLES)!r}, or a ToolMessage")
+    return Message(role, text)  # type: ignore[arg-type]
+
+
+def _calls(message: AIMessage) -> tuple[ToolCall, ...]:
+    calls = [ToolCall(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
+    for bad in message.invalid_tool_calls:  # agents answer it with a ToolMessage: it must be there, and say what the model had said
+        calls.append(ToolCall(bad.get("name") or "unknown", {"invalid_arguments": bad.get("args") or ""}, bad.get("id")))
+    return tuple(calls)
+
+
+def _thought(message: AIMessage) -> str:
+    thought = message.additional_kwargs.get("reasoning_content")
+    return thought if isinstance(thought, str) else ""
+
+
+def _parts(index: int, message: BaseMessage) -> tuple[str, str]:
+    """(text, reasoning) of a message's content."""
+    if isinstance(message.content, str):
+        return message.content, ""
+    texts, thoughts = [], []
+    for block in message.content:
+        if isinstance(block, str):
+            texts.append(block)
+            continue
+        kind = block.get("type")
+        if kind == "text" or (kind is None and "text" in block):
+            texts.append(str(block.get("text") or ""))
+        elif kind in ("thinking", "reasoning"):
+            thoughts.append(str(block.get("thinking") or block.get("reasoning") or ""))
+        elif kind == "json" and "json" in block:
+            texts.append(json.dumps(block["json"], ensure_ascii=False))
+        elif kind == "non_standard" and isinstance(message, AIMessage):
+            continue
+        elif kind not in _CALLS and kind != "redacted_thinking":
+            raise ModelInvalidRequestError(
+                f"messages[{index}]: a {message.type} message with a block of type {kind!r}: this model reads text only; "
+                "describe it in words, or send it to a model that takes such input"
+            )
+    return "".join(texts), "".join(thoughts)
+
+
+def system_text(messages: Sequence[Message]) -> str:
+    """What the leading system messages say, as one text."""
+    leading: list[str] = []
+    for message in messages:
+        if message.role != "system":
+            break
+        leading.append(message.content)
+    return "\n\n".join(leading)
+
+
+def marked(messages: Sequence[BaseMessage]) -> Mapping[str, Any] | None:
+    """The `cache_control` of the last block of the leading system message that has one."""
+    for message in messages:
+        if not isinstance(message, SystemMessage):
+            return None
+        if isinstance(message.content, list):
+            for block in reversed(message.content):
+                if isinstance(block, Mapping) and isinstance(block.get("cache_control"), Mapping):
+                    return block["cache_control"]  # type: ignore[no-any-return]
+    return None

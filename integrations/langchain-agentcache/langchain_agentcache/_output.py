@@ -1,0 +1,67 @@
+"""agentcache's answers as LangChain's messages and chunks. Knows nothing of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentcache import Receipt
+from agentcache.model.call_stream import Delta
+from agentcache.stream import Completion
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call, tool_call_chunk
+
+PROVIDER = "agentcache"
+_LONG = ("spans", "namespace", "model", "finish_reason")  # grows with the conversation, or is said elsewhere
+
+
+def usage_of(receipt: Receipt) -> UsageMetadata:
+    """input_tokens is the whole prompt; cache_read was reused, cache_creation was computed, and is kept for the next request."""
+    details = InputTokenDetails(cache_read=receipt.cached_tokens, cache_creation=receipt.computed_tokens)
+    return UsageMetadata(
+        input_tokens=receipt.prompt_tokens,
+        output_tokens=receipt.completion_tokens,
+        total_tokens=receipt.prompt_tokens + receipt.completion_tokens,
+        input_token_details=details,
+    )
+
+
+def metadata_of(receipt: Receipt, label: str | None) -> dict[str, Any]:
+    """What LangChain's callbacks and middleware look for, and the receipt."""
+    account = {key: value for key, value in receipt.as_dict().items() if key not in _LONG}
+    said: dict[str, Any] = {"model_name": receipt.model, "model_provider": PROVIDER, "finish_reason": receipt.finish_reason}
+    if label:
+        said["prompt_cache_key"] = label
+    return {**said, "agentcache": account}
+
+
+def message_of(done: Completion, label: str | None = None) -> AIMessage:
+    """The whole answer as one message."""
+    said = done.message
+    return AIMessage(
+        content=said.content,
+        additional_kwargs={"reasoning_content": said.reasoning} if said.reasoning else {},
+        tool_calls=[tool_call(name=call.name, args=dict(call.arguments), id=call.id) for call in said.tool_calls],
+        usage_metadata=usage_of(done.receipt),
+        response_metadata=metadata_of(done.receipt, label),
+    )
+
+
+def chunk_of(delta: Delta) -> AIMessageChunk:
+    """One piece of the answer."""
+    if delta.kind == "text":
+        return AIMessageChunk(content=delta.text)
+    if delta.kind == "reasoning":
+        return AIMessageChunk(content="", additional_kwargs={"reasoning_content": delta.text})
+    name, call_id, args = (delta.text, delta.id, "") if delta.kind == "call" else (None, None, delta.text)
+    return AIMessageChunk(content="", tool_call_chunks=[tool_call_chunk(name=name, args=args, id=call_id, index=delta.index)])
+
+
+def last_chunk(receipt: Receipt, label: str | None = None) -> AIMessageChunk:
+    """The end of a stream, with its account."""
+    return AIMessageChunk(
+        content="",
+        usage_metadata=usage_of(receipt),
+        response_metadata=metadata_of(receipt, label),
+        chunk_position="last",
+    )

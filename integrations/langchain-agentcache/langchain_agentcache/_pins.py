@@ -1,0 +1,65 @@
+"""`cache_control`: the prefix of system prompt and tools stays in memory for a while, whatever else is asked. Knows no messages.
+
+A pin costs nothing beyond the request itself: what it computes is what the request would compute. It ends when its time is over, which is
+looked at when the next request comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentcache import Engine, Tool
+
+from .errors import ModelInvalidRequestError
+
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
+
+_lock = threading.Lock()
+_until: weakref.WeakKeyDictionary[Engine, dict[tuple[str, str], float]] = weakref.WeakKeyDictionary()
+
+
+def seconds(cache_control: Mapping[str, Any]) -> float:
+    """How long a pin lasts."""
+    ttl = cache_control.get("ttl", "5m")
+    if cache_control.get("type", "ephemeral") not in ("ephemeral", "persistent") or (
+        ttl not in _TTL_S and not isinstance(ttl, (int, float))
+    ):
+        raise ModelInvalidRequestError(
+            f"cache_control={dict(cache_control)!r}: must be {{'type': 'ephemeral', 'ttl': '5m'}}, with '5m', '1h' or a number of seconds"
+        )
+    return _TTL_S[ttl] if isinstance(ttl, str) else float(ttl)
+
+
+def pin(
+    engine: Engine, system: str, tools: Sequence[Tool], cache_control: Mapping[str, Any], label: str | None, namespace: str, order: Any
+) -> str | None:
+    """Pin the prefix under `label`, or under a name made from it; prolong it if it is pinned. None if there is nothing to pin."""
+    ttl = seconds(cache_control)
+    if not system and not tools:
+        return None
+    said = json.dumps([system, [[tool.name, tool.description, tool.parameters] for tool in tools], order], default=dict)
+    name = f"{label or 'pinned'}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
+    now = time.monotonic()
+    with _lock:
+        pins = _until.setdefault(engine, {})
+        over = [key for key, until in pins.items() if until < now and key != (namespace, name)]
+        for key in over:
+            del pins[key]
+        known = (namespace, name) in pins
+        pins[namespace, name] = now + ttl
+    for space, old in over:
+        engine.release(old, namespace=space)
+    if not known:
+        try:
+            engine.warm(system or None, tools, name=name, namespace=namespace, tools_order=order)
+        except BaseException:
+            with _lock:
+                pins.pop((namespace, name), None)
+            raise
+    return name

@@ -1,0 +1,56 @@
+"""`with_structured_output`: from a schema to a bound model and a parser. Knows nothing of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.output_parsers import JsonOutputKeyToolsParser, JsonOutputParser, PydanticOutputParser, PydanticToolsParser
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel
+
+from ._tools import formatted
+from .errors import ModelInvalidRequestError
+
+if TYPE_CHECKING:
+    from .chat_models import ChatAgentCache
+
+METHODS = ("function_calling", "json_schema", "json_mode")
+
+
+def structured(
+    model: ChatAgentCache, schema: Any, method: str, include_raw: bool, kwargs: Mapping[str, Any]
+) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+    """The model held to the schema, and what reads its answer."""
+    if kwargs:
+        raise ModelInvalidRequestError(f"with_structured_output: unknown arguments {sorted(kwargs)!r}")
+    if method not in METHODS:
+        raise ModelInvalidRequestError(f"method={method!r}: must be one of {METHODS!r}")
+    if schema is None and method != "json_mode":
+        raise ModelInvalidRequestError(f"schema=None: method={method!r} needs a schema; only 'json_mode' does without")
+    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+    said = {"kwargs": {"method": method}, "schema": schema} if schema is not None else None
+    parser: Any
+    if method == "function_calling":
+        name = formatted([schema])[0]["function"]["name"]
+        bound = model.bind_tools([schema], tool_choice=name, parallel_tool_calls=False, ls_structured_output_format=said)
+        parser = (
+            PydanticToolsParser(tools=[schema], first_tool_only=True)
+            if is_class
+            else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+        )
+    else:
+        form: dict[str, Any] = {"type": "json_object"}
+        if method == "json_schema":
+            form = {"type": "json_schema", "json_schema": {"schema": convert_to_json_schema(schema)}}
+        bound = model.bind(response_format=form, ls_structured_output_format=said)
+        parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+    if not include_raw:
+        return bound | parser
+    read = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=bound) | read.with_fallbacks([failed], exception_key="parsing_error")

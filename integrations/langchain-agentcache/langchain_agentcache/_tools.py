@@ -1,0 +1,157 @@
+"""LangChain's tools and tool choices as agentcache's. Converting is remembered: agents bind the same tools again at every step."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentcache import Constraint, Tool
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from .errors import ModelInvalidRequestError
+
+ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
+Formatted = dict[str, Any]
+
+REMEMBERED = 512  # tools; each keeps its object alive, so that its id cannot be another's
+
+
+class _Remembered:
+    """Tools in OpenAI's form, by the object they were made from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Any, tuple[Any, Formatted]] = OrderedDict()
+
+    def __call__(self, tool: ToolLike) -> Formatted:
+        key = _identity(tool)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key][1]
+        made = _formatted(tool)
+        with self._lock:
+            self._known[key] = (tool, made)
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return made
+
+
+def _identity(tool: Any) -> Any:
+    if isinstance(tool, Mapping):
+        return json.dumps(tool, sort_keys=False, default=repr)
+    if isinstance(tool, BaseTool):
+        return id(tool), tool.name, tool.description, id(tool.args_schema)
+    return id(tool), getattr(tool, "__doc__", None)
+
+
+def _formatted(tool: Any) -> Formatted:
+    try:
+        made = convert_to_openai_tool(tool)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelInvalidRequestError(f"tool {tool!r:.200}: cannot be described to a model ({error})") from error
+    function = made.get("function")
+    if not isinstance(function, Mapping) or not function.get("name"):
+        raise ModelInvalidRequestError(
+            f"tool {tool!r:.200}: is not a function; a local model has no built-in tools, pass a function, a BaseTool or a schema"
+        )
+    return made
+
+
+_convert = _Remembered()
+
+
+def formatted(tools: Sequence[ToolLike]) -> list[Formatted]:
+    """Tools of any form that LangChain takes, in OpenAI's."""
+    return [_convert(tool) for tool in tools]
+
+
+def own_tools(tools: Sequence[Any]) -> list[Tool]:
+    """The same in agentcache's form."""
+    made = []
+    for tool in tools:
+        function = (tool if isinstance(tool, Mapping) and "function" in tool else _convert(tool))["function"]
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        made.append(Tool(str(function["name"]), str(function.get("description") or ""), parameters))
+    return made
+
+
+def constraint(
+    tools: Sequence[Tool],
+    *,
+    tool_choice: Any = None,
+    strict: bool | None = None,
+    parallel_tool_calls: bool | None = None,
+    response_format: Any = None,
+) -> Constraint | None:
+    """What the completion is held to, None if it is free."""
+    choice, allowed = _choice(tool_choice)
+    schema = _schema(response_format)
+    if not tools and choice in ("auto", "none") and schema is None:
+        return None
+    if schema is not None and choice not in ("auto", "none"):
+        schema = None  # it must call now; the form is for the answer that comes later
+    if choice == "auto" and allowed is None and schema is None and not strict and parallel_tool_calls is not False:
+        return None
+    return Constraint(choice, allowed, parallel_tool_calls is not False, schema)
+
+
+def _choice(value: Any) -> tuple[str, tuple[str, ...] | None]:
+    """(tool_choice, allowed) in agentcache's words."""
+    if value is None or value is False:
+        return "auto", None
+    if value is True:
+        return "any", None
+    if isinstance(value, str):
+        return {"required": "any"}.get(value, value), None
+    if isinstance(value, Mapping):
+        kind = value.get("type")
+        if kind in ("auto", "none", "any", "required"):
+            return _choice(str(kind))
+        if kind == "allowed_tools":
+            inner = value.get("allowed_tools", value)
+            names = tuple(_name(tool) for tool in inner.get("tools", ()))
+            return _choice(inner.get("mode", "auto"))[0], names
+        name = _name(value)
+        if name:
+            return name, None
+    raise ModelInvalidRequestError(
+        f"tool_choice={value!r:.200}: must be 'auto', 'none', 'any', 'required', True, the name of a tool, "
+        "{'type': 'function', 'function': {'name': ...}} or {'type': 'allowed_tools', ...}"
+    )
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    function = value.get("function", value)
+    return str(function.get("name") or "") if isinstance(function, Mapping) else ""
+
+
+def _schema(value: Any) -> Mapping[str, Any] | bool | None:
+    """The JSON schema that a response format asks for; True for any object, None for text."""
+    if value is None or value == "text":
+        return None
+    if value in ("json", "json_object"):
+        return True
+    if isinstance(value, Mapping):
+        kind = value.get("type")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return True
+        if kind == "json_schema":
+            inner = value.get("json_schema", value)
+            schema = inner.get("schema") if isinstance(inner, Mapping) else None
+            if isinstance(schema, Mapping):
+                return schema
+        elif "properties" in value or kind in ("object", "array", "string", "number", "integer", "boolean"):
+            return value
+    raise ModelInvalidRequestError(
+        f"response_format={value!r:.200}: must be {{'type': 'json_schema', 'json_schema': {{'schema': ...}}}}, {{'type': 'json_object'}}, "
+        "or a JSON schema"
+    )

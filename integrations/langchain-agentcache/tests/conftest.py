@@ -1,0 +1,94 @@
+"""What every test gets: the package importable from this folder, tiny models on disk, answers by script. Sockets are blocked.
+
+The scripted engine forces what a trained model would have said through decoding, after checking that the request's own constraint allows
+it; where the script says nothing, random weights choose. Keys, values, prefixes and receipts are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # the package, and `script`
+
+os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk but where a test asks for it
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["LANGSMITH_TRACING"] = "false"
+
+pytest.importorskip("langchain_tests", reason="the LangChain integration is tested where langchain-tests is installed")
+
+import script  # noqa: E402
+from langchain_agentcache import _engines  # noqa: E402
+
+from agentcache import Engine, Sampling, Stream  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What LangChain itself does of what is deprecated is not ours to mend."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning:langchain.*"), append=False)
+            item.add_marker(pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning"), append=False)
+            item.add_marker(pytest.mark.filterwarnings("ignore:Core Pydantic V1:UserWarning"), append=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests that are coroutines run in a loop of their own, with or without a plugin for it."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
+
+
+class ScriptedEngine(Engine):
+    """An engine that says what tests/script.py says."""
+
+    def stream(self, messages: Any, tools: Any = (), **options: Any) -> Stream:
+        """As of Engine, with the completion forced where the script has one."""
+        sampling = options.get("sampling") or Sampling()
+        text = None if sampling.forced else script.answer(messages, tools, options.get("constraint"))
+        if text is not None:
+            if (constraint := options.get("constraint")) is not None:
+                self.check(text, constraint, tools)
+            ids = (*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id)
+            options["sampling"] = replace(sampling, forced=ids)
+        return super().stream(messages, tools, **options)
+
+    def check(self, text: str, constraint: Any, tools: Any) -> None:
+        """The script may not say what the constraint forbids."""
+        guide = self.grammars.guide(constraint, tools, "")
+        for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]:
+            assert guide.accept(token) == "", f"{constraint!r} does not allow {text!r}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scripted() -> Iterator[None]:
+    """Engines that the package loads are scripted ones."""
+    before, _engines.Engine = _engines.Engine, ScriptedEngine
+    yield
+    _engines.close_all()
+    _engines.Engine = before
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> str:
+    """The model of most tests."""
+    return script.folder("first", script.save)
+
+
+@pytest.fixture(autouse=True)
+def free_pages() -> Iterator[None]:
+    """No test leaves a request on the device."""
+    yield
+    for engine in list(_engines._by_name.values()):
+        assert script.until(lambda engine=engine: engine.scheduler.live == 0), "a request still holds pages"
