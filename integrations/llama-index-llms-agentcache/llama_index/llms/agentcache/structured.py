@@ -59,7 +59,7 @@ def read(output_cls: type[Model], response: ChatResponse) -> Model:
         ended = (response.raw or {}).get("finish_reason")
         why = "the answer was cut off: raise max_tokens" if ended == "length" else "the schema allows what the class refuses"
         raise StructuredOutputError(
-            f"{text!r:.500} is no {output_cls.__name__} ({error.errors(include_url=False)[:3]!r}); {why}"
+            f"{text!r:.500} is no {output_cls.__name__} ({error.errors(include_url=False, include_input=False, include_context=False)[:3]!r}); {why}"
         ) from error
 
 
