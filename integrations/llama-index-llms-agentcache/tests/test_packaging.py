@@ -83,7 +83,7 @@ def test_programs_of_the_readme_run(
     source = source.replace('"Qwen/Qwen3-0.6B"', repr(str(tmp_path))).replace(
         "max_tokens=256", "max_tokens=200, store=None, constrain=False"
     )
-    exec(compile(source, f"README.md, program {number + 1}", "exec"), {"__name__": "readme"})
+    exec(compile(source, f"README.md, program {number + 1}", "exec", dont_inherit=True), {"__name__": "readme"})
     assert capsys.readouterr().out
 
 

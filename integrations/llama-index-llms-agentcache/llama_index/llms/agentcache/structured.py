@@ -18,6 +18,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.program.utils import create_flexible_model
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.types import PydanticProgramMode
+from pydantic.errors import PydanticUserError
 from pydantic_core import from_json
 
 from agentcache.errors import ConfigError
@@ -36,7 +37,10 @@ def schema_of(output_cls: type[BaseModel]) -> dict[str, Any]:
     """The JSON schema of a class; refuses what is no pydantic class."""
     if not (isinstance(output_cls, type) and issubclass(output_cls, BaseModel)):
         raise ConfigError(f"output_cls={output_cls!r}: must be a pydantic BaseModel class")
-    schema: dict[str, Any] = canonical_schema(output_cls.model_json_schema())
+    try:
+        schema: dict[str, Any] = canonical_schema(output_cls.model_json_schema())
+    except PydanticUserError as error:  # annotations that cannot be resolved, types that have no schema
+        raise ConfigError(f"output_cls={output_cls.__name__}: has no JSON schema ({error})") from error
     return schema
 
 
@@ -58,9 +62,8 @@ def read(output_cls: type[Model], response: ChatResponse) -> Model:
     except ValidationError as error:
         ended = (response.raw or {}).get("finish_reason")
         why = "the answer was cut off: raise max_tokens" if ended == "length" else "the schema allows what the class refuses"
-        raise StructuredOutputError(
-            f"{text!r:.500} is no {output_cls.__name__} ({error.errors(include_url=False, include_input=False, include_context=False)[:3]!r}); {why}"
-        ) from error
+        found = error.errors(include_url=False, include_input=False, include_context=False)[:3]
+        raise StructuredOutputError(f"{text!r:.500} is no {output_cls.__name__} ({found!r}); {why}") from error
 
 
 class Growing:
