@@ -1,0 +1,105 @@
+"""What the embedded model's training is made of: drills that can be solved, stages, the averaged weights, checkpoints that resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache.bench.quality_world.world import World
+from examples.embedded import model as models
+from examples.embedded import stream
+from examples.embedded import tokenizer as tokenizers
+from examples.embedded.drills import Drills
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tokenizers.train(vocab=700, count=12)
+
+
+def test_what_a_drill_asks_for_stood_behind_the_same_key_before(tokenizer: Any) -> None:
+    made = Drills(tokenizer).pack(World("drill"), 900)
+    assert 900 <= len(made.ids) < 1100
+    assert len(made.branches) == len(made.completions) > 5
+    for (first, last, before), completion in zip(made.branches, made.completions):
+        assert before.tolist() == [0]
+        ids, targets = made.ids[first:last].tolist(), (completion.rows - first).tolist()
+        assert made.positions[first:last].tolist() == list(range(1, last - first + 1))
+        assert 0.2 < len(targets) / len(ids) < 0.5
+        for at in targets:  # the longest text before it that stood earlier in the sequence went on in the same way
+            back = max(range(1, at), key=lambda size: size if _stood(ids, at, size) is not None else 0)
+            assert ids[at] == _stood(ids, at, back)
+
+
+def _stood(ids: list[int], at: int, size: int) -> int | None:
+    """What followed the last `size` ids before `at` where they stood earlier; None if they did not."""
+    found = [n + size for n in range(at - size) if ids[n : n + size] == ids[at - size : at]]
+    return ids[found[0]] if found else None
+
+
+def test_stages_grow_and_the_stream_has_drills_and_every_style(tokenizer: Any) -> None:
+    stages = stream.STAGES
+    assert [stage.until for stage in stages] == sorted(stage.until for stage in stages)
+    assert [stage.tools for stage in stages] == sorted(stage.tools for stage in stages)
+    assert stream.stage_at(0) is stages[0]
+    assert stream.stage_at(10**12) is stages[-1]
+    assert stages[-1].tools == 50
+    assert set(stages[-1].styles) == set(stream.STYLES)
+    first = stream.packs(tokenizer, 0)
+    kinds = {completion.kind for _ in range(12) for completion in next(first).completions}
+    assert {"drill", "call"} <= kinds
+
+
+def test_the_average_follows_the_weights_and_swaps_back(tokenizer: Any) -> None:
+    model = models.build(64, layers=1, hidden=64, mlp=64)
+    average = models.Average(model)
+    name, weight = next(iter(model.named_parameters()))
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.add_(1.0)
+    average.add(model, step=1)  # keeps 2 of 11
+    assert torch.allclose(average.values[name], before + 9 / 11)
+    mean, last = average.values[name].clone(), weight.detach().clone()
+    average.swap(model)
+    assert torch.equal(weight, mean)
+    assert torch.equal(average.values[name], last)
+    average.swap(model)
+    assert torch.equal(weight, last)
+
+
+@pytest.mark.parametrize("muon", [True, False])
+def test_a_resumed_run_steps_as_if_it_had_never_stopped(tmp_path: Path, muon: bool) -> None:
+    def step(model: Any, using: models.Optimizers, average: models.Average, number: int) -> None:
+        torch.manual_seed(number)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for one in using:
+            one.step()
+        average.add(model, number)
+
+    def fresh(seed: int) -> tuple[Any, models.Optimizers, models.Average]:
+        model = models.build(64, layers=1, hidden=64, mlp=64, seed=seed)
+        return model, models.optimizers(model, 1e-2, muon), models.Average(model)
+
+    whole = fresh(0)
+    for number in range(2):
+        step(*whole, number)
+    models.save(tmp_path / "checkpoint.safetensors", *whole, {"step": 2})
+    again = fresh(1)
+    assert models.restore(tmp_path / "checkpoint.safetensors", *again) == {"step": 2}
+    for run in (whole, again):
+        step(*run, 2)
+    for (name, one), (_, other) in zip(whole[0].named_parameters(), again[0].named_parameters()):
+        assert torch.equal(one, other), name
+        assert torch.equal(whole[2].values[name], again[2].values[name]), name
+
+
+def test_an_update_of_muon_has_even_singular_values() -> None:
+    torch.manual_seed(0)
+    for shape in ((24, 64), (64, 24)):
+        values = torch.linalg.svdvals(models.orthogonal(torch.randn(shape) @ torch.diag(torch.logspace(0, 1, shape[1]))))
+        assert values.min() > 0.5
+        assert values.max() < 1.4
