@@ -112,6 +112,49 @@ def test_closing_the_engine_fails_what_waits(run: Make) -> None:
         run(closed())
 
 
+def test_half_of_twenty_cancelled(run: Make, request: pytest.FixtureRequest) -> None:
+    """Those who stay get their own answer, and nothing of those who left goes on running."""
+    with tiny() as engine, AgentCacheLLM(engine=engine, max_tokens=60) as model:
+
+        async def one(number: int) -> str:
+            return str((await model.achat([user(f"Count to {number}")], ignore_eos=True, seed=number, temperature=1.0)).message.content)
+
+        async def some() -> list[Any]:
+            tasks = [asyncio.create_task(one(number)) for number in range(20)]
+            await asyncio.sleep(0.2)
+            for task in tasks[::2]:
+                task.cancel()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        answers = run(some())
+        assert _quiet(engine)
+        assert all(isinstance(answer, asyncio.CancelledError) for answer in answers[::2])
+        assert answers[1::2] == [run(one(number)) for number in range(1, 20, 2)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning")
+def test_a_loop_that_closes_in_the_middle_ends_the_request() -> None:
+    with tiny() as engine, AgentCacheLLM(engine=engine, max_tokens=4000) as model:
+        loop = asyncio.new_event_loop()
+
+        async def first() -> Any:
+            stream = await model.astream_chat([user("count")], ignore_eos=True)
+            await stream.__anext__()
+            return stream
+
+        stream = loop.run_until_complete(first())
+        loop.close()
+        assert _quiet(engine)
+        del stream
+
+
+def test_sync_calls_work_where_a_loop_is_running(llm: Make, run: Make) -> None:
+    async def as_in_a_notebook() -> str:
+        return str(llm("One.").chat([user("hello")]))
+
+    assert run(as_in_a_notebook()) == "assistant: One."
+
+
 def test_twenty_at_once(shared_engine: Any, run: Make, request: pytest.FixtureRequest) -> None:
     """Twenty agents on one engine and one tool group, each with its own task: nobody gets another's words."""
 
