@@ -8,9 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentcache import Constraint, Tool
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from agentcache import Constraint, Tool
 
 from .errors import ModelInvalidRequestError
 
@@ -87,9 +88,12 @@ def constraint(
     strict: bool | None = None,
     parallel_tool_calls: bool | None = None,
     response_format: Any = None,
+    forbidden: Sequence[str] = (),
 ) -> Constraint | None:
-    """What the completion is held to, None if it is free."""
+    """What the completion is held to, None if it is free. forbidden: tools that are shown, and may not be called."""
     choice, allowed = _choice(tool_choice)
+    if forbidden:
+        allowed = tuple(tool.name for tool in tools if tool.name not in forbidden and (allowed is None or tool.name in allowed))
     schema = _schema(response_format)
     if not tools and choice in ("auto", "none") and schema is None:
         return None

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
-from agentcache import Engine, Sampling, Stream
-from agentcache import errors as own
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
@@ -21,6 +19,9 @@ from langchain_core.runnables import Runnable
 from langchain_core.utils import from_env
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self, override
+
+from agentcache import Engine, Sampling, Stream
+from agentcache import errors as own
 
 from . import _engines, _pins
 from ._messages import converted, marked, system_text
@@ -44,7 +45,8 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition
 _FOR_ENGINE = ("device", "dtype", "load_in_4bit", "load_in_8bit", "chat_template", "memory_bytes")
 _PER_CALL = {
     *_SAMPLING,
-    *("model", "tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "format", "namespace", "group", "tools_order"),
+    *("model", "tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "format"),
+    *("forbidden_tools", "namespace", "group", "tools_order"),
     *("template_kwargs", "reasoning", "timeout", "cache_control", "prompt_cache_key", "ls_structured_output_format", "stream", "stop"),
 }
 _warned: set[str] = set()
@@ -345,6 +347,7 @@ class ChatAgentCache(BaseChatModel):
                     strict=self.strict if strict is None else strict,
                     parallel_tool_calls=kwargs.get("parallel_tool_calls"),
                     response_format=kwargs.get("response_format", kwargs.get("format")),
+                    forbidden=kwargs.get("forbidden_tools") or (),
                 ),
                 **{name: kwargs.get(name, getattr(self, name)) for name in ("namespace", "group", "tools_order")},
                 "template_kwargs": self._template_kwargs(kwargs),

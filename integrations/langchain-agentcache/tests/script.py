@@ -56,8 +56,8 @@ def answer(messages: Sequence[Message] | str, tools: Sequence[Any], constraint: 
         return LINES.get(last.content) if constraint.tool_choice == "any" else None
     if "customer named" in last.content:
         return call("unicode_customer", customer_name=last.content.split("'")[1], description="A company.")
-    if last.role == "user" and last.content in LINES and tools:
-        return LINES[last.content]
+    if last.role == "user" and tools:
+        return LINES.get(last.content.partition("\n\n<context>")[0])
     return None
 
 

@@ -1,0 +1,201 @@
+"""AgentCacheMiddleware: keeps what changes at the end of the prompt, and tells who does not. Knows nothing of tokens.
+
+Place it last: it sees the request as it is sent.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ModelResponse
+from langchain_core.callbacks import adispatch_custom_event, dispatch_custom_event
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+
+from .. import _pins
+from .._tools import formatted, own_tools
+from ..chat_models import ChatAgentCache
+from .culprit import Seen, change, culprits, seen, tool_name
+
+EVENT = "agentcache.receipt"
+CONVERSATIONS = 256  # remembered for the comparison with the step before
+_OPENING, _CLOSING = "<context>\n", "\n</context>"
+
+Text = Callable[[Mapping[str, Any]], str | None]
+
+
+class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
+    """Keeps the prefix of an agent's prompts stable.
+
+    Args:
+        volatile: text that changes at every call, made from the agent's state, such as the time: stands at the very end of the prompt, for
+            one call. What the next step pays for it is this step's answer and tool results.
+        facts: text that changes now and then, such as a user's profile: becomes a message of the conversation whenever it has changed.
+        sticky_tools: tools stay in the prompt once they were there; those that an outer middleware took away cannot be called, because
+            decoding does not let them through.
+        model, system_prompt, tools: with these the prefix is computed, and pinned, before the agent's first step.
+        on_change: "warn" names what of an earlier step's prompt was changed, and by which middleware; "ignore" does not.
+
+    Blocks of the system message behind the last one that is tagged with `cache_control` are volatile, too.
+
+    Each step's receipt is a custom event, "agentcache.receipt", and goes to `stream_mode="custom"`.
+    """
+
+    def __init__(
+        self,
+        *,
+        volatile: Text | None = None,
+        facts: Text | None = None,
+        sticky_tools: bool = True,
+        model: ChatAgentCache | None = None,
+        system_prompt: str | None = None,
+        tools: Sequence[Any] = (),
+        on_change: Literal["warn", "ignore"] = "warn",
+    ) -> None:
+        super().__init__()
+        if on_change not in ("warn", "ignore"):
+            raise ValueError(f"on_change={on_change!r}: must be 'warn' or 'ignore'")
+        self.volatile, self.facts = volatile, facts
+        self.sticky_tools = sticky_tools
+        self.on_change = on_change
+        self.tools = []  # none of our own: those given are the agent's
+        self._prefix = (model, system_prompt or "", list(tools))
+        self._lock = threading.Lock()
+        self._superset: dict[str, Any] = {tool_name(tool): tool for tool in self._listed(tools)}
+        self._before: OrderedDict[str, Seen] = OrderedDict()
+        self._warned: set[tuple[str, ...]] = set()
+
+    @staticmethod
+    def _listed(tools: Sequence[Any]) -> list[Any]:
+        return [tool if hasattr(tool, "name") or isinstance(tool, dict) else formatted([tool])[0] for tool in tools]
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        """Compute the prefix and pin it."""
+        model, system, tools = self._prefix
+        if model is not None:
+            listed = own_tools(formatted(tools))
+            _pins.pin(model._engine(), system, listed, {"ttl": "1h"}, "agent", model.namespace, model.tools_order)
+        return None
+
+    def before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        """Append facts that have changed."""
+        text = self.facts(state) if self.facts else None
+        if not text:
+            return None
+        said = _OPENING + text + _CLOSING
+        known = next((m.content for m in reversed(state["messages"]) if m.additional_kwargs.get("agentcache") == "facts"), None)
+        return None if known == said else {"messages": [HumanMessage(said, additional_kwargs={"agentcache": "facts"})]}
+
+    def wrap_model_call(self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]) -> ModelResponse[Any]:
+        """The request with what changes at its end, and its receipt told."""
+        if not isinstance(request.model, ChatAgentCache):
+            return handler(request)
+        response = handler(self._arranged(request))
+        for told in self._told(request, response):
+            with suppress(RuntimeError):  # outside of a run there is nobody to tell
+                dispatch_custom_event(EVENT, told)
+        return response
+
+    async def awrap_model_call(
+        self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
+    ) -> ModelResponse[Any]:
+        """The same, awaited."""
+        if not isinstance(request.model, ChatAgentCache):
+            return await handler(request)
+        response = await handler(self._arranged(request))
+        for told in self._told(request, response):
+            with suppress(RuntimeError):
+                await adispatch_custom_event(EVENT, told)
+        return response
+
+    # -- arranging -------------------------------------------------------------------------------------------------
+
+    def _arranged(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
+        tail = [self.volatile(request.state) or ""] if self.volatile else []
+        system, moved = _split_system(request.system_message)
+        tools, forbidden = self._tools(request)
+        arranged = request.override(system_message=system, tools=tools)
+        self._compare(arranged)
+        if forbidden:
+            arranged = arranged.override(model_settings={**request.model_settings, "forbidden_tools": forbidden})
+        texts = [text for text in (*moved, *tail) if text]
+        return arranged.override(messages=_with_tail(request.messages, texts)) if texts else arranged
+
+    def _tools(self, request: ModelRequest[Any]) -> tuple[list[Any], list[str]]:
+        """(tools of the prompt, names of those that may not be called)"""
+        if not self.sticky_tools:
+            return request.tools, []
+        wanted = {tool_name(tool): tool for tool in request.tools}
+        with self._lock:
+            self._superset.update(wanted)  # those that are known keep their place
+            superset = dict(self._superset)
+        return list(superset.values()), [name for name in superset if name not in wanted]
+
+    def _compare(self, request: ModelRequest[Any]) -> None:
+        """Warn if this step's prompt is not the last one's with something behind it."""
+        if self.on_change == "ignore" or not request.messages:
+            return
+        now = seen(request, [tool_name(tool) for tool in request.tools])
+        key = str(request.messages[0].id or id(request.messages[0]))
+        with self._lock:
+            before = self._before.pop(key, None)
+            self._before[key] = now
+            while len(self._before) > CONVERSATIONS:
+                self._before.popitem(last=False)
+        found = change(before, now) if before else None
+        if found is None:
+            return
+        field, what = found
+        names = culprits(request, field, self)
+        sign = (field, *names)
+        if sign in self._warned:
+            return
+        self._warned.add(sign)
+        who = ", ".join(names) or "an edit of the agent's state"
+        warnings.warn(
+            f"{who} changed {what}. Everything behind it is computed again at each such step: pass it as "
+            "AgentCacheMiddleware(volatile=...), or keep it as it was (said once)",
+            stacklevel=2,
+        )
+
+    # -- telling ---------------------------------------------------------------------------------------------------
+
+    def _told(self, request: ModelRequest[Any], response: Any) -> list[dict[str, Any]]:
+        results = [response] if isinstance(response, AIMessage) else list(getattr(response, "result", ()))
+        told = []
+        for message in results:
+            account = message.response_metadata.get("agentcache") if isinstance(message, AIMessage) else None
+            if account is None:
+                continue
+            told.append({"message_id": message.id, "usage": message.usage_metadata, **account})
+            writer = getattr(request.runtime, "stream_writer", None)
+            if writer is not None:
+                writer({EVENT: told[-1]})
+        return told
+
+
+def _split_system(message: SystemMessage | None) -> tuple[SystemMessage | None, list[str]]:
+    """(what stays in front, texts of the blocks behind the last tagged one)"""
+    if message is None or not isinstance(message.content, list):
+        return message, []
+    tagged = [number for number, block in enumerate(message.content) if isinstance(block, dict) and block.get("cache_control")]
+    if not tagged or tagged[-1] + 1 == len(message.content):
+        return message, []
+    cut = tagged[-1] + 1
+    behind = [block if isinstance(block, str) else str(block.get("text") or "") for block in message.content[cut:]]
+    return message.model_copy(update={"content": message.content[:cut]}), behind
+
+
+def _with_tail(messages: Sequence[AnyMessage], texts: Sequence[str]) -> list[AnyMessage]:
+    """The messages with these texts behind everything: in the last message if a user wrote it or a tool did, else in one of their own."""
+    said = _OPENING + "\n".join(texts) + _CLOSING
+    last: BaseMessage | None = messages[-1] if messages else None
+    if isinstance(last, (HumanMessage, ToolMessage)) and isinstance(last.content, str):
+        return [*messages[:-1], last.model_copy(update={"content": f"{last.content}\n\n{said}"})]
+    return [*messages, HumanMessage(said)]

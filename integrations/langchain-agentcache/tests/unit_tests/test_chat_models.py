@@ -1,0 +1,460 @@
+"""ChatAgentCache over a small model: what goes in, what comes out, and what happens when neither can be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import warnings
+from typing import Any
+
+import pytest
+import script
+from langchain_agentcache import ChatAgentCache, _engines, errors
+from langchain_agentcache._messages import converted
+from langchain_agentcache._tools import constraint, formatted, own_tools
+from langchain_core import exceptions as theirs
+from langchain_core.callbacks import UsageMetadataCallbackHandler
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    ChatMessage,
+    HumanMessage,
+    RemoveMessage,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from agentcache import Constraint, Engine, Message, ToolCall, toy
+from agentcache import errors as own
+
+
+@tool
+def tide(harbour: str, day: int = 0) -> str:
+    """When is high water?"""
+    return f"High water in {harbour} at {3 + day}."
+
+
+@tool
+def log(text: str) -> str:
+    """Write into the log."""
+    return "written"
+
+
+class Ship(BaseModel):
+    """A ship that passed."""
+
+    name: str = Field(max_length=12)
+    flags: int = Field(ge=0, le=9)
+
+
+@pytest.fixture
+def chat(model_folder: str, request: pytest.FixtureRequest) -> Any:
+    def make(**options: Any) -> ChatAgentCache:
+        options = {"model": model_folder, "memory_bytes": 64 << 20, "max_tokens": 16, "namespace": request.node.name, **options}
+        return ChatAgentCache(**options)
+
+    return make
+
+
+SYSTEM = SystemMessage("You are the keeper of a lighthouse. Write down wind, tide and every ship that passes.")
+ASKED = [SYSTEM, HumanMessage("When is high water in Port Averil?")]
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_pays_for_its_new_tokens_only(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.LINES, "When is high water in Port Averil?", script.call("tide", harbour="Port Averil"))
+    model = chat(max_tokens=60).bind_tools([tide, log])
+    first = model.invoke(ASKED)
+    assert [(call["name"], call["args"]) for call in first.tool_calls] == [("tide", {"harbour": "Port Averil"})]
+    assert first.response_metadata["finish_reason"] == "tool_calls"
+    result = tide.invoke(first.tool_calls[0])
+    second = model.invoke([*ASKED, first, result])
+    used, before = second.usage_metadata, first.usage_metadata
+    assert used["input_token_details"]["cache_read"] >= before["input_tokens"] + before["output_tokens"] - 1, "its own tokens, too"
+    assert sum(used["input_token_details"].values()) == used["input_tokens"]
+    assert second.response_metadata["model_provider"] == chat()._get_ls_params()["ls_provider"] == "agentcache"
+    json.dumps(second.response_metadata)
+    assert "spans" not in second.response_metadata["agentcache"]
+
+
+def test_invoke_and_stream_say_the_same(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "<think>\nThe tide.\n</think>\n\nI look. " + script.call("tide", harbour='Port "Averil"') + "\n" + script.call("log", text="{")
+    monkeypatch.setitem(script.LINES, "Look!", said)
+    model = chat(max_tokens=200).bind_tools([tide, log])
+    whole = model.invoke("Look!")
+    pieces = list(model.stream("Look!"))
+    joined = pieces[0]
+    for piece in pieces[1:]:
+        joined += piece
+    assert (joined.content, joined.tool_calls) == (whole.content, whole.tool_calls)
+    assert joined.additional_kwargs == whole.additional_kwargs == {"reasoning_content": "The tide."}
+    assert joined.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
+    assert len([piece for piece in pieces if piece.tool_call_chunks]) > 4, "arguments come while they are written"
+    assert len([piece for piece in pieces if piece.usage_metadata]) == 1
+    again = model.invoke(
+        [
+            HumanMessage("Look!"),
+            joined,
+            ToolMessage("3", tool_call_id=joined.tool_calls[0]["id"]),
+            *[ToolMessage("ok", tool_call_id=joined.tool_calls[1]["id"])],
+        ]
+    )
+    assert again.usage_metadata["input_token_details"]["cache_read"] > whole.usage_metadata["input_tokens"]
+
+
+async def test_async_is_the_same(chat: Any) -> None:
+    model = chat()
+    expected = model.invoke(ASKED).content
+    assert (await model.ainvoke(ASKED)).content == expected
+    assert "".join([piece.text async for piece in model.astream(ASKED)]) == expected
+    results = await model.abatch([ASKED] * 3)
+    assert [result.content for result in results] == [expected] * 3
+
+
+def test_settings_of_a_call_win(chat: Any) -> None:
+    model = chat(max_tokens=3, stop=["nothing like this"])
+    assert model.invoke(ASKED).usage_metadata["output_tokens"] <= 3
+    assert model.invoke(ASKED, max_tokens=5).usage_metadata["output_tokens"] == 5
+    text = chat(max_tokens=12).invoke(ASKED).text
+    stop = text[4:7]
+    assert chat(max_tokens=12).invoke(ASKED, stop=[stop]).text == text[: text.index(stop)].strip()
+    assert chat(max_tokens=12, stop=[stop]).invoke(ASKED).text == text[: text.index(stop)].strip()
+    assert chat(max_tokens=12).bind(stop=[stop]).invoke(ASKED).text == text[: text.index(stop)].strip()
+
+
+def test_words_of_other_classes(model_folder: str) -> None:
+    model = ChatAgentCache(model_name=model_folder, num_predict=7, repeat_penalty=1.2, stop_sequences=["x"])
+    assert (model.model, model.max_tokens, model.repetition_penalty, model.stop) == (model_folder, 7, 1.2, ["x"])
+    with pytest.warns(UserWarning, match="ignores keep_alive='5m'"):
+        ChatAgentCache(model=model_folder, keep_alive="5m")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChatAgentCache(model=model_folder, keep_alive="5m")
+
+
+def test_unknown_settings_of_a_call_warn_once(chat: Any) -> None:
+    model = chat(max_tokens=2)
+    with pytest.warns(UserWarning, match="ignores presence_penalty=0.5"):
+        model.invoke("x", presence_penalty=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.invoke("x", presence_penalty=0.5)
+
+
+def test_usage_callback_and_profile(chat: Any) -> None:
+    model, counted = chat(), UsageMetadataCallbackHandler()
+    model.invoke(ASKED, config={"callbacks": [counted]})
+    assert counted.usage_metadata[model.model]["input_token_details"]["cache_creation"] > 0
+    assert model.profile["max_input_tokens"] == 16384
+    assert model.profile["structured_output"]
+    assert ChatAgentCache(model="nobody/has-this").profile["tool_calling"], "an unknown context is left out, not guessed"
+
+
+def test_tokens_are_counted_as_they_are_sent(chat: Any) -> None:
+    model = chat(max_tokens=1)
+    sent = model.bind_tools([tide]).invoke(ASKED).usage_metadata["input_tokens"]
+    assert model.get_num_tokens_from_messages(ASKED, tools=[tide]) == sent > model.get_num_tokens_from_messages(ASKED)
+    assert model.get_num_tokens("high water") == len(model.get_token_ids("high water")) > 0
+    assert model.get_num_tokens_from_messages([ToolMessage("half a conversation", tool_call_id="x")]) > 0
+
+
+def test_weights_are_shared_and_loaded_late(model_folder: str) -> None:
+    options = {"model": model_folder, "memory_bytes": 33 << 20}
+    one, two = ChatAgentCache(**options), ChatAgentCache(**options, temperature=1.0)
+    assert _engines.loaded(model_folder, one._engine_options()) is None
+    one.invoke("x", max_tokens=1)
+    assert one._engine() is two._engine()
+    assert ChatAgentCache(model=model_folder, memory_bytes=34 << 20)._engine() is not one._engine()
+
+
+def test_reasoning_goes_to_the_template(chat: Any) -> None:
+    assert chat(reasoning=False)._template_kwargs({}) == {"enable_thinking": False}
+    assert chat(template_kwargs={"a": 1})._template_kwargs({"reasoning": True}) == {"a": 1, "enable_thinking": True}
+
+
+def test_configuration_there_and_back(chat: Any) -> None:
+    model = chat(temperature=0.5, stop=["x"])
+    config = json.loads(json.dumps(model.to_config()))
+    assert ChatAgentCache.from_config(config).to_config() == config
+
+
+# -- tools and forms ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_calls_are_valid_whatever_the_weights_say(chat: Any, seed: int) -> None:
+    model = chat(max_tokens=300, temperature=1.5, seed=seed)
+    for choice in ("log", {"type": "function", "function": {"name": "log"}}):
+        message = model.bind_tools([tide, log], tool_choice=choice).invoke(ASKED)
+        if message.response_metadata["finish_reason"] != "length":
+            assert [call["name"] for call in message.tool_calls] == ["log"]
+            assert isinstance(message.tool_calls[0]["args"]["text"], str)
+        assert message.invalid_tool_calls == []
+    free = model.bind_tools([tide, log], tool_choice="none").invoke(ASKED, max_tokens=20)
+    assert free.tool_calls == []
+    assert free.usage_metadata["input_token_details"]["cache_creation"] == 1, "the tools stay in the prompt"
+
+
+def test_half_a_call_is_not_a_call(chat: Any) -> None:
+    model = chat(max_tokens=25, temperature=1.5, seed=1).bind_tools([log], tool_choice="log")
+    whole = model.invoke(ASKED)
+    joined = None
+    for piece in model.stream(ASKED):
+        joined = piece if joined is None else joined + piece
+    assert isinstance(joined, AIMessageChunk)
+    assert whole.response_metadata["finish_reason"] == joined.response_metadata["finish_reason"] == "length"
+    assert whole.tool_calls == joined.tool_calls == []
+    assert joined.invalid_tool_calls
+
+
+CHOICES = [
+    (None, None),
+    ("auto", None),
+    (False, None),
+    ("none", Constraint("none")),
+    ("any", Constraint("any")),
+    ("required", Constraint("any")),
+    (True, Constraint("any")),
+    ("log", Constraint("log")),
+    ({"type": "function", "function": {"name": "log"}}, Constraint("log")),
+    ({"type": "tool", "name": "log"}, Constraint("log")),
+    ({"type": "any"}, Constraint("any")),
+    (
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": "log"}]}},
+        Constraint(allowed=("log",)),
+    ),
+    ({"type": "allowed_tools", "mode": "required", "tools": [{"function": {"name": "log"}}]}, Constraint("any", ("log",))),
+]
+
+
+@pytest.mark.parametrize(("choice", "expected"), CHOICES)
+def test_tool_choices(choice: Any, expected: Constraint | None) -> None:
+    assert constraint(own_tools([tide, log]), tool_choice=choice) == expected
+
+
+def test_other_constraints() -> None:
+    tools = own_tools([tide])
+    assert constraint(tools, strict=True) == Constraint()
+    assert constraint(tools, parallel_tool_calls=False) == Constraint(parallel=False)
+    assert constraint(tools, forbidden=["tide"]) == Constraint(allowed=())
+    assert constraint([], tool_choice="auto", strict=True) is None
+    schema = {"type": "object", "properties": {}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert constraint(tools, response_format=asked) == Constraint(schema=schema)
+    assert constraint(tools, response_format=asked, tool_choice="any") == Constraint("any"), "the form is for the answer behind the call"
+    assert constraint([], response_format={"type": "json_object"}) == constraint([], response_format="json") == Constraint(schema=True)
+    assert constraint([], response_format=schema) == Constraint(schema=schema)
+    for wrong in (
+        {"tool_choice": 3},
+        {"tool_choice": {"type": "what"}},
+        {"response_format": 3},
+        {"response_format": {"type": "json_schema"}},
+    ):
+        with pytest.raises(errors.ModelInvalidRequestError, match="must be"):
+            constraint(tools, **wrong)
+
+
+def test_tools_of_every_kind_and_only_once() -> None:
+    def plain(x: int) -> int:
+        """Doubles."""
+        return 2 * x
+
+    schema = {"title": "Schema", "description": "d", "type": "object", "properties": {"a": {"type": "string"}}}
+    anthropic = {"name": "claude", "description": "d", "input_schema": {"type": "object", "properties": {}}}
+    made = formatted([tide, plain, Ship, schema, anthropic])
+    assert [one["function"]["name"] for one in made] == ["tide", "plain", "Ship", "Schema", "claude"]
+    assert formatted([tide])[0] is made[0], "converting is remembered"
+    for wrong in (3, {"type": "web_search"}, {"type": "function"}):
+        with pytest.raises(errors.ModelInvalidRequestError, match="tool "):
+            formatted([wrong])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_structured_output(chat: Any, method: Any) -> None:
+    model = chat(max_tokens=200, temperature=1.2, seed=3)
+    assert isinstance(model.with_structured_output(Ship, method=method).invoke(ASKED), Ship)
+    raw = model.with_structured_output(Ship, method=method, include_raw=True).invoke(ASKED)
+    assert isinstance(raw["parsed"], Ship)
+    assert isinstance(raw["raw"], AIMessage)
+    assert raw["parsing_error"] is None
+    cut = chat(max_tokens=3).with_structured_output(Ship, method=method, include_raw=True).invoke(ASKED)
+    assert cut["parsed"] is None
+    as_dict = model.with_structured_output(Ship.model_json_schema(), method=method).invoke(ASKED)
+    assert as_dict.keys() == {"name", "flags"}
+    for wrong in ({"method": "magic"}, {"method": method, "colour": 1}):
+        with pytest.raises(errors.ModelInvalidRequestError):
+            model.with_structured_output(Ship, **wrong)
+    with pytest.raises(errors.ModelInvalidRequestError, match="needs a schema"):
+        model.with_structured_output(None, method=method)
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([HumanMessage([{"type": "image_url", "image_url": {"url": "x"}}])], "a block of type 'image_url': this model reads text only"),
+        ([ChatMessage("x", role="narrator")], "role 'narrator' is unknown"),
+        ([RemoveMessage(id="x")], "role 'remove' is unknown"),
+        ([HumanMessage("x"), ToolMessage("y", tool_call_id="z")], "answers no open call"),
+        ([], "is empty"),
+    ],
+)
+def test_messages_that_cannot_be_shown(chat: Any, messages: Any, words: str) -> None:
+    for call in (chat().invoke, lambda m: list(chat().stream(m))):
+        with pytest.raises(theirs.ModelInvalidRequestError, match=words) as caught:
+            call(messages) if messages else chat()._generate([])
+        assert isinstance(caught.value, own.PromptError)
+
+
+def test_messages_are_translated_both_ways() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "text", "text": "a"},
+        "b",
+        {"type": "tool_use", "id": "1", "name": "t", "input": {}},
+    ]
+    bad = {"name": "log", "args": "{broken", "id": "2", "error": "x", "type": "invalid_tool_call"}
+    made = converted(
+        [
+            ChatMessage("rules", role="developer"),
+            AIMessage(blocks, tool_calls=[{"name": "t", "args": {}, "id": "1", "type": "tool_call"}], invalid_tool_calls=[bad]),
+            ToolMessage("x", tool_call_id="1"),
+            ToolMessage([{"type": "json", "json": {"é": 1}}], tool_call_id="2", status="error"),
+            AIMessage("c", additional_kwargs={"reasoning_content": "so"}),
+        ]
+    )
+    assert made == [
+        Message("system", "rules"),
+        Message("assistant", "ab", (ToolCall("t", {}, "1"), ToolCall("log", {"invalid_arguments": "{broken"}, "2")), reasoning="hm"),
+        Message("tool", "x", tool_call_id="1"),
+        Message("tool", '{"é": 1}', tool_call_id="2"),
+        Message("assistant", "c", reasoning="so"),
+    ]
+
+
+def test_typed_errors(chat: Any) -> None:
+    with pytest.raises(theirs.ContextOverflowError, match="exceeds the context of 16384 tokens") as caught:
+        chat().invoke("tide " * 20000)
+    assert isinstance(caught.value, own.ContextOverflowError)
+    with pytest.raises(theirs.ContextOverflowError, match="context of 10 tokens"):
+        chat(num_ctx=10).invoke(ASKED)
+    with pytest.raises(theirs.ModelNotFoundError):
+        ChatAgentCache(model="/nowhere/at/all").invoke("x")
+    with pytest.raises(theirs.ModelInvalidRequestError, match="name a Hugging Face id"):
+        ChatAgentCache().invoke("x")
+    with pytest.raises(theirs.ModelInvalidRequestError, match="temperature=-1"):
+        chat(temperature=-1.0).invoke("x")
+    with pytest.raises(theirs.ModelInvalidRequestError, match="there is no such tool, only"):
+        chat().bind_tools([tide], tool_choice="nobody")
+    bad = {"name": "odd", "description": "", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}}}
+    with pytest.raises(theirs.ModelInvalidRequestError, match="'odd': its schema cannot be enforced"):
+        chat().bind_tools([bad], tool_choice="any").invoke("x")
+    recovered = ChatAgentCache(model="/nowhere/at/all").with_fallbacks([chat(max_tokens=2)]).invoke("x")
+    assert isinstance(recovered, AIMessage)
+
+
+def test_timeout_ends_a_completion(chat: Any) -> None:
+    model = chat(timeout=0.3, max_tokens=8000)
+    model.invoke("x", max_tokens=1)
+    began = time.monotonic()
+    with pytest.raises(theirs.ModelTimeoutError, match="timeout=0.3") as caught:
+        model.invoke("Tell me a long story.")
+    assert caught.value.is_retryable
+    with pytest.raises(theirs.ModelTimeoutError):
+        asyncio.run(model.ainvoke("Tell me a long story."))
+    assert time.monotonic() - began < 20
+
+
+async def test_twenty_at_once_half_of_them_cancelled(chat: Any) -> None:
+    model = chat(max_tokens=40)
+    engine = model._engine()
+    tasks = [asyncio.create_task(model.ainvoke([SYSTEM, HumanMessage(f"Question {n}?")])) for n in range(20)]
+    await asyncio.sleep(0.2)
+    for task in tasks[::2]:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, AIMessage) for result in results[1::2])
+    assert all(isinstance(result, (AIMessage, asyncio.CancelledError)) for result in results[::2])
+    assert await asyncio.to_thread(script.until, lambda: engine.scheduler.live == 0)
+    assert not engine.scheduler._waiting
+    held = {id(entry.page) for entry in engine.store.tree._order.values()}
+    assert engine.store.tree.bytes == len(held) * engine.model.spec.page_bytes, "only what the store accounts for is held"
+    assert (await model.ainvoke(ASKED)).usage_metadata["input_token_details"]["cache_read"] > 0
+
+
+async def test_leaving_a_stream_frees_the_device(chat: Any) -> None:
+    model = chat(max_tokens=8000)
+    async for _ in model.astream(ASKED):
+        break
+    for _ in model.stream(ASKED):
+        break
+    engine = model._engine()
+    assert await asyncio.to_thread(script.until, lambda: engine.scheduler.live == 0)
+
+
+async def test_inside_a_running_loop(chat: Any) -> None:
+    """As in a notebook: the sync methods work where a loop is running already."""
+    assert chat().invoke(ASKED).content == (await chat().ainvoke(ASKED)).content
+
+
+# -- pins, labels, other classes' models -------------------------------------------------------------------------------
+
+
+def test_cache_control_pins_and_the_label_names_it(chat: Any) -> None:
+    model = chat(max_tokens=2)
+    engine = model._engine()
+    before = {group.name for group in engine.groups}
+    tagged = SystemMessage([{"type": "text", "text": "You keep a light. " * 9, "cache_control": {"type": "ephemeral", "ttl": 0.2}}])
+    message = model.bind_tools([tide]).invoke([tagged, HumanMessage("x")], prompt_cache_key="lights")
+    assert message.response_metadata["prompt_cache_key"] == "lights"
+    (name,) = {group.name for group in engine.groups} - before
+    assert name.startswith("lights-")
+    model.bind_tools([tide]).invoke([tagged, HumanMessage("y")], prompt_cache_key="lights")
+    assert len(engine.groups) == len(before) + 1, "pinned once"
+    time.sleep(0.25)
+    model.invoke(ASKED, cache_control={"type": "ephemeral"})
+    assert name not in {group.name for group in engine.groups}, "its time is over"
+    with pytest.raises(errors.ModelInvalidRequestError, match="cache_control"):
+        model.invoke(ASKED, cache_control={"type": "ephemeral", "ttl": "2 weeks"})
+
+
+def test_from_what_people_have() -> None:
+    tokenizer = toy.tokenizer(script.TEXTS, script.VOCAB)
+    model = toy.model(script.VOCAB, layers=2, hidden=128)
+
+    class Pipeline:
+        def __init__(self) -> None:
+            self.model, self.tokenizer = model, tokenizer
+            self._forward_params = {"max_new_tokens": 5, "do_sample": False, "temperature": 0.3}
+
+    class HuggingFacePipeline:
+        pipeline = Pipeline()
+        pipeline_kwargs = {"top_k": 3}
+
+    class ChatHuggingFace:
+        llm = HuggingFacePipeline()
+
+    chat = ChatAgentCache.from_pipeline(Pipeline(), memory_bytes=64 << 20, cache_dir="")
+    assert (chat.max_tokens, chat.temperature, chat.top_k) == (5, 0.0, None)
+    again = ChatAgentCache.from_huggingface(ChatHuggingFace(), memory_bytes=64 << 20, cache_dir="")
+    assert again.top_k == 3
+    assert chat.engine is again.engine, "one model, one engine"
+    assert chat.invoke("x").usage_metadata["output_tokens"] <= 5
+    for wrong in (object(), HuggingFacePipeline):
+        with pytest.raises(errors.ModelInvalidRequestError, match="needs a text-generation pipeline|not in this process"):
+            ChatAgentCache.from_pipeline(wrong) if not isinstance(wrong, type) else ChatAgentCache.from_huggingface(object())
+    chat.engine.close()
+
+
+def test_an_engine_of_your_own() -> None:
+    with Engine(toy.model(script.VOCAB, layers=2, hidden=128), toy.tokenizer(script.TEXTS, script.VOCAB), store=None) as engine:
+        chat = ChatAgentCache(engine=engine, max_tokens=2)
+        assert chat.invoke("x").response_metadata["model_name"] == chat.model == engine.name
+        assert "engine" not in chat.to_config()
