@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import toy
-from agentcache.bench import catalog, extras, latency, load, ours, react, report, shapes, stock
+from agentcache.bench import catalog, extras, latency, llama_cpp, load, ours, react, report, shapes, stock
 from agentcache.bench.cli import app
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
@@ -136,7 +136,8 @@ def test_another_process_finds_the_group_on_disk(model_folder: Path, tmp_path: P
 
 def test_store_bench_reads_what_it_wrote(tmp_path: Path) -> None:
     said, shown = run("store", "--shape", "small", "--tokens", "700", "--repeats", "1", "--store-dir", str(tmp_path))
-    assert [row["way"] for row in said["rows"]] == ["raw", "agentcache", "verify", "safetensors", "torch.load"]
+    assert [row["way"] for row in said["rows"]][:5] == ["raw", "agentcache", "verify", "safetensors", "torch.load"]
+    assert ("llama.cpp" in said["rows"][-1]["way"]) == llama_cpp.installed()
     assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in said["rows"])
     assert said["bytes"] > 700 * 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, channels, bytes
     assert "warm/raw" in shown

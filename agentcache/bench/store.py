@@ -1,7 +1,7 @@
 """`agentcache bench store`: how fast pages go to disk and come back, beside raw files and other formats. Knows models by their shapes.
 
-Physics: every byte is read once and hashed once. Where the system still holds the file, reading is a copy in memory, and hashing costs
-about as much; from a cold disk the disk decides. Mapped formats look faster until the bytes are touched: all rows here touch every byte.
+Physics: every byte is read once and hashed once. Where the system still holds the file, full pages are mapped and only hashed; from a cold
+disk the disk decides. Mapped formats look faster until the bytes are touched: all rows here touch every byte.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..store import blob
 from ..store.folder import Folder
 from ..store.index import Index, Row
 from ..store.keys import Scope, page_key
-from . import shapes
+from . import llama_cpp, shapes
 from .disk import PIECE, drop_caches, raw_ms
 from .load import Samples, Watch
 
@@ -86,6 +86,7 @@ class Bench:
         self.whole, self.pickled, self.raw = place / "whole.safetensors", place / "whole.pt", place / "raw.bin"
         self.tensors = {f"{name}.{i}": getattr(p, name) for i, p in enumerate(self.pages) for name in ("keys", "values")}
         self.buffer = bytearray(PIECE)
+        self.foreign = llama_cpp.sequence(spec, tokens, place)
 
     @property
     def bytes(self) -> int:
@@ -95,6 +96,8 @@ class Bench:
     def close(self) -> None:
         """The folder is its maker's to remove."""
         self.index.close()
+        if self.foreign is not None:
+            self.foreign.close()
 
     def write(self) -> None:
         """All pages, each complete and in the index; those of the last time go first."""
@@ -127,13 +130,20 @@ class Bench:
         """What reads: the files, and how. Each ends with every byte touched."""
         blobs = [self.folder.blobs / row.blob[:2] / f"{row.blob}.safetensors" for row in self.rows]
         buffer = bytearray(max(path.stat().st_size for path in blobs))
-        return {
+        ways: dict[str, tuple[list[Path], Callable[[], Any]]] = {
             "raw": (blobs, lambda: raw_ms(blobs, buffer)),
             "agentcache": (blobs, self.load),
             "verify": (blobs, self.verify),
             "safetensors": ([self.whole], lambda: _touch(load_file(self.whole))),
             "torch.load": ([self.pickled], lambda: _touch(torch.load(self.pickled, weights_only=True))),
         }
+        if self.foreign is not None:
+            ways["llama.cpp"] = ([self.foreign.file], self.foreign.load)
+        return ways
+
+    def writes(self) -> dict[str, Callable[[], Any]]:
+        """What writes."""
+        return {"agentcache": self.write, "raw": self.write_raw} | ({"llama.cpp": self.foreign.write} if self.foreign else {})
 
 
 def run(shape: str, dtype: str, tokens: int, repeats: int, place: Path, say: Say = lambda _: None) -> dict[str, Any]:
@@ -143,7 +153,7 @@ def run(shape: str, dtype: str, tokens: int, repeats: int, place: Path, say: Say
         save_file(bench.tensors, bench.whole)
         torch.save(bench.tensors, bench.pickled)
         for number in range(1, repeats + 1):
-            for name, write in (("agentcache", bench.write), ("raw", bench.write_raw)):
+            for name, write in bench.writes().items():
                 say(f"repeat {number} of {repeats}: write, {name}")
                 samples.add(f"{name}_write_ms", _ms(write))
             for name, (paths, way) in bench.ways().items():
@@ -153,6 +163,8 @@ def run(shape: str, dtype: str, tokens: int, repeats: int, place: Path, say: Say
                     samples.add(f"{name}_cold_ms", _ms(way))
                     samples.add(f"{name}_warm_ms", _ms(way))
                 samples.note(name, load)
+            if bench.foreign is not None:
+                bench.foreign.check()
         kinds = ("write", "cold", "warm")
         rows = [{"way": name, **{f"{kind}_ms": samples.median(f"{name}_{kind}_ms") for kind in kinds}} for name in bench.ways()]
         return {"tokens": tokens, "bytes": bench.bytes, "rows": rows, "repeats": repeats, "load": samples.report()}
