@@ -199,6 +199,7 @@ STEP = Case([], [], Right("get_order", {"id": 7}), "", 0, style="langchain")
         ('Thought: x\nAction: get_order\nAction Input: {"id": 7}', ("get_order", {"id": 7})),
         ("Thought: x\nAction: get_order\nAction Input: seven", ("get_order", {"id": "seven"})),
         ("I know.\nFinal Answer: Action is needed", (None, {})),
+        ("I know.\nFinal Answer: done\nAction: get_order\nAction Input: 7", (None, {})),
         ("nothing", (None, {})),
     ],
 )
