@@ -10,7 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOG := $(VENV)/setup.log
 STAMP := $(VENV)/.ready
-SUITES := tests $(wildcard integrations/*/tests)
+INTEGRATIONS := $(wildcard integrations/*)
+# The tests of the core, then those of each integration where it lies: they are packages of their own.
+SUITES = for each in . $(INTEGRATIONS); do echo "make: tests of $$each" && (cd "$$each" && "$(CURDIR)/$(BIN)/python" -m pytest $(1)) || exit 1; done
 
 .PHONY: help setup demo test test-all lint bench clean
 
@@ -20,7 +22,7 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv with everything in it (the other targets do this themselves)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' LOG='$(LOG)' bash .ci/setup
 	@touch $@
 
@@ -28,10 +30,10 @@ demo: $(STAMP)  ## replay an agent's episode with reuse off, cold and warm
 	@$(BIN)/agentcache demo
 
 test: lint  ## the whole check: lint, types, import contracts, tests
-	@$(BIN)/python -m pytest -m "not slow" $(SUITES)
+	@$(call SUITES,-m "not slow")
 
 test-all: lint  ## the check with the slow tests
-	@$(BIN)/python -m pytest $(SUITES)
+	@$(call SUITES,)
 
 lint: $(STAMP)  ## ruff, mypy, import-linter
 	@echo "make: ruff" && $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet --diff .
