@@ -37,6 +37,7 @@ LINES: dict[str, str] = {
     "What is the value of magic_function(3)? Use the tool.": call("magic_function", input=3),
     "What is the weather in San Francisco, CA?": call("get_weather", location="San Francisco, CA"),
     "What is the value of magic_function_no_args()? Use the tool.": call("magic_function_no_args"),
+    **dict.fromkeys(("Hello", "Hey", "hello", "hi", "how are you", "Well, thanks."), "Aye, and how are you?"),
     "Using the tool, generate a Pirate greeting.": call("greeting_generator", answer_style="Pirate"),
 }
 
@@ -56,7 +57,7 @@ def answer(messages: Sequence[Message] | str, tools: Sequence[Any], constraint: 
         return LINES.get(last.content) if constraint.tool_choice == "any" else None
     if "customer named" in last.content:
         return call("unicode_customer", customer_name=last.content.split("'")[1], description="A company.")
-    if last.role == "user" and tools:
+    if last.role == "user":
         return LINES.get(last.content.partition("\n\n<context>")[0])
     return None
 
