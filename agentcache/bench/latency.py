@@ -179,8 +179,10 @@ def measure(scene: Scene, options: Options, say: Say) -> Samples:
             for figure in ("ttft_ms", "decode_ms", "total_ms"):
                 samples.add(f"{name}_{figure}", getattr(one, figure))
         check(scene, done, dtype)
+        scene.engine.store.clear(scene.namespace)  # what is mapped cannot be dropped from the page cache
         for name, ms in disk.read_ms(disk.blobs(scene.engine, scene.namespace)).items():
             samples.add(name, ms)
+        resume(scene)
     return samples
 
 
