@@ -140,3 +140,15 @@ def test_the_card_says_what_was_measured_and_what_falls_short() -> None:
     text = card.card(state, 5_000_000, found)
     assert "0.960 (0.10-0.97)" in text
     assert all(line in text for line in short)
+
+
+def test_training_goes_on_from_an_exported_folder(folder: Path, trained: Path) -> None:
+    model = models.build(700, layers=2, hidden=64, mlp=64, seed=5)
+    average = models.Average(model)
+    state = models.begin_from(folder, model, average)
+    assert state == {"step": 1, "packs": 2, "tokens": 3_000_000, "targets": 1_000_000, "hours": 0.5}
+    name, weight = next(iter(model.named_parameters()))
+    assert torch.equal(weight, average.values[name])
+    again = models.build(700, layers=2, hidden=64, mlp=64)
+    models.restore(trained / "checkpoint.safetensors", again, models.optimizers(again, 1e-3, muon=True), mean := models.Average(again))
+    assert torch.equal(weight, mean.values[name].bfloat16().float())

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 from .packing import Pack
 
 NAME = "pack"  # of the attention over packs
+STATE = "training.json"  # in an exported folder: how far its training was
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +261,17 @@ def export_checkpoint(path: Path, folder: Path, tokenizer: Any) -> dict[str, Any
     model = build(**_shape_of(tensors))
     model.load_state_dict(tensors, strict=False)  # the head is the embedding
     export(folder, model, tokenizer)
+    (folder / STATE).write_text(json.dumps(state) + "\n", "utf-8")
+    return state
+
+
+def begin_from(folder: Path, model: Any, average: Average) -> dict[str, Any]:
+    """Puts an exported folder's weights into model and average; returns the state its training had. The optimizers start anew."""
+    with safe_open(folder / "model.safetensors", "pt") as file, torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(file.get_tensor(name))
+            average.values[name].copy_(value)
+    state: dict[str, Any] = json.loads((folder / STATE).read_text("utf-8"))
     return state
 
 

@@ -31,6 +31,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--evaluate-minutes", type=float, default=30.0)
     parser.add_argument("--pause-file", type=Path, default=None, help="while it exists, no steps are made (default: FOLDER.pause)")
     parser.add_argument("--resume", action="store_true", help="go on from FOLDER's checkpoint if there is one")
+    parser.add_argument("--begin-from", type=Path, default=None, help="without a checkpoint, go on from an exported model's weights")
     return parser.parse_args()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as processes
+from transformers import AutoTokenizer
 
 from . import evaluate, stream
 from . import model as models
@@ -47,6 +48,7 @@ class Plan:
     evaluate_minutes: float
     pause_file: Path | None
     resume: bool
+    begin_from: Path | None
 
 
 @dataclass(slots=True)
@@ -150,11 +152,14 @@ class Team:
         return total, count
 
 
-def rate_at(plan: Plan, state: State) -> float:
-    """Warm-up, constant, then down to a hundredth over the last part of the budget of hours or tokens, whichever is nearer its end."""
+def rate_at(plan: Plan, state: State, first: int = 0) -> float:
+    """Warm-up, constant, then down to a hundredth over the last part of the budget of hours or tokens, whichever is nearer its end.
+
+    first: the step at which the optimizers were new.
+    """
     used = max(state.hours / plan.hours, state.tokens / plan.tokens)
     left = max(0.0, 1 - used) / plan.decay
-    return plan.rate * min(1.0, (state.step + 1) / plan.warmup, max(0.01, left))
+    return plan.rate * min(1.0, (state.step - first + 1) / plan.warmup, max(0.01, left))
 
 
 class Log:
@@ -214,6 +219,8 @@ class Training:
         torch.set_num_threads(1)
         plan.out.mkdir(parents=True, exist_ok=True)
         self.plan, self.say, self.stopped = plan, say, False
+        if plan.begin_from is not None and not (plan.out / "tokenizer").exists():
+            AutoTokenizer.from_pretrained(plan.begin_from).save_pretrained(plan.out / "tokenizer")
         self.tokenizer = load(plan.out / "tokenizer")
         self.encoder = Encoder(self.tokenizer)
         self.model = models.build(len(self.tokenizer), layers=plan.layers, mlp=plan.mlp, seed=plan.seed)
@@ -224,6 +231,9 @@ class Training:
         resumed = plan.resume and self.checkpoint.exists()
         if resumed:
             self.state = State(**models.restore(self.checkpoint, self.model, self.optimizers, self.average))
+        elif plan.begin_from is not None:
+            self.state = State(**models.begin_from(plan.begin_from, self.model, self.average))
+        self.first = 0 if resumed else self.state.step
         self.log = Log(plan.out, fresh=not resumed)
         self.team = Team(self.model, plan.threads - 1)
         self.queue = stream.start(plan.out / "tokenizer", plan.seed, self.state.packs, self.state.tokens)
@@ -246,7 +256,7 @@ class Training:
         torch.set_num_threads(self.plan.threads)  # the helpers wait meanwhile
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate_at(self.plan, state)
+                group["lr"] = rate_at(self.plan, state, self.first)
             optimizer.step()
         self.average.add(self.model, state.step)
         torch.set_num_threads(1)
@@ -288,7 +298,7 @@ class Training:
             self.wait()
             value = self.step()
             mean = value if math.isnan(mean) else 0.97 * mean + 0.03 * value
-            self.log.loss(self.state, rate_at(self.plan, self.state), value)
+            self.log.loss(self.state, rate_at(self.plan, self.state, self.first), value)
             each(self.state, value, mean)
             if time.monotonic() - saved > 60 * self.plan.save_minutes:
                 self.save()
