@@ -28,7 +28,7 @@ def test_what_a_drill_asks_for_stood_behind_the_same_key_before(tokenizer: Any) 
         assert before.tolist() == [0]
         ids, targets = made.ids[first:last].tolist(), (completion.rows - first).tolist()
         assert made.positions[first:last].tolist() == list(range(1, last - first + 1))
-        assert 0.2 < len(targets) / len(ids) < 0.5
+        assert 0.15 < len(targets) / len(ids) < 0.5
         for at in targets:  # the longest text before it that stood earlier in the sequence went on in the same way
             back = max(range(1, at), key=lambda size: size if _stood(ids, at, size) is not None else 0)
             assert ids[at] == _stood(ids, at, back)

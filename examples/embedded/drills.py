@@ -49,7 +49,7 @@ class Drills:
         between, behind = world.sample(self._marks, 2)
         few = [world.number(self._first, self._last) for _ in range(6)]
         pairs: dict[tuple[int, ...], list[int]] = {}
-        for _ in range(world.number(2, 10)):
+        for _ in range(world.pick((1, 2, 2, 3, 4, 6, 9))):  # few others to tell it from: that is how it is found at all
             key = tuple(world.pick(few) if world.chance(0.5) else self._token(world) for _ in range(world.pick((1, 1, 2, 2, 3))))
             pairs[key] = [self._token(world) for _ in range(world.pick((1, 2, 2, 3, 4, 6)))]
         ids: list[int] = []
