@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentcache import Message, ToolCall
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
@@ -15,8 +16,6 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
-
-from agentcache import Message, ToolCall
 
 from .errors import ModelInvalidRequestError
 

@@ -4,55 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from agentcache import Stream
+from agentcache import errors as own
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LanguageModelInput, ModelProfile
-from langchain_core.language_models.base import LangSmithParams
-from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
-from langchain_core.utils import from_env
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from typing_extensions import Self, override
-
-from agentcache import Engine, Sampling, Stream
-from agentcache import errors as own
+from pydantic import BaseModel
+from typing_extensions import override
 
 from . import _engines, _pins
 from ._messages import converted, marked, system_text
-from ._output import PROVIDER, chunk_of, last_chunk, message_of
+from ._output import chunk_of, last_chunk, message_of
+from ._settings import ALIASES, PER_CALL, SAMPLING, Settings, warn_once
 from ._structured import structured
 from ._tools import ToolLike, constraint, formatted, own_tools
-from ._version import __version__
 from .errors import ContextOverflowError, ModelInvalidRequestError, ModelTimeoutError, translated
 
-# Words that ChatOllama, ChatHuggingFace and HuggingFacePipeline use for what is called otherwise here.
-_ALIASES = {
-    "model_name": "model",
-    "model_id": "model",
-    "num_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-    "timeout_s": "timeout",
-}
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-_FOR_ENGINE = ("device", "dtype", "load_in_4bit", "load_in_8bit", "chat_template", "memory_bytes")
-_PER_CALL = {
-    *_SAMPLING,
-    *("model", "tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "format"),
-    *("forbidden_tools", "namespace", "group", "tools_order"),
-    *("template_kwargs", "reasoning", "timeout", "cache_control", "prompt_cache_key", "ls_structured_output_format", "stream", "stop"),
-}
-_warned: set[str] = set()
 
-
-class ChatAgentCache(BaseChatModel):
+class ChatAgentCache(Settings):
     """A local Hugging Face chat model whose prompts are computed once.
 
     Setup:
@@ -102,59 +77,7 @@ class ChatAgentCache(BaseChatModel):
         >>> model.invoke("...").response_metadata["agentcache"]["refusals"]  # why something was computed again
     """
 
-    model: str = ""
-    temperature: float | None = None
-    max_tokens: int | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-    reasoning: bool | None = None
-    strict: bool = False
-    template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    streaming: bool = False
-
-    device: str | None = None
-    dtype: Any = None
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False
-    chat_template: str | None = None
-    memory_bytes: int | None = None
-    cache_dir: str | None = Field(default_factory=from_env("AGENTCACHE_DIR", default=None))
-    namespace: str = "default"
-    tools_order: Literal["given", "sorted", "sticky"] = "given"
-    group: str | None = None
-    num_ctx: int | None = None
-    timeout: float | None = None
-    max_retries: int = 0
-    engine: Any = Field(default=None, exclude=True, repr=False)
-
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
-
     # -- construction ----------------------------------------------------------------------------------------------
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_aliases(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        out = {_ALIASES.get(name, name): value for name, value in values.items()}
-        for name in out.keys() - cls.model_fields.keys() - {"api_key", "cache", "callback_manager"}:
-            _warn_once(name, out.pop(name))
-        return out
-
-    @model_validator(mode="after")
-    def _check_model(self) -> Self:
-        if self.engine is not None:
-            self.model = self.model or str(self.engine.name)
-        return self
-
-    @model_validator(mode="after")
-    def _set_agentcache_version(self) -> Self:
-        self._add_version("langchain-agentcache", __version__)
-        return self
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, **kwargs: Any) -> ChatAgentCache:
@@ -166,10 +89,10 @@ class ChatAgentCache(BaseChatModel):
                 f"from_pipeline({type(pipeline).__name__}): needs a text-generation pipeline with model and tokenizer"
             )
         said = {**(getattr(inner, "_forward_params", None) or {}), **(getattr(pipeline, "pipeline_kwargs", None) or {})}
-        settings = {_ALIASES.get(name, name): value for name, value in said.items()}
+        settings = {ALIASES.get(name, name): value for name, value in said.items()}
         if settings.get("do_sample") is False:
             settings["temperature"] = 0.0
-        taken = {name: settings[name] for name in _SAMPLING if settings.get(name) is not None}
+        taken = {name: settings[name] for name in SAMPLING if settings.get(name) is not None}
         name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
         made = cls(**{"model": name, **taken, **kwargs})
         made.engine = _engines.of_object(model, tokenizer, made._engine_options())
@@ -185,67 +108,6 @@ class ChatAgentCache(BaseChatModel):
                 "use one over a HuggingFacePipeline, or ChatAgentCache(model=...)"
             )
         return cls.from_pipeline(llm, **kwargs)
-
-    @override
-    def _resolve_model_profile(self) -> ModelProfile | None:
-        config = self.engine.model.config.to_dict() if self.engine is not None else _engines.config_of(self.model) if self.model else {}
-        context = self.num_ctx or config.get("max_position_embeddings")
-        sizes = {"max_input_tokens": int(context), "max_output_tokens": int(context)} if context else {}
-        known = ModelProfile(
-            name=self.model,
-            open_weights=True,
-            text_inputs=True,
-            text_outputs=True,
-            image_inputs=False,
-            audio_inputs=False,
-            pdf_inputs=False,
-            video_inputs=False,
-            tool_calling=True,
-            tool_choice=True,
-            tool_call_streaming=True,
-            structured_output=True,
-            temperature=True,
-        )
-        return cast("ModelProfile", {**known, **sizes})
-
-    # -- what LangChain asks about ---------------------------------------------------------------------------------
-
-    @property
-    def _llm_type(self) -> str:
-        return "agentcache-chat"
-
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return {"model": self.model, **{name: getattr(self, name) for name in (*_SAMPLING, "stop", "reasoning", "strict")}}
-
-    @override
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        said = LangSmithParams(ls_provider=PROVIDER, ls_model_name=str(kwargs.get("model") or self.model), ls_model_type="chat")
-        temperature = kwargs.get("temperature", self.temperature)
-        limit = kwargs.get("max_tokens", self.max_tokens)
-        if temperature is not None:
-            said["ls_temperature"] = float(temperature)
-        if limit is not None:
-            said["ls_max_tokens"] = int(limit)
-        if ends := stop or self.stop:
-            said["ls_stop"] = list(ends)
-        return said
-
-    @override
-    def get_token_ids(self, text: str) -> list[int]:
-        """The ids of a text, as this model's tokenizer makes them."""
-        return list(self._engine().tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    @override
-    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
-        """The size of the prompt that these messages and tools make; part of a conversation counts as its texts."""
-        said, listed = converted(messages), own_tools(formatted(tools or ()))
-        try:
-            return len(
-                self._engine().renderer.render(said, listed, namespace=self.namespace, template_kwargs=self._template_kwargs({})).ids
-            )
-        except own.PromptError:
-            return sum(len(self.get_token_ids(message.content)) for message in said)
 
     # -- answering -------------------------------------------------------------------------------------------------
 
@@ -333,8 +195,8 @@ class ChatAgentCache(BaseChatModel):
 
     def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Stream:
         """Translate one request and hand it to the engine."""
-        for name in kwargs.keys() - _PER_CALL:
-            _warn_once(name, kwargs[name])
+        for name in kwargs.keys() - PER_CALL:
+            warn_once(name, kwargs[name])
         with translated():
             engine = self._engine(kwargs.get("model"))
             said, tools = converted(messages), own_tools(kwargs.get("tools") or ())
@@ -361,29 +223,6 @@ class ChatAgentCache(BaseChatModel):
                 stream.close()
                 raise ContextOverflowError(prompt, self.num_ctx, 1)
             return stream
-
-    def _sampling(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Sampling:
-        given = {name: kwargs.get(name, getattr(self, name)) for name in _SAMPLING}
-        ends = stop if stop is not None else kwargs.get("stop") or self.stop or ()
-        fields = {"max_tokens": 1024, **{name: value for name, value in given.items() if value is not None}}
-        return Sampling(stop=(ends,) if isinstance(ends, str) else tuple(ends), **fields)
-
-    def _template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        wanted = kwargs.get("reasoning", self.reasoning)
-        thinking = {} if wanted is None else {"enable_thinking": bool(wanted)}
-        return {**self.template_kwargs, **thinking, **(kwargs.get("template_kwargs") or {})}
-
-    def _engine(self, model: str | None = None) -> Engine:
-        if self.engine is not None and model in (None, self.model, self.engine.name):
-            return cast("Engine", self.engine)
-        if not (model or self.model):
-            raise ModelInvalidRequestError("model='': name a Hugging Face id or a folder, or pass engine=...")
-        with translated():
-            return _engines.named(model or self.model, self._engine_options())
-
-    def _engine_options(self) -> dict[str, Any]:
-        options = {name: value for name in _FOR_ENGINE if (value := getattr(self, name)) not in (None, False)}
-        return options if self.cache_dir is None else {**options, "store": self.cache_dir or None}
 
     # -- tools and structured output -------------------------------------------------------------------------------
 
@@ -436,21 +275,6 @@ class ChatAgentCache(BaseChatModel):
         """
         return structured(self, schema, method, include_raw, kwargs)
 
-    # -- configuration as a file -----------------------------------------------------------------------------------
-
-    def to_config(self) -> dict[str, Any]:
-        """What was set, as JSON would keep it. LangChain's own serialisation is closed to packages outside of it."""
-        kept = self.model_dump(exclude_unset=True, exclude={"engine", "callbacks", "cache", "rate_limiter", "profile", "metadata", "tags"})
-        return {
-            name: value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)
-            for name, value in kept.items()
-        }
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ChatAgentCache:
-        """The model that `to_config` described."""
-        return cls(**config)
-
 
 def _result(message: AIMessage) -> ChatResult:
     said = {"token_usage": message.usage_metadata, "model_name": message.response_metadata["model_name"]}
@@ -460,9 +284,3 @@ def _result(message: AIMessage) -> ChatResult:
 def _label(kwargs: Mapping[str, Any]) -> str | None:
     label = kwargs.get("prompt_cache_key")
     return None if label is None else str(label)
-
-
-def _warn_once(name: str, value: Any) -> None:
-    if name not in _warned and value is not None:
-        _warned.add(name)
-        warnings.warn(f"ChatAgentCache ignores {name}={value!r:.100}: it has no such setting (said once)", stacklevel=3)

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from langchain_core import exceptions as theirs
-
 from agentcache import errors as own
+from langchain_core import exceptions as theirs
 
 __all__ = [
     "ContextOverflowError",

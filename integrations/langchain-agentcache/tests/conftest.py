@@ -26,10 +26,10 @@ os.environ["LANGSMITH_TRACING"] = "false"
 
 pytest.importorskip("langchain_tests", reason="the LangChain integration is tested where langchain-tests is installed")
 
-import script  # noqa: E402
-from langchain_agentcache import _engines  # noqa: E402
-
 from agentcache import Engine, Sampling, Stream  # noqa: E402
+from langchain_agentcache import ChatAgentCache, _engines  # noqa: E402
+
+import script  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,3 +92,14 @@ def free_pages() -> Iterator[None]:
     yield
     for engine in list(_engines._by_name.values()):
         assert script.until(lambda engine=engine: engine.scheduler.live == 0), "a request still holds pages"
+
+
+@pytest.fixture
+def chat(model_folder: str, request: pytest.FixtureRequest) -> Any:
+    """chat(max_tokens=5): a model in a namespace of this test's own."""
+
+    def make(**options: Any) -> ChatAgentCache:
+        options = {"model": model_folder, "memory_bytes": 64 << 20, "max_tokens": 16, "namespace": request.node.name, **options}
+        return ChatAgentCache(**options)
+
+    return make

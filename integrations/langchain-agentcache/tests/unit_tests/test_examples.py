@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import script
 
 PACKAGE = Path(__file__).resolve().parents[2]
