@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentcache import Message, ToolCall
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
@@ -16,6 +15,8 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+
+from agentcache import Message, ToolCall
 
 from .errors import ModelInvalidRequestError
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentcache import Receipt
-from agentcache.model.call_stream import Delta
-from agentcache.stream import Completion
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call, tool_call_chunk
+
+from agentcache import Receipt
+from agentcache.model.call_stream import Delta
+from agentcache.stream import Completion
 
 PROVIDER = "agentcache"
 _LONG = ("spans", "namespace", "model", "finish_reason")  # grows with the conversation, or is said elsewhere

@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
-from agentcache import Engine, Sampling
-from agentcache import errors as own
 from langchain_core.language_models import ModelProfile
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
@@ -18,6 +16,9 @@ from langchain_core.messages import BaseMessage
 from langchain_core.utils import from_env
 from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Self, override
+
+from agentcache import Engine, Sampling
+from agentcache import errors as own
 
 from . import _engines
 from ._messages import converted

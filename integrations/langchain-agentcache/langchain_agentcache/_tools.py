@@ -8,9 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentcache import Constraint, Tool
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from agentcache import Constraint, Tool
 
 from .errors import ModelInvalidRequestError
 

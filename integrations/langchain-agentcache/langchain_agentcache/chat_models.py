@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from agentcache import Stream
-from agentcache import errors as own
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
@@ -17,6 +15,9 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from pydantic import BaseModel
 from typing_extensions import override
+
+from agentcache import Stream
+from agentcache import errors as own
 
 from . import _engines, _pins
 from ._messages import converted, marked, system_text

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentcache import errors as own
 from langchain_core import exceptions as theirs
+
+from agentcache import errors as own
 
 __all__ = [
     "ContextOverflowError",

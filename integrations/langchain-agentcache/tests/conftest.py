@@ -26,10 +26,10 @@ os.environ["LANGSMITH_TRACING"] = "false"
 
 pytest.importorskip("langchain_tests", reason="the LangChain integration is tested where langchain-tests is installed")
 
-from agentcache import Engine, Sampling, Stream  # noqa: E402
+import script  # noqa: E402
 from langchain_agentcache import ChatAgentCache, _engines  # noqa: E402
 
-import script  # noqa: E402
+from agentcache import Engine, Sampling, Stream  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

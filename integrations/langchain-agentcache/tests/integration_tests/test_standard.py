@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import script
 from langchain_agentcache import ChatAgentCache
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
-
-import script
 
 
 def _second(path: Path) -> str:

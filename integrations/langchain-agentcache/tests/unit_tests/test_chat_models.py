@@ -9,8 +9,8 @@ import warnings
 from typing import Any
 
 import pytest
-from agentcache import Engine, Message, ToolCall, toy
-from agentcache import errors as own
+import script
+from harbour import ASKED, SYSTEM, log, tide
 from langchain_agentcache import ChatAgentCache, _engines, errors
 from langchain_agentcache._messages import converted
 from langchain_core import exceptions as theirs
@@ -24,8 +24,8 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-import script
-from harbour import ASKED, SYSTEM, log, tide
+from agentcache import Engine, Message, ToolCall, toy
+from agentcache import errors as own
 
 # -- answers -----------------------------------------------------------------------------------------------------------
 

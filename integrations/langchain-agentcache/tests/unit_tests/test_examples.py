@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import script
 
 PACKAGE = Path(__file__).resolve().parents[2]

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import script
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, SummarizationMiddleware, dynamic_prompt
 from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache
@@ -14,8 +15,6 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import BaseModel, Field
-
-import script
 
 SYSTEM = "You are the keeper of a lighthouse. Write down wind, tide and every ship that passes. " * 4
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agentcache import Sampling
 from langchain.agents import create_agent
 from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache
 from langchain_agentcache._messages import converted
@@ -20,6 +19,8 @@ from langchain_agentcache._output import chunk_of
 from langchain_agentcache._tools import formatted, own_tools
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import StructuredTool
+
+from agentcache import Sampling
 
 REPEATS = 11
 SYSTEM = "You keep a lighthouse. "

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import script
 from langchain_agentcache import ChatAgentCache
 from langchain_core.language_models import BaseChatModel
-
-import script
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)

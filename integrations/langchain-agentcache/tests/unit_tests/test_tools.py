@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agentcache import Constraint
+from harbour import ASKED, Ship, log, tide
 from langchain_agentcache import errors
 from langchain_agentcache._tools import constraint, formatted, own_tools
 from langchain_core.messages import (
@@ -13,7 +13,7 @@ from langchain_core.messages import (
     AIMessageChunk,
 )
 
-from harbour import ASKED, Ship, log, tide
+from agentcache import Constraint
 
 
 @pytest.mark.parametrize("seed", range(2))
