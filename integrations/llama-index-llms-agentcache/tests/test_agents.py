@@ -313,6 +313,20 @@ def test_stable_react_keeps_its_prompt_from_step_to_step_and_run_to_run(llm: Mak
         assert after.cached_tokens >= before.prompt_tokens + before.completion_tokens - 4
 
 
+def test_runs_in_one_context_do_not_repeat_what_was_said(llm: Make, run: Make) -> None:
+    model = llm(*STEPS)
+    agent = StableReActAgent(tools=tools(), llm=model, system_prompt=PROMPT)
+
+    async def ask() -> list[str]:
+        ctx, memory = Context(agent), AppendOnlyMemory()
+        for question in ("Tide?", "When?"):
+            await agent.run(question, memory=memory, ctx=ctx)
+        memory = await ctx.store.get("memory")
+        return [one.role.value for one in memory.get_all()]
+
+    assert run(ask()) == ["user", "assistant", "user", "assistant", "user", "assistant"]
+
+
 def test_stock_react_loses_it(llm: Make, run: Make) -> None:
     """What the class above is for; if LlamaIndex mends this, it can go."""
     model = llm(*STEPS)

@@ -56,6 +56,7 @@ def test_structured_predict_async_and_growing(model: AgentCacheLLM, run: Make) -
     assert whole == growing[-1] == streamed[-1]
     assert isinstance(streamed[-1], Berth)
     assert len(streamed) > 1
+    assert all(one.model_dump() != other.model_dump() for one, other in zip(streamed[:-2], streamed[1:-1]))
     assert type(streamed[0]).__name__ in ("FlexibleBerth", "Berth")
 
 

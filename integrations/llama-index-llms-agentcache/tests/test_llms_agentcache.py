@@ -154,12 +154,13 @@ def _result(response: Any) -> list[ChatMessage]:
 
 
 def test_no_tools_gives_no_calls(llm: Make) -> None:
-    model = llm("Hello.", call("tide", harbour="Averil"))
+    model = llm("Hello.", f"So: {call('tide', harbour='Averil')} or so.")
     response = model.chat_with_tools([], user_msg="hello")
     assert model.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
     with pytest.raises(NoToolCallError, match="Hello"):
         model.get_tool_calls_from_response(response)
-    assert "tool_call" in model.chat([user("say it")]).message.content  # nothing was offered: what looks like a call is text
+    *_, said = responses = list(model.stream_chat([user("say it")]))  # nothing was offered: what looks like a call is text
+    assert "".join(one.delta for one in responses) == said.message.content == f"So: {call('tide', harbour='Averil')} or so."
 
 
 def test_predict_and_call_runs_the_tool(llm: Make, run: Make) -> None:
@@ -170,8 +171,8 @@ def test_predict_and_call_runs_the_tool(llm: Make, run: Make) -> None:
 
 def test_a_malformed_call_stays_text(llm: Make) -> None:
     text = 'So:\n<tool_call>\n{"name": tide}\n</tool_call>'
-    *_, last = llm(text).stream_chat_with_tools(tools(), user_msg="tide?")
-    assert last.message.content == text
+    *_, last = responses = list(llm(text).stream_chat_with_tools(tools(), user_msg="tide?"))
+    assert "".join(one.delta for one in responses) == last.message.content == text
     assert not [block for block in last.message.blocks if isinstance(block, ToolCallBlock)]
 
 
@@ -231,7 +232,8 @@ def test_receipts_reach_instrumentation(llm: Make) -> None:
 
 
 def test_stop_strings_of_settings_and_of_a_call(llm: Make) -> None:
-    model = llm("one STOP two", "one STOP two", stop=["STOP"])
+    model = llm("one STOP two", "one STOP two", "one STOP two", stop=["STOP"])
+    assert model.chat(ASKED, stop="ST").message.content == "one"
     assert model.chat(ASKED).message.content == "one"
     assert model.chat(ASKED, stop=[" two"]).message.content == "one STOP"
 

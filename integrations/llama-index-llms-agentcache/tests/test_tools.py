@@ -79,6 +79,8 @@ def test_canonical_tool_still_works() -> None:
     assert canonical_tool(made) is made
     plain = FunctionTool.from_defaults(tide)
     assert canonical_tool(plain) is plain
+    told = FunctionTool.from_defaults(tide, description=f"Reads {Config()!r}.")
+    assert canonical_tool(told).metadata.description == "Reads <unstable.Config object>."
 
 
 def test_schemas_are_worked_out_once_and_forgotten_with_the_tool() -> None:

@@ -17,6 +17,7 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
+from llama_index.llms.agentcache.points import seconds_of
 from llama_index.llms.agentcache.translate import to_messages
 
 from agentcache.errors import ConfigError, ContextOverflowError, MessageError, ToolSchemaError
@@ -94,7 +95,7 @@ def test_messages_that_cannot_work(llm: Make, messages: Any, why: str) -> None:
         ({"tools": [{"type": "function"}]}, ToolSchemaError, "no function name"),
         ({"tool_choice": "tides", "tools": tools()}, ConfigError, "'tide', 'wind'"),
         ({"tool_choice": "any"}, ConfigError, "no tools are given"),
-        ({"schema": {}, "regex": "a+"}, ConfigError, "regex"),
+        ({"schema": {}, "regex": "a+"}, ConfigError, "schema and regex"),
     ],
 )
 def test_options_that_cannot_work(llm: Make, run: Make, options: dict[str, Any], error: Any, why: str) -> None:
@@ -129,10 +130,12 @@ def test_results_are_rendered_in_the_order_of_their_calls(llm: Make) -> None:
     assert model.receipts[1].cached_tokens == model.receipts[1].prompt_tokens - 1
 
 
-def test_a_cache_point_is_pinned_and_never_rendered(llm: Make) -> None:
+def test_a_cache_point_is_pinned_and_never_rendered(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llm("One.", "Two.", "Three.")
     plain = [system("You keep the light. " * 40), user("hello")]
     pointed = [ChatMessage(role="system", blocks=[*plain[0].blocks, _point()]), user("hello")]
+    warm, warmed = model.engine.warm, []
+    monkeypatch.setattr(model.engine, "warm", lambda *args, **options: warmed.append(options["name"]) or warm(*args, **options))
     model.chat(pointed, tools=tools())
     groups = [group for group in model.engine.groups if group.namespace == model.namespace]
     assert len(groups) == 1
@@ -141,7 +144,7 @@ def test_a_cache_point_is_pinned_and_never_rendered(llm: Make) -> None:
     assert model.receipts[0].prompt_tokens == model.receipts[1].prompt_tokens
     assert model.receipts[0].cached_tokens >= groups[0].prefix_tokens
     model.chat(pointed, tools=tools())
-    assert len([group for group in model.engine.groups if group.namespace == model.namespace]) == 1
+    assert warmed == [groups[0].name]
 
 
 def test_a_cache_point_ends_after_its_time(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +160,19 @@ def test_a_cache_point_ends_after_its_time(llm: Make, monkeypatch: pytest.Monkey
     model.chat([ChatMessage(role="system", blocks=[TextBlock(text="Second. " * 30), _point("1h")]), user("hello")])
     assert first not in pinned()
     assert len(pinned()) == 1
+
+
+def test_the_longest_of_several_points_holds_and_a_persistent_one_for_good() -> None:
+    assert [seconds_of(_point(ttl)) for ttl in ("30s", "5m", "1h", "2d")] == [30, 300, 3600, 172800]
+    assert seconds_of(_point(type="persistent")) == float("inf")
+
+
+def test_a_request_with_two_points_is_held_as_the_longer_says(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = llm("One."), []
+    monkeypatch.setattr(model._host.pins, "hold", lambda *args: asked.append(args[3]))
+    blocks = [TextBlock(text="Be brief. " * 20), _point("1h"), _point("5m")]
+    model.chat([ChatMessage(role="system", blocks=blocks), user("hello")])
+    assert asked == [3600]
 
 
 def test_a_late_cache_point_is_honoured_as_far_as_it_goes(llm: Make) -> None:

@@ -67,8 +67,6 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
     sampling = {name: said[name] for name in SAMPLING if name in said}
     options = {name: said[name] for name in REQUEST if name in said}
     form = {name: said[name] for name in FORMS if name in said}
-    if len(form) > 1:
-        raise ConfigError(f"{sorted(form)!r}: the form of one answer can be given in one way only")
     return sampling, options, form
 
 
