@@ -10,11 +10,13 @@ import hashlib
 import json
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentcache import Engine, Tool
+from agentcache.errors import AgentCacheError
 
 from .errors import ModelInvalidRequestError
 
@@ -55,11 +57,18 @@ def pin(
         pins[namespace, name] = now + ttl
     for space, old in over:
         engine.release(old, namespace=space)
-    if not known:
-        try:
-            engine.warm(system or None, tools, name=name, namespace=namespace, tools_order=order)
-        except BaseException:
-            with _lock:
-                pins.pop((namespace, name), None)
-            raise
+    if not known and not _warmed(engine, system, tools, name, namespace, order):
+        with _lock:
+            pins.pop((namespace, name), None)
+        return None
     return name
+
+
+def _warmed(engine: Engine, system: str, tools: Sequence[Tool], name: str, namespace: str, order: Any) -> bool:
+    """Whether the prefix is pinned now. A pin is a wish: where it cannot be had, the request goes on without it."""
+    try:
+        engine.warm(system or None, tools, name=name, namespace=namespace, tools_order=order)
+    except AgentCacheError as error:
+        warnings.warn(f"cache_control: nothing was pinned: {error}", stacklevel=2)
+        return False
+    return True

@@ -279,6 +279,23 @@ def test_cache_control_pins_and_the_label_names_it(chat: Any) -> None:
         model.invoke(ASKED, cache_control={"type": "ephemeral", "ttl": "2 weeks"})
 
 
+def test_a_pin_that_cannot_be_had_does_not_break_the_request(chat: Any) -> None:
+    model = chat(max_tokens=2, memory_bytes=1)
+    with pytest.warns(UserWarning, match="nothing was pinned: .*cannot hold this tool group"):
+        assert model.invoke(ASKED, cache_control={"type": "ephemeral"}).text
+    with pytest.warns(UserWarning, match="nothing was pinned: .*cannot hold"):
+        chat(max_tokens=2, memory_bytes=1).invoke(ASKED, cache_control={"type": "ephemeral"})
+
+
+def test_a_long_history_is_only_read_once(chat: Any) -> None:
+    model = chat(max_tokens=2)
+    history = [SYSTEM, *[m for n in range(150) for m in (HumanMessage(f"Ship {n}?"), AIMessage("Passed."))]]
+    first = model.invoke([*history, HumanMessage("And now?")])
+    second = model.invoke([*history, HumanMessage("And now?"), first, HumanMessage("Well?")])
+    assert first.usage_metadata["input_tokens"] > 3000
+    assert second.usage_metadata["input_token_details"]["cache_creation"] < 40
+
+
 def test_from_what_people_have() -> None:
     tokenizer = toy.tokenizer(script.TEXTS, script.VOCAB)
     model = toy.model(script.VOCAB, layers=2, hidden=128)
