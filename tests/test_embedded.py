@@ -152,3 +152,15 @@ def test_training_goes_on_from_an_exported_folder(folder: Path, trained: Path) -
     again = models.build(700, layers=2, hidden=64, mlp=64)
     models.restore(trained / "checkpoint.safetensors", again, models.optimizers(again, 1e-3, muon=True), mean := models.Average(again))
     assert torch.equal(weight, mean.values[name].bfloat16().float())
+
+
+@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
+def test_the_shipped_model_is_whole_small_and_has_a_card() -> None:
+    folder = embedded.checked(embedded._FOLDER)
+    assert (folder / "model.safetensors").stat().st_size <= 16_000_000
+    assert models.size(folder) <= 8_000_000
+    text = (folder / "README.md").read_text("utf-8")
+    assert "## Figures" in text
+    assert "## Limits" in text
+    with Engine("embedded", store=None) as engine:
+        assert engine.renderer.report.prefix_preserving

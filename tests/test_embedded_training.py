@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from agentcache.bench.quality_world.dialogues import bundle
 from agentcache.bench.quality_world.world import World
-from examples.embedded import model as models
 from examples.embedded import stream
+from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 from examples.embedded.drills import Drills
+from examples.embedded.packing import Encoder, pack, samples_of
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +105,32 @@ def test_an_update_of_muon_has_even_singular_values() -> None:
         values = torch.linalg.svdvals(models.orthogonal(torch.randn(shape) @ torch.diag(torch.logspace(0, 1, shape[1]))))
         assert values.min() > 0.5
         assert values.max() < 1.4
+
+
+@pytest.mark.parametrize("style", stream.STYLES)
+def test_a_pack_learns_what_its_samples_learn_alone(tokenizer: Any, style: str) -> None:
+    one = bundle("gradients", style, 3, 3)
+    made = pack(Encoder(tokenizer), one, 1_000_000)
+    model = models.build(len(tokenizer), layers=2, hidden=64, mlp=64)
+    model.set_attn_implementation(models.NAME)
+    value, _ = models.loss(model, made)
+    value.backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.set_attn_implementation("sdpa")
+    known: set[int] = set()
+    total = torch.zeros(())
+    completions = iter(made.completions)
+    for sample in samples_of(one):
+        ids, spans = Encoder(tokenizer).sample(sample)
+        logits = model(input_ids=torch.from_numpy(ids)[None]).logits[0]
+        for first, _, _ in spans:
+            rows = next(completions).rows.tolist()
+            fresh = [first + n for n, row in enumerate(rows) if row not in known]  # a row that samples share counts once
+            known.update(rows)
+            places = torch.tensor(fresh, dtype=torch.long)
+            total = total + torch.nn.functional.cross_entropy(logits[places - 1], torch.from_numpy(ids)[places], reduction="sum")
+    assert torch.allclose(value, total, rtol=1e-4)
+    total.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, rtol=1e-3, atol=1e-3 * float(parameter.grad.abs().max())), name

@@ -23,23 +23,25 @@ STATE = "training.json"  # in an exported folder: how far its training was
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows [first, last) of a pack that see the same rows before themselves. seen: their numbers, or None for all before `first`."""
+    """Rows [first, last) of a pack that see the same rows before themselves. seen: their numbers, or how many from row 0 on."""
 
     first: int
     last: int
-    seen: torch.Tensor | None
+    seen: torch.Tensor | int
     mask: torch.Tensor  # [last - first, last - first], additive: causal among themselves
 
     def of(self, states: torch.Tensor) -> torch.Tensor:
         """[kv heads, seen + own, head dim] of [kv heads, n, head dim]."""
-        if self.seen is None:
+        if isinstance(self.seen, int) and self.seen == self.first:
             return states[:, : self.last]
-        return torch.cat((states.index_select(1, self.seen), states[:, self.first : self.last]), 1)
+        before = states[:, : self.seen] if isinstance(self.seen, int) else states.index_select(1, self.seen)
+        return torch.cat((before, states[:, self.first : self.last]), 1)
 
     def add(self, states: torch.Tensor, change: torch.Tensor) -> None:
         """Adds a change of what `of` gave to where it came from."""
-        if self.seen is None:
-            states[:, : self.last] += change
+        if isinstance(self.seen, int):
+            states[:, : self.seen] += change[:, : self.seen]
+            states[:, self.first : self.last] += change[:, self.seen :]
         else:
             states.index_add_(1, self.seen, change[:, : len(self.seen)])
             states[:, self.first : self.last] += change[:, len(self.seen) :]
@@ -48,10 +50,11 @@ class Block:
 def blocks(made: Pack, size: int = 128) -> list[Block]:
     """The trunk in pieces of `size` rows, then the branches. No score is computed that the softmax would not see."""
     cuts = [*range(0, made.trunk, size), made.trunk]
-    parts: list[tuple[int, int, torch.Tensor | None]] = [(first, last, None) for first, last in zip(cuts, cuts[1:])]
+    parts: list[tuple[int, int, torch.Tensor | int]] = [(first, last, first) for first, last in zip(cuts, cuts[1:])]
     for first, last, before in made.branches:
-        whole = len(before) == first  # rows before, in order, each once: all of them
-        parts.append((first, last, None if whole else torch.from_numpy(before)))
+        count = len(before)
+        straight = count == 0 or (before[0] == 0 and before[-1] == count - 1)  # in order, each once: the first `count` rows
+        parts.append((first, last, count if straight else torch.from_numpy(before)))
     return [Block(first, last, seen, torch.full((last - first,) * 2, float("-inf")).triu_(1)) for first, last, seen in parts]
 
 
