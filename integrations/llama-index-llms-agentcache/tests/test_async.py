@@ -117,14 +117,14 @@ def test_closing_the_engine_fails_what_waits(run: Make) -> None:
 
 def test_half_of_twenty_cancelled(run: Make, request: pytest.FixtureRequest) -> None:
     """Those who stay get their own answer, and nothing of those who left goes on running."""
-    with tiny() as engine, AgentCacheLLM(engine=engine, max_tokens=60) as model:
+    with tiny() as engine, AgentCacheLLM(engine=engine, max_tokens=24) as model:
 
         async def one(number: int) -> str:
             return str((await model.achat([user(f"Count to {number}")], ignore_eos=True, seed=number, temperature=1.0)).message.content)
 
         async def some() -> list[Any]:
             tasks = [asyncio.create_task(one(number)) for number in range(20)]
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.05)
             for task in tasks[::2]:
                 task.cancel()
             return await asyncio.gather(*tasks, return_exceptions=True)

@@ -78,6 +78,7 @@ def test_passages_that_two_questions_share_are_computed_once(llm: Callable[..., 
     assert second.cached_tokens > 0.7 * first.prompt_tokens
 
 
+@pytest.mark.slow
 def test_figures_of_the_readme_are_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     figures = _load("kept").main()
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures
