@@ -10,8 +10,8 @@ import torch
 
 from agentcache.bench.quality_world.dialogues import bundle
 from agentcache.bench.quality_world.world import World
-from examples.embedded import stream
 from examples.embedded import model as models
+from examples.embedded import stream
 from examples.embedded import tokenizer as tokenizers
 from examples.embedded.drills import Drills
 from examples.embedded.packing import Encoder, pack, samples_of

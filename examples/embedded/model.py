@@ -128,6 +128,7 @@ def build(vocab: int, *, layers: int = 7, hidden: int = 256, mlp: int = 640, hea
         for layer in model.model.layers:
             for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 last.weight.mul_((2 * layers) ** -0.5)
+        model.model.embed_tokens.weight.mul_(2.0)  # also the head: a row must be long enough to name its token
     return model
 
 
@@ -182,9 +183,16 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 def optimizers(model: Any, rate: float, muon: bool, decay: float = 0.05) -> Optimizers:
-    """Muon or AdamW for the matrices of the layers, AdamW without decay for norms and embeddings."""
+    """Muon or AdamW for the matrices of the layers, AdamW without decay for norms and embeddings.
+
+    Embeddings step less far (`scale`): each step pushes the rows of all tokens that were not there the same way, and at the full rate rows
+    of rare tokens become one another within 150 steps (mean cosine 0.38): nothing that can be told apart, or copied.
+    """
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    others = [
+        {"params": [p for p in model.parameters() if p.ndim != 2], "scale": 1.0},
+        {"params": [p for name, p in model.named_parameters() if "embed" in name], "scale": 0.2},
+    ]
     adam = {"lr": rate, "betas": (0.9, 0.98), "fused": True}
     first = Muon(matrices, rate, decay) if muon else torch.optim.AdamW(matrices, weight_decay=decay, **adam)
     return [first, torch.optim.AdamW(others, weight_decay=0.0, **adam)]

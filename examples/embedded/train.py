@@ -28,7 +28,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--mlp", type=int, default=512, help="width inside the feed-forward layers")
     parser.add_argument("--muon", action=argparse.BooleanOptionalAction, default=True, help="Muon, or AdamW, for the layers' matrices")
     parser.add_argument("--save-minutes", type=float, default=5.0)
-    parser.add_argument("--evaluate-minutes", type=float, default=30.0)
+    parser.add_argument("--evaluate-minutes", type=float, default=30.0, help="of training, as --hours counts it")
     parser.add_argument("--pause-file", type=Path, default=None, help="while it exists, no steps are made (default: FOLDER.pause)")
     parser.add_argument("--resume", action="store_true", help="go on from FOLDER's checkpoint if there is one")
     parser.add_argument("--begin-from", type=Path, default=None, help="without a checkpoint, go on from an exported model's weights")

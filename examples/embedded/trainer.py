@@ -256,7 +256,7 @@ class Training:
         torch.set_num_threads(self.plan.threads)  # the helpers wait meanwhile
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate_at(self.plan, state, self.first)
+                group["lr"] = rate_at(self.plan, state, self.first) * group.get("scale", 1.0)
             optimizer.step()
         self.average.add(self.model, state.step)
         torch.set_num_threads(1)
@@ -292,7 +292,7 @@ class Training:
         """To the end of the budget, or until asked to stop; always leaves a checkpoint and an exported model."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "stopped", True))
-        saved = scored = time.monotonic()
+        saved, scored = time.monotonic(), self.state.hours
         mean = math.nan
         while not self.done:
             self.wait()
@@ -303,9 +303,9 @@ class Training:
             if time.monotonic() - saved > 60 * self.plan.save_minutes:
                 self.save()
                 saved = time.monotonic()
-            if time.monotonic() - scored > 60 * self.plan.evaluate_minutes:
+            if self.state.hours - scored > self.plan.evaluate_minutes / 60:
                 self.evaluate()
-                scored = time.monotonic()
+                scored = self.state.hours
         self.save()
         if not self.stopped:
             self.evaluate()
