@@ -38,6 +38,8 @@ test-all: lint  ## the check with the slow tests
 lint: $(STAMP)  ## ruff, mypy, import-linter
 	@echo "make: ruff" && $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet --diff .
 	@echo "make: mypy" && $(BIN)/mypy
+	@MYPYPATH=integrations/langchain-agentcache $(BIN)/mypy -p langchain_agentcache
+	@MYPYPATH=integrations/llama-index-llms-agentcache $(BIN)/mypy --namespace-packages --explicit-package-bases -p llama_index.llms.agentcache
 	@echo "make: import contracts" && $(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)  ## time to first token against stock transformers (some minutes)

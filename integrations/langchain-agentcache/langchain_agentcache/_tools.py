@@ -6,7 +6,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
@@ -15,7 +15,7 @@ from agentcache import Constraint, Tool
 
 from .errors import ModelInvalidRequestError
 
-ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
+ToolLike: TypeAlias = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 Formatted = dict[str, Any]
 
 REMEMBERED = 512  # tools; each keeps its object alive, so that its id cannot be another's
