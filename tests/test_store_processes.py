@@ -65,8 +65,8 @@ def test_of_two_that_start_together_one_computes(model_folder: Path, tmp_path: P
     first, second = sorted((end(process, 120) for process in processes), key=lambda found: int(found["computed"]))
     assert first["ids"] == second["ids"]
     assert second["computed"] > 1500, "one of them computes it"
-    assert first["computed"] < 100, "and the other one does not"
-    assert first["disk"] > 1500
+    assert first["computed"] < 600, "and the other one does not, but for what was no whole page yet"
+    assert first["disk"] > 1000
 
 
 # -- many, for a while -------------------------------------------------------------------------------------------------
