@@ -192,7 +192,7 @@ def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: i
         keep({"decode": behind})
     if agents:
         say(f"{agents} agents")
-        keep({"agents": extras.agents(engine, agents, max(24, 3 * options.decode), min(5, options.repeats))})
+        keep({"agents": extras.agents(engine, agents, max(72, 3 * options.decode), min(5, options.repeats))})
 
 
 @app.command()
