@@ -267,7 +267,7 @@ def drift(
 
 @app.command()
 def quality(
-    model: Annotated[str, typer.Option(help="Folder or Hugging Face id of a model; the one that comes with the package.")] = "embedded",
+    model: Annotated[str, typer.Option(help="Folder or Hugging Face id of a model; or the project's own small one.")] = "embedded",
     tools: Annotated[str, typer.Option(help="Tool counts, with commas.")] = "5,20,50",
     splits: Annotated[str, typer.Option(help="seen, held-out requests, unseen tools, unseen words.")] = "all",
     count: Annotated[int, typer.Option("--n", min=0, help="Requests per split and tool count; 1000 for figures to publish.")] = 200,

@@ -81,6 +81,7 @@ def solved(ask: Ask, episode: Episode) -> int:
 
 
 def all_solved(ask: Ask, episodes: Sequence[Episode], agents: int, say: Callable[[int], None]) -> list[int]:
+    """How many steps of each episode were right before the first wrong one; so many episodes at a time."""
     out = []
     with ThreadPoolExecutor(agents) as pool:
         for number, steps in enumerate(pool.map(lambda one: solved(ask, one), episodes), 1):

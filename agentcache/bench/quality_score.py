@@ -107,6 +107,7 @@ def bm25(query: str, tools: Sequence[Plain], k1: float = 1.5, b: float = 0.75) -
 
 
 def first(tools: Sequence[Plain]) -> str:
+    """The baseline that always calls the first tool."""
     return str(tools[0].get("function", tools[0])["name"])
 
 

@@ -63,6 +63,7 @@ def prompt(engine: Engine, case: Case) -> Prompt:
 
 
 def cache_of(kv: KV) -> Any:
+    """A cache of transformers' that holds this KV."""
     made = DynamicCache()
     for layer, (keys, values) in enumerate(kv):
         made.update(keys, values, layer)
@@ -70,6 +71,7 @@ def cache_of(kv: KV) -> Any:
 
 
 def kv_of(cache: Any, start: int, stop: int) -> KV:
+    """A copy of the KV of tokens [start, stop)."""
     return [(layer.keys[:, :, start:stop].clone(), layer.values[:, :, start:stop].clone()) for layer in cache.layers]
 
 
@@ -94,10 +96,12 @@ def turned(model: Any, kv: KV, by: int) -> KV:
 
 
 def joined(*parts: KV) -> KV:
+    """KV of several runs of tokens, one behind the other."""
     return [(torch.cat([part[0] for part in layer], 2), torch.cat([part[1] for part in layer], 2)) for layer in zip(*parts)]
 
 
 def cut(kv: KV, start: int, stop: int) -> KV:
+    """The KV of tokens [start, stop), not copied."""
     return [(keys[:, :, start:stop], values[:, :, start:stop]) for keys, values in kv]
 
 

@@ -1,4 +1,4 @@
-"""The small trained agent model that comes with the package: where its folder is, and whether it is whole. Knows nothing of models.
+"""The small trained agent model of this project: where its folder is, and whether it is whole. Knows nothing of models.
 
 `Engine("embedded")` loads it; `folder()` is an ordinary Hugging Face folder. Its README.md is the model card, SHA256SUMS names every
 file; examples/embedded makes all of it from a seed.
@@ -32,6 +32,11 @@ def _verified(path: Path) -> Path:
 def checked(path: Path) -> Path:
     """The folder, if its files are what its SHA256SUMS says, no more and no less."""
     again = "install agentcache-llm again, or make the folder with examples/embedded/export.py"
+    if not path.is_dir():
+        raise ModelLoadError(
+            f"this version comes without the embedded model's weights ({str(path)!r} is not there): train it with examples/embedded/train.py "
+            "and make the folder with examples/embedded/export.py, or name another model"
+        )
     try:
         lines = (path / SUMS).read_text("utf-8").splitlines()
     except OSError as error:
