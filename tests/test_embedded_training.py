@@ -1,4 +1,4 @@
-"""What the embedded model's training is made of: drills that can be solved, stages, the averaged weights, checkpoints that resume."""
+"""What the embedded model's training is made of: first weights that copy, stages, the averaged weights, checkpoints that resume."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from agentcache.bench.quality_world.dialogues import bundle
-from agentcache.bench.quality_world.world import World
+from examples.embedded import initial, stream
 from examples.embedded import model as models
-from examples.embedded import stream
 from examples.embedded import tokenizer as tokenizers
-from examples.embedded.drills import Drills
 from examples.embedded.packing import Encoder, pack, samples_of
 
 
@@ -22,27 +20,24 @@ def tokenizer() -> Any:
     return tokenizers.train(vocab=700, count=12)
 
 
-def test_what_a_drill_asks_for_stood_behind_the_same_key_before(tokenizer: Any) -> None:
-    made = Drills(tokenizer).pack(World("drill"), 900)
-    assert 900 <= len(made.ids) < 1100
-    assert len(made.branches) == len(made.completions) > 5
-    for (first, last, before), completion in zip(made.branches, made.completions):
-        assert before.tolist() == [0]
-        ids, targets = made.ids[first:last].tolist(), (completion.rows - first).tolist()
-        assert made.positions[first:last].tolist() == list(range(1, last - first + 1))
-        assert 0.15 < len(targets) / len(ids) < 0.5
-        for at in targets:  # the longest text before it that stood earlier in the sequence went on in the same way
-            back = max(range(1, at), key=lambda size: size if _stood(ids, at, size) is not None else 0)
-            assert ids[at] == _stood(ids, at, back)
+def test_the_first_weights_find_where_the_last_tokens_stood_and_say_what_followed() -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randint(10, 2000, (12, 2)), torch.randint(10, 2000, (12, 2))
+    entries = torch.cat((keys, torch.full((12, 1), 5), values, torch.full((12, 1), 6)), 1)  # k k : v v ,
+    again = torch.randperm(12)
+    ids = torch.cat((entries.flatten(), entries[again].flatten()))[None]
+    asked = (72 + 6 * torch.arange(12)[:, None] + torch.tensor([[2, 3]])).flatten()  # behind ":", and behind the first v
+    model = models.build(2000, mlp=64)
+    with torch.inference_mode():
+        before = model(ids).logits[0, asked].argmax(-1)
+        initial.structure(model, 0)
+        after = model(ids).logits[0, asked].argmax(-1)
+    right = values[again].flatten()
+    assert (before == right).sum() <= 3
+    assert (after == right).float().mean() > 0.8
 
 
-def _stood(ids: list[int], at: int, size: int) -> int | None:
-    """What followed the last `size` ids before `at` where they stood earlier; None if they did not."""
-    found = [n + size for n in range(at - size) if ids[n : n + size] == ids[at - size : at]]
-    return ids[found[0]] if found else None
-
-
-def test_stages_grow_and_the_stream_has_drills_and_every_style(tokenizer: Any) -> None:
+def test_stages_grow_to_every_style(tokenizer: Any) -> None:
     stages = stream.STAGES
     assert [stage.until for stage in stages] == sorted(stage.until for stage in stages)
     assert [stage.tools for stage in stages] == sorted(stage.tools for stage in stages)
@@ -50,9 +45,9 @@ def test_stages_grow_and_the_stream_has_drills_and_every_style(tokenizer: Any) -
     assert stream.stage_at(10**12) is stages[-1]
     assert stages[-1].tools == 50
     assert set(stages[-1].styles) == set(stream.STYLES)
-    first = stream.packs(tokenizer, 0)
-    kinds = {completion.kind for _ in range(12) for completion in next(first).completions}
-    assert {"drill", "call"} <= kinds
+    packs = stream.packs(tokenizer, 0)
+    kinds = {completion.kind for _ in range(4) for completion in next(packs).completions}
+    assert {"call", "answer"} <= kinds
 
 
 def test_the_average_follows_the_weights_and_swaps_back(tokenizer: Any) -> None:

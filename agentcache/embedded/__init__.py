@@ -34,8 +34,8 @@ def checked(path: Path) -> Path:
     again = "install agentcache-llm again, or make the folder with examples/embedded/export.py"
     if not path.is_dir():
         raise ModelLoadError(
-            f"this version comes without the embedded model's weights ({str(path)!r} is not there): train it with examples/embedded/train.py "
-            "and make the folder with examples/embedded/export.py, or name another model"
+            f"this version comes without the embedded model's weights ({str(path)!r} is not there): train it with "
+            "examples/embedded/train.py and make the folder with examples/embedded/export.py, or name another model"
         )
     try:
         lines = (path / SUMS).read_text("utf-8").splitlines()

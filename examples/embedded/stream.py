@@ -17,11 +17,9 @@ from typing import Any
 from agentcache.bench.quality_world.dialogues import bundle
 from agentcache.bench.quality_world.world import World
 
-from .drills import Drills
 from .packing import Encoder, Pack, pack
 
 STYLES = ("hermes", "langchain", "langchain text", "llamaindex")
-DRILL = "drill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +37,14 @@ class Stage:
     styles: Mapping[str, float]
 
 
-DRILLS_FIRST = {DRILL: 0.8, "hermes": 0.2}
-HERMES_ONLY = {"hermes": 0.9, DRILL: 0.1}
+HERMES = {"hermes": 1.0}
 SOME = {"hermes": 0.76, "langchain": 0.08, "langchain text": 0.06, "llamaindex": 0.1}
 ALL = {"hermes": 0.68, "langchain": 0.11, "langchain text": 0.07, "llamaindex": 0.14}
 STAGES = (
-    Stage(0.6, 3, 600, 3000, 0.1, DRILLS_FIRST),
-    Stage(2, 4, 600, 4000, 0.15, HERMES_ONLY),
-    Stage(4, 8, 800, 5000, 0.4, SOME),
-    Stage(9, 16, 1000, 6000, 0.55, ALL),
-    Stage(18, 32, 1200, 8000, 0.55, ALL),
+    Stage(0.6, 4, 600, 3000, 0.1, HERMES),
+    Stage(1.5, 8, 800, 4000, 0.4, SOME),
+    Stage(4, 16, 1000, 5000, 0.55, ALL),
+    Stage(10, 32, 1200, 6000, 0.55, ALL),
     Stage(math.inf, 50, 1400, 8000, 0.55, ALL),
 )
 
@@ -57,13 +53,11 @@ def stage_at(tokens: int) -> Stage:
     return next(stage for stage in STAGES if tokens < stage.until * 1e6)
 
 
-def draw(encoder: Encoder, drills: Drills, seed: int, number: int, tokens: int) -> Pack:
+def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
     """Pack `number` of the stream, when `tokens` went before it."""
     stage = stage_at(tokens)
     world = World(f"{seed} {number} plan")
     style = world.rng.choices(list(stage.styles), list(stage.styles.values()))[0]
-    if style == DRILL:
-        return drills.pack(world, 1000)
     size = round(math.exp(world.rng.uniform(math.log(2), math.log(stage.tools + 0.49))))
     if style == "llamaindex":
         size = min(size, 16)  # its schemas are twice as long
@@ -73,9 +67,9 @@ def draw(encoder: Encoder, drills: Drills, seed: int, number: int, tokens: int) 
 
 def packs(tokenizer: Any, seed: int, number: int = 0, tokens: int = 0) -> Iterator[Pack]:
     """The stream from pack `number` on."""
-    encoder, drills = Encoder(tokenizer), Drills(tokenizer)
+    encoder = Encoder(tokenizer)
     while True:
-        made = draw(encoder, drills, seed, number, tokens)
+        made = draw(encoder, seed, number, tokens)
         yield made
         number += 1
         tokens += len(made.ids)

@@ -23,7 +23,7 @@ import torch
 import torch.multiprocessing as processes
 from transformers import AutoTokenizer
 
-from . import evaluate, stream
+from . import evaluate, initial, stream
 from . import model as models
 from .packing import Encoder, Pack
 from .tokenizer import load
@@ -225,10 +225,12 @@ class Training:
         self.encoder = Encoder(self.tokenizer)
         self.model = models.build(len(self.tokenizer), layers=plan.layers, mlp=plan.mlp, seed=plan.seed)
         self.optimizers = models.optimizers(self.model, plan.rate, plan.muon)
-        self.average = models.Average(self.model)
-        self.state = State()
         self.checkpoint = plan.out / "checkpoint.safetensors"
         resumed = plan.resume and self.checkpoint.exists()
+        if not resumed and plan.begin_from is None:
+            initial.structure(self.model, plan.seed)
+        self.average = models.Average(self.model)
+        self.state = State()
         if resumed:
             self.state = State(**models.restore(self.checkpoint, self.model, self.optimizers, self.average))
         elif plan.begin_from is not None:
