@@ -91,13 +91,13 @@ class Scheduler:
         self._collect(self._patience())
         self._drop_cancelled()
         self._start_waiting()
-        self.store.note_filling(any(r.filling for r in self._live))
+        self.store.note_busy(bool(self._live))
         pack = self._compose()
         if pack and not self._closed.is_set():
             self._round(pack)
         elif not self._live and not self._waiting and not self._closed.is_set():
             self.audit.step()
-        self.store.note_filling(any(r.filling for r in self._live))  # before this thread waits for requests
+        self.store.note_busy(bool(self._live))  # before this thread waits for requests
 
     def _patience(self) -> float | None:
         """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""

@@ -161,12 +161,12 @@ class Store:
         except StoreError:  # as good as not recorded
             return None
 
-    def note_filling(self, filling: bool) -> None:
-        """Say whether a prompt is being filled: writing gives way to that."""
+    def note_busy(self, busy: bool) -> None:
+        """Say whether requests are being computed: writing gives way to them."""
         if self.disk:
             quiet = self.disk.writer.quiet
-            if filling == quiet.is_set():
-                quiet.clear() if filling else quiet.set()
+            if busy == quiet.is_set():
+                quiet.clear() if busy else quiet.set()
 
     @property
     def splices(self) -> Disk | None:

@@ -1,7 +1,7 @@
 """Writing back: pages of the memory tier go to disk behind the answers, in one thread. Knows neither requests nor models.
 
     offered ──> waiting (most important first) ──> written ──> row in the index
-                  │ whole pages when no prompt is being filled, the growing last page of a sequence once it has settled
+                  │ whole pages when no request is being computed, the growing last page of a sequence once it has settled
                   └ left out: over the write budget, over the queue's bound, no room on disk, parent not written
 
 An entry is written at most once; the answer never waits for it.
@@ -22,7 +22,7 @@ from .keys import Ids, Role
 from .policy import WriteBudget
 
 SETTLE_S = 2.0  # the last page of a sequence that has not grown for so long is worth writing
-PATIENCE_S = 10.0  # so long a write gives way to prompts that are being filled
+PATIENCE_S = 30.0  # so long a write gives way to requests that are being computed
 PAUSE_S = 30.0  # after a disk error nothing is tried for so long
 QUEUED_BYTES = 1 << 30  # of pages that wait: beyond it the least important are left out
 TOUCH_S = 5.0  # uses are told to the index in batches
@@ -59,7 +59,7 @@ Save = Callable[[Pending], tuple[int, str]]  # writes one page and returns its r
 class Writer:
     """The one thread that writes. offer() and after() from any thread; flush() waits; close() flushes.
 
-    counts: what happened to pages, by word. budget: what may be written, for who saves to ask. quiet: set while no prompt is being filled.
+    counts: what happened to pages, by word. budget: what may be written, for who saves to ask. quiet: set while no request is computed.
     failure: the last disk error, in words.
     """
 
