@@ -10,15 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine import Chunk, Completion, Engine, Stream
+    from .layout.declared import volatile
     from .receipt import Receipt
 
 from . import errors
-from .types import Constraint, Layout, Message, Reason, Refusal, Sampling, Span, StoreOptions, Tool, ToolCall, ToolGroup
+from .types import (
+    Constraint,
+    Layout,
+    LayoutOptions,
+    Message,
+    Move,
+    Reason,
+    Refusal,
+    Sampling,
+    Span,
+    StoreOptions,
+    Tool,
+    ToolCall,
+    ToolGroup,
+)
 
 __version__ = "0.1.0"
 DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name
 
-_LAZY = {"Engine": "engine", "Completion": "engine", "Chunk": "engine", "Stream": "engine", "Receipt": "receipt"}
+_LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {"Receipt": "receipt", "volatile": "layout.declared"}
 
 __all__ = [
     "Chunk",
@@ -26,7 +41,9 @@ __all__ = [
     "Constraint",
     "Engine",
     "Layout",
+    "LayoutOptions",
     "Message",
+    "Move",
     "Reason",
     "Receipt",
     "Refusal",
@@ -39,6 +56,7 @@ __all__ = [
     "ToolGroup",
     "__version__",
     "errors",
+    "volatile",
 ]
 
 

@@ -6,7 +6,6 @@ layout -> match -> plan -> fill -> decode -> keep -> receipt
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections import deque
@@ -19,9 +18,9 @@ import psutil
 import torch
 
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError
+from .held import ToolGroups
 from .inflight import Chunk, Done, Request
-from .kv import PAGE_TOKENS
-from .layout import Renderer
+from .layout import Renderer, Volatile
 from .model.fingerprint import Fingerprint
 from .model.grammar import Grammars
 from .model.hf import HFModel, load
@@ -30,17 +29,27 @@ from .receipt import Receipt
 from .reply import expect, message_of, tool_name
 from .runner import Runner
 from .scheduler import Scheduler
-from .store.groups import Group
-from .store.keys import Scope, as_ids, chain
 from .store.store import DEFAULT, Store
 from .stream import Completion, Stream
-from .types import Constraint, Layout, Message, Reason, Rendering, Reuse, Sampling, StoreOptions, Tool, ToolGroup, ToolOrder
+from .types import (
+    Constraint,
+    Layout,
+    LayoutMode,
+    LayoutOptions,
+    Message,
+    Rendering,
+    Reuse,
+    Sampling,
+    StoreOptions,
+    Tool,
+    ToolGroup,
+    ToolOrder,
+)
 
 __all__ = ["Chunk", "Completion", "Engine", "Stream"]
 
 Messages = Seq[Message | Mapping[str, Any]] | str
 Tools = Seq[Tool | Mapping[str, Any]]
-Held = tuple[ToolGroup, Scope, tuple[int, ...], tuple[str, ...]]  # a tool group with its ids and the order of its tools
 
 
 class Engine:
@@ -48,7 +57,8 @@ class Engine:
 
     model: Hugging Face id, folder, or a loaded model (then with its tokenizer). memory_bytes: budget for kept pages, by default a quarter
     of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact", "lossy" to accept what is stored with
-    fewer bits, or "off" to keep nothing. store: folder or options of the store on disk, None to keep nothing there.
+    fewer bits, or "off" to keep nothing. store: folder or options of the store on disk, None to keep nothing there. layout: what
+    becomes of text that is declared volatile.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class Engine:
         chunk_tokens: int = 512,
         reuse: Reuse = "exact",
         store: StoreOptions | str | os.PathLike[str] | None = DEFAULT,
+        layout: LayoutOptions | LayoutMode = "enforce",
         redact: bool = False,
     ) -> None:
         if chunk_tokens < 1:
@@ -73,6 +84,7 @@ class Engine:
         if load_in_4bit and load_in_8bit:
             raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
         loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=4 if load_in_4bit else 8 if load_in_8bit else None)
         budget = _default_budget(device) if memory_bytes is None else memory_bytes
         host = psutil.virtual_memory().available // 4 if device and device.startswith("cuda") and memory_bytes != 0 else 0
@@ -80,12 +92,11 @@ class Engine:
         self.name = str(name)
         self.reuse: Reuse = reuse
         self.redact = redact
-        self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices)
+        self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
         self.model = HFModel(loaded)
         self.fingerprint = Fingerprint(self.model.model, self.model.numerics.kernel) if self.model.numerics else None
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
-        self._groups: dict[tuple[str, str], Held] = {}
-        self._lock = threading.Lock()
+        self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
         self._closed = False
         ends = self.model.stop_ids
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
@@ -103,6 +114,7 @@ class Engine:
         *,
         sampling: Sampling | None = None,
         constraint: Constraint | None = None,
+        volatile: Volatile = (),
         namespace: str = "default",
         reuse: Reuse | None = None,
         rendering: Rendering = "canonical",
@@ -113,7 +125,8 @@ class Engine:
     ) -> Stream:
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
-        constraint: what the completion may be; needs the extra `constrain`.
+        constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
+        stands at the tail, and is taken out of the system prompt if it stands there.
         group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total): prompt tokens so far, called
         in the thread that reads the stream, while it waits for the first chunk.
         """
@@ -124,9 +137,10 @@ class Engine:
             tools,
             rendering=rendering,
             tools_order=tools_order,
-            sticky=self._sticky(namespace, group),
+            sticky=() if group is None else self._groups.tools(namespace, group),
             namespace=namespace,
             template_kwargs=template_kwargs,
+            volatile=volatile,
         )
         sampling = self._fit(layout, sampling)
         request = self._request(layout, sampling, namespace, _check_reuse(reuse or self.reuse), called)
@@ -138,16 +152,6 @@ class Engine:
     def generate(self, messages: Messages, tools: Tools = (), **options: Any) -> Completion:
         """The whole answer at once; options as of `stream`."""
         return self.stream(messages, tools, **options).completion
-
-    def _sticky(self, namespace: str, group: str | None) -> tuple[str, ...]:
-        if group is None:
-            return ()
-        if (namespace, group) in self._groups:
-            return self._groups[namespace, group][3]
-        kept = self.store.recorded(namespace, group, self.fingerprint.whole) if self.fingerprint else None
-        if kept is None:
-            raise ConfigError(f"group={group!r} is not warm in namespace {namespace!r}: call warm(name={group!r}) first")
-        return kept.tools
 
     def _fit(self, layout: Layout, sampling: Sampling) -> Sampling:
         """Refuse a prompt that leaves no room for a token; shorten max_tokens to the room there is."""
@@ -164,6 +168,8 @@ class Engine:
             model=self.name,
             prompt_tokens=len(layout.ids),
             spliced_tokens=layout.spliced_tokens,
+            ephemeral_tokens=layout.ephemeral_tokens,
+            moves=layout.moves,
             differences=layout.differences,
             spans=layout.spans,
             redacted=self.redact,
@@ -202,6 +208,7 @@ class Engine:
             receipt.finish_reason = "tool_calls"
         if spelled := generated[: request.text.spelled or 0]:  # what a stop string cut off is no part of the message
             self.renderer.remember(layout, spelled, message, namespace=request.namespace, outlive=request.reuse)
+        receipt.repeated_tokens = len(generated) if layout.ephemeral_tokens else 0
         receipt.saved_ms = receipt.cached_tokens * self.scheduler.ms_per_token
         receipt.saved_flops = self._flops(receipt.cached_tokens)
         return Completion(request.text.text, generated, message, receipt)
@@ -245,7 +252,7 @@ class Engine:
             if not pinned:
                 self._abandon(request)
         names = [tool_name(tool) for tool in tools]
-        return self._pin(request, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
+        return self._groups.hold(request, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
 
     def _abandon(self, request: Request) -> None:
         """The caller's callback failed, or the request did: nothing stays pinned."""
@@ -255,52 +262,14 @@ class Engine:
         if request.pinned and request.scope:
             self.store.pin(request.scope, request.array(), -1)
 
-    def _pin(self, request: Request, layout: Layout, name: str | None, names: tuple[str, ...], called: float) -> ToolGroup:
-        scope, ids = request.scope, tuple(layout.ids)
-        if scope is None:
-            raise ConfigError(f"this model's state cannot be kept ({self.model.support.why or Reason.ROPE_REGIME}): nothing to warm")
-        if not request.pinned:
-            need = -(-len(ids) // PAGE_TOKENS) * (self.model.spec.page_bytes if self.model.spec else 0)
-            raise ConfigError(f"memory_bytes={self.store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
-        keys = tuple(key.hex() for key in chain(scope.root, as_ids(ids)))
-        name = name or keys[-1][:12]
-        spec = self.model.spec
-        group = ToolGroup(
-            name=name,
-            namespace=request.namespace,
-            prefix_tokens=len(ids),
-            pages=request.pinned,
-            kv_bytes=len(ids) * spec.token_bytes if spec else 0,
-            computed_tokens=request.receipt.computed_tokens,
-            warm_ms=(time.perf_counter() - called) * 1e3,
-        )
-        self.store.record(
-            Group(name, request.namespace, scope.fingerprint, scope.regime, len(ids), keys, names, self.name, self._layers(), time.time())
-        )
-        with self._lock:
-            before = self._groups.get((request.namespace, name))
-            self._groups[request.namespace, name] = (group, scope, ids, names)
-        self._unpin(before)
-        return group
-
-    def _layers(self) -> tuple[str, ...]:
-        return self.fingerprint.layers if self.fingerprint else ()
-
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""
-        with self._lock:
-            held = self._groups.pop((namespace, name), None)
-        self._unpin(held)
-        return held is not None
-
-    def _unpin(self, held: Held | None) -> None:
-        if held is not None:
-            self.store.pin(held[1], as_ids(held[2]), -1)
+        return self._groups.release(namespace, name)
 
     @property
     def groups(self) -> tuple[ToolGroup, ...]:
         """The tool groups pinned now, of all namespaces."""
-        return tuple(held[0] for held in self._groups.values())
+        return self._groups.all
 
     # -- keeping in order ------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ ToolOrder = Literal["given", "sorted", "sticky"]
 Rendering = Literal["canonical", "stock"]
 Reuse = Literal["exact", "lossy", "off"]
 Precision = Literal["exact", "int8", "int4"]
+LayoutMode = Literal["enforce", "warn", "off"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 PAGE_TOKENS = 512  # one page: the key block of the attention loop, one matrix product; here, so that it is known without torch
@@ -54,7 +55,7 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
 
 
-SpanKind = Literal["system", "tools", "turn", "generation", "text"]
+SpanKind = Literal["system", "tools", "turn", "volatile", "generation", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,43 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Volatile text that was declared, and what became of it.
+
+    message: where it stood, characters [start, stop) of that message's text; None: the request brought it along. by: how it was declared
+    ("marker", "cache_control", "rule", "volatile"). to: "tail", behind everything and for this request only; "turn", behind the last user
+    message; "stays". role: as whose text it is rendered now. why: of text that stays.
+    """
+
+    message: int | None
+    start: int
+    stop: int
+    by: str
+    to: Literal["tail", "turn", "stays"]
+    role: Role
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutOptions:
+    """What becomes of text that is declared volatile. Undeclared text never moves.
+
+    mode: "enforce" moves it to the tail, "warn" leaves it and says so in the receipt, "off" leaves it. rules: a layout.toml whose patterns
+    declare text of the system prompt. allow_demote: where the template has no system text at the tail, a user message may say it. keep: put
+    it behind the last user message, where it stays while that is answered, instead of behind everything.
+    """
+
+    mode: LayoutMode = "enforce"
+    rules: str | os.PathLike[str] | None = None
+    allow_demote: bool = False
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("enforce", "warn", "off"):
+            raise ConfigError(f"layout mode={self.mode!r}: must be 'enforce', 'warn' or 'off'")
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """One rendered prompt: token ids and named spans that cover [0, len(ids)) in order, without gaps.
 
@@ -75,6 +113,8 @@ class Layout:
     differences: in words, each way in which the ids differ from the tokenizer's own `apply_chat_template`; empty = stock.
     spliced_tokens: how many ids are the model's own generated ids put back verbatim.
     tokenised_chars: how many characters went through the tokenizer for this prompt (the rest was remembered).
+    moves: what became of text that was declared volatile.
+    ephemeral_tokens: how many of the last ids stand behind the start of text that is for this prompt only: no later prompt shares them.
     """
 
     ids: Sequence[int]
@@ -84,6 +124,8 @@ class Layout:
     differences: tuple[str, ...] = ()
     spliced_tokens: int = 0
     tokenised_chars: int = 0
+    moves: tuple[Move, ...] = ()
+    ephemeral_tokens: int = 0
 
 
 class Reason(str, Enum):

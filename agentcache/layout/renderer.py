@@ -1,6 +1,7 @@
 """Messages and tools to token ids and named spans: rendered once, tokenised only where new. Knows nothing of models or stores.
 
 messages, tools
+   | declared, tail       what is declared volatile, behind what is not
    | canonical, schemas   checked; one form for equal requests
    | template.render      transformers' own renderer, once
    | memory, tokenise     known text keeps its ids; own generated ids stay as the model wrote them
@@ -14,39 +15,43 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, MessageError
-from ..types import Layout, Message, Rendering, Span, Tool, ToolOrder
+from ..types import Layout, LayoutOptions, Message, Rendering, Span, Tool, ToolOrder
+from .declared import Declarations, brought, read_rules
 from .memory import Generated, Kept, Memory, chain, link
+from .plain import check_list
 from .request import Request, Requests
 from .spans import Mark, generation_start, marks, places, spans
 from .splice import spliced
+from .tail import Rendered, placed
 from .template import SENTINEL, Shape, Template, TemplateReport
-from .tokenise import EMPTY, Encoded, Encoder, Place, common_chars
+from .tokenise import Encoded, Encoder, Place, common_chars, common_ids
 
 __all__ = ["Renderer", "TemplateReport"]
 
+Volatile = str | Message | Mapping[str, Any] | Sequence[str | Message | Mapping[str, Any]]
 PREFIXES = 128  # remembered stable prefixes; each costs some small renderings to find again
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered(Layout):
-    """A Layout that knows the history it came from, so that `remember` can name it."""
-
-    encoded: Encoded = field(default=EMPTY, repr=False, compare=False)
-    chain: bytes = field(default=b"", repr=False, compare=False)
 
 
 class Renderer:
     """Renders requests for one tokenizer. Safe to use from many threads.
 
     special_tokens: whether a raw string prompt gets the tokenizer's own leading special tokens (BOS) where it would add them.
-    kept: where the model's own ids of messages outlive this process.
+    kept: where the model's own ids of messages outlive this process. tail: what becomes of volatile text.
     """
 
-    def __init__(self, tokenizer: Any, *, chat_template: str | None = None, special_tokens: bool = True, kept: Kept | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        special_tokens: bool = True,
+        kept: Kept | None = None,
+        tail: LayoutOptions | None = None,
+    ) -> None:
         self._encoder = Encoder(tokenizer)
         self._tokenizer = tokenizer
         self._template = Template(tokenizer, chat_template)
@@ -54,6 +59,8 @@ class Renderer:
         self._special_tokens = special_tokens
         self._memory = Memory()
         self._kept = kept
+        self._tail = tail or LayoutOptions()
+        self._declarations = Declarations(() if self._tail.rules is None else read_rules(self._tail.rules))
         self._lock = threading.Lock()
         self._leading_ids: list[int] | None = None
         self._prefixes: OrderedDict[tuple[str, bytes], list[int]] = OrderedDict()
@@ -76,13 +83,26 @@ class Renderer:
         namespace: str = "default",
         template_kwargs: Mapping[str, Any] | None = None,
         generation: bool = True,
+        volatile: Volatile = (),
     ) -> Layout:
         """The prompt of `messages` (or of a raw string) as ids and spans. The returned ids must not be modified."""
         _check_options(rendering, tools_order)
+        given = brought(volatile)
+        if given and (rendering == "stock" or isinstance(messages, str)):
+            said = "rendering='stock' shows messages as they are" if rendering == "stock" else "a string prompt is shown as it is"
+            raise MessageError(f"volatile={volatile!r:.200}: {said}; write the text into it yourself")
         if isinstance(messages, str):
             return self._render_text(messages, tools, namespace)
-        request = self._requests.build(messages, tools, rendering, tools_order, sticky, template_kwargs or {})
-        return self._layout(request, rendering, namespace, generation)
+
+        def render(listed: Sequence[Message | Mapping[str, Any]]) -> Rendered:
+            request = self._requests.build(listed, tools, rendering, tools_order, sticky, template_kwargs or {})
+            return self._layout(request, rendering, namespace, generation)
+
+        if rendering == "stock":
+            return render(messages)
+        check_list(messages)
+        declared = self._declarations.split(messages, given)
+        return placed(declared, self._tail, render) if declared.pieces else render(declared.whole)
 
     def _layout(self, request: Request, rendering: Rendering, namespace: str, generation: bool) -> Rendered:
         text = self._template.render([turn.data for turn in request.turns], request.tools.schemas, generation, request.kwargs)
@@ -169,6 +189,9 @@ class Renderer:
         """The longest token prefix of system and tools that does not depend on any later message."""
         _check_options(rendering, tools_order)
         leading = [m for m in messages or () if (m.role if isinstance(m, Message) else m.get("role")) == "system"]
+        if rendering != "stock":
+            declared = self._declarations.split(leading)
+            leading = declared.stable if self._tail.mode == "enforce" else declared.whole
         # A user message stands behind the system text, as in every request to come; it is cut off again.
         opened = [*leading, Message("user", SENTINEL)]
         request = self._requests.build(opened, tools, rendering, tools_order, sticky, template_kwargs or {})
@@ -244,7 +267,7 @@ class Renderer:
         before, spent = self._prefix_of(request, namespace)
         if ids[: len(before)] == before:
             return len(before), spent
-        return _common_ids(ids, before), spent
+        return common_ids(ids, before), spent
 
     def _prefix_of(self, request: Request, namespace: str) -> tuple[list[int], int]:
         leading = request.turns[:1] if request.turns[0].data["role"] == "system" else []
@@ -269,7 +292,7 @@ class Renderer:
         ids = known.ids
         for text in texts[1:]:
             other, more = self._encoder.resume(known, common_chars(known.text, text), text)
-            ids, spent = ids[: _common_ids(ids, other.ids)], spent + more
+            ids, spent = ids[: common_ids(ids, other.ids)], spent + more
         return ids, spent
 
 
@@ -303,14 +326,6 @@ class _Frame:
 
     def marks(self, text: str) -> list[Mark]:
         return marks(self._request.turns, self.places, len(text), self._stop, self._tools)
-
-
-def _common_ids(one: list[int], other: list[int]) -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:  # one[:low] equal; bisection over slices, which are compared in C
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
 
 
 def _check_options(rendering: str, order: str) -> None:

@@ -105,6 +105,15 @@ def common_chars(one: str, other: str) -> int:
     return low
 
 
+def common_ids(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # one[:low] equal; bisection over slices, which are compared in C
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
 class Encoder:
     """A tokenizer seen as: text to (ids, ends), without added BOS or EOS."""
 

@@ -1,0 +1,89 @@
+"""The tool groups that this engine holds: pinned, named, recorded for later processes. Knows neither messages nor how to compute."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from .errors import ConfigError
+from .inflight import Request
+from .kv import PAGE_TOKENS
+from .model.fingerprint import Fingerprint
+from .model.hf import HFModel
+from .store.groups import Group
+from .store.keys import Scope, as_ids, chain
+from .store.store import Store
+from .types import Layout, Reason, ToolGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tool group with what pins it. tools: names in the order in which they are shown."""
+
+    group: ToolGroup
+    scope: Scope
+    ids: tuple[int, ...]
+    tools: tuple[str, ...]
+
+
+class ToolGroups:
+    """By namespace and name; safe to use from many threads."""
+
+    def __init__(self, store: Store, model: HFModel, name: str, fingerprint: Fingerprint | None) -> None:
+        self._store, self._model, self._name, self._fingerprint = store, model, name, fingerprint
+        self._held: dict[tuple[str, str], Held] = {}
+        self._lock = threading.Lock()
+
+    def tools(self, namespace: str, name: str) -> tuple[str, ...]:
+        """The recorded tool order of a group, of this or an earlier process."""
+        if (namespace, name) in self._held:
+            return self._held[namespace, name].tools
+        kept = self._store.recorded(namespace, name, self._fingerprint.whole) if self._fingerprint else None
+        if kept is None:
+            raise ConfigError(f"group={name!r} is not warm in namespace {namespace!r}: call warm(name={name!r}) first")
+        return kept.tools
+
+    def hold(self, request: Request, layout: Layout, name: str | None, tools: tuple[str, ...], called: float) -> ToolGroup:
+        """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go."""
+        scope, ids, spec = request.scope, tuple(layout.ids), self._model.spec
+        if scope is None:
+            raise ConfigError(f"this model's state cannot be kept ({self._model.support.why or Reason.ROPE_REGIME}): nothing to warm")
+        if not request.pinned:
+            need = -(-len(ids) // PAGE_TOKENS) * (spec.page_bytes if spec else 0)
+            raise ConfigError(f"memory_bytes={self._store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
+        keys = tuple(key.hex() for key in chain(scope.root, as_ids(ids)))
+        name = name or keys[-1][:12]
+        group = ToolGroup(
+            name=name,
+            namespace=request.namespace,
+            prefix_tokens=len(ids),
+            pages=request.pinned,
+            kv_bytes=len(ids) * spec.token_bytes if spec else 0,
+            computed_tokens=request.receipt.computed_tokens,
+            warm_ms=(time.perf_counter() - called) * 1e3,
+        )
+        layers = self._fingerprint.layers if self._fingerprint else ()
+        made = time.time()
+        self._store.record(Group(name, request.namespace, scope.fingerprint, scope.regime, len(ids), keys, tools, self._name, layers, made))
+        with self._lock:
+            before = self._held.get((request.namespace, name))
+            self._held[request.namespace, name] = Held(group, scope, ids, tools)
+        self._unpin(before)
+        return group
+
+    def release(self, namespace: str, name: str) -> bool:
+        """Unpin a group; False if there is none of that name."""
+        with self._lock:
+            held = self._held.pop((namespace, name), None)
+        self._unpin(held)
+        return held is not None
+
+    def _unpin(self, held: Held | None) -> None:
+        if held is not None:
+            self._store.pin(held.scope, as_ids(held.ids), -1)
+
+    @property
+    def all(self) -> tuple[ToolGroup, ...]:
+        """Those held now, of all namespaces."""
+        return tuple(held.group for held in self._held.values())

@@ -1,0 +1,227 @@
+"""What is declared volatile in a request: found, and taken out of the messages. Knows nothing of templates or tokens.
+
+    marker          volatile(text) in the system prompt
+    cache_control   content parts of a system message behind the last one that has it
+    rule            what a pattern of a reviewed layout.toml matches in the system prompt
+    volatile        texts that the request brings along; where one stands in the system prompt, it is taken out there
+
+Only the leading system messages are looked at: everything behind them is history, which is appended to and never moved. Nothing is
+guessed, and nothing depends on earlier requests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from ..errors import ConfigError, MessageError
+from ..types import Message, Role
+from .canonical import text_of
+from .plain import Plain, plain_message
+
+OPEN, CLOSE = "<agentcache:volatile>", "</agentcache:volatile>"
+KNOWN = 64  # system texts taken apart before
+By = Literal["marker", "cache_control", "rule", "volatile"]
+
+_MARKED = re.compile(f"{re.escape(OPEN)}(.*?){re.escape(CLOSE)}", re.DOTALL)
+_TAGS = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
+
+
+def volatile(text: object) -> str:
+    """Marks text of a system prompt as volatile: f"You are a clerk. {volatile(now)}". The marks are never shown to the model."""
+    return f"{OPEN}{text}{CLOSE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Volatile text, and where it stood: characters [start, stop) of a message's text without marks; message None: it came along."""
+
+    text: str
+    role: Role
+    by: By
+    message: int | None = None
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """stable: the messages without `pieces`, as many as there were. whole: with the pieces in their places, and without marks."""
+
+    stable: list[Any]
+    whole: list[Any]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def brought(self) -> tuple[Piece, ...]:
+        """What stands in no message."""
+        return tuple(piece for piece in self.pieces if piece.message is None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A pattern of a layout.toml."""
+
+    pattern: re.Pattern[str]
+    label: str
+
+
+def read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
+    """The rules of a layout.toml: tables [[volatile]] with `pattern`, and `class` as a name. ConfigError tells what is wrong."""
+    try:
+        found = tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"layout file {os.fspath(path)!r} cannot be read: {error}") from error
+    tables = found.pop("volatile", [])
+    if found or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"layout file {os.fspath(path)!r}: expected only tables [[volatile]], got {sorted(found) or tables!r:.200}")
+    return tuple(_rule(path, number, table) for number, table in enumerate(tables, 1))
+
+
+def _rule(path: str | os.PathLike[str], number: int, table: dict[str, Any]) -> Rule:
+    where = f"layout file {os.fspath(path)!r}, [[volatile]] number {number}"
+    unknown = sorted(set(table) - {"pattern", "where", "class"})
+    pattern, label = table.get("pattern"), table.get("class", "")
+    if unknown or not isinstance(pattern, str) or not pattern or not isinstance(label, str):
+        raise ConfigError(f"{where}: give pattern = '...' and, if you like, class = '...'; got {table!r:.200}")
+    if table.get("where", "system") != "system":
+        raise ConfigError(f"{where}: where={table['where']!r}: only text of the system prompt is moved")
+    try:
+        compiled = re.compile(pattern, re.MULTILINE)
+    except re.error as error:
+        raise ConfigError(f"{where}: pattern={pattern!r} is no regular expression: {error}") from error
+    if compiled.fullmatch(""):
+        raise ConfigError(f"{where}: pattern={pattern!r} matches nothing at all: name what is volatile")
+    return Rule(compiled, label)
+
+
+def brought(volatile: Any) -> tuple[Message, ...]:
+    """The texts of a request's `volatile` as messages: a string speaks for the user, a Message for its role."""
+    if isinstance(volatile, (str, Message, Mapping)):
+        volatile = (volatile,)
+    if not isinstance(volatile, Sequence):
+        raise MessageError(f"volatile={volatile!r:.200}: give a text, a Message, or a list of them")
+    out = []
+    for index, given in enumerate(volatile):
+        message = Message("user", given) if isinstance(given, str) else given
+        plain = plain_message(index, message)
+        role, text = plain["role"], text_of(plain.get("content"))
+        if role not in ("system", "user"):
+            raise MessageError(f"volatile[{index}]: role={role!r}: volatile text speaks for the system or for the user")
+        if text.strip():
+            out.append(Message(role, text))
+    return tuple(out)
+
+
+class Declarations:
+    """Takes requests apart. Safe to use from many threads."""
+
+    def __init__(self, rules: Sequence[Rule] = ()) -> None:
+        self._rules = tuple(rules)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[Any, ...], tuple[str, str, tuple[Piece, ...]]] = OrderedDict()
+
+    def split(self, messages: Sequence[Message | Mapping[str, Any]], volatile: Sequence[Message] = ()) -> Declared:
+        """Messages that cannot be read are left as they are: whoever renders them says what is wrong."""
+        stable, whole, pieces = list(messages), list(messages), list[Piece]()
+        texts = tuple(message.content for message in volatile)
+        for index, message in enumerate(messages):
+            if (message.role if isinstance(message, Message) else isinstance(message, Mapping) and message.get("role")) != "system":
+                break
+            plain = plain_message(index, message)
+            kept, shown, found = self._taken(plain, texts)
+            if shown == kept and not found and shown == text_of(plain.get("content")):
+                continue
+            stable[index], whole[index] = ({**plain, "content": text} for text in (kept, shown))
+            pieces += [replace(piece, message=index) for piece in found]
+        taken = {piece.text for piece in pieces}
+        pieces += [Piece(message.content, message.role, "volatile") for message in volatile if message.content not in taken]
+        return Declared(stable, whole, tuple(pieces))
+
+    def _taken(self, message: Plain, volatile: tuple[str, ...]) -> tuple[str, str, tuple[Piece, ...]]:
+        """(the text without its volatile pieces, with them, the pieces)"""
+        content = message.get("content")
+        parts = tuple((text_of([part]), not isinstance(part, str) and bool(part.get("cache_control"))) for part in _parts(content))
+        key = parts, volatile
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known
+        found = _take(parts, volatile, self._rules)
+        with self._lock:
+            self._known[key] = found
+            while len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        return found
+
+
+def _parts(content: Any) -> Sequence[Any]:
+    return [content] if isinstance(content, str) else content or []
+
+
+def _take(parts: Sequence[tuple[str, bool]], volatile: Sequence[str], rules: Sequence[Rule]) -> tuple[str, str, tuple[Piece, ...]]:
+    given = "".join(text for text, _ in parts)
+    found: list[tuple[int, int, By]] = []
+    shown, at = "", 0
+    for mark in _MARKED.finditer(given):  # positions are those of the text without marks
+        shown += _TAGS.sub("", given[at : mark.start()])
+        inner = _TAGS.sub("", mark.group(1))
+        found.append((len(shown), len(shown) + len(inner), "marker"))
+        shown, at = shown + inner, mark.end()
+    shown += _TAGS.sub("", given[at:])
+    tagged = [number for number, (_, cached) in enumerate(parts) if cached]
+    if tagged:
+        behind = "".join(text for text, _ in parts[tagged[-1] + 1 :])
+        found.append((len(shown) - len(_TAGS.sub("", behind)), len(shown), "cache_control"))
+    for text in volatile:
+        at = shown.find(text)
+        while at >= 0:
+            found.append((at, at + len(text), "volatile"))
+            at = shown.find(text, at + len(text))
+    for rule in rules:
+        found += [(match.start(), match.end(), "rule") for match in rule.pattern.finditer(shown)]
+    pieces, kept, end = [], "", 0
+    for start, stop, by in _united(found):
+        if shown[start:stop].strip():
+            pieces.append(Piece(shown[start:stop].strip(), "system", by, None, start, stop))
+        kept, end = kept + shown[end:start], stop
+        kept, end = _closed(kept, shown, end)
+    return kept + shown[end:], shown, tuple(pieces)
+
+
+def _united(found: list[tuple[int, int, By]]) -> list[tuple[int, int, By]]:
+    """Sorted, those that overlap as one."""
+    out: list[tuple[int, int, By]] = []
+    for start, stop, by in sorted(found, key=lambda one: (one[0], -one[1])):
+        if stop == start:
+            continue
+        if out and start < out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop), out[-1][2])
+        else:
+            out.append((start, stop, by))
+    return out
+
+
+def _closed(kept: str, text: str, at: int) -> tuple[str, int]:
+    """The gap between kept and text[at:] without the line or the space that would be left of it."""
+    if (not kept or kept.endswith("\n")) and text.startswith("\n", at):
+        at += 1
+        if kept.endswith("\n\n") and text.startswith("\n", at):
+            at += 1
+    elif (not kept or kept.endswith(" ")) and text.startswith(" ", at):
+        at += 1
+    elif at == len(text):
+        kept = kept.rstrip()
+    return kept, at

@@ -1,0 +1,163 @@
+"""Where volatile text goes: behind everything, as the template can show it. Knows neither tokenizers nor what was declared, or how.
+
+A form is tried by rendering it and holding it against the prompt without the text: whatever stands before must still stand there,
+unchanged, and the text behind it. A template that hoists, drops or refuses a form is found out that way, on the conversation at hand.
+
+    system text    a system message at the tail; with allow_demote, else, what user text may be
+    user text      the end of the last message, if that is the user's; else a user message of its own; else the last user message
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import TemplateError
+from ..types import Layout, LayoutOptions, Message, Move, Role, Span
+from .canonical import text_of
+from .declared import Declared, Piece
+from .tokenise import EMPTY, Encoded, common_chars, common_ids
+
+NO_FORM = "the chat template shows no system text behind the last message; allow_demote=True lets a user message say it"
+NO_TAIL = "the chat template shows no text behind the last message without changing what stands before it"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered(Layout):
+    """A Layout that knows the history it came from, so that `remember` can name it: without what is there for this prompt only."""
+
+    encoded: Encoded = field(default=EMPTY, repr=False, compare=False)
+    chain: bytes = field(default=b"", repr=False, compare=False)
+
+
+Render = Callable[[Sequence[Any]], Rendered]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Messages that show the text, and as whose text they show each piece."""
+
+    messages: list[Any]
+    roles: tuple[Role, ...]
+
+
+def placed(declared: Declared, options: LayoutOptions, render: Render) -> Rendered:
+    """The prompt of these messages with its volatile pieces where they belong, or left where they were if that cannot be."""
+    if options.mode == "enforce" and len(declared.brought) < len(declared.pieces):
+        found = _shown(declared.stable, declared.pieces, options, render)
+        if found is not None:
+            return found
+        why = NO_TAIL if options.allow_demote else NO_FORM
+    else:
+        why = f"layout={options.mode!r}"
+    inside = [piece for piece in declared.pieces if piece.message is not None]
+    found = _shown(declared.whole, declared.brought, options, render) if declared.brought else render(declared.whole)
+    if found is None:
+        texts = [piece.text for piece in declared.brought]
+        raise TemplateError(f"volatile={texts!r:.200}: {NO_TAIL}; write it into a message, or pass another chat_template=")
+    if options.mode == "off":
+        return found
+    stays = tuple(Move(piece.message, piece.start, piece.stop, piece.by, "stays", piece.role, why) for piece in inside)
+    return replace(found, moves=(*stays, *found.moves))
+
+
+def _shown(messages: list[Any], pieces: Sequence[Piece], options: LayoutOptions, render: Render) -> Rendered | None:
+    """The prompt of `messages` with the pieces at the tail; None if no form of them is faithful."""
+    base = render(messages)
+    users = [number for number, message in enumerate(messages) if _role(message) == "user"]
+    turn = users[-1] + 1 if users else len(messages)
+    for at in (turn,) if options.keep else dict.fromkeys((len(messages), turn)):
+        ends = [place.stop for place in base.encoded.places if place.start is not None and (at > turn or place.kind == "user")]
+        for form in _forms(messages, at, pieces, options.allow_demote):
+            try:
+                full = render(form.messages)
+            except TemplateError:
+                continue
+            common = common_chars(base.text, full.text)
+            stop = _end(full.text, pieces, max(0, common - 1))
+            if common >= max(ends, default=0) and stop is not None:
+                return _result(base, full, pieces, form, options.keep, stop)
+    return None
+
+
+def _forms(messages: list[Any], at: int, pieces: Sequence[Piece], demote: bool) -> Iterator[Form]:
+    """From the most faithful one on."""
+    system = "\n\n".join(piece.text for piece in pieces if piece.role == "system")
+    user = "\n\n".join(piece.text for piece in pieces if piece.role == "user")
+    own = tuple(piece.role for piece in pieces)
+    said = [Message("system", system)] if system else []
+    for shown in _as_user(messages, at, user):
+        behind = at + len(shown) - len(messages)
+        yield Form([*shown[:behind], *said, *shown[behind:]], own)
+    if system and demote:
+        for shown in _as_user(messages, at, "\n\n".join(piece.text for piece in pieces)):
+            yield Form(shown, tuple[Role, ...]("user" for _ in pieces))
+
+
+def _as_user(messages: list[Any], at: int, text: str) -> Iterator[list[Any]]:
+    if not text:
+        yield list(messages)
+        return
+    last = messages[at - 1]
+    if _role(last) == "user":
+        content = text_of(last.content if isinstance(last, Message) else last.get("content"))
+        joined = f"{content}\n\n{text}" if content else text
+        merged = replace(last, content=joined) if isinstance(last, Message) else {**last, "content": joined}
+        yield [*messages[: at - 1], merged, *messages[at:]]
+    yield [*messages[:at], Message("user", text), *messages[at:]]
+
+
+def _role(message: Message | Mapping[str, Any]) -> Any:
+    return message.role if isinstance(message, Message) else message.get("role")
+
+
+def _end(text: str, pieces: Sequence[Piece], start: int) -> int | None:
+    """Where the last of the pieces ends, if all stand behind `start`; templates may trim them, and what spells a token is changed."""
+    stop = start
+    for piece in pieces:
+        words = piece.text.split()
+        for word in (words[0], words[-1]):
+            at = text.find(word, start)
+            if at < 0:
+                return None
+            stop = max(stop, at + len(word))
+    return stop
+
+
+def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], form: Form, keep: bool, stop: int) -> Rendered:
+    shared = common_ids(base.ids, full.ids)
+    moves = tuple(
+        Move(piece.message, piece.start, piece.stop, piece.by, "turn" if keep else "tail", role)
+        for piece, role in zip(pieces, form.roles, strict=True)
+    )
+    last = next((span.start for span in full.spans if span.kind == "generation"), len(full.ids))
+    covered = min(last, full.encoded.tokens_before(stop) + 1) if keep else last
+    note = f"volatile text at the {'end of the last user message' if keep else 'tail'}: {len(pieces)}"
+    made = replace(full, spans=_with_volatile(full.spans, shared, covered), differences=(*full.differences, note), moves=moves)
+    if keep:
+        return made
+    # what is remembered of this prompt is remembered without the text that no later prompt will have
+    return replace(
+        made,
+        prefix_tokens=min(base.prefix_tokens, shared),
+        ephemeral_tokens=len(full.ids) - shared,
+        encoded=base.encoded,
+        chain=base.chain,
+    )
+
+
+def _with_volatile(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """The volatile interval laid over the others."""
+    out: list[Span] = []
+    for span in spans:
+        if span.stop <= start or span.start >= stop:
+            out.append(span)
+            continue
+        if span.start < start:
+            out.append(replace(span, stop=start))
+        if not out or out[-1].kind != "volatile":
+            out.append(Span("volatile", start, stop))
+        if span.stop > stop:
+            out.append(replace(span, start=stop))
+    return tuple(out)
