@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .bench.cli import Dtype
+from .bench.given import Dtype
 from .cli_print import bar, facts, listing, said_plainly, say_json, shown, size
 from .errors import ConfigError, StoreError
 

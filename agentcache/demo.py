@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .engine import Engine
+from .episode import Episode, load_episode
 from .receipt import Receipt
-from .types import Message, Sampling, StoreOptions, Tool, ToolGroup
+from .types import Message, Sampling, StoreOptions, ToolGroup
 
 VOCAB = 4096
 CHECKED_TOKENS = 16  # drawn behind the whole episode: they depend on all keys and values that were reused on the way
@@ -36,17 +36,6 @@ MODES = {
 }
 REUSING = ("cold", "warm", "second")
 SHOWN = ("prompt_tokens", "cached_tokens", "computed_tokens", "ttft_ms", "decode_ms")
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """A recorded task: what the user asked, and for each step the completion and the results of its tool calls."""
-
-    system: str
-    tools: tuple[Tool, ...]
-    task: str
-    steps: tuple[tuple[str, tuple[str, ...]], ...]
-    texts: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -63,14 +52,6 @@ class Replay:
     def total(self, name: str) -> float:
         """Sum of one of the receipts' figures over the steps."""
         return float(sum(getattr(receipt, name) for receipt in self.receipts))
-
-
-def load_episode(name: str = "museum") -> Episode:
-    """An episode that ships with the package."""
-    raw = json.loads(files("agentcache").joinpath("demo_data", f"{name}.json").read_text(encoding="utf-8"))
-    steps = tuple((step["completion"], tuple(step["results"])) for step in raw["steps"])
-    texts = (raw["system"], raw["task"], *(json.dumps(tool) for tool in raw["tools"]), *(part for c, r in steps for part in (c, *r)))
-    return Episode(raw["system"], tuple(Tool(**tool) for tool in raw["tools"]), raw["task"], steps, texts)
 
 
 def warm(engine: Engine, episode: Episode, on_progress: Callable[[int, int], None]) -> ToolGroup:

@@ -3,105 +3,30 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import AbstractContextManager
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import AgentCacheError, ConfigError
+from ..errors import ConfigError
+from .given import (
+    Dtype,
+    DtypeOption,
+    Framework,
+    JsonOption,
+    ModelOption,
+    Shape,
+    ShapeOption,
+    ThreadsOption,
+    described,
+    loaded,
+    numbers,
+    said_plainly,
+    weights,
+)
 
 app = typer.Typer(help="Measure against what is used today; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
-
-
-class Shape(str, Enum):
-    """Known shapes; the same names as in shapes.py, which would load too much for `--help`."""
-
-    qwen3_06b = "qwen3-0.6b"
-    qwen3_8b = "qwen3-8b"
-    llama_32_1b = "llama-3.2-1b"
-    mistral_7b = "mistral-7b"
-    llama_2_7b = "llama-2-7b"
-    small = "small"
-
-
-class Dtype(str, Enum):
-    """Types of weights and KV."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-ModelOption = Annotated[str | None, typer.Option(help="Folder or Hugging Face id of a model; instead of --shape.")]
-ShapeOption = Annotated[Shape | None, typer.Option(help="A known shape with random weights: timing does not depend on them.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Type of the weights (of a --shape, or to load a --model in).")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default its own choice.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON line to FILE.")]
-
-
-class _said_plainly(AbstractContextManager[None]):
-    """Errors that agentcache raises on purpose become one line and exit code 1; a failed check of a measurement keeps its traceback."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, AgentCacheError):
-            typer.echo(f"agentcache: {error}", err=True)
-            raise typer.Exit(1) from error
-
-
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    """Positive integers with commas between; none in an empty text."""
-    try:
-        found = tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError as error:
-        raise ConfigError(f"{option}={text!r}: give numbers with commas between, such as 5,10,20") from error
-    if any(number < 1 for number in found):
-        raise ConfigError(f"{option}={text!r}: all numbers must be at least 1")
-    return found
-
-
-def _loaded(
-    model: str | None, shape: Shape | None, dtype: Dtype, threads: int | None, texts: list[str] | None = None, store: str | None = None
-) -> Any:
-    """A running engine; store: folder for its pages, None to keep them in memory."""
-    import torch
-
-    from ..engine import Engine
-    from . import shapes
-
-    if model is not None and shape is not None:
-        raise ConfigError(f"model={model!r} and shape={shape.value!r}: give one of them")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if model is not None:
-        return Engine(model, dtype=dtype.value, store=store)
-    return Engine(*shapes.load((shape or Shape.small).value, dtype=dtype.value, texts=texts or ()), store=store)
-
-
-def _described(engine: Any) -> dict[str, Any]:
-    """Machine, versions, model and numerics: what the figures depend on."""
-    from dataclasses import asdict
-
-    import torch
-
-    from .load import machine, versions
-
-    numerics = engine.model.numerics
-    return {
-        "machine": {**machine(), "threads": torch.get_num_threads()},
-        "versions": versions(),
-        "model": {
-            "name": engine.name,
-            "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in engine.model.model.parameters()),
-            "kv_bytes_per_token": engine.model.spec.token_bytes if engine.model.spec else None,
-            "stepped": engine.model.stepped,
-            "bitwise": engine.model.bitwise,
-        },
-        "numerics": asdict(numerics) if numerics else None,
-    }
 
 
 @app.command()
@@ -129,20 +54,20 @@ def latency(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw time to first token and speed-up.")] = None,
 ) -> None:
     """Time to first token and per token, ours against generate and its caches, for growing tool lists."""
-    with _said_plainly():
+    with said_plainly():
         from . import disk, report
         from . import latency as bench
 
-        options = bench.Options(_numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
-        contexts = _numbers(decode_contexts, "decode-contexts") or ((2900, 12000) if everything else ())
+        options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
+        contexts = numbers(decode_contexts, "decode-contexts") or ((2900, 12000) if everything else ())
         wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead, "admitting": admitting}
         chosen = [name for name, asked in wanted.items() if asked or everything]
         with (
             tempfile.TemporaryDirectory(dir=store_dir) as folder,
-            _loaded(model, shape, dtype, threads, store=str(Path(folder) / "store")) as engine,
+            loaded(model, shape, dtype, threads, store=str(Path(folder) / "store")) as engine,
             report.Progress() as say,
         ):
-            found: dict[str, Any] = {"bench": "latency", **_described(engine)}
+            found: dict[str, Any] = {"bench": "latency", **described(engine)}
 
             def keep(part: dict[str, Any]) -> None:
                 found.update(part)
@@ -163,6 +88,7 @@ def _second(options: Any, known: dict[str, Any], folder: str, scene: Any) -> dic
 
     turns = (1, min(2, options.repeats))
     spec = {"store": str(Path(folder) / "store"), "namespace": scene.namespace, "tools": len(scene.tools), "tail": options.tail}
+    scene.engine.store.clear(scene.namespace)  # what is mapped here cannot be dropped from the page cache there
     found = disk.second_process({**known, **spec, "turns": turns, "new": 2})
     for kind, turn in zip(("cold", "warm"), turns):
         own, _ = ours.ask(scene.engine, scene.turns[turn], scene.tools, 2, namespace=scene.namespace)
@@ -197,7 +123,10 @@ def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: i
 
 @app.command()
 def react(
-    workload: Annotated[list[Path], typer.Option(help="A recorded trace (.jsonl); may be given several times.")],
+    workload: Annotated[list[Path] | None, typer.Option(help="A recorded trace (.jsonl); may be given several times.")] = None,
+    through: Annotated[
+        Framework | None, typer.Option(help="Instead: one task through this framework's agents, with its own local class and with ours.")
+    ] = None,
     tools_dir: Annotated[Path | None, typer.Option(help="Folder of the catalogs that traces name; default: ../tools.")] = None,
     episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each trace.")] = None,
     calls: Annotated[int | None, typer.Option(min=1, help="At most so many model calls of each episode.")] = None,
@@ -208,19 +137,55 @@ def react(
     shape: ShapeOption = None,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="With --through: a picture (PNG) of the calls' times.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Replay recorded agent episodes: tokens computed against tokens new, and the time of every call."""
-    with _said_plainly():
+    with said_plainly():
         from . import react as bench
         from . import report, workloads
 
+        if through is not None:
+            if workload or tools_dir or episodes or decode != 1 or stock or not off:
+                raise ConfigError(f"through={through.value!r}: brings its own task; leave out all other options about workloads")
+            return _through(through, calls, model, shape, dtype, threads, plot, json_file)
+        if not workload or plot is not None:
+            raise ConfigError(f"workload={workload!r}, plot={plot!r}: name a recorded trace, without a plot, or give --through")
         families = {path.stem: list(workloads.read(path, tools_dir, episodes=episodes, calls=calls)) for path in workload}
         texts = [text for read in families.values() for text in workloads.texts(read)]
-        with _loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            found = {"bench": "react", **_described(engine)}
+        with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
+            found = {"bench": "react", **described(engine)}
             found |= bench.run(engine, families, decode=decode, off=off, stock=stock, say=say)
         report.finish(found, [report.react_table(found["families"])], json_file)
+
+
+def _through(
+    framework: Framework,
+    calls: int | None,
+    model: str | None,
+    shape: Shape | None,
+    dtype: Dtype,
+    threads: int | None,
+    plot: Path | None,
+    json_file: Path | None,
+) -> None:
+    import torch
+
+    from ..episode import load_episode
+    from . import report, through
+    from .load import machine, versions
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    task = load_episode()
+    name = model or (shape or Shape.small).value
+    found: dict[str, Any] = {"bench": "react", "machine": {**machine(), "threads": torch.get_num_threads()}, "versions": versions()}
+    with report.Progress() as say:
+        done = through.run(framework.value, lambda: weights(model, shape, dtype, task.texts), task, calls=calls, say=say)
+    found |= {"model": {"name": name, "dtype": dtype.value}, **done}
+    if plot is not None:
+        through.plot(found, plot)
+    report.finish(found, through.tables(found), json_file)
 
 
 @app.command()
@@ -233,7 +198,7 @@ def store(
     json_file: JsonOption = None,
 ) -> None:
     """Pages to disk and back: writing, reading and verifying against raw files, safetensors and torch.load."""
-    with _said_plainly():
+    with said_plainly():
         from . import report
         from . import store as bench
         from .load import machine, versions
@@ -256,12 +221,12 @@ def drift(
     json_file: JsonOption = None,
 ) -> None:
     """What int8 and int4 storage does to a model's next tokens: KL and top-1 agreement against exact pages, and bytes."""
-    with _said_plainly():
+    with said_plainly():
         from . import drift as bench
         from . import report
 
-        with _loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
-            found: dict[str, Any] = {"bench": "drift", **_described(engine), **bench.run(engine, tokens, tail, say)}
+        with loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
+            found: dict[str, Any] = {"bench": "drift", **described(engine), **bench.run(engine, tokens, tail, say)}
         report.finish(found, [report.drift_table(found)], json_file)
 
 
@@ -284,14 +249,14 @@ def quality(
     json_file: JsonOption = None,
 ) -> None:
     """How well a model chooses tools and fills arguments, by greedy decoding: unseen tools and words, episodes, intervals, baselines."""
-    with _said_plainly():
+    with said_plainly():
         from . import quality as bench
         from . import report
 
         named = tuple(part.strip() for part in splits.split(",")) if splits != "all" else bench.SPLITS
         chosen = tuple(part.strip() for part in styles.split(",") if part.strip())
         wanted = bench.Options(
-            _numbers(tools, "tools"),
+            numbers(tools, "tools"),
             named,
             count,
             episodes,
@@ -303,8 +268,8 @@ def quality(
             sensitivity=sensitivity,
             paired=paired,
         )
-        with _loaded(model, None, dtype, threads) as engine, report.Progress() as say:
-            found: dict[str, Any] = {"bench": "quality", **_described(engine)}
+        with loaded(model, None, dtype, threads) as engine, report.Progress() as say:
+            found: dict[str, Any] = {"bench": "quality", **described(engine)}
 
             def keep(part: dict[str, Any]) -> None:
                 found.update(part)

@@ -1,0 +1,117 @@
+"""What the commands of `agentcache bench` are given: options that they share, and models. Loads torch only when asked for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import AgentCacheError, ConfigError
+
+
+class Shape(str, Enum):
+    """Known shapes; the same names as in shapes.py, which would load too much for `--help`."""
+
+    qwen3_06b = "qwen3-0.6b"
+    qwen3_8b = "qwen3-8b"
+    llama_32_1b = "llama-3.2-1b"
+    mistral_7b = "mistral-7b"
+    llama_2_7b = "llama-2-7b"
+    small = "small"
+
+
+class Framework(str, Enum):
+    """Whose agents run the recorded task."""
+
+    langchain = "langchain"
+    llamaindex = "llamaindex"
+
+
+class Dtype(str, Enum):
+    """Types of weights and KV."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+ModelOption = Annotated[str | None, typer.Option(help="Folder or Hugging Face id of a model; instead of --shape.")]
+ShapeOption = Annotated[Shape | None, typer.Option(help="A known shape with random weights: timing does not depend on them.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Type of the weights (of a --shape, or to load a --model in).")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default its own choice.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON line to FILE.")]
+
+
+class said_plainly(AbstractContextManager[None]):
+    """Errors that agentcache raises on purpose become one line and exit code 1; a failed check of a measurement keeps its traceback."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, AgentCacheError):
+            typer.echo(f"agentcache: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Positive integers with commas between; none in an empty text."""
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ConfigError(f"{option}={text!r}: give numbers with commas between, such as 5,10,20") from error
+    if any(number < 1 for number in found):
+        raise ConfigError(f"{option}={text!r}: all numbers must be at least 1")
+    return found
+
+
+def loaded(
+    model: str | None, shape: Shape | None, dtype: Dtype, threads: int | None, texts: list[str] | None = None, store: str | None = None
+) -> Any:
+    """A running engine; store: folder for its pages, None to keep them in memory."""
+    import torch
+
+    from ..engine import Engine
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if model is not None and shape is None:
+        return Engine(model, dtype=dtype.value, store=store)
+    return Engine(*weights(model, shape, dtype, texts), store=store)
+
+
+def weights(model: str | None, shape: Shape | None, dtype: Dtype, texts: Iterable[str] | None) -> tuple[Any, Any]:
+    """(model, tokenizer), without an engine."""
+    from ..model.loading import load
+    from . import shapes
+
+    if model is not None and shape is not None:
+        raise ConfigError(f"model={model!r} and shape={shape.value!r}: give one of them")
+    if model is not None:
+        return load(model, dtype=dtype.value)
+    return shapes.load((shape or Shape.small).value, dtype=dtype.value, texts=texts or ())
+
+
+def described(engine: Any) -> dict[str, Any]:
+    """Machine, versions, model and numerics: what the figures depend on."""
+    from dataclasses import asdict
+
+    import torch
+
+    from .load import machine, versions
+
+    numerics = engine.model.numerics
+    return {
+        "machine": {**machine(), "threads": torch.get_num_threads()},
+        "versions": versions(),
+        "model": {
+            "name": engine.name,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in engine.model.model.parameters()),
+            "kv_bytes_per_token": engine.model.spec.token_bytes if engine.model.spec else None,
+            "stepped": engine.model.stepped,
+            "bitwise": engine.model.bitwise,
+        },
+        "numerics": asdict(numerics) if numerics else None,
+    }

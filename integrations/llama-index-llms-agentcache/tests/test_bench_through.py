@@ -1,0 +1,71 @@
+"""`agentcache bench react --through llamaindex`: the same agent does the same through both classes, and what is timed is what is said."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentcache import toy
+from agentcache.bench import through, through_llamaindex
+from agentcache.bench.cli import app
+from agentcache.episode import Episode, load_episode
+
+HERE = through_llamaindex
+CALLS = 3
+
+
+def small(task: Episode) -> tuple[Any, Any]:
+    return toy.model(2048, layers=2, hidden=128), toy.tokenizer(task.texts, 2048)
+
+
+def test_the_task_in_text() -> None:
+    task = load_episode()
+    told = through.in_text(task, HERE.THOUGHT, HERE.END)
+    assert len(told) == 1 + sum(len(results) for _, results in task.steps)
+    assert all("\nAction: " in turn.said and "\nAction Input: {" in turn.said for turn in told[:-1])
+    assert told[-1].said.startswith("Thought: I know.\nAnswer: ")
+    assert [result for turn in told for _, result in turn.results] == [result for _, results in task.steps for result in results]
+
+
+def test_ours_alone_and_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HERE, "STOCK", ())
+    monkeypatch.setattr(HERE, "NEEDED", {})
+    task = load_episode()
+    found = through.run("llamaindex", lambda: small(task), task, calls=CALLS)
+    theirs, stable = found["ways"]
+    for way in (theirs, stable):
+        assert way["computed_tokens"][0] == way["prompt_tokens"][0] > 3000
+        assert len(way["step_ms"]) == CALLS
+        assert max(way["computed_tokens"][1:]) < 500
+    assert stable["computed_tokens"][1] < theirs["computed_tokens"][1]  # the model's own text is found again
+    seen = found["first_tokens"]
+    assert seen["computed_tokens"][0] == seen["prompt_tokens"][0]
+    assert max(seen["computed_tokens"][1:]) < 700
+    assert all(mine >= own > 0 for mine, own in zip(seen["agent_ms"], seen["engine_ms"]))
+    assert len(seen["agent_ms"]) == CALLS
+    assert len(through.tables(found)) == 2
+    json.dumps(found, allow_nan=False)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HERE, "NEEDED", {"no_such.thing": "no-such-thing", "llama_index.core": "llama-index-core"})
+    done = CliRunner().invoke(app, ["react", "--through", "llamaindex"])
+    assert done.exit_code == 1
+    assert "--through llamaindex: not installed: no-such-thing; pip install no-such-thing" in done.output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_index.llms.huggingface") is None, reason="compares with llama-index-llms-huggingface")
+def test_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    places = [str(tmp_path / name) for name in ("steps.json", "steps.png")]
+    done = CliRunner().invoke(app, ["react", "--through", "llamaindex", "--calls", "3", "--json", places[0], "--plot", places[1]])
+    assert done.exit_code == 0, done.output
+    found = json.loads(Path(places[0]).read_text())
+    assert [way["name"] for way in found["ways"]] == ["HuggingFaceLLM", "AgentCacheLLM", "AgentCacheLLM, StableReActAgent"]
+    assert [len(way["step_ms"]) for way in found["ways"]] == [3, 3, 3]
+    assert Path(places[1]).stat().st_size > 1000
