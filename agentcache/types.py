@@ -5,6 +5,7 @@ Counts end in `_tokens`, sizes in `_bytes`, times in `_ms`. Intervals are half o
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -92,15 +93,24 @@ class LayoutOptions:
 
     mode: "enforce" moves it to the tail, "warn" leaves it and says so in the receipt, "off" leaves it. rules: a layout.toml whose patterns
     declare text of the system prompt. allow_demote: where the template has no system text at the tail, a user message may say it. keep: put
-    it behind the last user message, where it stays while that is answered, instead of behind everything.
+    it behind the last user message, where it stays while that is answered, instead of behind everything. repairs: names of changes to the
+    chat template, see docs/layout.md. date: the day, as 2026-11-21, that a template which prints the date is told; None for the clock's.
     """
 
     mode: LayoutMode = "enforce"
     rules: str | os.PathLike[str] | None = None
     allow_demote: bool = False
     keep: bool = False
+    repairs: tuple[str, ...] = ()
+    date: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.repairs, str):
+            raise ConfigError(f"repairs={self.repairs!r}: give a tuple of names")
+        try:
+            datetime.date.fromisoformat(self.date or "2026-01-01")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"date={self.date!r}: give a day as 2026-11-21") from error
         if self.mode not in ("enforce", "warn", "off"):
             raise ConfigError(f"layout mode={self.mode!r}: must be 'enforce', 'warn' or 'off'")
 
@@ -258,7 +268,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class ToolGroup:
-    """A named, pinned prefix: what `warm` returns."""
+    """A named, pinned prefix: what `warm` and `pin` return."""
 
     name: str
     namespace: str

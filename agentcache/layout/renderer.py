@@ -54,12 +54,12 @@ class Renderer:
     ) -> None:
         self._encoder = Encoder(tokenizer)
         self._tokenizer = tokenizer
-        self._template = Template(tokenizer, chat_template)
+        self._tail = tail or LayoutOptions()
+        self._template = Template(tokenizer, chat_template, self._tail.repairs, self._tail.date)
         self._requests = Requests(self._template, self._encoder)
         self._special_tokens = special_tokens
         self._memory = Memory()
         self._kept = kept
-        self._tail = tail or LayoutOptions()
         self._declarations = Declarations(() if self._tail.rules is None else read_rules(self._tail.rules))
         self._lock = threading.Lock()
         self._leading_ids: list[int] | None = None

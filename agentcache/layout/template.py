@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ..errors import PromptError, TemplateError
 from .plain import Plain
+from .repairs import date_variables, repaired
 from .tokenise import common_chars
 
 ToolsAt = Literal["before system", "after system", "first user", "last user", "other", "absent"]
@@ -69,9 +70,12 @@ class Shape:
 class Template:
     """Renders messages to text, or raises TemplateError."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
+    def __init__(self, tokenizer: Any, chat_template: str | None, repairs: Sequence[str] = (), date: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._given = chat_template
+        self._repairs = tuple(repairs)
+        self._date = date
+        self._sources: dict[str, str] = {}
         self._lock = threading.Lock()
         self._report: TemplateReport | None = None
         self._shapes: dict[bool, Shape] = {}
@@ -79,7 +83,8 @@ class Template:
     @property
     def identity(self) -> bytes:
         """Digest of the template's text."""
-        return hashlib.blake2b(repr(self._given or getattr(self._tokenizer, "chat_template", None)).encode(), digest_size=16).digest()
+        source = self._given or getattr(self._tokenizer, "chat_template", None)
+        return hashlib.blake2b(repr((source, self._repairs, self._date)).encode(), digest_size=16).digest()
 
     def render(
         self, messages: Sequence[Plain], tools: Sequence[Plain], generation: bool = True, kwargs: Mapping[str, Any] | None = None
@@ -94,7 +99,7 @@ class Template:
                 chat_template=source,
                 add_generation_prompt=generation,
                 tokenize=False,
-                **(kwargs or {}),
+                **{**(date_variables(self._date) if self._date else {}), **(kwargs or {})},
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TemplateError(
@@ -104,7 +109,15 @@ class Template:
         return str(text)
 
     def _source(self, tools: bool) -> str:
-        """The template's text; a tokenizer may have one for tools and one without."""
+        """The template's text, repaired; a tokenizer may have one for tools and one without."""
+        source = self._original(tools)
+        if not self._repairs and self._date is None:
+            return source
+        if source not in self._sources:
+            self._sources[source] = repaired(source, self._repairs, self._date)
+        return self._sources[source]
+
+    def _original(self, tools: bool) -> str:
         if self._given is not None:
             return self._given
         try:
