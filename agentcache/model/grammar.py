@@ -136,10 +136,8 @@ class Grammars:
 def _library() -> Any:
     try:
         import llguidance
-        from llguidance import regex_to_lark
     except ImportError as error:
         raise ConfigError("constraint=...: needs llguidance; pip install 'agentcache-llm[constrain]'") from error
-    llguidance.regex_to_lark = regex_to_lark
     return llguidance
 
 
