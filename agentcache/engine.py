@@ -234,11 +234,36 @@ class Engine:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ToolGroup:
         """Compute the prefix of system prompt and tools, pin it, and name it. Warming a name again moves its pins to the new prefix."""
-        called = time.perf_counter()
         messages = [Message("system", system)] if system else []
-        layout = self.renderer.prefix(messages, tools, tools_order=tools_order, namespace=namespace)
+        return self.pin(messages, tools, name=name, namespace=namespace, tools_order=tools_order, on_progress=on_progress)
+
+    def pin(
+        self,
+        messages: Seq[Message | Mapping[str, Any]],
+        tools: Tools = (),
+        *,
+        name: str | None = None,
+        namespace: str = "default",
+        tools_order: ToolOrder = "given",
+        group: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> ToolGroup:
+        """The same for the start of a conversation: what every continuation of these messages begins with; options as of `stream`.
+
+        Only what the chat template writes otherwise once more follows is left out. `release` ends it.
+        """
+        called = time.perf_counter()
+        layout = self.renderer.opening(
+            messages,
+            tools,
+            tools_order=tools_order,
+            sticky=() if group is None else self._groups.tools(namespace, group),
+            namespace=namespace,
+            template_kwargs=template_kwargs,
+        )
         if not layout.ids:
-            raise ConfigError("nothing to warm: system and tools give no common prefix under this chat template")
+            raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template")
         request = self._request(layout, Sampling(max_tokens=1), namespace, "exact", called)
         self._fit(layout, Sampling(max_tokens=1))
         request.fill_only, request.on_progress = True, on_progress

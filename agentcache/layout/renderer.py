@@ -22,6 +22,7 @@ from ..errors import ConfigError, MessageError
 from ..types import Layout, LayoutOptions, Message, Rendering, Span, Tool, ToolOrder
 from .declared import Declarations, brought, read_rules
 from .memory import Generated, Kept, Memory, chain, link
+from .opening import cut, opening
 from .plain import check_list
 from .request import Request, Requests
 from .spans import Mark, generation_start, marks, places, spans
@@ -196,10 +197,19 @@ class Renderer:
         opened = [*leading, Message("user", SENTINEL)]
         request = self._requests.build(opened, tools, rendering, tools_order, sticky, template_kwargs or {})
         whole = self._layout(request, rendering, namespace, True)
-        size, ends = whole.prefix_tokens, whole.encoded.ends
-        covered = tuple(replace(span, stop=min(span.stop, size)) for span in whole.spans if span.start < size)
-        shown = whole.text[: ends[size - 1]] if ends and size else ""
-        return Layout(whole.ids[:size], covered, shown, size, whole.differences, 0, whole.tokenised_chars)
+        return cut(whole, whole.prefix_tokens)
+
+    def opening(
+        self, messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Tool | Mapping[str, Any]] = (), **options: Any
+    ) -> Layout:
+        """The longest token prefix of these messages that what follows them leaves as it is; options as of `prefix`."""
+        if isinstance(messages, str):
+            raise MessageError(f"messages={messages!r:.200}: the start of a conversation is a list of messages")
+        if messages:
+            check_list(messages)
+        if all((m.role if isinstance(m, Message) else m.get("role")) == "system" for m in messages):
+            return self.prefix(messages, tools, **options)
+        return opening(messages, lambda listed, asked: self.render(listed, tools, generation=asked, **options))
 
     # --- text to ids -----------------------------------------------------------------------------------------------------
 

@@ -87,23 +87,15 @@ def _parts(index: int, message: BaseMessage) -> tuple[str, str]:
     return "".join(texts), "".join(thoughts)
 
 
-def system_text(messages: Sequence[Message]) -> str:
-    """What the leading system messages say, as one text."""
-    leading: list[str] = []
-    for message in messages:
-        if message.role != "system":
-            break
-        leading.append(message.content)
-    return "\n\n".join(leading)
+def marked(messages: Sequence[BaseMessage], whole: Mapping[str, Any] | None = None) -> dict[int, Mapping[str, Any]]:
+    """`cache_control` of blocks, by how many messages it holds: up to its own, and all leading system messages, which templates join.
 
-
-def marked(messages: Sequence[BaseMessage]) -> Mapping[str, Any] | None:
-    """The `cache_control` of the last block of the leading system message that has one."""
-    for message in messages:
-        if not isinstance(message, SystemMessage):
-            return None
-        if isinstance(message.content, list):
-            for block in reversed(message.content):
-                if isinstance(block, Mapping) and isinstance(block.get("cache_control"), Mapping):
-                    return block["cache_control"]  # type: ignore[no-any-return]
-    return None
+    whole: that of the call, which holds the leading ones.
+    """
+    leading = next((n for n, message in enumerate(messages) if not isinstance(message, SystemMessage)), len(messages))
+    found: dict[int, Mapping[str, Any]] = {}
+    for index, message in enumerate(messages):
+        for block in message.content if isinstance(message.content, list) else ():
+            if isinstance(block, Mapping) and isinstance(block.get("cache_control"), Mapping):
+                found[max(index + 1, leading)] = block["cache_control"]
+    return found if whole is None else {leading: whole, **found}

@@ -1,4 +1,4 @@
-"""`cache_control`: the prefix of system prompt and tools stays in memory for a while, whatever else is asked. Knows no messages.
+"""`cache_control`: the start of a prompt stays in memory for a while, whatever else is asked. Knows nothing of LangChain's messages.
 
 A pin costs nothing beyond the request itself: what it computes is what the request would compute. It ends when its time is over, which is
 looked at when the next request comes.
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentcache import Engine, Tool
+from agentcache import Engine, Message, Tool
 from agentcache.errors import AgentCacheError
 
 from .errors import ModelInvalidRequestError
@@ -39,13 +39,21 @@ def seconds(cache_control: Mapping[str, Any]) -> float:
 
 
 def pin(
-    engine: Engine, system: str, tools: Sequence[Tool], cache_control: Mapping[str, Any], label: str | None, namespace: str, order: Any
+    engine: Engine,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    cache_control: Mapping[str, Any],
+    label: str | None,
+    options: Mapping[str, Any],
 ) -> str | None:
-    """Pin the prefix under `label`, or under a name made from it; prolong it if it is pinned. None if there is nothing to pin."""
-    ttl = seconds(cache_control)
-    if not system and not tools:
+    """Pin what messages and tools begin, under a name with `label`; prolong it if it is pinned. None if there is nothing to pin.
+
+    options: of `Engine.pin`, with the namespace.
+    """
+    ttl, namespace = seconds(cache_control), str(options["namespace"])
+    if not messages and not tools:
         return None
-    said = json.dumps([system, [[tool.name, tool.description, tool.parameters] for tool in tools], order], default=dict)
+    said = json.dumps([messages, tools, sorted(options.items())], default=repr)
     name = f"{label or 'pinned'}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
     now = time.monotonic()
     with _lock:
@@ -57,17 +65,17 @@ def pin(
         pins[namespace, name] = now + ttl
     for space, old in over:
         engine.release(old, namespace=space)
-    if not known and not _warmed(engine, system, tools, name, namespace, order):
+    if not known and not _pinned(engine, messages, tools, name, options):
         with _lock:
             pins.pop((namespace, name), None)
         return None
     return name
 
 
-def _warmed(engine: Engine, system: str, tools: Sequence[Tool], name: str, namespace: str, order: Any) -> bool:
+def _pinned(engine: Engine, messages: Sequence[Message], tools: Sequence[Tool], name: str, options: Mapping[str, Any]) -> bool:
     """Whether the prefix is pinned now. A pin is a wish: where it cannot be had, the request goes on without it."""
     try:
-        engine.warm(system or None, tools, name=name, namespace=namespace, tools_order=order)
+        engine.pin(messages, tools, name=name, **options)
     except AgentCacheError as error:
         warnings.warn(f"cache_control: nothing was pinned: {error}", stacklevel=2)
         return False

@@ -20,7 +20,7 @@ from agentcache import Stream
 from agentcache import errors as own
 
 from . import _engines, _pins
-from ._messages import converted, marked, system_text
+from ._messages import converted, marked
 from ._output import chunk_of, last_chunk, message_of
 from ._settings import ALIASES, PER_CALL, SAMPLING, Settings, warn_once
 from ._structured import structured
@@ -215,9 +215,9 @@ class ChatAgentCache(Settings):
                 **{name: kwargs.get(name, getattr(self, name)) for name in ("namespace", "group", "tools_order")},
                 "template_kwargs": self._template_kwargs(kwargs),
             }
-            if pinned := kwargs.get("cache_control") or marked(messages):
-                namespace, order = options["namespace"], options["tools_order"]
-                _pins.pin(engine, system_text(said), tools, pinned, _label(kwargs), namespace, order)
+            for end, control in marked(messages, kwargs.get("cache_control")).items():
+                as_asked = {name: options[name] for name in ("namespace", "group", "tools_order", "template_kwargs")}
+                _pins.pin(engine, converted(messages[:end]) if end else [], tools, control, _label(kwargs), as_asked)
             stream = engine.stream(said, tools, **options)
             prompt = stream.receipt.prompt_tokens
             if self.num_ctx and prompt >= self.num_ctx:

@@ -134,8 +134,8 @@ def test_a_cache_point_is_pinned_and_never_rendered(llm: Make, monkeypatch: pyte
     model = llm("One.", "Two.", "Three.")
     plain = [system("You keep the light. " * 40), user("hello")]
     pointed = [ChatMessage(role="system", blocks=[*plain[0].blocks, _point()]), user("hello")]
-    warm, warmed = model.engine.warm, []
-    monkeypatch.setattr(model.engine, "warm", lambda *args, **options: warmed.append(options["name"]) or warm(*args, **options))
+    pin, pinned = model.engine.pin, []
+    monkeypatch.setattr(model.engine, "pin", lambda *args, **options: pinned.append(options["name"]) or pin(*args, **options))
     model.chat(pointed, tools=tools())
     groups = [group for group in model.engine.groups if group.namespace == model.namespace]
     assert len(groups) == 1
@@ -144,7 +144,7 @@ def test_a_cache_point_is_pinned_and_never_rendered(llm: Make, monkeypatch: pyte
     assert model.receipts[0].prompt_tokens == model.receipts[1].prompt_tokens
     assert model.receipts[0].cached_tokens >= groups[0].prefix_tokens
     model.chat(pointed, tools=tools())
-    assert warmed == [groups[0].name]
+    assert pinned == [groups[0].name]
 
 
 def test_a_cache_point_ends_after_its_time(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +175,16 @@ def test_a_request_with_two_points_is_held_as_the_longer_says(llm: Make, monkeyp
     assert asked == [3600]
 
 
-def test_a_late_cache_point_is_honoured_as_far_as_it_goes(llm: Make) -> None:
-    model = llm("One.")
-    raw = model.chat([system("You keep the light. " * 20), ChatMessage(role="user", blocks=[TextBlock(text="hello"), _point()])]).raw
-    assert "cache points in messages [1]" in raw["receipt"]["notes"][0]
+def test_a_point_behind_tools_holds_the_conversation_up_to_it(llm: Make) -> None:
+    model = llm("One.", "Two.")
+    talk = _asked("slow", "fast")
+    talk[-1] = ChatMessage(role="tool", blocks=[*talk[-1].blocks, _point()], additional_kwargs=talk[-1].additional_kwargs)
+    model.chat(talk, tools=tools())
+    (held,) = [group for group in model.engine.groups if group.namespace == model.namespace]
+    assert model.receipts[0].prompt_tokens - 1 <= held.prefix_tokens <= model.receipts[0].prompt_tokens
+    model.chat([*talk, ChatMessage(role="assistant", content="One."), user("Sure?")], tools=tools())
+    assert model.receipts[1].cached_tokens >= held.prefix_tokens
+    assert not model.receipts[1].notes
 
 
 def test_a_cache_point_of_an_unknown_kind_is_refused(llm: Make) -> None:

@@ -16,6 +16,8 @@ from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, Mod
 from langchain_core.callbacks import adispatch_custom_event, dispatch_custom_event
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 
+from agentcache import Message
+
 from .. import _pins
 from .._tools import formatted, own_tools
 from ..chat_models import ChatAgentCache
@@ -80,7 +82,10 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         model, system, tools = self._prefix
         if model is not None:
             listed = own_tools(formatted(tools))
-            _pins.pin(model._engine(), system, listed, {"ttl": "1h"}, "agent", model.namespace, model.tools_order)
+            said = [Message("system", system)] if system else []
+            _pins.pin(
+                model._engine(), said, listed, {"ttl": "1h"}, "agent", {"namespace": model.namespace, "tools_order": model.tools_order}
+            )
         return None
 
     def before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:

@@ -279,6 +279,18 @@ def test_cache_control_pins_and_the_label_names_it(chat: Any) -> None:
         model.invoke(ASKED, cache_control={"type": "ephemeral", "ttl": "2 weeks"})
 
 
+def test_cache_control_on_a_later_message_pins_up_to_it(chat: Any) -> None:
+    model = chat(max_tokens=2)
+    before = {group.name for group in model._engine().groups}
+    marked = [{"type": "text", "text": "And the wind? " * 9, "cache_control": {"type": "ephemeral"}}]
+    talk = [SystemMessage("You keep a light."), HumanMessage("The tide?"), AIMessage("High."), HumanMessage(marked)]
+    first = model.bind_tools([tide]).invoke(talk)
+    (held,) = [group for group in model._engine().groups if group.name not in before]
+    assert first.usage_metadata["input_tokens"] - 1 <= held.prefix_tokens <= first.usage_metadata["input_tokens"]
+    second = model.bind_tools([tide]).invoke([*talk, first, HumanMessage("Sure?")])
+    assert second.usage_metadata["input_token_details"]["cache_read"] >= held.prefix_tokens
+
+
 def test_a_pin_that_cannot_be_had_does_not_break_the_request(chat: Any) -> None:
     model = chat(max_tokens=2, memory_bytes=1)
     with pytest.warns(UserWarning, match="nothing was pinned: .*cannot hold this tool group"):

@@ -179,7 +179,7 @@ class AgentCacheLLM(ObjectLLM):
     def _open(self, ask: Ask, messages: Sequence[ChatMessage] | str, answer: Answer) -> Stream:
         """Start it; called where waiting is allowed, because a cache point may have to be computed first."""
         if not isinstance(messages, str):
-            answer.notes = hold_points(self._host.pins, messages, ask)
+            answer.notes = hold_points(self._host.pins, messages, ask, self.late_system)
         return ask.open(self.engine)
 
     def _responses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseGen:

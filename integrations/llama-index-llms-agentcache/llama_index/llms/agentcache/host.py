@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from agentcache import Completion, Engine, Stream
+from agentcache import Completion, Engine, Message, Stream
 from agentcache.errors import ConfigError
 
 from .tools import Schema, Translator
@@ -84,21 +84,21 @@ class _Job:
 
 
 class Pins:
-    """Tool groups held because a CachePoint asked for it. Those whose time is over since they were last asked for are let go."""
+    """Prefixes held because a CachePoint asked for it. Those whose time is over since they were last asked for are let go."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._ends: dict[tuple[str, str], float] = {}  # (namespace, name) -> when, on the monotonic clock
 
-    def hold(self, name: str, system: str | None, tools: tuple[Schema, ...], seconds: float, options: dict[str, Any]) -> str | None:
-        """Pin the group `name`; returns why it could not be pinned, or None. A prompt that cannot be pinned is answered all the same."""
+    def hold(self, name: str, turns: list[Message], tools: tuple[Schema, ...], seconds: float, options: dict[str, Any]) -> str | None:
+        """Pin what these turns and tools begin, as `name`; returns why not, if so. What cannot be pinned is answered all the same."""
         key = (options["namespace"], name)
         with self._lock:  # the second of two that ask at once waits for the first
             self._let_go()
             if key not in self._ends:
                 try:
-                    self._engine.warm(system, tools, name=name, **options)
+                    self._engine.pin(turns, tools, name=name, **options)
                 except ConfigError as error:
                     return f"cache point not pinned: {error}"
             self._ends[key] = time.monotonic() + seconds

@@ -1,7 +1,7 @@
-"""CachePoints: which tool group one stands for and for how long it is held. Knows nothing of pages.
+"""CachePoints: which start of a conversation one stands for and for how long it is held. Knows nothing of pages.
 
-A cache point in a system message, or anywhere behind it, holds what every later request shares: the system text and the tools. What stands
-between them and a later point is kept like every prompt, as long as there is room, but not pinned; the response's notes say so.
+A point holds the prompt up to the end of its message, tools included; one among the leading system messages holds all of them, because
+chat templates show them as one.
 """
 
 from __future__ import annotations
@@ -14,39 +14,31 @@ from collections.abc import Sequence
 
 from llama_index.core.base.llms.types import CachePoint, ChatMessage
 
-from agentcache import Message
 from agentcache.errors import ConfigError
 
 from .host import Pins
 from .requests import Ask
-from .translate import cache_points
+from .translate import LateSystem, cache_points, to_messages
 
 _TTL = re.compile(r"(\d+)([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def hold_points(pins: Pins, messages: Sequence[ChatMessage], ask: Ask) -> tuple[str, ...]:
+def hold_points(pins: Pins, messages: Sequence[ChatMessage], ask: Ask, late_system: LateSystem) -> tuple[str, ...]:
     """Pin what the messages' cache points ask for; returns what could not be done, in words."""
-    points = cache_points(messages)
-    if not points:
-        return ()
-    system = "\n\n".join(text.content for text in _leading(ask)) or None
-    seconds = max(seconds_of(point) for _, point in points)
-    said = json.dumps([system, ask.offer.shown, ask.options.get("tools_order", "given")], default=str)
-    name = f"cache-point-{hashlib.blake2b(said.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"
-    options = {key: ask.options[key] for key in ("namespace", "tools_order") if key in ask.options}
+    leading = next((n for n, message in enumerate(messages) if message.role.value not in ("system", "developer")), len(messages))
+    ends: dict[int, float] = {}
+    for index, point in cache_points(messages):
+        end = max(index + 1, leading)
+        ends[end] = max(ends.get(end, 0.0), seconds_of(point))
+    options = {key: ask.options[key] for key in ("namespace", "tools_order", "group", "template_kwargs") if key in ask.options}
     notes = []
-    if system or ask.offer.shown:
-        notes.append(pins.hold(name, system, ask.offer.shown, seconds, options))
-    if late := [index for index, _ in points if messages[index].role.value not in ("system", "developer")]:
-        notes.append(f"cache points in messages {late}: system and tools are pinned, what follows them is kept as long as there is room")
+    for end, seconds in sorted(ends.items()):
+        turns = to_messages(messages[:end], late_system)
+        said = json.dumps([turns, ask.offer.shown, sorted(options.items())], default=repr)
+        name = f"cache-point-{hashlib.blake2b(said.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"
+        notes.append(pins.hold(name, turns, ask.offer.shown, seconds, options))
     return tuple(note for note in notes if note)
-
-
-def _leading(ask: Ask) -> list[Message]:
-    assert not isinstance(ask.prompt, str)
-    count = next((n for n, message in enumerate(ask.prompt) if message.role != "system"), len(ask.prompt))
-    return list(ask.prompt[:count])
 
 
 def seconds_of(point: CachePoint) -> float:

@@ -1,0 +1,40 @@
+"""The start that a prompt shares with every continuation of its conversation. Asks for renderings, knows not how they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..types import Layout, Message
+from .tail import Rendered
+from .template import SENTINEL
+from .tokenise import common_ids
+
+Turn = Message | Mapping[str, Any]
+Render = Callable[[Sequence[Turn], bool], Layout]  # the messages, and whether an answer is asked for
+
+
+def opening(messages: Sequence[Turn], render: Render) -> Layout:
+    """What the prompt that asks for an answer to `messages` and the prompt with something behind them both begin with."""
+    last = messages[-1]
+    if _of(last, "role") != "assistant":  # it is answered next
+        asked, continued = render(messages, True), render([*messages, Message("assistant", SENTINEL)], False)
+    else:
+        calls = _of(last, "tool_calls") or ()
+        name = _of(calls[0], "id") if calls else None
+        behind = [Message("tool" if calls else "user", text, tool_call_id=name) for text in (SENTINEL, SENTINEL[::-1])]
+        asked, continued = (render([*messages, one], True) for one in behind)
+    return cut(asked, common_ids(asked.ids, continued.ids))
+
+
+def cut(whole: Layout, size: int) -> Layout:
+    """The first `size` tokens of a prompt."""
+    ends = whole.encoded.ends if isinstance(whole, Rendered) else ()
+    covered = tuple(replace(span, stop=min(span.stop, size)) for span in whole.spans if span.start < size)
+    shown = whole.text[: ends[size - 1]] if ends and size else ""
+    return Layout(whole.ids[:size], covered, shown, min(whole.prefix_tokens, size), whole.differences, 0, whole.tokenised_chars)
+
+
+def _of(turn: Any, name: str) -> Any:
+    return turn.get(name) if isinstance(turn, Mapping) else getattr(turn, name)
