@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from . import __version__, cli_store, cli_tend
+from . import __version__, cli_lint, cli_store, cli_tend
 from .bench.cli import app as bench_app
 from .cli_print import facts, said_plainly, say_json
 
@@ -32,6 +32,7 @@ for _verb in (cli_store.warm, cli_store.ls, cli_store.inspect, cli_tend.verify, 
     app.command()(_verb)
 app.command("import")(cli_tend.import_)
 app.command()(cli_store.stats)
+app.command()(cli_lint.lint)
 
 _VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "blake3", "numpy", "bitsandbytes")
 

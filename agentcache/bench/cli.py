@@ -277,3 +277,21 @@ def quality(
 
             found |= bench.run(engine, wanted, say, keep)
         report.finish(found, bench.tables(found), json_file)
+
+
+@app.command()
+def lint(
+    workload: Annotated[Path, typer.Option(help="Recorded episodes: a folder of .jsonl files, or one file.")],
+    tools_dir: Annotated[Path | None, typer.Option(help="Folder of the tool catalogs; default: ../tools beside the file.")] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each file.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the faults that are put in.")] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """How well `agentcache lint` names what is wrong: episodes as recorded, and with faults put in; loads no model."""
+    with said_plainly():
+        from . import lint as bench
+        from . import report
+
+        with report.Progress() as say:
+            found = {"bench": "lint", **bench.run(bench.files(workload), tools_dir, episodes, seed, say)}
+        report.finish(found, bench.tables(found), json_file)

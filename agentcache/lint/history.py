@@ -1,0 +1,193 @@
+"""Two message lists of one conversation: the first place where the later one does not go on from the earlier, and what was done there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..layout.tokenise import common_chars
+from .texts import causes, parsed, same_items, shared_end
+from .values import Cause, Said
+from .volatile import masked
+
+_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning|scratchpad)>.*?(</\1>|\Z)\s*", re.DOTALL | re.IGNORECASE)
+_SUMMARY = re.compile(
+    r"\b(summar(y|ies|i[sz]ed?)|(conversation|history|context|messages|discussion) so far|(earlier|previous|prior) (conversation|messages|turns|discussion|steps)"  # noqa: E501
+    r"|recap|condensed|compacted|what happened so far|progress (notes?|report|so far)|notes? (so far|up to now))\b",
+    re.IGNORECASE,
+)
+
+
+class Turned(NamedTuple):
+    """What happened to the history: `was` and `at` are the indices of the first difference in the earlier and the later list."""
+
+    cause: Cause
+    was: int
+    at: int
+    detail: str
+    also: tuple[Cause, ...] = ()
+
+
+def speaks_of_summary(text: str) -> bool:
+    """Whether a text says that it stands for earlier messages."""
+    return _SUMMARY.search(text[:400]) is not None
+
+
+def unthought(text: str) -> str:
+    """Text without reasoning blocks."""
+    return _THOUGHT.sub("", text).strip() if "<" in text else text.strip()
+
+
+def alike(said: Said) -> tuple[object, ...]:
+    """Equal for the same message written differently: without ids, reasoning, clocks and the form of JSON."""
+    calls = tuple((call.name, _settled(call.arguments)) for call in said.calls)
+    content = unthought(said.content) if said.role == "assistant" else said.content.strip()
+    return said.role, _settled(masked(content)), calls
+
+
+def _settled(text: str) -> str:
+    value = parsed(text)
+    return text if value is None else json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
+    """What keeps `now` from starting with `was`; None if nothing does, or if `now` only stops earlier."""
+    first = next((at for at, (one, other) in enumerate(zip(was, now)) if one != other), min(len(was), len(now)))
+    if first >= len(was) or first >= len(now):
+        return None
+    old, new = [alike(said) for said in was[first:]], [alike(said) for said in now[first:]]
+    front = not any(said.role == "assistant" for said in was[:first])
+    if old[0] == new[0]:
+        return _rewritten(was[first], now[first], first)
+    if (kept := _permuted(old, new)) > 1:
+        return Turned(Cause.ORDER, first, first, f"the same {kept} messages in another order")
+    if _calls_dropped(was[first], now[first]):
+        return Turned(Cause.REASONING, first, first, "what the model said beside its call, or before its answer, is gone")
+    gone, come = _moved(old, new)
+    if come == 0 and gone:
+        return _removed(was[first : first + gone], first)
+    if gone == 0 and come:
+        cause = Cause.SUMMARY if front else Cause.EDITED
+        return Turned(cause, first, first, f"{_count(come, 'message')} put in before it")
+    if gone is None or come is None:
+        return _replaced_tail(was[first:], now[first:], first, front)
+    if gone == come:
+        return _in_place(was, now, first, front)
+    if gone > come:
+        return Turned(Cause.SUMMARY, first, first, f"{_count(gone, 'message')} replaced by {come}")
+    return Turned(Cause.EDITED, first, first, f"{_count(gone, 'message')} replaced by {come}")
+
+
+def _moved(old: list[tuple[object, ...]], new: list[tuple[object, ...]]) -> tuple[int | None, int | None]:
+    """(messages gone, messages come) before the lists go on alike; None, None if nothing of the old one comes back."""
+    where: dict[tuple[object, ...], int] = {}
+    for at, key in enumerate(new):
+        where.setdefault(key, at)
+    best: tuple[int | None, int | None] = (None, None)
+    for at, key in enumerate(old):
+        if (found := where.get(key)) is not None:
+            if best[0] is None or best[1] is None or at + found < best[0] + best[1]:
+                best = (at, found)
+            if found <= at:
+                break
+    return best
+
+
+def _permuted(old: list[tuple[object, ...]], new: list[tuple[object, ...]]) -> int:
+    """How many messages from here on are the same in another order: results in the order in which they arrived."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    for count, (one, other) in enumerate(zip(old[:16], new[:16]), 1):
+        seen[one] += 1
+        seen[other] -= 1
+        if not any(seen.values()):
+            return count
+    return 0
+
+
+def _rewritten(was: Said, now: Said, at: int) -> Turned:
+    """The same message in other words."""
+    if was.content.strip() != now.content.strip() and unthought(was.content) != unthought(now.content):
+        return _text_changed(was, now, at)
+    if was.reasoning != now.reasoning or was.content.strip() != now.content.strip():
+        gone = len(was.reasoning) + len(was.content) > len(now.reasoning) + len(now.content)
+        return Turned(Cause.REASONING, at, at, f"its reasoning is {'gone' if gone else 'another'}")
+    if [call.arguments for call in was.calls] != [call.arguments for call in now.calls]:
+        name = next(one.name for one, other in zip(was.calls, now.calls) if one.arguments != other.arguments)
+        return Turned(Cause.ARGUMENTS, at, at, f"the arguments of {name!r} are the same, written differently")
+    if [call.id for call in was.calls] != [call.id for call in now.calls] or was.call_id != now.call_id:
+        return Turned(Cause.ID, at, at, "ids of tool calls made anew")
+    return Turned(Cause.EDITED, at, at, "white space around it, or its name, changed")
+
+
+def _text_changed(was: Said, now: Said, at: int) -> Turned:
+    """The content of a message changed where it stands."""
+    if parsed(was.content) is not None and parsed(was.content) == parsed(now.content):
+        if same_items(was.content, now.content):
+            return Turned(Cause.ORDER, at, at, "the same JSON with its keys in another order")
+        return Turned(Cause.EDITED, at, at, "the same JSON, written differently")
+    found = causes(was.content, now.content)
+    more = tuple(dict.fromkeys(cause for cause in found[1:] if cause is not None and cause is not found[0]))
+    if found[0] is None or (None in found and found[0] not in (Cause.CLOCK, Cause.ID)):
+        return Turned(Cause.EDITED, at, at, "its text changed")
+    return Turned(
+        found[0], at, at, f"a {found[0]} in it changed" if found[0] is not Cause.ORDER else "its items are in another order", more
+    )
+
+
+def _calls_dropped(was: Said, now: Said) -> bool:
+    """Whether an assistant message lost what it said before its call or its answer, and nothing else."""
+    if was.role != "assistant" or now.role != "assistant" or alike(was)[2] != alike(now)[2]:
+        return False
+    old, new = unthought(was.content), unthought(now.content)
+    return len(new) < len(old) and (bool(was.calls) and not new or bool(new) and old.endswith(new))
+
+
+def _removed(gone: Sequence[Said], at: int) -> Turned:
+    spoken = any(said.role in ("assistant", "tool") for said in gone)
+    if spoken or at == 0:
+        return Turned(Cause.TRUNCATED, at, at, f"{_count(len(gone), 'message')} dropped")
+    return Turned(Cause.EDITED, at, at, f"{_count(len(gone), f'{gone[0].role} message')} taken out again")
+
+
+def _in_place(was: Sequence[Said], now: Sequence[Said], at: int, front: bool) -> Turned:
+    """One message, or as many as before, changed where they stand; what follows stayed."""
+    old, new = was[at], now[at]
+    found = _text_changed(old, new, at) if old.role == new.role else Turned(Cause.EDITED, at, at, f"{old.role} became {new.role}")
+    doubled = old.role in ("user", "system") and at + 1 < len(was) and was[at + 1].role in ("user", "assistant")
+    if found.cause is Cause.EDITED and front and doubled and (speaks_of_summary(new.content) or speaks_of_summary(old.content)):
+        return Turned(Cause.SUMMARY, at, at, "the text before the history was written anew")
+    return found
+
+
+def _replaced_tail(old: Sequence[Said], new: Sequence[Said], at: int, front: bool) -> Turned:
+    """Nothing of what stood from here on comes back."""
+    same = old[0].role == new[0].role and old[0].role != "assistant"
+    rewritten = same and similar(old[0].content, new[0].content)
+    if len(old) == 1 and (rewritten or (same and at)):
+        return _text_changed(old[0], new[0], at)
+    gone = f"{_count(len(old), 'message')} replaced by {len(new)}"
+    if speaks_of_summary(new[0].content) and new[0].role != "assistant":
+        return Turned(Cause.SUMMARY, at, at, gone)
+    if at == 0:  # nothing of the history is left
+        return Turned(Cause.SUMMARY if rewritten else Cause.TRUNCATED, at, at, gone)
+    if len(old) == 1:
+        return Turned(Cause.EDITED, at, at, f"the last message ({old[0].role}) was not kept")
+    if new[0].role != "assistant" and old[0].role != new[0].role and (front or len(new) < len(old)):
+        return Turned(Cause.SUMMARY, at, at, gone)
+    if same:
+        return _text_changed(old[0], new[0], at)
+    return Turned(Cause.EDITED, at, at, f"went back to an earlier state: {gone}")
+
+
+def similar(was: str, now: str) -> bool:
+    """Whether two texts start and end alike for a good part of the shorter."""
+    head = common_chars(was, now)
+    most = min(len(was), len(now))
+    return head + shared_end(was, now, most - head) >= 0.2 * most
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

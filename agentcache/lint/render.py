@@ -1,0 +1,151 @@
+"""A request's prompt as parts with one writer each, in characters: what is compared when no tokenizer is given. Knows no templates.
+
+The rendering is neutral: each part once, in the order in which the provider shows them; four characters stand for one token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..layout.tokenise import common_chars
+from .texts import shared_end
+from .values import Request, Said, Shown
+
+CHARS_PER_TOKEN = 4
+
+
+class Part(NamedTuple):
+    """One piece of a prompt. kind: system, tools, the role of a message, or text; body: its characters, or its token ids."""
+
+    kind: str
+    body: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One rendered prompt. unit: characters of `body` for one token (1 where bodies are ids)."""
+
+    parts: tuple[Part, ...]
+    unit: int = CHARS_PER_TOKEN
+
+    @property
+    def size(self) -> int:
+        """Characters or ids in all."""
+        return sum(len(part.body) for part in self.parts)
+
+    def tokens(self, size: int) -> int:
+        """So many characters or ids in tokens."""
+        return -(-size // self.unit)
+
+    def bars(self) -> list[tuple[str, int]]:
+        """(kind, tokens) of the parts, neighbours of one kind together."""
+        out: list[tuple[str, int]] = []
+        for part in self.parts:
+            size = self.tokens(len(part.body))
+            if out and out[-1][0] == part.kind:
+                out[-1] = part.kind, out[-1][1] + size
+            else:
+                out.append((part.kind, size))
+        return out
+
+
+class Parting(NamedTuple):
+    """Where two prompts part: the index of the part, how much of it is shared, and how much is shared in all."""
+
+    part: int
+    inside: int
+    shared: int
+
+
+def written(request: Request) -> Prompt:
+    """The neutral rendering."""
+    if request.prompt is not None:
+        return Prompt((Part("text", request.prompt),))
+    system = [Part("system", _message(said)) for said in request.system]
+    tools = [Part("tools", _tool(tool)) for tool in request.tools]
+    front = [*tools, *system] if request.tools_first else [*system, *tools]
+    return Prompt((*front, *(Part(_kind(said.role), _message(said)) for said in request.history)))
+
+
+def _kind(role: str) -> str:
+    return role if role in ("system", "user", "assistant", "tool") else "other"
+
+
+def _tool(tool: Shown) -> str:
+    return f"{tool.text}\n"
+
+
+def _message(said: Said) -> str:
+    out = [f"<{said.role}>"]
+    if said.call_id is not None or said.name is not None:
+        out.append(f"{json.dumps([said.call_id, said.name], ensure_ascii=False)}")
+    if said.reasoning:
+        out.append(f"<reasoning>{said.reasoning}</reasoning>")
+    out.append(said.content)
+    out += [f"<call {call.id or ''}>{call.name}({call.arguments})" for call in said.calls]
+    return "\n".join([*out, ""])
+
+
+def parting(was: Prompt, now: Prompt) -> Parting | None:
+    """Where `now` leaves `was`; None if it goes on from all of it, or only stops earlier."""
+    shared = 0
+    for at, (one, other) in enumerate(zip(was.parts, now.parts)):
+        if one.body != other.body:
+            inside = shared_start(one.body, other.body)
+            text = one.kind == "text" and inside == min(len(one.body), len(other.body))
+            return None if text else Parting(at, inside, shared + inside)
+        shared += len(one.body)
+    return None
+
+
+def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the common prefix of two texts or two lists of ids."""
+    if isinstance(one, str) and isinstance(other, str):
+        return common_chars(one, other)
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def again(was: Prompt, now: Prompt, at: Parting) -> int:
+    """Characters or ids behind the parting that stood in the earlier prompt too, and must be computed again all the same."""
+    left = Counter(part.body for part in was.parts[at.part :])
+    total = 0
+    for number, part in enumerate(now.parts[at.part :], at.part):
+        if left.get(part.body, 0) > 0:
+            left[part.body] -= 1
+            total += len(part.body)
+        elif number < len(was.parts):
+            total += _alike(was.parts[number].body, part.body, at.inside if number == at.part else 0)
+    return total
+
+
+def _alike(one: Any, other: Any, skip: int) -> int:
+    """What two bodies share at their start, behind `skip`, and at their end."""
+    one, other = one[skip:], other[skip:]
+    head = shared_start(one, other)
+    most = min(len(one), len(other)) - head
+    if isinstance(one, str):
+        return head + max(shared_end(one, other, most), _inner(one, other))
+    tail = shared_start(one[::-1], other[::-1])
+    return head + min(tail, most)
+
+
+def _inner(one: str, other: str) -> int:
+    """What of a text is found again at another place: raw prompts whose middle moved."""
+    for size in (200, 60):
+        if len(one) < size or len(other) < size:
+            continue
+        at = one.find(other[:size])
+        if at > 0:
+            return common_chars(one[at:], other)
+        at = other.find(one[:size])
+        if at > 0:
+            return common_chars(other[at:], one)
+    return 0

@@ -1,0 +1,219 @@
+"""All of one source: each request after the other, the findings, what they cost together. Prints nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .hazards import Hazards
+from .judge import judge
+from .reading import open_values
+from .render import Prompt, written
+from .shapes import Shaper
+from .templated import REFUSALS, Loaded, Templated, Tokens
+from .tracks import Tracks
+from .values import Cause, Finding, Hazard, Problem, Request, Step
+
+PROBLEMS = 1_000  # kept in full; further ones are counted
+APPLICATIONS = 256  # of which the first request of the newest conversation is kept, for `across`
+PARTS = 400  # steps of which the parts are kept: the bars of the page
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to look. tools_first: None for what the provider is known to do; price: of a million prompt tokens, computed and cached."""
+
+    tools_first: bool | None = None
+    tokenizer: Loaded | None = None
+    tools_dir: Path | None = None
+    transcripts: bool = False
+    across: bool = False
+    redact: bool = False
+    price: tuple[float, float] | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found in one source."""
+
+    source: str
+    unit: str
+    findings: list[Finding] = field(default_factory=list)
+    hazards: list[tuple[Hazard, int, int]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    conversations: int = 0
+    unread: int = 0  # problems beyond those kept
+    price: tuple[float, float] | None = None
+
+    def totals(self) -> dict[str, Any]:
+        """Sums over all requests. reused_share is of the prompts that had one before them in their conversation."""
+        later = [step for step in self.steps if not step.first]
+        tokens, reused, again = (sum(getattr(step, name) for step in later) for name in ("tokens", "reused", "again"))
+        across = sum(finding.cost_tokens for finding in self.findings if finding.across)
+        out: dict[str, Any] = {
+            "requests": len(self.steps),
+            "conversations": self.conversations,
+            "later_requests": len(later),
+            "clean_requests": sum(step.cause is None for step in later),
+            "prompt_tokens": sum(step.tokens for step in self.steps),
+            "later_tokens": tokens,
+            "reused_tokens": reused,
+            "again_tokens": again,
+            "across_tokens": across,
+            "reused_share": round(reused / tokens, 4) if tokens else None,
+            "possible_share": round((reused + again) / tokens, 4) if tokens else None,
+            "findings": len(self.findings),
+            "causes": {str(cause): count for cause, count in Counter(finding.cause for finding in self.findings).most_common()},
+            "problems": len(self.problems) + self.unread,
+            "token_unit": self.unit,
+        }
+        if self.price is not None:
+            full, cached = self.price
+            out["price"] = {
+                "as_sent": round(((out["prompt_tokens"] - reused) * full + reused * cached) / 1e6, 6),
+                "wasted": round((again + across) * (full - cached) / 1e6, 6),
+            }
+        return out
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: findings, hazards, problems and totals."""
+        return {
+            "source": self.source,
+            "findings": [_finding(finding) for finding in self.findings],
+            "hazards": [{**_classed(asdict(hazard)), "requests": requests, "values": values} for hazard, requests, values in self.hazards],
+            "problems": [asdict(problem) for problem in self.problems],
+            "totals": self.totals(),
+        }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    out = _classed(asdict(finding))
+    out["also"] = [str(cause) for cause in finding.also]
+    return out
+
+
+def _classed(found: dict[str, Any]) -> dict[str, Any]:
+    return {"class" if key == "cause" else key: str(value) if key == "cause" else value for key, value in found.items()}
+
+
+def lint(source: str | Path | Iterable[Any], options: Options | None = None, tell: Callable[[int], None] = lambda done: None) -> Report:
+    """Everything about one source: a file, "-", `module:object`, or requests as Python objects. `tell` hears how many are done.
+
+    Memory: the last request of each open conversation, and the findings.
+    """
+    return _Run(source, options or Options(), tell).report()
+
+
+class _Run:
+    """One pass over a source."""
+
+    def __init__(self, source: str | Path | Iterable[Any], options: Options, tell: Callable[[int], None]) -> None:
+        if options.tools_dir is not None and not options.tools_dir.is_dir():
+            raise ConfigError(f"tools_dir={str(options.tools_dir)!r} is not a folder: give the one with the catalogs that tools_ref names")
+        named = str(source) if isinstance(source, (str, Path)) else "requests"
+        self._options, self._tell = options, tell
+        self._report = Report(named, "tokens" if options.tokenizer else "estimated: 4 characters each", price=options.price)
+        self._values = open_values(named, self._note) if isinstance(source, (str, Path)) else enumerate(source, 1)
+        catalogs = options.tools_dir
+        if catalogs is None and isinstance(source, (str, Path)) and Path(named).is_file():
+            catalogs = Path(named).resolve().parent.parent / "tools"
+        self._shaper = Shaper(catalogs, options.transcripts)
+        self._templated = Templated(options.tokenizer) if options.tokenizer else None
+        self._tracks, self._hazards = Tracks(), Hazards(options.redact)
+        self._prompts: dict[str, Prompt] = {}
+        self._firsts: dict[tuple[str, ...], tuple[Request, Prompt, str]] = {}
+        self._names: dict[str, str] = {}
+
+    def report(self) -> Report:
+        for request in self._requests():
+            self._step(request)
+            self._tell(len(self._report.steps))
+        self._report.hazards = self._hazards.listed()
+        return self._report
+
+    def _note(self, line: int, message: str) -> None:
+        if len(self._report.problems) < PROBLEMS:
+            said = re.sub(r"=.+?(?=: | is | has |$)", "=...", message) if self._options.redact else message
+            self._report.problems.append(Problem(line, said))
+        else:
+            self._report.unread += 1
+
+    def _requests(self) -> Iterator[Request]:
+        number = 1
+        for line, value in self._values:
+            for request in self._shaper.requests(value, line, number, lambda message, line=line: self._note(line, message)):  # type: ignore[misc]
+                first = self._options.tools_first
+                yield request if first is None else replace(request, tools_first=first)
+                number += 1
+
+    def _step(self, request: Request) -> None:
+        track, before = self._tracks.place(request)
+        name = self._name(track.name)
+        old = self._prompts.get(track.name)
+        prompt = self._prompt(request, old)
+        self._hazards.look(request)
+        self._forget()
+        self._prompts[track.name] = prompt
+        if before is None or old is None or old.unit != prompt.unit:
+            self._first(request, prompt, name)
+            return
+        self._hazards.came_back(before, request)
+        judged = judge(before, request, old, prompt, name, redact=self._options.redact)
+        if judged.finding is not None:
+            self._report.findings.append(judged.finding)
+        elif isinstance(old, Tokens) and isinstance(prompt, Tokens) and judged.reused < min(len(old.encoded.ids), len(prompt.encoded.ids)):
+            said = "the generation prompt is not kept in the history: what the model answers is computed again as history"
+            self._hazards.note(request, Cause.TEMPLATE, "template", said)
+        self._add(request, prompt, name, judged.reused, judged.again, False, judged.finding)
+
+    def _first(self, request: Request, prompt: Prompt, name: str) -> None:
+        """The first request of a conversation; with `across`, against the first one of the conversation before."""
+        self._report.conversations += 1
+        self._add(request, prompt, name, 0, 0, True, None)
+        if not self._options.across:
+            return
+        key = tuple(sorted(tool.name for tool in request.tools)) or (request.system[0].content[:200] if request.system else "",)
+        known = self._firsts.pop(key, None)
+        if known is not None:
+            was, _, other = known
+            bare_was, bare_now = _stable(was), _stable(request)
+            judged = judge(bare_was, bare_now, written(bare_was), written(bare_now), name, across=True, redact=self._options.redact)
+            if judged.finding is not None:
+                self._report.findings.append(replace(judged.finding, detail=f"{judged.finding.detail}; compared with {other!r}"))
+        self._firsts[key] = request, prompt, name
+        if len(self._firsts) > APPLICATIONS:
+            self._firsts.pop(next(iter(self._firsts)))
+
+    def _prompt(self, request: Request, known: Prompt | None) -> Prompt:
+        if self._templated is not None:
+            try:
+                return self._templated.prompt(request, known)
+            except REFUSALS as error:
+                self._note(request.line, f"request {request.number}: compared in characters, since {error}")
+        return written(request)
+
+    def _add(self, request: Request, prompt: Prompt, name: str, reused: int, again: int, first: bool, found: Finding | None) -> None:
+        parts = prompt.bars() if len(self._report.steps) < PARTS else ()
+        cause = found.cause if found is not None else None
+        self._report.steps.append(Step(request.number, name, prompt.tokens(prompt.size), reused, again, first, cause, parts))
+
+    def _name(self, name: str) -> str:
+        if not self._options.redact:
+            return name
+        return self._names.setdefault(name, f"conversation {len(self._names) + 1}")
+
+    def _forget(self) -> None:
+        """Prompts of conversations that are no longer open."""
+        if len(self._prompts) > 2 * len(self._tracks):
+            self._prompts = {name: prompt for name, prompt in self._prompts.items() if name in self._tracks}
+
+
+def _stable(request: Request) -> Request:
+    """What all conversations of an application share."""
+    return replace(request, history=(), prompt=None)

@@ -1,0 +1,272 @@
+"""A recorded request in any provider's shape as a `Request`: chat, responses, blocks, raw text, episodes. Opens no trace file.
+
+What cannot be used is told to `note` and left out or kept as text: one odd message never loses the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .values import Call, Request, Said, Shown
+
+Note = Callable[[str], None]
+
+_WRAPPERS = ("request", "body", "req", "payload", "kwargs", "params", "data", "json", "attributes")
+_TRACKS = ("conversation_id", "conversation", "session_id", "session", "thread_id", "thread", "chat_id", "episode_id", "episode")
+_ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "function": "tool", "developer": "system"}
+_KNOWN = ("system", "user", "assistant", "tool")
+_EPISODE = ("tools_ref", "tool_names", "tools_events", "first_assistant_is_fixed_greeting")
+_MOST_WRAPPED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shaper:
+    """Turns JSON values into requests. catalogs: folder of what `tools_ref` names; transcripts: a list is a whole conversation."""
+
+    catalogs: Path | None = None
+    transcripts: bool = False
+    _known: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+
+    def requests(self, value: Any, line: int, first: int, note: Note) -> Iterator[Request]:
+        """The requests in one value of the source, numbered from `first`."""
+        outer = value if isinstance(value, Mapping) else {}
+        body = _unwrapped(value)
+        if body is None:
+            keys = f"keys {sorted(map(str, value))[:12]!r}" if isinstance(value, Mapping) else f"{type(value).__name__}"
+            note(f"no request: {keys}; one has 'messages', 'prompt' or 'input', alone or under 'request' or 'body'")
+            return
+        track = _track(outer) or _track(body)
+        if _is_episode(body) or (self.transcripts and "messages" in body):
+            yield from self._episode(body, track, line, first, note)
+            return
+        answer = _answer(outer, note) or (_answer(body, note) if body is not outer else None)
+        yield _request(body, body.get("tools") or body.get("functions") or (), track, line, first, answer, note)
+
+    def _episode(self, raw: Mapping[str, Any], track: str | None, line: int, first: int, note: Note) -> Iterator[Request]:
+        name = track or str(raw.get("id") or f"line {line}")
+        if isinstance(raw.get("prompts"), list):
+            for number, prompt in enumerate(raw["prompts"]):
+                yield Request(first + number, line, name, prompt=str(prompt))
+        elif isinstance(raw.get("steps"), list):
+            for number, step in enumerate(raw["steps"]):
+                body = step if isinstance(step, Mapping) else {"messages": step}
+                said = body.get("completion")
+                answer = _said(dict(said), 0, note)[0] if isinstance(said, Mapping) else None
+                shown = {"system": raw.get("system"), **body} if raw.get("system") else body
+                yield _request(shown, body.get("tools", raw.get("tools") or ()), name, line, first + number, answer, note)
+        else:
+            yield from self._transcript(raw, name, line, first, note)
+
+    def _transcript(self, raw: Mapping[str, Any], name: str, line: int, first: int, note: Note) -> Iterator[Request]:
+        """Each assistant message is one call, whose prompt is everything before it."""
+        messages = raw.get("messages") if isinstance(raw.get("messages"), list) else []
+        catalog = self._catalog(raw["tools_ref"], note) if raw.get("tools_ref") else {}
+        given = raw.get("tools") or _named(catalog, raw.get("tool_names") or list(catalog), note)
+        events = [event for event in raw.get("tools_events") or () if isinstance(event, Mapping)]
+        number = first
+        for at, message in enumerate(messages or ()):
+            if not isinstance(message, Mapping) or message.get("role") != "assistant" or (at == 0 and not raw.get("system")):
+                continue
+            if at == 0 and raw.get("first_assistant_is_fixed_greeting"):
+                continue
+            added = [tool for event in events if event.get("before_message", 0) <= at for tool in event.get("add_tools") or ()]
+            tools = [*given, *_named(catalog, added, note)]
+            body = {"system": raw.get("system"), "messages": (messages or [])[:at]}
+            yield _request(body, tools, name, line, number, None, note)
+            number += 1
+
+    def _catalog(self, name: Any, note: Note) -> dict[str, Any]:
+        key = str(name)
+        if key not in self._known:
+            self._known[key] = {}
+            path = self.catalogs / f"{key}.jsonl" if self.catalogs is not None and Path(key).name == key else None
+            if path is None or not path.is_file():
+                note(f"tools_ref={key!r}: no such catalog; name the folder that has {key}.jsonl with --tools-dir (tools are left out)")
+            else:
+                for text in path.read_text(encoding="utf-8").splitlines():
+                    if text.strip():
+                        tool = json.loads(text)
+                        self._known[key][_tool_name(tool)] = tool
+        return self._known[key]
+
+
+def _unwrapped(value: Any) -> Mapping[str, Any] | None:
+    """The object with the prompt in it, looked for under the names that logs give it."""
+    for _ in range(_MOST_WRAPPED):
+        if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return None
+        if isinstance(value, list):
+            return {"messages": value} if any(isinstance(item, Mapping) and ("role" in item or "type" in item) for item in value) else None
+        if not isinstance(value, Mapping):
+            return None
+        if any(isinstance(value.get(key), (list, str)) for key in ("messages", "prompt", "prompts", "steps", "input")):
+            return value
+        value = next((value[key] for key in _WRAPPERS if isinstance(value.get(key), (Mapping, str, list))), None)
+    return None
+
+
+def _is_episode(raw: Mapping[str, Any]) -> bool:
+    if isinstance(raw.get("prompts"), list) or isinstance(raw.get("steps"), list):
+        return True
+    return "messages" in raw and "model" not in raw and (any(key in raw for key in _EPISODE) or ("group" in raw and "source" in raw))
+
+
+def _track(raw: Mapping[str, Any]) -> str | None:
+    for place in (raw, raw.get("metadata"), raw.get("extra_body")):
+        if isinstance(place, Mapping):
+            for key in _TRACKS:
+                if isinstance(place.get(key), (str, int)) and not isinstance(place.get(key), bool):
+                    return str(place[key])
+    return None
+
+
+def _answer(outer: Mapping[str, Any], note: Note) -> Said | None:
+    """What the model said, if the log has it beside the request."""
+    for key in ("response", "completion", "output"):
+        found = outer.get(key)
+        if not isinstance(found, Mapping):
+            continue
+        found = found["body"] if isinstance(found.get("body"), Mapping) else found
+        choices = found.get("choices")
+        if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
+            found = choices[0].get("message")
+        if isinstance(found, Mapping) and found.get("role", "assistant") == "assistant" and ("content" in found or "tool_calls" in found):
+            return _said({"role": "assistant", **found}, 0, note)[0]
+    return None
+
+
+def _request(
+    body: Mapping[str, Any], tools: Any, track: str | None, line: int, number: int, answer: Said | None, note: Note
+) -> Request:  # fmt: skip
+    listed = tools if isinstance(tools, list) else list(tools) if isinstance(tools, tuple) else []
+    if tools and not isinstance(tools, (list, tuple)):
+        note(f"tools={tools!r:.80} is not a list: left out")
+    shown = tuple(_shown(tool, at, note) for at, tool in enumerate(listed))
+    messages = body.get("messages", body.get("input") if isinstance(body.get("input"), list) else None)
+    if messages is None:
+        prompt = body.get("prompt", body.get("input"))
+        text = prompt if isinstance(prompt, str) else "\n".join(map(str, prompt)) if isinstance(prompt, list) else ""
+        return Request(number, line, track, tools=shown, prompt=text, answer=answer)
+    if not isinstance(messages, list):
+        note(f"messages={messages!r:.80} is not a list: left out")
+        messages = []
+    said = [one for at, message in enumerate(messages) for one in _said(message, at, note)]
+    leading = next((at for at, one in enumerate(said) if one.role != "system"), len(said))
+    top = body.get("system") or body.get("instructions")
+    system = [Said("system", _text(top, note))] if top else []
+    first_tools = any(isinstance(tool, Mapping) and "input_schema" in tool for tool in listed)
+    front, history = (*system, *said[:leading]), tuple(said[leading:])
+    return Request(number, line, track, front, shown, history, None, answer, tools_first=first_tools)
+
+
+def _named(catalog: Mapping[str, Any], listed: Sequence[Any], note: Note) -> list[Any]:
+    unknown = [name for name in listed if isinstance(name, str) and name not in catalog]
+    if unknown and catalog:
+        note(f"tools {unknown[:8]!r} are not in the catalog: left out")
+    return [catalog[name] if isinstance(name, str) else name for name in listed if not isinstance(name, str) or name in catalog]
+
+
+def _tool_name(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+
+
+def _shown(tool: Any, at: int, note: Note) -> Shown:
+    name = _tool_name(tool) or (str(tool.get("type", "")) if isinstance(tool, Mapping) else "")
+    if not name:
+        note(f"tools[{at}]={tool!r:.80} has no name")
+    if isinstance(tool, Mapping) and "cache_control" in tool:
+        tool = {key: value for key, value in tool.items() if key != "cache_control"}
+    return Shown(name, json.dumps(tool, ensure_ascii=False, default=repr))
+
+
+# Messages
+
+
+def _said(message: Any, at: int, note: Note) -> list[Said]:
+    """One message of the source: several, if it carries tool results as blocks."""
+    if not isinstance(message, Mapping):
+        note(f"messages[{at}]={message!r:.80} is not an object: kept as text")
+        return [Said("user", str(message), source=at)]
+    if "role" not in message and (item := _item(message, at)) is not None:
+        return [item]
+    role = message.get("role", message.get("type"))
+    role = _ROLES.get(str(role), str(role))
+    if role not in _KNOWN:
+        note(f"messages[{at}]: role={message.get('role')!r} is unknown: compared as it is")
+    content = message.get("content")
+    blocks = [block for block in content if isinstance(block, Mapping)] if isinstance(content, list) else []
+    results = [block for block in blocks if block.get("type") == "tool_result"]
+    rest = [block for block in content if block not in results] if results and isinstance(content, list) else content
+    out = [Said("tool", _text(block.get("content"), note), call_id=_maybe(block.get("tool_use_id")), source=at) for block in results]
+    if results and not rest:
+        return out
+    calls = [_call(call, at, note) for call in _list(message.get("tool_calls"), f"messages[{at}]: tool_calls", note)]
+    if isinstance(message.get("function_call"), Mapping):
+        calls.append(_call(message["function_call"], at, note))
+    calls += [_call(block, at, note) for block in blocks if block.get("type") == "tool_use"]
+    thoughts = [str(block.get("thinking") or block.get("text") or "") for block in blocks if block.get("type") in ("thinking", "reasoning")]
+    reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if isinstance(message.get(key), str)), "")
+    name = _maybe(message.get("name")) if role == "tool" else None
+    call_id = _maybe(message.get("tool_call_id"))
+    return [*out, Said(role, _text(rest, note), reasoning or "\n".join(thoughts), tuple(calls), call_id, name, at)]
+
+
+def _item(item: Mapping[str, Any], at: int) -> Said | None:
+    """An item of a responses request that is no message."""
+    kind = item.get("type")
+    if kind == "function_call":
+        call = Call(str(item.get("name", "")), _arguments(item.get("arguments")), _maybe(item.get("call_id")))
+        return Said("assistant", calls=(call,), source=at)
+    if kind == "function_call_output":
+        return Said("tool", _text(item.get("output"), lambda said: None), call_id=_maybe(item.get("call_id")), source=at)
+    if kind == "reasoning":
+        return Said("assistant", reasoning=json.dumps(item.get("summary", item.get("content", "")), default=repr), source=at)
+    return None
+
+
+def _maybe(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _list(value: Any, what: str, note: Note) -> list[Any]:
+    if value is None or isinstance(value, list):
+        return value or []
+    note(f"{what}={value!r:.80} is not a list: left out")
+    return []
+
+
+def _call(call: Any, at: int, note: Note) -> Call:
+    if not isinstance(call, Mapping):
+        note(f"messages[{at}]: tool call {call!r:.80} is not an object: kept as text")
+        return Call("", str(call))
+    function = call.get("function") if isinstance(call.get("function"), Mapping) else call
+    assert function is not None
+    arguments = next((function[key] for key in ("arguments", "args", "input") if key in function), None)
+    return Call(str(function.get("name", "")), _arguments(arguments), _maybe(call.get("id")))
+
+
+def _arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments, ensure_ascii=False, default=repr)
+
+
+def _text(content: Any, note: Note) -> str:
+    """What a content says; parts that are no text stand as their JSON."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if not isinstance(content, list):
+        return json.dumps(content, ensure_ascii=False, default=repr)
+    out = []
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") in ("tool_use", "thinking", "reasoning"):
+            continue
+        text = part if isinstance(part, str) else part.get("text", part.get("content")) if isinstance(part, Mapping) else None
+        out.append(text if isinstance(text, str) else json.dumps(part, ensure_ascii=False, default=repr))
+    return "".join(out)

@@ -1,0 +1,180 @@
+"""A request's prompt as a model's own chat template and tokenizer make it: parts in token ids, and what a template does by itself.
+
+Uses the rendering and the tokenising of `layout`; loads a tokenizer, never a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError, PromptError, TemplateError
+from ..layout.canonical import Turn
+from ..layout.plain import plain_messages
+from ..layout.spans import generation_start, marks, places, spans
+from ..layout.template import Template
+from ..layout.tokenise import EMPTY, Encoded, Encoder, common_chars
+from ..types import Span
+from .render import Part, Prompt
+from .values import Cause, Request, Said
+
+
+class Loaded(NamedTuple):
+    """A tokenizer with the chat template that is to be used."""
+
+    tokenizer: Any
+    template: str | None
+
+
+def load(name: str, chat_template: Path | None = None) -> Loaded:
+    """A tokenizer by id or folder; ConfigError if it cannot be had."""
+    from transformers import PreTrainedTokenizerFast  # not AutoTokenizer, which would load torch
+
+    given = chat_template.read_text(encoding="utf-8") if chat_template is not None else None
+    try:
+        return Loaded(PreTrainedTokenizerFast.from_pretrained(name), given)
+    except (OSError, ValueError, TypeError) as first:
+        try:
+            from transformers import AutoTokenizer
+
+            return Loaded(AutoTokenizer.from_pretrained(name), given)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"tokenizer {name!r} cannot be loaded ({error}); give a folder with tokenizer.json or an id") from first
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens(Prompt):
+    """A prompt in ids, with the text and where its tokens end. generation: how many ids the generation prompt has."""
+
+    unit: int = 1
+    encoded: Encoded = field(default=EMPTY, repr=False)
+    spans: tuple[Span, ...] = ()
+    generation: int = 0
+
+    @property
+    def stable(self) -> int:
+        """Ids before the generation prompt: what the next request is to go on from."""
+        return len(self.encoded.ids) - self.generation
+
+    def span_at(self, token: int) -> Span | None:
+        """The span in which a token stands."""
+        return next((span for span in self.spans if span.start <= token < span.stop), None)
+
+    def char(self, token: int) -> int:
+        """Where in the text a token starts."""
+        return self.encoded.ends[token - 1] if 0 < token <= len(self.encoded.ends) else 0
+
+
+class Templated:
+    """Renders requests for one tokenizer; only text that the prompt before did not have is tokenised."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.template = Template(loaded.tokenizer, loaded.template)
+        self._encoder = Encoder(loaded.tokenizer)
+        self._tools: OrderedDict[tuple[str, ...], tuple[list[dict[str, Any]], str]] = OrderedDict()
+
+    def prompt(self, request: Request, known: Prompt | None) -> Tokens:
+        """The prompt in ids. `known`: the prompt of the request before. Raises PromptError if the template refuses the request."""
+        before = known.encoded if isinstance(known, Tokens) else EMPTY
+        if request.prompt is not None:
+            text, found, stop, added = request.prompt, None, len(request.prompt), ""
+        else:
+            plain = plain_messages([_plain(said) for said in (*request.system, *request.history)])
+            tools, added = self._listed(request)
+            try:
+                text = self.template.render(plain, tools, True)
+            except TemplateError:  # some take ids of one form only
+                text = self.template.render(_numbered(plain), tools, True)
+            shape = self.template.shape(bool(tools))
+            stop = generation_start(text, shape, True)
+            turns = [Turn(at, message) for at, message in enumerate(plain)]
+            found = turns, places(text, turns, [b""] * len(turns), shape, stop, EMPTY, 0)
+        encoded, _ = self._encoder.resume(before, common_chars(before.text, text), text)
+        if found is None or not encoded.ends:
+            return Tokens((Part("text", tuple(encoded.ids)),), encoded=encoded)
+        at = text.find(added) if added else -1
+        shown = spans(encoded, marks(*found, len(text), stop, (at, at + len(added)) if at >= 0 else None))
+        said = [*request.system, *request.history]
+        parts = tuple(Part(_kind(span, said), tuple(encoded.ids[span.start : span.stop])) for span in shown)
+        generation = sum(span.stop - span.start for span in shown if span.kind == "generation")
+        return Tokens(parts, encoded=encoded, spans=shown, generation=generation)
+
+    def _listed(self, request: Request) -> tuple[list[dict[str, Any]], str]:
+        """The tools as the template gets them, and the text that they add."""
+        key = tuple(tool.text for tool in request.tools)
+        if key not in self._tools:
+            tools = [_openai(json.loads(tool.text)) for tool in request.tools]
+            self._tools[key] = tools, (self.template.tools_text(tools, {}) or "") if tools else ""
+            if len(self._tools) > 64:
+                self._tools.popitem(last=False)
+        return self._tools[key]
+
+
+def _kind(span: Span, said: list[Said]) -> str:
+    if span.kind == "turn" and span.message is not None:
+        return said[span.message].role
+    return {"turn": "user"}.get(span.kind, span.kind)
+
+
+def _plain(said: Said) -> dict[str, Any]:
+    """A message as chat templates expect it."""
+    out: dict[str, Any] = {"role": said.role, "content": said.content}
+    if said.reasoning:
+        out["reasoning_content"] = said.reasoning
+    if said.calls:
+        out["tool_calls"] = [_call(number, call.name, call.arguments, call.id) for number, call in enumerate(said.calls)]
+    if said.call_id is not None:
+        out["tool_call_id"] = said.call_id
+    if said.name is not None:
+        out["name"] = said.name
+    return out
+
+
+def _call(number: int, name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
+    return {"id": call_id or f"call_{number:04d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _numbered(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the ids of calls numbered by position: nine letters and digits."""
+    known: dict[Any, str] = {}
+    out = []
+    for message in plain:
+        calls = [{**call, "id": known.setdefault(call.get("id"), f"call{len(known):05d}")} for call in message.get("tool_calls", ())]
+        answers = {"tool_call_id": known.get(message["tool_call_id"], "call99999")} if "tool_call_id" in message else {}
+        out.append({**message, **({"tool_calls": calls} if calls else {}), **answers})
+    return out
+
+
+def _openai(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as chat templates expect it."""
+    if "function" in tool or "name" not in tool:
+        return tool
+    parameters = tool.get("input_schema", tool.get("parameters")) or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}}
+
+
+def own_fault(was: Tokens, now: Tokens, at: int, messages: tuple[Said, ...]) -> tuple[Cause, str, str]:
+    """(cause, writer, detail) where the messages only went on, and the ids did not: the template's or the tokenizer's doing."""
+    char = common_chars(was.encoded.text, now.encoded.text)
+    if char >= was.char(was.stable):
+        return Cause.BOUNDARY, "tokenizer boundary", "the same characters are cut into other tokens when more text follows"
+    old_tools, new_tools = _tools_start(was), _tools_start(now)
+    if old_tools != new_tools and None not in (old_tools, new_tools) and at <= min(old_tools or 0, new_tools or 0) + 8:
+        return Cause.TOOLS_MOVED, "template", f"the tools stood at token {old_tools}, now they stand at {new_tools}"
+    span = was.span_at(at)
+    said = messages[span.message] if span is not None and span.message is not None and span.message < len(messages) else None
+    old, new = was.encoded.text[max(0, char - 12) : char + 400], now.encoded.text[max(0, char - 12) : char + 400]
+    lost = said is not None and bool(said.reasoning) and said.reasoning.strip()[:24] in old and said.reasoning.strip()[:24] not in new
+    if lost or ("<think" in old) != ("<think" in new):
+        return Cause.REASONING, "template", "the template shows the reasoning of this message no longer"
+    return Cause.TEMPLATE, "template", "the same messages are rendered differently when more of them follow"
+
+
+def _tools_start(prompt: Tokens) -> int | None:
+    return next((span.start for span in prompt.spans if span.kind == "tools"), None)
+
+
+REFUSALS = (PromptError,)

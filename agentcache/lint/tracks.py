@@ -1,0 +1,135 @@
+"""Which conversation a request belongs to: by the id its log gives, else by what it shares with the last request of each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from .history import alike
+from .values import Request, Said
+from .volatile import masked
+
+OPEN = 2_048  # conversations kept open; the one that is silent longest goes first
+SAME = 0.4  # share of the earlier request's messages, by weight, that the later one must have
+_HEAD = 4_096  # characters of a raw prompt's end by which it is found again
+
+
+@dataclass(slots=True)
+class Track:
+    """An open conversation: its name, its last request, and what that one's messages are known by."""
+
+    name: str
+    last: Request
+    number: int = 1
+    marks: Counter[bytes] = field(default_factory=Counter)
+
+
+class Tracks:
+    """Open conversations, found by name or by likeness."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, Track] = OrderedDict()
+        self._where: dict[bytes, dict[str, None]] = {}  # mark: names of the conversations whose last request has it, the newest last
+        self._digests: OrderedDict[Said, bytes] = OrderedDict()
+        self._made = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._open
+
+    def place(self, request: Request) -> tuple[Track, Request | None]:
+        """The conversation, with `request` as its last now, and the request before it, if any."""
+        if request.track is not None:
+            name: str | None = request.track
+            known = self._open.get(request.track)
+            marks: Counter[bytes] = Counter()
+        else:
+            marks = self._marks(request)
+            name = self._likest(request, marks)
+            known = self._open.get(name) if name is not None else None
+        if known is None:
+            self._made += 1
+            name = request.track if request.track is not None else f"conversation {self._made}"
+            known = self._open[name] = Track(name, request, 0)
+            before = None
+        else:
+            before = known.last
+        self._forget(known)
+        known.last, known.marks = request, marks
+        known.number += 1
+        for mark in marks:
+            self._where.setdefault(mark, {})[known.name] = None
+        self._open.move_to_end(known.name)
+        if len(self._open) > OPEN:
+            self._forget(self._open.popitem(last=False)[1])
+        return known, before
+
+    def _forget(self, track: Track) -> None:
+        for mark in track.marks:
+            names = self._where.get(mark)
+            if names is not None:
+                names.pop(track.name, None)
+                if not names:
+                    del self._where[mark]
+
+    def _marks(self, request: Request) -> Counter[bytes]:
+        """Digests of the messages with their weights; of the lines, where the prompt is raw text."""
+        if request.prompt is not None:
+            lines = [line for line in request.prompt.split("\n") if line.strip()]
+            return Counter({_digest(masked(line)): _weight(line) for line in lines[-200:]})
+        out: Counter[bytes] = Counter()
+        for said in request.history:
+            mark = self._digests.get(said)
+            if mark is None:
+                mark = self._digests[said] = _digest(repr(alike(said)))
+                if len(self._digests) > 32_768:
+                    self._digests.popitem(last=False)
+            out[mark] = max(out[mark], _weight(said.content) + sum(_weight(call.arguments) for call in said.calls))
+        return out
+
+    def _likest(self, request: Request, marks: Counter[bytes]) -> str | None:
+        """The open conversation whose last request this one goes on from best."""
+        shared: Counter[str] = Counter()
+        for mark, weight in marks.items():
+            for name in list(self._where.get(mark, ()))[-256:]:
+                shared[name] += weight
+        best, best_score = None, 0.0
+        for name in self._open:  # the newest wins a tie
+            if name not in shared:
+                continue
+            track = self._open[name]
+            whole, mine = sum(track.marks.values()), sum(marks.values())
+            score = shared[name] / min(whole, mine)
+            score += 0.5 * (_end(track.last) in marks) - (0.25 if track.last.system[:1] != request.system[:1] else 0)
+            if shared[name] >= SAME * min(whole, mine) and not self._starts_over(track, request, marks) and score >= best_score:
+                best, best_score = name, score
+        return best
+
+    def _starts_over(self, track: Track, request: Request, marks: Counter[bytes]) -> bool:
+        """Whether the request is only the beginning of that conversation once more; or a text that lacks its end."""
+        last = track.last
+        if (last.prompt is None) != (request.prompt is None):
+            return True
+        if request.prompt is not None:
+            return not request.prompt.startswith(last.prompt or "") and _end(last) not in marks
+        begun = len(request.history) < len(last.history) and marks.keys() <= track.marks.keys()
+        return begun and all(said.role != "assistant" for said in request.history)
+
+
+def _end(request: Request) -> bytes:
+    """The mark of a request's last message, or of its last whole line."""
+    if request.prompt is not None:
+        lines = [line for line in request.prompt.split("\n") if line.strip()]
+        return _digest(masked(lines[-2 if len(lines) > 1 else -1])) if lines else b""
+    return _digest(repr(alike(request.history[-1]))) if request.history else b""
+
+
+def _weight(text: str) -> int:
+    return 20 + min(len(text), 400)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).digest()

@@ -1,0 +1,177 @@
+"""Values that change by themselves: dates and times, ids, numbers. Knows texts only, nothing of requests."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from .values import Cause
+
+_MONTH = r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)"  # noqa: E501
+_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+_TIME = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?(?:\s?[AaPp]\.?[Mm]\b\.?)?"
+_ZONE = r"(?:\s?(?:Z\b|UTC|GMT|[ECMP][SD]?T\b|CES?T\b)|\s?[+-]\d{2}:?\d{2}\b)"
+_DATE = rf"(?:\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{4}}|(?:{_DAY},?\s+)?(?:\d{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}\.?,?\s+\d{{4}}|{_MONTH}\.?\s+\d{{1,2}}(?:st|nd|rd|th)?,?\s+\d{{4}}))"  # noqa: E501
+_STAMP = rf"{_DATE}(?:(?:T|,?\s+(?:at\s+)?){_TIME}{_ZONE}{{0,2}})?"
+_EPOCH = r"(?:1[4-9]|2[01])\d{8}(?:\d{3}|\d{6}|\d{9})?(?:\.\d+)?"
+_UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
+_MIXED = r"(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]"  # letters and digits in one word
+_TAGGED = r"[A-Za-z]{2,16}[_-](?=[A-Za-z0-9]*\d)[A-Za-z0-9]{6,}"
+
+# The alternatives in the order in which they win; what they match is one value, never a piece of one.
+_VALUE = re.compile(
+    rf"(?P<stamp>(?<![\w.-]){_STAMP}|(?<!\d)\d{{8}}T\d{{4,6}}Z?\b)"
+    rf"|(?P<time>(?<![\w:.]){_TIME}{_ZONE}{{0,2}}(?![\w:]))"
+    rf"|(?P<id>\b(?:{_UUID}|0x[0-9a-fA-F]{{4,}}|(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}|{_TAGGED}|{_MIXED}{{8,64}})\b)"
+    rf"|(?P<epoch>(?<![\w.]){_EPOCH}(?![\w]))"
+    rf"|(?P<daytime>\b(?:{_DAY}|{_MONTH}|morning|afternoon|evening|night|noon|midnight|[AaPp][Mm])\b)"
+    r"|(?P<number>\d+(?:[.,]\d+)*)"
+    r"|(?P<word>[^\W\d]+)"
+    r"|(?P<space>\s+)"
+    r"|(?P<mark>.)",
+    re.DOTALL,
+)
+_CLOCK_CUE = re.compile(r"\b(time|date|clock|now|today|timestamp|elapsed|uptime|since|ago|hours?|minutes?|seconds?|secs?|ms|weekday|datum|uhr)\b", re.IGNORECASE)  # fmt: skip # noqa: E501
+_ID_CUE = re.compile(r"(\b|_)(id|ids|uuid|guid|session|nonce|hash|sha\d*|token|salt|seed|pid|fingerprint|etag|key)(\b|_)", re.IGNORECASE)
+_COUNT_CUE = re.compile(r"(step|turn|count|counter|iteration|attempt|remaining|left|budget|used|number|round|call|retries|version)", re.IGNORECASE)  # fmt: skip # noqa: E501
+_NOW_CUE = re.compile(
+    r"\b(current(ly)?|now|today(?:'s)?|as of|generated (at|on)|timestamp|date|time|updated|datum|uhrzeit)\b", re.IGNORECASE
+)
+_NEAR = 48  # characters before a value in which a word says what it is
+
+
+class Value(NamedTuple):
+    """A piece of text and its kind: a group name of the pattern above."""
+
+    kind: str
+    text: str
+
+
+def values(text: str) -> list[Value]:
+    """The text cut into values, words, white space and marks; joined, they are the text."""
+    return [Value(str(found.lastgroup), found[0]) for found in _VALUE.finditer(text)]
+
+
+_OF_KIND = {"stamp": Cause.CLOCK, "time": Cause.CLOCK, "epoch": Cause.CLOCK, "daytime": Cause.CLOCK, "id": Cause.ID}
+_PLAIN = ("space", "mark")
+
+
+def kind_of(was: list[Value], now: list[Value], before: str, after: str, in_system: bool) -> Cause | None:
+    """What a changed region is, if it is only volatile values: `before` and `after` are the text around it."""
+    told = [value for value in (*was, *now) if value.kind not in _PLAIN]
+    if not told or not was or not now:
+        return None
+    kinds = {value.kind for value in told}
+    near = before[-_NEAR:].rpartition("\n")[2]
+    if kinds <= {"stamp", "time", "epoch", "daytime", "number"} and kinds != {"number"}:
+        return Cause.CLOCK
+    if _ID_CUE.search(near) and all(_like_id(value) for value in told):
+        return Cause.ID
+    if kinds <= {"id", "number", "epoch"} and "id" in kinds:
+        return Cause.ID
+    if kinds == {"number"}:
+        return _number(told, near, after, in_system)
+    if kinds <= {"id", "number", "word"} and "id" in kinds and len(was) == len(now) == 1:
+        return Cause.ID  # random words now and then have no digit
+    return None
+
+
+def _like_id(value: Value) -> bool:
+    return value.kind in ("id", "number", "epoch") or (value.kind == "word" and len(value.text) >= 6 and not value.text.islower())
+
+
+def _number(told: list[Value], near: str, after: str, in_system: bool) -> Cause | None:
+    close = near[-24:]
+    if _COUNT_CUE.search(close):
+        return Cause.COUNTER
+    if _CLOCK_CUE.search(close) or _CLOCK_CUE.match(after.lstrip(" ")[:8]):
+        return Cause.CLOCK
+    if _ID_CUE.search(close):
+        return Cause.ID
+    return Cause.COUNTER if in_system else None
+
+
+class Spot(NamedTuple):
+    """A volatile value found in one text."""
+
+    cause: Cause
+    start: int
+    stop: int
+
+
+def spots(text: str, strict: bool = False) -> list[Spot]:
+    """Values that are likely to be another in the next request. strict: only where nothing else can be meant (tool schemas).
+
+    A date without a time of day, or a time alone, needs a word before it that speaks of now: policies and examples are full of dates.
+    """
+    out = []
+    for found in _SURE.finditer(text):
+        kind, start = str(found.lastgroup), found.start()
+        near = text[max(0, start - _NEAR) : start].rpartition("\n")[2]
+        if kind == "id":
+            out.append(Spot(Cause.ID, start, found.end()))
+        elif not _EXAMPLE.search(near) and (_NOW_CUE.search(near) or (kind == "stamp" and not strict and ":" in found[0])):
+            out.append(Spot(Cause.CLOCK, start, found.end()))
+    return out
+
+
+_SURE = re.compile(
+    rf"(?P<stamp>(?<![\w.-]){_STAMP}|(?<!\d)\d{{8}}T\d{{4,6}}Z?\b)|(?P<id>\b(?:{_UUID}|0x[0-9a-fA-F]{{6,}})\b)|(?P<time>(?<![\w:.]){_TIME}{_ZONE}{{0,2}}(?![\w:]))"
+)
+_EXAMPLE = re.compile(r"(e\.g\.|for example|such as|example|format|like|default|i\.e\.)[^.\n]*$", re.IGNORECASE)
+
+
+def masked(text: str) -> str:
+    """The text with its clocks and ids replaced by their kind: equal for texts that differ in nothing else."""
+    return _MASKED.sub(lambda found: f"<{found.lastgroup}>", text)
+
+
+_MASKED = re.compile(
+    rf"(?P<clock>(?<![\w.-]){_STAMP}|(?<!\d)\d{{8}}T\d{{4,6}}Z?\b|(?<![\w:.]){_TIME}{_ZONE}{{0,2}}(?![\w:])|(?<![\w.]){_EPOCH}(?![\w]))"
+    rf"|(?P<id>\b(?:{_UUID}|0x[0-9a-fA-F]{{4,}}|(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{8,64}})\b)"
+)
+
+
+def hidden(text: str) -> str:
+    """The text with nothing of it left but kinds and lengths."""
+    out = []
+    for value in values(text):
+        out.append(value.text if value.kind in _PLAIN and value.text in " \n\"',.:;{}[]()<>" else f"<{value.kind} {len(value.text)}>")
+    return "".join(out)
+
+
+def pattern(text: str, start: int, stop: int) -> str:
+    """A regular expression for the sentence around text[start:stop] in which volatile values are patterns."""
+    left = max((found.end() for found in _ENDS.finditer(text, max(0, start - 400), start)), default=max(0, start - 400))
+    ending = _ENDS.search(text, stop)
+    right = len(text) if ending is None else ending.start() + (ending[0][0] != "\n")
+    line = text[left:right]
+    offset, out = left, []
+    for value in values(line):
+        inside = offset < stop and offset + len(value.text) > start
+        offset += len(value.text)
+        if (value.kind in _OF_KIND and value.kind != "daytime") or (inside and value.kind not in _PLAIN):
+            out.append(_general(value))
+        else:
+            out.append(re.escape(value.text).replace("\\ ", " "))
+    return "".join(out)
+
+
+def line_pattern(text: str, at: int) -> str:
+    """A regular expression for the rest of a line whose start is known; "" if nothing stands before `at` in it."""
+    start = text[text.rfind("\n", 0, at) + 1 : at]
+    return re.escape(start).replace("\\ ", " ") + r"[^\n]*" if len(start.strip()) >= 4 else ""
+
+
+_ENDS = re.compile(r"[.!?]\s+|\n+")
+
+
+def _general(value: Value) -> str:
+    """A pattern for values like this one."""
+    if value.kind == "id":
+        tag = re.match(r"(?![0-9a-fA-F]+-)[A-Za-z]+[_-]", value.text)
+        return re.escape(tag[0]) + r"[0-9A-Za-z]+" if tag else r"[0-9A-Za-z-]+"
+    out = []
+    for run in re.finditer(r"(\d+)|([^\W\d_]+)|(\s+)|(.)", value.text):
+        out.append(r"\d+" if run[1] else r"[^\W\d_]+" if run[2] else r"\s+" if run[3] else re.escape(run[4]))
+    return "".join(out)
