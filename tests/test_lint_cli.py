@@ -31,7 +31,7 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 @pytest.fixture
 def clocked(tmp_path: Path) -> Path:
     """A log whose system text tells the time, to the second, behind a name that no page may obey."""
-    bodies = with_system(conversation(2), [f"{NASTY} The current time is 2031-03-14 09:2{number}:53 UTC." for number in range(3)])
+    bodies = with_system(conversation(2), [f"The current time is 2031-03-14 09:2{number}:53 UTC {NASTY}." for number in range(3)])
     return written(tmp_path / "clocked.jsonl", bodies)
 
 
@@ -41,7 +41,7 @@ def clean(tmp_path: Path) -> Path:
 
 
 def written(path: Path, bodies: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(f"{json.dumps({'conversation_id': 'a', **body})}\n" for body in bodies), encoding="utf-8")
+    path.write_text("".join(f"{json.dumps({'conversation_id': NASTY, **body})}\n" for body in bodies), encoding="utf-8")
     return path
 
 

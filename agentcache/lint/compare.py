@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from .history import Turned, speaks_of_summary, turned
+from .history import Turned, similar, speaks_of_summary, turned
 from .texts import causes, parsed, window
 from .values import Cause, Change, Request, Said, Shown
 
@@ -42,7 +42,8 @@ def _system(was: Request, now: Request, behind: Turned | None) -> list[Change]:
         return [Change(cause, "system", at, at, _system_name(new, at), f"a system message was {verb}")]
     cause, detail = _system_text(old[at].content, new[at].content)
     cut = behind is not None and behind.cause in (Cause.TRUNCATED, Cause.SUMMARY)
-    if at and (cut or (cause is Cause.STATE and speaks_of_summary(new[at].content))):
+    whole = not similar(old[at].content, new[at].content, 0.6)  # not a system text in which something changed
+    if (cut and (at or whole)) or (at and cause is Cause.STATE and speaks_of_summary(new[at].content)):
         cause, detail = Cause.SUMMARY, "the system message before the history was written anew"
     return [Change(cause, "system", at, at, _system_name(new, at), detail)]
 

@@ -165,7 +165,7 @@ def _in_place(was: Sequence[Said], now: Sequence[Said], at: int, front: bool) ->
 def _replaced_tail(old: Sequence[Said], new: Sequence[Said], at: int, front: bool) -> Turned:
     """Nothing of what stood from here on comes back."""
     same = old[0].role == new[0].role and old[0].role != "assistant"
-    rewritten = same and similar(old[0].content, new[0].content)
+    rewritten = same and (similar(old[0].content, new[0].content) or common_chars(old[0].content, new[0].content) >= 12)
     if len(old) == 1 and (rewritten or (same and at)):
         return _text_changed(old[0], new[0], at)
     gone = f"{_count(len(old), 'message')} replaced by {len(new)}"
@@ -182,11 +182,11 @@ def _replaced_tail(old: Sequence[Said], new: Sequence[Said], at: int, front: boo
     return Turned(Cause.EDITED, at, at, f"went back to an earlier state: {gone}")
 
 
-def similar(was: str, now: str) -> bool:
+def similar(was: str, now: str, share: float = 0.2) -> bool:
     """Whether two texts start and end alike for a good part of the shorter."""
     head = common_chars(was, now)
     most = min(len(was), len(now))
-    return head + shared_end(was, now, most - head) >= 0.2 * most
+    return head + shared_end(was, now, most - head) >= share * most
 
 
 def _count(number: int, what: str) -> str:

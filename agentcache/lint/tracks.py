@@ -12,7 +12,6 @@ from .volatile import masked
 
 OPEN = 2_048  # conversations kept open; the one that is silent longest goes first
 SAME = 0.4  # share of the earlier request's messages, by weight, that the later one must have
-_HEAD = 4_096  # characters of a raw prompt's end by which it is found again
 
 
 @dataclass(slots=True)
@@ -104,6 +103,7 @@ class Tracks:
             whole, mine = sum(track.marks.values()), sum(marks.values())
             score = shared[name] / min(whole, mine)
             score += 0.5 * (_end(track.last) in marks) - (0.25 if track.last.system[:1] != request.system[:1] else 0)
+            score += 2 * (request.prompt is not None and request.prompt.startswith(track.last.prompt or "\0"))
             if shared[name] >= SAME * min(whole, mine) and not self._starts_over(track, request, marks) and score >= best_score:
                 best, best_score = name, score
         return best
@@ -114,7 +114,7 @@ class Tracks:
         if (last.prompt is None) != (request.prompt is None):
             return True
         if request.prompt is not None:
-            return not request.prompt.startswith(last.prompt or "") and _end(last) not in marks
+            return not request.prompt.startswith(last.prompt or "") and _tail(last) not in masked(request.prompt)
         begun = len(request.history) < len(last.history) and marks.keys() <= track.marks.keys()
         return begun and all(said.role != "assistant" for said in request.history)
 
@@ -125,6 +125,11 @@ def _end(request: Request) -> bytes:
         lines = [line for line in request.prompt.split("\n") if line.strip()]
         return _digest(masked(lines[-2 if len(lines) > 1 else -1])) if lines else b""
     return _digest(repr(alike(request.history[-1]))) if request.history else b""
+
+
+def _tail(request: Request) -> str:
+    """The last whole lines of a raw prompt: enough of them to be this conversation's own."""
+    return "\n".join(masked(request.prompt or "").split("\n")[-7:-1])
 
 
 def _weight(text: str) -> int:
