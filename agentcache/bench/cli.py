@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
+from .cli_layout import layout
 from .given import (
     Dtype,
     DtypeOption,
@@ -27,6 +28,7 @@ from .given import (
 )
 
 app = typer.Typer(help="Measure against what is used today; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
+app.command()(layout)
 
 
 @app.command()

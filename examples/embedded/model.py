@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -145,10 +146,12 @@ def logits(model: Any, made: Pack, rows: Any) -> torch.Tensor:
     return out
 
 
-def loss(model: Any, made: Pack) -> tuple[torch.Tensor, int]:
-    """The sum of the cross entropies of all tokens with loss, and their number."""
+def loss(model: Any, made: Pack, choice: float = 1.0) -> tuple[torch.Tensor, float]:
+    """The sum of the cross entropies of all tokens with loss, and their number; tokens that decide between tools count `choice` times."""
     rows = made.targets()
-    return F.cross_entropy(logits(model, made, rows).float(), torch.from_numpy(made.ids[rows]), reduction="sum"), len(rows)
+    losses = F.cross_entropy(logits(model, made, rows).float(), torch.from_numpy(made.ids[rows]), reduction="none")
+    weights = torch.where(torch.from_numpy(np.isin(rows, made.choices())), choice, 1.0)
+    return (losses * weights).sum(), float(weights.sum())
 
 
 class Muon(torch.optim.Optimizer):

@@ -47,6 +47,10 @@ class Pack:
         """The rows with loss, each once."""
         return np.unique(np.concatenate([completion.rows for completion in self.completions]))
 
+    def choices(self) -> Ints:
+        """Those of them that decide between tools: one or two in a completion, and the last thing to be learnt."""
+        return np.unique(np.concatenate([completion.rows[: completion.pick] for completion in self.completions]))
+
 
 def samples_of(made: Bundle) -> list[Sample]:
     """The bundle's samples in its own style."""

@@ -25,8 +25,8 @@ use was we what when where which who will with you your"""
 _RUN = "|".join(sorted(LITTLE.split(), key=len, reverse=True))
 _TYPE = r'"type": "(?:string|integer|number|boolean)"'
 SCAFFOLD = (
-    r'\{"type": "function", "function": \{"name": "',
-    r'\n\{"name": "',
+    r'\{"type": "function", "function": ',
+    r'\{"name": "',  # the same before a tool's name in the catalog and in a call: what followed it there can follow it here
     r'", "arguments": \{"?',
     r'", "description": "',
     r'[.!]?", "parameters": \{"(?:type": "object", "properties": \{(?:"|\}, "required": \[\]\}\}\})|properties": \{"?)',

@@ -28,6 +28,8 @@ from . import model as models
 from .packing import Encoder, Pack
 from .tokenizer import load
 
+CHOICE = 3.0  # how much a token that decides between tools counts: they are few, and the last thing to be learnt
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -89,12 +91,12 @@ class Learner:
             parameter.grad = self.gradients[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
 
-    def learn(self, packs: Sequence[Pack]) -> tuple[float, int]:
-        """Sums the gradients over the packs; returns the sum of losses and the number of targets."""
+    def learn(self, packs: Sequence[Pack]) -> tuple[float, float]:
+        """Sums the gradients over the packs; returns the sum of losses and of the targets' weights."""
         self.gradients.zero_()
-        total, count = 0.0, 0
+        total, count = 0.0, 0.0
         for pack in packs:
-            value, rows = models.loss(self.model, pack)
+            value, rows = models.loss(self.model, pack, CHOICE)
             value.backward()
             total, count = total + value.item(), count + rows
         return total, count
@@ -136,8 +138,8 @@ class Team:
             self.pipes.append(ours)
             self.sums.append(shared)
 
-    def learn(self, packs: Sequence[Pack]) -> tuple[float, int]:
-        """The gradient of the mean loss over all targets of these packs; the sum of losses and the number of targets."""
+    def learn(self, packs: Sequence[Pack]) -> tuple[float, float]:
+        """The gradient of the mean loss over all targets of these packs; the sum of losses and of the targets' weights."""
         parts: list[list[Pack]] = [[] for _ in range(len(self.pipes) + 1)]
         for pack in sorted(packs, key=lambda one: -len(one.ids)):
             min(parts, key=lambda part: sum(len(one.ids) for one in part)).append(pack)
@@ -228,7 +230,8 @@ class Training:
         self.checkpoint = plan.out / "checkpoint.safetensors"
         resumed = plan.resume and self.checkpoint.exists()
         if not resumed and plan.begin_from is None:
-            initial.structure(self.model, plan.seed)
+            begins = self.tokenizer.backend_tokenizer.encode('{"name": "', add_special_tokens=False).ids
+            initial.structure(self.model, plan.seed, begins if len(begins) == 1 else ())
         self.average = models.Average(self.model)
         self.state = State()
         if resumed:
@@ -265,7 +268,7 @@ class Training:
         state.step += 1
         state.packs += len(packs)
         state.tokens += sum(len(pack.ids) for pack in packs)
-        state.targets += count
+        state.targets += round(count)
         state.hours += min(time.perf_counter() - began, time.process_time() - worked) / 3600  # not while others had the cores
         return total / count
 
