@@ -16,7 +16,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from agentcache import Message, ToolCall
+from agentcache import Message, ToolCall, volatile
 
 from .errors import ModelInvalidRequestError
 
@@ -35,7 +35,7 @@ def _converted(index: int, message: BaseMessage) -> Message:
     if isinstance(message, HumanMessage):
         return Message("user", text)
     if isinstance(message, SystemMessage):
-        return Message("system", text)
+        return Message("system", _with_mark(index, message) or text)
     if isinstance(message, AIMessage):
         return Message("assistant", text, _calls(message), reasoning=_thought(message) or reasoning or None)
     if isinstance(message, ToolMessage):
@@ -47,6 +47,17 @@ def _converted(index: int, message: BaseMessage) -> Message:
         shown = getattr(message, "role", message.type)
         raise ModelInvalidRequestError(f"messages[{index}]: role {shown!r} is unknown; use one of {sorted(_ROLES)!r}, or a ToolMessage")
     return Message(role, text)  # type: ignore[arg-type]
+
+
+def _with_mark(index: int, message: SystemMessage) -> str:
+    """The text, its blocks behind the last one with `cache_control` marked as volatile; "" if there are none."""
+    blocks = message.content if isinstance(message.content, list) else []
+    tagged = [number for number, block in enumerate(blocks) if isinstance(block, Mapping) and block.get("cache_control")]
+    if not tagged or tagged[-1] + 1 == len(blocks):
+        return ""
+    cut = tagged[-1] + 1
+    stable, behind = (_parts(index, message.model_copy(update={"content": some}))[0] for some in (blocks[:cut], blocks[cut:]))
+    return stable + volatile(behind)
 
 
 def _calls(message: AIMessage) -> tuple[ToolCall, ...]:

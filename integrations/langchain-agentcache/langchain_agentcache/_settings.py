@@ -38,11 +38,11 @@ ALIASES = {
     "timeout_s": "timeout",
 }
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-_FOR_ENGINE = ("device", "dtype", "load_in_4bit", "load_in_8bit", "chat_template", "memory_bytes")
+_FOR_ENGINE = ("device", "dtype", "load_in_4bit", "load_in_8bit", "chat_template", "memory_bytes", "layout")
 PER_CALL = {
     *SAMPLING,
     *("model", "tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "format"),
-    *("forbidden_tools", "namespace", "group", "tools_order"),
+    *("forbidden_tools", "volatile", "namespace", "group", "tools_order"),
     *("template_kwargs", "reasoning", "timeout", "cache_control", "prompt_cache_key", "ls_structured_output_format", "stream", "stop"),
 }
 _warned: set[str] = set()
@@ -71,6 +71,7 @@ class Settings(BaseChatModel):
     load_in_8bit: bool = False
     chat_template: str | None = None
     memory_bytes: int | None = None
+    layout: Any = None
     cache_dir: str | None = Field(default_factory=from_env("AGENTCACHE_DIR", default=None))
     namespace: str = "default"
     tools_order: Literal["given", "sorted", "sticky"] = "given"

@@ -214,6 +214,7 @@ class ChatAgentCache(Settings):
                 ),
                 **{name: kwargs.get(name, getattr(self, name)) for name in ("namespace", "group", "tools_order")},
                 "template_kwargs": self._template_kwargs(kwargs),
+                "volatile": kwargs.get("volatile") or (),
             }
             for end, control in marked(messages, kwargs.get("cache_control")).items():
                 as_asked = {name: options[name] for name in ("namespace", "group", "tools_order", "template_kwargs")}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ModelResponse
 from langchain_core.callbacks import adispatch_custom_event, dispatch_custom_event
-from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
 from agentcache import Message
 
@@ -34,15 +34,15 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
     """Keeps the prefix of an agent's prompts stable.
 
     Args:
-        volatile: text that changes at every call, made from the agent's state, such as the time: stands at the very end of the prompt, for
-            one call. What the next step pays for it is this step's answer and tool results.
+        volatile: text that changes at every call, made from the agent's state, such as the time: the engine shows it at the very end of the
+            prompt, as the user's, for one call. What the next step pays for it is this step's answer and tool results.
         facts: text that changes now and then, such as a user's profile: becomes a message of the conversation whenever it has changed.
         sticky_tools: tools stay in the prompt once they were there; those that an outer middleware took away cannot be called, because
             decoding does not let them through.
         model, system_prompt, tools: with these the prefix is computed, and pinned, before the agent's first step.
         on_change: "warn" names what of an earlier step's prompt was changed, and by which middleware; "ignore" does not.
 
-    Blocks of the system message behind the last one that is tagged with `cache_control` are volatile, too.
+    Blocks of the system message behind the last one that is tagged with `cache_control` are volatile, too, with or without this middleware.
 
     Each step's receipt is a custom event, "agentcache.receipt", and goes to `stream_mode="custom"`.
     """
@@ -122,15 +122,13 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
     # -- arranging -------------------------------------------------------------------------------------------------
 
     def _arranged(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        tail = [self.volatile(request.state) or ""] if self.volatile else []
-        system, moved = _split_system(request.system_message)
+        text = self.volatile(request.state) if self.volatile else None
         tools, forbidden = self._tools(request)
-        arranged = request.override(system_message=system, tools=tools)
-        self._compare(arranged)
-        if forbidden:
-            arranged = arranged.override(model_settings={**request.model_settings, "forbidden_tools": forbidden})
-        texts = [text for text in (*moved, *tail) if text]
-        return arranged.override(messages=_with_tail(request.messages, texts)) if texts else arranged
+        arranged = request.override(tools=tools)
+        self._compare(arranged.override(system_message=_stable(request.system_message)))
+        said = {"forbidden_tools": forbidden, "volatile": _OPENING + text + _CLOSING if text else None}
+        more = {name: value for name, value in said.items() if value}
+        return arranged.override(model_settings={**request.model_settings, **more}) if more else arranged
 
     def _tools(self, request: ModelRequest[Any]) -> tuple[list[Any], list[str]]:
         """(tools of the prompt, names of those that may not be called)"""
@@ -185,22 +183,9 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         return told
 
 
-def _split_system(message: SystemMessage | None) -> tuple[SystemMessage | None, list[str]]:
-    """(what stays in front, texts of the blocks behind the last tagged one)"""
+def _stable(message: SystemMessage | None) -> SystemMessage | None:
+    """What stays in front: the blocks up to the last tagged one."""
     if message is None or not isinstance(message.content, list):
-        return message, []
+        return message
     tagged = [number for number, block in enumerate(message.content) if isinstance(block, dict) and block.get("cache_control")]
-    if not tagged or tagged[-1] + 1 == len(message.content):
-        return message, []
-    cut = tagged[-1] + 1
-    behind = [block if isinstance(block, str) else str(block.get("text") or "") for block in message.content[cut:]]
-    return message.model_copy(update={"content": message.content[:cut]}), behind
-
-
-def _with_tail(messages: Sequence[AnyMessage], texts: Sequence[str]) -> list[AnyMessage]:
-    """The messages with these texts behind everything: in the last message if a user wrote it or a tool did, else in one of their own."""
-    said = _OPENING + "\n".join(texts) + _CLOSING
-    last: BaseMessage | None = messages[-1] if messages else None
-    if isinstance(last, (HumanMessage, ToolMessage)) and isinstance(last.content, str):
-        return [*messages[:-1], last.model_copy(update={"content": f"{last.content}\n\n{said}"})]
-    return [*messages, HumanMessage(said)]
+    return message.model_copy(update={"content": message.content[: tagged[-1] + 1]}) if tagged else message

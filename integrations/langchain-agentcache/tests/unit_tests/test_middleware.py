@@ -87,6 +87,8 @@ def test_volatile_text_stands_at_the_end(chat: ChatAgentCache) -> None:
     assert all("o'clock" not in str(message.content) for message in state["messages"]), "for one call only"
     account = answers(state)[1].response_metadata["agentcache"]
     assert account["cached_tokens"] > 0.5 * account["prompt_tokens"]
+    assert [(move["by"], move["to"], move["role"]) for move in account["moves"]] == [("volatile", "tail", "user")]
+    assert account["ephemeral_tokens"] > 0
 
 
 def test_facts_become_messages_when_they_change(chat: ChatAgentCache) -> None:
@@ -103,14 +105,11 @@ def test_facts_become_messages_when_they_change(chat: ChatAgentCache) -> None:
 
 def test_blocks_behind_the_tagged_one_move(chat: ChatAgentCache) -> None:
     blocks = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "Memory: none yet."}]
-    seen: list[Any] = []
-    agent = create_agent(chat, [tide], system_prompt=SystemMessage(blocks), middleware=[AgentCacheMiddleware()])
-    original = ChatAgentCache._open
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChatAgentCache, "_open", lambda self, messages, *rest: seen.append(messages) or original(self, messages, *rest))
-        agent.invoke(asked("Hello"))
-    assert "Memory" not in seen[0][0].text
-    assert seen[0][-1].text.endswith("<context>\nMemory: none yet.\n</context>")
+    for middleware in ([AgentCacheMiddleware()], []):
+        agent = create_agent(chat, [tide], system_prompt=SystemMessage(blocks), middleware=middleware)
+        (move,) = answers(agent.invoke(asked("Hello")))[0].response_metadata["agentcache"]["moves"]
+        assert (move["message"], move["start"], move["by"]) == (0, len(SYSTEM), "marker")
+        assert (move["to"], move["role"]) in (("tail", "system"), ("stays", "system"))
 
 
 class Narrows(AgentMiddleware):

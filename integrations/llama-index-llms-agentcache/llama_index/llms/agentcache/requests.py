@@ -15,7 +15,7 @@ from agentcache.errors import ConfigError
 from .tools import Offer, Schema
 
 SAMPLING = tuple(one.name for one in fields(Sampling))
-REQUEST = ("namespace", "reuse", "rendering", "tools_order", "group", "template_kwargs")
+REQUEST = ("volatile", "namespace", "reuse", "rendering", "tools_order", "group", "template_kwargs")
 FORMS = ("schema", "regex", "grammar")
 TOOLS = ("tools", "tool_choice", "tool_required", "allow_parallel_tool_calls")
 
