@@ -21,6 +21,7 @@ from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineCl
 from .held import ToolGroups
 from .inflight import Chunk, Done, Request
 from .layout import Renderer, Volatile
+from .missed import Misses
 from .model.fingerprint import Fingerprint
 from .model.grammar import Grammars
 from .model.hf import HFModel, load
@@ -97,6 +98,7 @@ class Engine:
         self.fingerprint = Fingerprint(self.model.model, self.model.numerics.kernel) if self.model.numerics else None
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
+        self._misses = Misses()
         self._closed = False
         ends = self.model.stop_ids
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
@@ -202,6 +204,7 @@ class Engine:
 
     def _complete(self, request: Request, layout: Layout) -> Completion:
         receipt = request.receipt
+        receipt.missed = self._misses.look(request.namespace, layout) if request.reuse else None
         generated = tuple(request.ids[receipt.prompt_tokens :])
         message = message_of(request)
         if message.tool_calls and receipt.finish_reason == "stop":

@@ -2,7 +2,8 @@
 
 Buckets are inclusive: prompt_tokens = cached_tokens + computed_tokens; copied_tokens (slots copied by branching a shared page) lie inside
 cached_tokens, and so do disk_tokens (read from disk for this request, disk_bytes of it); spliced_tokens (the model's own ids put back) lie
-anywhere in the prompt. moves: what became of text that was declared volatile; ephemeral_tokens, the last ones of the prompt, and
+anywhere in the prompt. missed: why the prompt did not go on from the one before it in its
+conversation, if it did not. moves: what became of text that was declared volatile; ephemeral_tokens, the last ones of the prompt, and
 repeated_tokens, the completion behind them, are its price: what comes next computes them again, or does without. Times are milliseconds on
 a monotonic clock, read after the device has finished, one behind the other: layout_ms, load_ms until the pages are there (from disk, or
 from another process), queue_ms until the device takes the request, match_ms, prefill_ms; their sum is ttft_ms, from the call to the first
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .types import FinishReason, Move, Precision, Refusal, Span
+from .types import FinishReason, Missed, Move, Precision, Refusal, Span
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class Receipt:
     differences: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
     moves: tuple[Move, ...] = ()
+    missed: Missed | None = None
     finish_reason: FinishReason | None = None
     layout_ms: float = 0.0
     load_ms: float = 0.0

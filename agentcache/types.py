@@ -88,6 +88,22 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Missed:
+    """Why a prompt did not go on from the one before it in its conversation, as `agentcache lint` says of a log. Holds no text of them.
+
+    cause: such as "clock", "changed tool set", "edited history". writer: who wrote the first differing token, such as "system" or a tool's
+    name. token, char: where that is. cost_tokens: what stood in the earlier prompt and had to be computed again. fix: what to do.
+    """
+
+    cause: str
+    writer: str
+    token: int
+    char: int
+    cost_tokens: int
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutOptions:
     """What becomes of text that is declared volatile. Undeclared text never moves.
 

@@ -90,14 +90,15 @@ class Renderer:
         _check_options(rendering, tools_order)
         given = brought(volatile)
         if given and (rendering == "stock" or isinstance(messages, str)):
-            said = "rendering='stock' shows messages as they are" if rendering == "stock" else "a string prompt is shown as it is"
-            raise MessageError(f"volatile={volatile!r:.200}: {said}; write the text into it yourself")
+            raise MessageError(
+                f"volatile={volatile!r:.200}: a string prompt and rendering='stock' are shown as given; write it there yourself"
+            )
         if isinstance(messages, str):
             return self._render_text(messages, tools, namespace)
 
         def render(listed: Sequence[Message | Mapping[str, Any]]) -> Rendered:
-            request = self._requests.build(listed, tools, rendering, tools_order, sticky, template_kwargs or {})
-            return self._layout(request, rendering, namespace, generation)
+            said = self._requests.build(listed, tools, rendering, tools_order, sticky, template_kwargs or {})
+            return self._layout(said, rendering, namespace, generation)
 
         if rendering == "stock":
             return render(messages)
@@ -125,6 +126,7 @@ class Renderer:
             tokenised_chars=spent + extra,
             encoded=encoded,
             chain=b"" if rendering == "stock" else request.keys[-1],
+            request=request,
         )
 
     def remember(
@@ -346,5 +348,5 @@ def _check_options(rendering: str, order: str) -> None:
 
 
 def _splice_notes(encoded: Encoded) -> list[str]:
-    sources = [str(splice.source) for splice in encoded.splices if splice.differs]
-    return [f"messages {', '.join(sources)}: the model's own ids kept in place of the re-rendered text"] if sources else []
+    sources = ", ".join(str(splice.source) for splice in encoded.splices if splice.differs)
+    return [f"messages {sources}: the model's own ids kept in place of the re-rendered text"] if sources else []

@@ -17,6 +17,7 @@ from ..errors import TemplateError
 from ..types import Layout, LayoutOptions, Message, Move, Role, Span
 from .canonical import text_of
 from .declared import Declared, Piece
+from .request import Request
 from .tokenise import EMPTY, Encoded, common_chars, common_ids
 
 NO_FORM = "the chat template shows no system text behind the last message; allow_demote=True lets a user message say it"
@@ -29,6 +30,7 @@ class Rendered(Layout):
 
     encoded: Encoded = field(default=EMPTY, repr=False, compare=False)
     chain: bytes = field(default=b"", repr=False, compare=False)
+    request: Request | None = field(default=None, repr=False, compare=False)
 
 
 Render = Callable[[Sequence[Any]], Rendered]
@@ -144,6 +146,7 @@ def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], form: Form,
         ephemeral_tokens=len(full.ids) - shared,
         encoded=base.encoded,
         chain=base.chain,
+        request=base.request,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +67,15 @@ class Tokens(Prompt):
     def char(self, token: int) -> int:
         """Where in the text a token starts."""
         return self.encoded.ends[token - 1] if 0 < token <= len(self.encoded.ends) else 0
+
+
+def tokens_of(encoded: Encoded, spans: Sequence[Span]) -> Tokens:
+    """A prompt that `layout` made; spans beyond its ids are left out."""
+    shown = tuple(span for span in spans if span.start < len(encoded.ids) and span.kind != "volatile")
+    parts = tuple(Part(span.kind, tuple(encoded.ids[span.start : span.stop])) for span in shown)
+    return Tokens(
+        parts, encoded=encoded, spans=shown, generation=sum(span.stop - span.start for span in shown if span.kind == "generation")
+    )
 
 
 class Templated:

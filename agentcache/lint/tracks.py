@@ -27,7 +27,8 @@ class Track:
 class Tracks:
     """Open conversations, found by name or by likeness."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = OPEN) -> None:
+        self._most = most
         self._open: OrderedDict[str, Track] = OrderedDict()
         self._where: dict[bytes, dict[str, None]] = {}  # mark: names of the conversations whose last request has it, the newest last
         self._digests: OrderedDict[Said, bytes] = OrderedDict()
@@ -62,7 +63,7 @@ class Tracks:
         for mark in marks:
             self._where.setdefault(mark, {})[known.name] = None
         self._open.move_to_end(known.name)
-        if len(self._open) > OPEN:
+        if len(self._open) > self._most:
             self._forget(self._open.popitem(last=False)[1])
         return known, before
 

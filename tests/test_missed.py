@@ -1,0 +1,101 @@
+"""Why a prefix was missed, in the receipt: the cause, who wrote it, and what it cost; and nothing where nothing was lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentcache import Message, ToolCall, volatile
+from agentcache.layout import Renderer
+from agentcache.missed import CONVERSATIONS, Misses
+from agentcache.types import Missed
+from tests.chat_templates import TOOL_TEMPLATES, episode, tokenizer, tool
+from tests.engines import TOOLS, chat, decode, engine, long_text
+
+SYSTEM = "You are the keeper of a lighthouse. {} " + "Write down wind, tide and every ship that passes. " * 6
+
+
+def asked(system: str, count: int = 1) -> list[dict[str, Any]]:
+    return chat(*[f"Question {n}: {long_text(20, n)}" for n in range(2 * count - 1)], system=system)
+
+
+def look(renderer: Renderer, *requests: tuple[Any, Any]) -> list[Missed | None]:
+    misses = Misses()
+    return [misses.look("default", renderer.render(messages, tools)) for messages, tools in requests]
+
+
+@pytest.mark.parametrize("name", ["chatml", "first_user"])
+def test_an_episode_that_only_grows_has_nothing_to_say(name: str) -> None:
+    renderer, whole = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES[name]), episode(3, True)
+    tools = [tool("search", "Finds flights."), tool("book", "Books one.")]
+    assert look(renderer, *[(whole[:stop], tools) for stop in (2, 4, 6, len(whole))]) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("cause", "writer", "change"),
+    [
+        ("clock", "system", lambda messages, tools: ([{**messages[0], "content": SYSTEM.format("It is 10:34.")}, *messages[1:]], tools)),
+        ("order", "tool", lambda messages, tools: (messages, tools[::-1])),
+        ("changed tool set", "tool", lambda messages, tools: (messages, tools[1:])),
+        (
+            "edited history",
+            "message",
+            lambda messages, tools: ([messages[0], {**messages[1], "content": "Cleared."}, *messages[2:]], tools),
+        ),
+    ],
+)
+def test_each_cause_is_named_with_its_writer(cause: str, writer: str, change: Any) -> None:
+    with engine(chat_template=TOOL_TEMPLATES["chatml"]) as running:
+        before = asked(SYSTEM.format("It is 10:33."), 2)
+        first = running.generate(before, TOOLS, sampling=decode(4)).receipt
+        assert first.missed is None
+        grown = [*before, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And now?"}]
+        messages, tools = change(grown, TOOLS)
+        receipt = running.generate(messages, tools, sampling=decode(4)).receipt
+        assert receipt.missed is not None
+        assert receipt.missed.cause == cause
+        assert writer in receipt.missed.writer
+        assert receipt.missed.fix
+        assert 32 <= receipt.missed.cost_tokens <= receipt.computed_tokens
+        assert receipt.missed.token <= receipt.cached_tokens + 1
+        assert receipt.as_dict()["missed"]["cause"] == cause
+
+
+def test_text_at_the_tail_is_no_miss_and_reuse_off_asks_nothing() -> None:
+    with engine(chat_template=TOOL_TEMPLATES["chatml"]) as running:
+        for clock in ("It is 10:33.", "It is 10:34."):
+            receipt = running.generate(asked(SYSTEM.format(volatile(clock))), TOOLS, sampling=decode(4)).receipt
+            assert receipt.missed is None
+        for clock in ("It is 10:33.", "It is 10:34."):
+            receipt = running.generate(asked(SYSTEM.format(clock)), TOOLS, sampling=decode(4), reuse="off", namespace="off").receipt
+            assert receipt.missed is None
+
+
+def test_other_conversations_and_namespaces_are_not_compared() -> None:
+    renderer = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"])
+    misses = Misses()
+    one, other = (chat(long_text(60, salt), system="S") for salt in (1, 2))
+    assert misses.look("a", renderer.render(one)) is None
+    assert misses.look("a", renderer.render(other)) is None
+    changed = [{"role": "system", "content": "It is 10:33. S"}, *one[1:]]
+    assert misses.look("b", renderer.render(changed, namespace="b")) is None
+    assert misses.look("a", renderer.render(changed)) is not None
+    for number in range(3 * CONVERSATIONS):
+        misses.look("a", renderer.render(chat(long_text(8, number), system="S")))
+    assert len(misses._open["a"].prompts) <= CONVERSATIONS
+    assert len(misses._open["a"].tracks) <= CONVERSATIONS
+
+
+def test_arguments_in_another_order_of_keys_are_named() -> None:
+    renderer = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"])
+    tools = [tool("search", "Finds flights.")]
+
+    def called(arguments: dict[str, Any]) -> list[Any]:
+        call = Message("assistant", "", (ToolCall("search", arguments, "c1"),))
+        return [Message("user", "Go"), call, Message("tool", long_text(40), tool_call_id="c1"), Message("user", "And?")]
+
+    first, second = look(renderer, (called({"city": "Lisbon", "day": 3}), tools), (called({"day": 3, "city": "Lisbon"}), tools))
+    assert first is None
+    assert second is not None
+    assert second.cause in ("order", "re-serialised arguments")
