@@ -26,7 +26,7 @@ from .opening import cut, opening
 from .plain import check_list
 from .request import Request, Requests
 from .spans import Mark, generation_start, marks, places, spans
-from .splice import spliced
+from .splice import splice_notes, spliced
 from .tail import Rendered, placed
 from .template import SENTINEL, Shape, Template, TemplateReport
 from .tokenise import Encoded, Encoder, Place, common_chars, common_ids
@@ -121,7 +121,7 @@ class Renderer:
             spans=spans(encoded, frame.marks(text)),
             text=text,
             prefix_tokens=prefix,
-            differences=(*request.notes, *_splice_notes(encoded)),
+            differences=(*request.notes, *splice_notes(encoded)),
             spliced_tokens=sum(splice.last - splice.first for splice in encoded.splices),
             tokenised_chars=spent + extra,
             encoded=encoded,
@@ -345,8 +345,3 @@ def _check_options(rendering: str, order: str) -> None:
         raise ConfigError(f"rendering={rendering!r}: must be 'canonical' or 'stock'")
     if order not in ("given", "sorted", "sticky"):
         raise ConfigError(f"tools_order={order!r}: must be 'given', 'sorted' or 'sticky'")
-
-
-def _splice_notes(encoded: Encoded) -> list[str]:
-    sources = ", ".join(str(splice.source) for splice in encoded.splices if splice.differs)
-    return [f"messages {sources}: the model's own ids kept in place of the re-rendered text"] if sources else []

@@ -61,3 +61,9 @@ def _message_stop(encoder: Encoder, text: str, start: int, stop: int, end_text: 
 def _last(text: str, words: Iterable[str], start: int, stop: int) -> tuple[int, int]:
     """(position, length) of the last of these words in text[start:stop], or (-1, 0)."""
     return max(((text.rfind(word, start, stop), len(word)) for word in words if word), default=(-1, 0))
+
+
+def splice_notes(encoded: Encoded) -> list[str]:
+    """In words, which messages differ from their rendering."""
+    sources = ", ".join(str(splice.source) for splice in encoded.splices if splice.differs)
+    return [f"messages {sources}: the model's own ids kept in place of the re-rendered text"] if sources else []
