@@ -62,11 +62,12 @@ def episode(name: str, llm: Any, task: Episode, told: list[Turn]) -> Way:
                     way.step_ms.append((time.perf_counter() - began) * 1e3)
                     way.said.append(str(event.response.message.content) if event.response else "")
 
+    kind: Any = ReActAgent
     if name == STABLE:
-        from llama_index.llms.agentcache import StableReActAgent as Agent
-    else:
-        Agent = ReActAgent
-    agent = Agent(tools=_tools(task, Replies(told)), llm=llm, system_prompt=task.system, streaming=False)
+        from llama_index.llms.agentcache import StableReActAgent
+
+        kind = StableReActAgent
+    agent = kind(tools=_tools(task, Replies(told)), llm=llm, system_prompt=task.system, streaming=False)
     handlers, clock = get_dispatcher().event_handlers, Clock()
     handlers.append(clock)
     try:
