@@ -14,7 +14,8 @@ import pytest
 from agentcache import LayoutOptions
 from agentcache.errors import ConfigError, TemplateError
 from agentcache.layout import Renderer
-from agentcache.layout.repairs import REPAIRS
+from agentcache.layout.repairs import REPAIRS, applicable
+from agentcache.lint.templates import Bare, probe
 from tests.chat_templates import CHATML, DATED, FIRST_USER, LAST_USER, REASONING, episode, tokenizer, tool
 
 TOOLS = [tool("search", "Finds flights."), tool("book", "Books one.")]
@@ -95,3 +96,10 @@ def test_every_template_at_hand() -> None:
                     assert repaired.render(messages, tools).text == fresh(template, tok).render(messages, tools).text, (path.name, name)
             applied[name].append(path.name)
     assert all(applied.values()), applied
+
+
+def test_what_applies_is_what_can_be_asked_for() -> None:
+    known = {"tools-first": LAST_USER, "keep-thinking": THINKS, "date": DATED}
+    assert {name: applicable(template) for name, template in known.items()} == {name: [name] for name in known}
+    assert applicable(CHATML) == []
+    assert [one.answer for one in probe(Bare(LAST_USER)) if one.name == "can be repaired"] == ["tools-first"]

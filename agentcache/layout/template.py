@@ -91,7 +91,7 @@ class Template:
     ) -> str:
         import jinja2  # transformers needs it for any chat template; imported here so that a raw prompt does not
 
-        source = self._source(bool(tools))
+        source = self.source(bool(tools))
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -108,7 +108,7 @@ class Template:
             ) from error
         return str(text)
 
-    def _source(self, tools: bool) -> str:
+    def source(self, tools: bool) -> str:
         """The template's text, repaired; a tokenizer may have one for tools and one without."""
         source = self._original(tools)
         if not self._repairs and self._date is None:
@@ -172,7 +172,7 @@ class Template:
             return None
 
     def _probe_report(self) -> TemplateReport:
-        source = self._source(True)
+        source = self.source(True)
         system, tools = self._probe_system(), (_TOOL,)
         start = [{"role": "system", "content": _SYSTEM}] if system == "kept" else []
         conversation = [*start, {"role": "user", "content": _FIRST}]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, PromptError
+from ..layout.repairs import applicable
 from ..layout.template import Template
 from ..layout.tokenise import common_chars
 from .templated import load
@@ -76,6 +77,7 @@ def probe(tokenizer: Any) -> list[Probe]:
     known = ask.template.report
     system = [_SYSTEM] if known.system == "kept" else []
     dated = ask.dated(system)
+    repairs = applicable(ask.template.source(True))
     at_user, by_step = "the run before is computed again at each new question", "each step is computed again from where it was rewritten"
     return [
         _kept("prefix kept from step to step", known.step_preserving, by_step),
@@ -93,6 +95,7 @@ def probe(tokenizer: Any) -> list[Probe]:
         _same_lost("text beside a call shown", ask.beside(system), "what the model said with its call is dropped"),
         Probe("system message", known.system, None, "" if known.system == "kept" else "say it in the first user message"),
         Probe("later system message", *ask.later_system(system)),
+        Probe("can be repaired", ", ".join(repairs) or "no", None, "LayoutOptions(...), see docs/layout.md" if repairs else ""),
     ]
 
 
