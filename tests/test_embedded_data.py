@@ -223,6 +223,23 @@ def _check(one: Bundle, dialogue: Dialogue) -> None:
         assert [other for other in same if other not in second] == [tool]
 
 
+def test_in_a_plain_world_comparing_words_is_enough() -> None:
+    right, total = 0, 0
+    for number in range(30):
+        one = bundle(f"plain {number}", "hermes", 6, 6, plain=True)
+        assert not one.catalog.rules
+        assert len({tool.thing for tool in one.tools}) == len(one.tools)
+        for dialogue in one.dialogues:
+            asked = ""
+            for turn in dialogue.turns:
+                asked = turn.text.lower() if turn.role == "user" else asked
+                if turn.tool is not None and turn.role == "assistant":
+                    total += 1
+                    right += [tool.name for tool in one.tools if tool.thing.lower() in asked] == [turn.tool.name]
+    assert total > 100
+    assert right / total > 0.8
+
+
 def test_right_answers_follow_from_the_prompt() -> None:
     seen: dict[str, int] = {}
     for number in range(150):

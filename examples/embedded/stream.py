@@ -27,6 +27,7 @@ class Stage:
     """until: in millions of tokens. tools: the most in a catalog. tail: tokens of dialogues behind the catalog. batch: tokens per step.
 
     context: the share of dialogues that depend on what stands before. Copying has to be learnt before it can be of use to them.
+    plain: the share of bundles in which comparing words is enough. That has to be learnt before anything can make it hard.
     """
 
     until: float
@@ -34,6 +35,7 @@ class Stage:
     tail: int
     batch: int
     context: float
+    plain: float
     styles: Mapping[str, float]
 
 
@@ -41,11 +43,11 @@ HERMES = {"hermes": 1.0}
 SOME = {"hermes": 0.76, "langchain": 0.08, "langchain text": 0.06, "llamaindex": 0.1}
 ALL = {"hermes": 0.68, "langchain": 0.11, "langchain text": 0.07, "llamaindex": 0.14}
 STAGES = (
-    Stage(0.6, 4, 600, 3000, 0.1, HERMES),
-    Stage(1.5, 8, 800, 4000, 0.4, SOME),
-    Stage(4, 16, 1000, 5000, 0.55, ALL),
-    Stage(10, 32, 1200, 6000, 0.55, ALL),
-    Stage(math.inf, 50, 1400, 8000, 0.55, ALL),
+    Stage(1, 4, 600, 3000, 0.1, 1.0, HERMES),
+    Stage(2, 8, 800, 4000, 0.3, 0.6, SOME),
+    Stage(4, 16, 1000, 5000, 0.5, 0.3, ALL),
+    Stage(10, 32, 1200, 6000, 0.55, 0.1, ALL),
+    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, ALL),
 )
 
 
@@ -61,7 +63,7 @@ def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
     size = round(math.exp(world.rng.uniform(math.log(2), math.log(stage.tools + 0.49))))
     if style == "llamaindex":
         size = min(size, 16)  # its schemas are twice as long
-    made = bundle(f"{seed} {number}", style, size, 18, context_share=stage.context)
+    made = bundle(f"{seed} {number}", style, size, 18, context_share=stage.context, plain=world.chance(stage.plain))
     return pack(encoder, made, stage.tail)
 
 

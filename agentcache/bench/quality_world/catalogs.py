@@ -130,7 +130,7 @@ class Catalog:
     ) -> Tool:
         """A tool of this meaning, not yet part of the catalog."""
         world = self.world
-        name = name or (self.opaque() if not text and world.chance(0.06) else self.name(action, thing))
+        name = name or (self.opaque() if not text and not world.plain and world.chance(0.06) else self.name(action, thing))
         params = draw_params(world, thing, draw_kinds(world)) if params is None else params
         return Tool(name, text or description(world, action, thing), params, action, thing, service, replaced)
 
@@ -147,6 +147,7 @@ class Catalog:
         while len(self) < size:
             at = world.rng.random()
             some = world.pick(self.ordinary) if self.ordinary else None
+            some = None if world.plain else some
             others = self.actions(some.thing) if some is not None and at < 0.3 else []
             if some is not None and others:
                 action, thing = world.pick(others), some.thing

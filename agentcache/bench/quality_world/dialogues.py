@@ -95,7 +95,8 @@ def make_catalog(world: World, size: int, exact: bool = False) -> Catalog:
     """A catalog of about (or exactly) `size` tools, with one scenario for every four or so."""
     while True:
         catalog = Catalog(world)
-        add_some(catalog, max(1, round(size * world.pick((0.12, 0.2, 0.28)))))
+        if not world.plain:
+            add_some(catalog, max(1, round(size * world.pick((0.12, 0.2, 0.28)))))
         if exact and len(catalog) > size:
             continue
         catalog.fill(max(size, len(catalog)))
@@ -165,7 +166,7 @@ def dialogue(catalog: Catalog, context_share: float = 0.55, hold: bool = True) -
         said, reply = world.pick(SMALL_TALK)
         kind, context, turns = "small talk", False, [user(said), says(reply, KNOWN)]
     else:
-        wish = catalog.missing() if world.chance(0.28) else catalog.plain()
+        wish = catalog.missing() if world.chance(0.1 if world.plain else 0.28) else catalog.plain()
         kind, context, turns = wish.kind, wish.context, single(catalog, wish)
     if hold and world.chance(0.2):
         before = single(catalog, catalog.plain(), whole=True)
@@ -182,9 +183,13 @@ def bundle(
     exact: bool = False,
     hold: bool = True,
     context_share: float = 0.55,
+    plain: bool = False,
 ) -> Bundle:
-    """The bundle that a seed stands for. LangChain's text agents have no history: their dialogues have one user turn."""
-    world = World(seed, source)
+    """The bundle that a seed stands for. LangChain's text agents have no history: their dialogues have one user turn.
+
+    plain: no scenarios, no near-duplicates, one word for each action: what is left is to compare words.
+    """
+    world = World(seed, source, plain)
     catalog = make_catalog(world, size, exact)
     alone = style.startswith("langchain")
     found: list[Dialogue] = []

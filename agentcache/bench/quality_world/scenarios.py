@@ -13,7 +13,7 @@ from .world import World
 
 def phrase(world: World, action: str) -> str:
     """One of the ways to name an action."""
-    return world.pick(ACTIONS[action])
+    return ACTIONS[action][0] if world.plain else world.pick(ACTIONS[action])
 
 
 def _twin(catalog: Catalog, tool: Tool, head: str = "") -> str:

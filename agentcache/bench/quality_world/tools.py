@@ -199,7 +199,7 @@ def tool_name(world: World, action: str, thing: str, style: str) -> str:
 
 def _verbs(world: World, action: str) -> list[str]:
     words = list(ACTIONS[action])
-    return words if world.chance(0.6) else world.shuffled(words)
+    return words if world.plain or world.chance(0.6) else world.shuffled(words)
 
 
 def description(world: World, action: str, thing: str) -> str:

@@ -56,11 +56,12 @@ def sources(held: str) -> dict[str, Source]:
 
 
 class World:
-    """Everything that chance decides about words and values."""
+    """Everything that chance decides about words and values. plain: actions go by one word, and tools have nothing in common."""
 
-    def __init__(self, seed: str, source: Source = TRAIN) -> None:
+    def __init__(self, seed: str, source: Source = TRAIN, plain: bool = False) -> None:
         self.rng = random.Random(seed)
         self.source = source
+        self.plain = plain
 
     def pick(self, options: Sequence[T]) -> T:
         return options[int(self.rng.random() * len(options))]
