@@ -86,8 +86,9 @@ class Sequence:
         llama, ids = self._llama, self._known()
         for start in range(0, self.tokens, BATCH):
             part = ids[start : start + BATCH]
-            batch = llama.llama_batch_get_one((llama.llama_token * len(part))(*part), len(part))
-            assert llama.llama_decode(self._context, batch) == 0, f"llama.cpp could not run tokens {start} to {start + len(part)}"
+            held = (llama.llama_token * len(part))(*part)  # the batch only points to it
+            failed = llama.llama_decode(self._context, llama.llama_batch_get_one(held, len(part)))
+            assert failed == 0, f"llama.cpp could not run tokens {start} to {start + len(part)}: code {failed}"
 
     def _state(self) -> bytes:
         """The sequence's cells as bytes."""
