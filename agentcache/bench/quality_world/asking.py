@@ -33,28 +33,34 @@ class Turn:
 
 
 def user(text: str) -> Turn:
+    """What the user says, with a capital first."""
     return Turn("user", text[:1].upper() + text[1:])
 
 
 def says(text: str, thought: str = "") -> Turn:
+    """What the assistant answers in words."""
     return Turn("assistant", text, thought=thought)
 
 
 def calls(tool: Tool, args: Mapping[str, Value], thought: str) -> Turn:
+    """A call, its arguments in the order of the schema."""
     ordered = {param.name: args[param.name] for param in tool.params if param.name in args}
     assert len(ordered) == len(args), (tool.name, args)
     return Turn("assistant", "", tool, ordered, thought)
 
 
 def results(text: str) -> Turn:
+    """What a tool gave back."""
     return Turn("tool", text)
 
 
 def dump(value: Any) -> str:
+    """As JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def show(value: Value) -> str:
+    """As people write it."""
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
@@ -165,6 +171,7 @@ def fields(world: World, action: str) -> dict[str, Any]:
 
 
 def attribute(world: World, name: str) -> Value:
+    """A value for an attribute of this name."""
     if name in NUMBERS:
         return world.integer()
     return world.choice(name) if name in CHOICES else world.person()

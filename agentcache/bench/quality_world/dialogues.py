@@ -212,6 +212,7 @@ TOOLS_TAIL += '{"name": <name>, "arguments": <object>}\n</tool_call>'
 
 
 def start(role: str) -> str:
+    """How a turn begins."""
     return f"<|im_start|>{role}\n"
 
 
