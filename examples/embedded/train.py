@@ -21,7 +21,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=float, default=1e12, help="budget of tokens, for a run that does not depend on the machine")
     parser.add_argument("--threads", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=2.5e-3, help="learning rate after the warm-up")
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="learning rate after the warm-up")
     parser.add_argument("--warmup", type=int, default=100, help="steps")
     parser.add_argument("--decay", type=float, default=0.25, help="last part of the budget, over which the rate goes down")
     parser.add_argument("--layers", type=int, default=7)
