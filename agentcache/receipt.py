@@ -61,6 +61,8 @@ class Receipt:
         plain = asdict(self)
         if self.redacted and self.differences:
             plain["differences"] = [f"{len(self.differences)} differences from the stock prompt (redacted)"]
+        if self.redacted and self.missed is not None:
+            plain["missed"] |= {"writer": "(redacted)", "fix": "(redacted)"}  # both may name a tool
         for refusal in plain["refusals"]:
             refusal["reason"] = str(refusal["reason"])
         return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}

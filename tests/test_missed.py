@@ -99,3 +99,13 @@ def test_arguments_in_another_order_of_keys_are_named() -> None:
     assert first is None
     assert second is not None
     assert second.cause in ("order", "re-serialised arguments")
+
+
+def test_a_redacted_account_names_no_tool() -> None:
+    with engine(chat_template=TOOL_TEMPLATES["chatml"], redact=True) as running:
+        messages = asked(SYSTEM.format(""), 2)
+        running.generate(messages, TOOLS, sampling=decode(4))
+        grown = [*messages, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And now?"}]
+        missed = running.generate(grown, TOOLS[1:], sampling=decode(4)).receipt.as_dict()["missed"]
+        assert missed["cause"] == "changed tool set"
+        assert not any(tool["function"]["name"] in str(missed) for tool in TOOLS)

@@ -42,6 +42,7 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 
 def fits(row: Row, page: Page) -> bool:
+    """Whether the page has the shape and type of what the row stores."""
     spec = page.spec
     shape = str(spec.dtype).removeprefix("torch."), spec.layers, spec.kv_heads, spec.head_dim
     return shape == (row.dtype, row.layers, row.kv_heads, row.head_dim) and page.keys.device.type == "cpu"
@@ -54,6 +55,7 @@ def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def mac_of(key: bytes, context: bytes, *buffers: bytes | memoryview) -> bytes:
+    """The keyed hash of these bytes in their context."""
     mac = blake3(context, key=key)
     for buffer in buffers:
         mac.update(buffer)
@@ -107,6 +109,7 @@ class Blob:
 
 
 def open_blob(folder: Folder, name: str) -> Blob:
+    """A blob whose header, ids and macs are what was written; BlobError otherwise."""
     fd, size = files.open_file(folder, name)
     try:
         length = bytearray(min(8, size))
