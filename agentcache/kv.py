@@ -8,6 +8,10 @@ A page holds positions [512·i, 512·(i+1)). Inside it, per layer, keys lie tran
                         [filled, 512)             zero or stale, always masked
 
 Sharing needs no lock on the data: one writer at a time may append at `filled`; everybody else reads below it or branches.
+
+A sequence may have tokens *ahead* of its length: their KV was taken from another place, in all layers or below one of them.
+
+    [0 .... length)[ hole )[ ahead, whole )[ hole )[ ahead, from layer 4 )[ ahead, whole ) ...
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -29,13 +33,18 @@ Tier = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Shape and place of a model's KV. head_dim is equal for keys and values in every layer."""
+    """Shape and place of a model's KV. head_dim is equal for keys and values in every layer.
+
+    boundaries: layers whose inputs, hidden states of width `hidden`, are kept with new pages: computing can be resumed there.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    boundaries: tuple[int, ...] = ()
+    hidden: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -43,9 +52,14 @@ class KVSpec:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
+    def boundary_bytes(self) -> int:
+        """Bytes of one token's boundaries."""
+        return len(self.boundaries) * self.hidden * self.dtype.itemsize
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return PAGE_TOKENS * self.token_bytes
+        """Bytes of one page in memory."""
+        return PAGE_TOKENS * (self.token_bytes + self.boundary_bytes)
 
 
 def _zeros(shape: tuple[int, ...], spec: KVSpec, whole: bool) -> torch.Tensor:
@@ -68,10 +82,10 @@ class Page:
 
     `filled` counts the slots written so far. A page with filled == 512 is sealed: immutable, shared by reference.
     spec: of the model; a page of tier "host" waits in the computer's own memory. whole: all its slots will be written, and soon.
-    layer_keys, layer_values: one view per layer.
+    layer_keys, layer_values: one view per layer. boundaries: hidden states [512, hidden] by layer, where they were kept.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_lock", "filled", "keys", "layer_keys", "layer_values", "spec", "tier", "values")
+    __slots__ = ("__weakref__", "_claim", "_lock", "boundaries", "filled", "keys", "layer_keys", "layer_values", "spec", "tier", "values")
 
     def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False) -> None:
         self.spec = spec
@@ -80,6 +94,7 @@ class Page:
         self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), place, whole)
         self.values = _zeros((spec.layers, spec.kv_heads, PAGE_TOKENS, spec.head_dim), place, whole)
         self._views()
+        self.boundaries: dict[int, torch.Tensor] = {}
         self.filled = 0
         self._claim: object | None = None
         self._lock = threading.Lock()
@@ -124,6 +139,7 @@ class Page:
         page = Page(self.spec, tier)
         page.keys[..., :tokens].copy_(self.keys[..., :tokens])
         page.values[..., :tokens, :].copy_(self.values[..., :tokens, :])
+        page.boundaries = {layer: states.to(page.keys.device, copy=True) for layer, states in self.boundaries.items()}
         page.filled = tokens
         return page
 
@@ -134,12 +150,34 @@ class Page:
         return page
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Tokens [start, stop) whose KV lies in a sequence's pages below layer `entry`; None: in all layers.
+
+    states: hidden states [tokens, hidden] with which computing resumes at that layer.
+    """
+
+    start: int
+    stop: int
+    entry: int | None = None
+    states: torch.Tensor | None = None
+
+
+class Piece(NamedTuple):
+    """Positions [start, start + count) to compute from layer `entry` on, where `states` come in."""
+
+    start: int
+    count: int
+    entry: int = 0
+    states: torch.Tensor | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The page table of one running request: `length` tokens in `pages`, the last page private or claimed.
 
-    exact_until: only tokens before it may be kept as exact or lent to an exact request (here: all of them).
-    copied_tokens: slots copied by branching when the sequence was attached.
+    exact_until: only tokens before it may be kept as exact or lent to an exact request: approximation is contagious.
+    copied_tokens: slots copied by branching when the sequence was attached. ahead: what lies behind `length` already, in order.
     """
 
     spec: KVSpec
@@ -147,6 +185,7 @@ class Sequence:
     length: int = 0
     exact_until: int = 0
     copied_tokens: int = 0
+    ahead: list[Ahead] = field(default_factory=list)
 
     def attach(self, pages: list[Page], tokens: int) -> None:
         """Start from shared pages that hold positions [0, tokens): sealed ones by reference, the last one claimed or branched."""
@@ -169,6 +208,35 @@ class Sequence:
             page.claim(0, self)
             self.pages.append(page)
 
+    def reserve_to(self, position: int) -> None:
+        """Make room up to this position."""
+        self.reserve(position - self.length)
+
+    @property
+    def ahead_tokens(self) -> int:
+        """How many tokens ahead need no computing at all."""
+        return sum(span.stop - span.start for span in self.ahead if span.entry is None)
+
+    def pieces(self, tokens: int) -> list[Piece]:
+        """The next `tokens` positions to compute, in order: holes, and what resumes at a layer. Leaves out what is whole."""
+        found: list[Piece] = []
+        at = self.length
+        for span in self.ahead:
+            if count := min(span.start - at, tokens):
+                found.append(Piece(at, count))
+                tokens -= count
+            if not tokens:
+                return found
+            if span.entry is not None:
+                count = min(span.stop - span.start, tokens)
+                assert span.states is not None
+                found.append(Piece(span.start, count, span.entry, span.states[:count]))
+                tokens -= count
+                if count < span.stop - span.start:
+                    return found
+            at = span.stop
+        return [*found, Piece(at, tokens)] if tokens else found
+
     def slots(self, start: int, stop: int) -> Iterator[tuple[Page, int, int, int]]:
         """The pages under positions [start, stop): (page, first slot, count, offset from start)."""
         at = start
@@ -184,15 +252,44 @@ class Sequence:
             page.layer_keys[layer][:, :, slot : slot + count] = keys[offset : offset + count].permute(1, 2, 0)
             page.layer_values[layer][:, slot : slot + count] = values[offset : offset + count].transpose(0, 1)
 
+    def keep_states(self, layer: int, start: int, states: torch.Tensor) -> None:
+        """Keep the inputs [tokens, hidden] of a layer at positions from `start` on: computing can be resumed from them."""
+        for page, slot, count, offset in self.slots(start, start + len(states)):
+            kept = page.boundaries.get(layer)
+            if kept is None:
+                kept = page.boundaries[layer] = states.new_zeros(PAGE_TOKENS, states.shape[1])
+            kept[slot : slot + count] = states[offset : offset + count]
+
+    def place(self, spans: list[Ahead]) -> None:
+        """Declare what was written ahead; it is stepped over as soon as everything before it is computed."""
+        assert not self.ahead
+        self.ahead.extend(spans)
+        self._step_over()
+
     def advance(self, tokens: int) -> None:
-        """Declare the next `tokens` positions written in every layer."""
+        """Declare the next `tokens` positions written in every layer; then step over what lies ahead."""
+        exact = self.exact_until == self.length
+        if self.ahead and self.ahead[0].start == self.length and tokens:  # it was resumed
+            span, exact = self.ahead.pop(0), False
+            assert span.entry is not None and span.states is not None
+            if span.start + tokens < span.stop:
+                self.ahead.insert(0, Ahead(span.start + tokens, span.stop, span.entry, span.states[tokens:]))
+        assert not self.ahead or self.length + tokens <= self.ahead[0].start
+        self._fill(tokens)
+        if exact:
+            self.exact_until = self.length
+        self._step_over()
+
+    def _step_over(self) -> None:
+        while self.ahead and self.ahead[0].start == self.length and self.ahead[0].entry is None:
+            self._fill(self.ahead[0].stop - self.length)
+            self.ahead.pop(0)
+
+    def _fill(self, tokens: int) -> None:
         for page, slot, count, _ in self.slots(self.length, self.length + tokens):
             assert page.filled == slot
             page.filled = slot + count
-        grew_exact = self.exact_until == self.length
         self.length += tokens
-        if grew_exact:
-            self.exact_until = self.length
 
     def withdraw(self, tokens: int) -> None:
         """Unwrite everything from position `tokens` on, in pages this sequence may write: zeros, so that masked slots stay finite.
@@ -203,7 +300,8 @@ class Sequence:
             page.keys[..., slot : slot + count] = 0
             page.values[..., slot : slot + count, :] = 0
             page.filled = slot
-        self.length = self.exact_until = tokens
+        self.length, self.exact_until = tokens, min(tokens, self.exact_until)
+        self.ahead.clear()
 
     def close(self) -> None:
         """Give up the right to append. What was written stays valid for whoever shares the pages, which forget this sequence."""

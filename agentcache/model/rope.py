@@ -17,6 +17,22 @@ BY_LENGTH = frozenset({"longrope", "dynamic"})
 _STEP = 4096  # positions by which a table grows
 
 
+def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Keys [..., head_dim, tokens], as pages hold them, rotated by cos and sin [pairs, tokens] of `Rotary.turns`: a new tensor.
+
+    A pair is a dimension and the one half the rotated width behind it, or its neighbour if interleaved; what is not rotated stays.
+    """
+    wide, pairs = keys.float(), len(cos)
+    if interleaved:
+        first, second = wide[..., 0 : 2 * pairs : 2, :], wide[..., 1 : 2 * pairs : 2, :]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -2).flatten(-3, -2)
+    else:
+        first, second = wide[..., :pairs, :], wide[..., pairs : 2 * pairs, :]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -2)
+    rest = wide[..., 2 * pairs :, :]
+    return (torch.cat((turned, rest), -2) if rest.shape[-2] else turned).to(keys.dtype)
+
+
 class Rotary:
     """cos and sin of a model's own rotary module, as tables over positions.
 
@@ -87,6 +103,18 @@ class Rotary:
         with torch.inference_mode():
             cos, sin = self._module(self._like, positions[None])
         return cos[0, : stop - start].clone(), sin[0, : stop - start].clone()
+
+    def turns(self, regime: str, source: int, target: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [rotated pairs, count] in fp32 that turn keys of positions from `source` on into those from `target` on.
+
+        The quotient, in fp64, of the numbers that the model itself multiplies by there: its angles and cosines are rounded, and a
+        table of ideal angles errs by 2e-2 at 120k tokens. What the table is scaled by (yarn) cancels out.
+        """
+        cos, sin = self.table(regime, max(source, target) + count)
+        pairs = self.dims // 2
+        old, new = (torch.complex(cos[at : at + count, :pairs].double(), sin[at : at + count, :pairs].double()) for at in (source, target))
+        turn = (new / old).T
+        return turn.real.float().contiguous(), turn.imag.float().contiguous()
 
     def rows(self, spans: list[tuple[str, int, int]], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [rows, rotary dims] for packed spans (regime, start, stop), zero-filled behind them."""

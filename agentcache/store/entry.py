@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..types import Reason
-from .keys import Ids, Role, Scope
+import numpy as np
+
+from ..types import PAGE_TOKENS, Reason
+from .keys import Ids, Role, Scope, page_key
 
 if TYPE_CHECKING:  # who only looks into the index needs no torch
     from ..kv import Page
@@ -58,3 +60,18 @@ def common(a: Ids, b: Ids) -> int:
     differs = a[:short] != b[:short]
     first = int(differs.argmax()) if short else 0
     return first if short and differs[first] else short
+
+
+def best_child(parent: Entry, ids: Ids) -> tuple[Entry | None, int]:
+    """The continuation of `parent` that shares most leading ids with these, and how many."""
+    if len(ids) == PAGE_TOKENS and (whole := parent.children.get(page_key(parent.key, ids))) is not None:
+        if np.array_equal(whole.ids, ids):
+            return whole, PAGE_TOKENS
+    best, longest = None, 0
+    first = ids[0]
+    for child in parent.children.values():
+        if child.ids[0] == first and (run := common(child.ids, ids)) > longest:
+            best, longest = child, run
+            if run == len(ids):
+                break
+    return best, longest

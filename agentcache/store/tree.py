@@ -11,16 +11,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-import numpy as np
 from blake3 import blake3
 
 from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, Page, Tier
 from ..types import Reason
 from .dropped import Dropped
-from .entry import Entry, Match, common
+from .entry import Entry, Match, best_child
 from .keys import Ids, Role, Scope, page_key
+from .repeats import Repeats, Run
 
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the kept prompt ended
@@ -47,6 +48,7 @@ class Tree:
         self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always behind its children
         self._pinned: dict[tuple[Scope, bytes], list[list[Entry]]] = {}
         self._dropped = Dropped()
+        self._repeats: Repeats | None = None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -69,6 +71,26 @@ class Tree:
             numerics = frozenset().union(*(entry.numerics for entry in path))
             return Match(at, tuple(e.page for e in path if e.page is not None), reason, numerics, detail, tuple(path))
 
+    def repeats(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
+        """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's kept prompts. Counts as used."""
+        with self._lock:
+            if self._repeats is None:  # whoever never asks does not pay for it
+                self._repeats = Repeats()
+                for entry in self._order.values():
+                    self._note(entry)
+            found = []
+            for run in self._repeats.find(scope, ids, since, least):
+                self._touch(list(run.entries))
+                self._promote(list(run.entries))
+                pages = tuple(entry.page for entry in run.entries if entry.page is not None)
+                if len(pages) == len(run.entries):
+                    found.append(replace(run, pages=pages))
+            return found
+
+    def _note(self, entry: Entry) -> None:
+        if self._repeats is not None and entry.scope.precision == "exact":
+            self._repeats.note(entry)
+
     def _ready(self, path: list[Entry], at: int) -> tuple[list[Entry], int]:
         """What of a path lies on the device: all of it, unless it is longer than the device's budget."""
         count = next((i for i, e in enumerate(path) if e.page is None or e.page.tier != "device"), len(path))
@@ -83,7 +105,7 @@ class Tree:
         """The entries that hold the longest kept prefix of ids[:limit], and its length."""
         entry, at, path = self._roots.get(scope), 0, []
         while entry is not None and at < limit:
-            best, run = self._best_child(entry, ids[at : min(at + PAGE_TOKENS, limit)])
+            best, run = best_child(entry, ids[at : min(at + PAGE_TOKENS, limit)])
             if best is None:
                 break
             path.append(best)
@@ -92,19 +114,6 @@ class Tree:
                 break
             entry = best
         return path, at
-
-    def _best_child(self, parent: Entry, ids: Ids) -> tuple[Entry | None, int]:
-        if len(ids) == PAGE_TOKENS and (whole := parent.children.get(page_key(parent.key, ids))) is not None:
-            if np.array_equal(whole.ids, ids):
-                return whole, PAGE_TOKENS
-        best, longest = None, 0
-        first = ids[0]
-        for child in parent.children.values():
-            if child.ids[0] == first and (run := common(child.ids, ids)) > longest:
-                best, longest = child, run
-                if run == len(ids):
-                    break
-        return best, longest
 
     def _why(self, scope: Scope, path: list[Entry], ids: Ids, at: int) -> tuple[Reason, str]:
         if at >= len(ids) - 1:
@@ -157,7 +166,7 @@ class Tree:
             return path
 
     def _keep(self, parent: Entry, ids: Ids, page: Page, numerics: frozenset[str]) -> Entry:
-        child, run = self._best_child(parent, ids)
+        child, run = best_child(parent, ids)
         if child is not None and run == len(ids):
             return child  # known already, perhaps longer
         if child is not None and run == len(child.ids):
@@ -165,10 +174,12 @@ class Tree:
             self._count(child.page, -1)
             self._count(page, 1)
             child.page, child.numerics, child.role = page, numerics, min(child.role, Role.PREFIX)
+            self._note(child)
             return child
         child = Entry(page_key(parent.key, ids), parent.scope, ids.copy(), page, parent, numerics)
         parent.children[child.key] = child
         self._order[id(child)] = child
+        self._note(child)
         self._count(page, 1)
         self.changes += 1
         self._dropped.discard(child.key)
@@ -319,6 +330,8 @@ class Tree:
             below.extend(known.children.values())
         for gone in reversed(below):
             assert gone.page is not None and gone.parent is not None
+            if self._repeats is not None:
+                self._repeats.drop(gone)
             self._dropped.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
             self._count(gone.page, -1)
             self.changes += 1
