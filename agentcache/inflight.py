@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from .errors import AgentCacheError
 from .kv import Sequence
 from .model.grammar import Guide
+from .model.response import ResponseStream
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Receipt
@@ -80,6 +81,7 @@ class Request:
     prefix_tokens: length of the stable part. lossy: pages stored with fewer bits may serve it, too. fetch: its pages' way from disk.
     fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the store has or had.
     guide: what its completion is held to. tools: names that may be called, None if no text is a call. opened: the prompt begins a thought.
+    reading: makes the reader of its answer that the tokenizer's response template asks for, None if our own parsers read it.
     numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
     """
 
@@ -98,6 +100,7 @@ class Request:
     guide: Guide | None = None
     tools: frozenset[str] | None = frozenset()
     opened: bool = False
+    reading: Callable[[], ResponseStream] | None = None
     forced: deque[int] = field(default_factory=deque)
     on_progress: Callable[[int, int], None] | None = None
     events: Events = field(default_factory=Events)

@@ -6,13 +6,14 @@ A call is known by an id made from the prompt and its place in the answer: the s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from .inflight import Request
 from .model.call_stream import CallStream, Delta
 from .model.grammar import Grammars
+from .model.response import ResponseStream, template_of
 from .model.tool_calls import THINK, parse, split_thought
 from .store.keys import as_ids
 from .types import Constraint, Layout, Message, Tool
@@ -34,6 +35,7 @@ def expect(
     request.tools = frozenset(map(tool_name, listed))
     request.opened = layout.text.rstrip().endswith(THINK)
     if constraint is None:
+        request.reading = _reading(request, layout, listed, grammars)
         return
     if constraint.tool_choice == "none" or (constraint.structured and not listed):
         request.tools = None
@@ -46,12 +48,37 @@ def expect(
         request.receipt.notes.append("calls are held to Hermes' form: how this chat template writes them is not known")
 
 
+def _reading(
+    request: Request, layout: Layout, tools: list[Tool | Mapping[str, Any]], grammars: Grammars
+) -> Callable[[], ResponseStream] | None:
+    """What takes the answer apart by the tokenizer's own response template; None where there is none, or the prompt begins no answer.
+
+    Answers under a constraint are not read by it: they are written in the forms that our own parsers read.
+    """
+    try:
+        template = template_of(grammars.tokenizer)
+    except ValueError as error:
+        request.receipt.notes.append(f"the tokenizer's response template is broken, our own parsers read the answer: {error}")
+        return None
+    begun = template.begun(layout.text) if template else None
+    if template is None or begun is None:
+        return None
+    shown = [{"name": tool.name, "parameters": tool.parameters} if isinstance(tool, Tool) else dict(tool) for tool in tools]
+    return lambda: ResponseStream(template, begun, shown, request.tools or ())
+
+
 def message_of(request: Request) -> Message:
     """The assistant message that the request's text spells."""
-    if request.tools is None:
+    if request.reading is not None:
+        whole = request.reading()
+        whole.push(request.text.text)
+        whole.finish(cut=request.receipt.finish_reason == "length")
+        message = whole.message
+    elif request.tools is None:
         reasoning, text = split_thought(request.text.text, request.opened)
         return Message("assistant", text.strip(), reasoning=reasoning)
-    message = parse(request.text.text, request.tools, opened=request.opened)
+    else:
+        message = parse(request.text.text, request.tools, opened=request.opened)
     if not message.tool_calls:
         return message
     return replace(message, tool_calls=tuple(replace(call, id=call_id(request, n)) for n, call in enumerate(message.tool_calls)))
@@ -62,15 +89,17 @@ class Reader:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._calls = CallStream(request.tools, opened=request.opened)
+        self._parser = CallStream(request.tools, opened=request.opened) if request.reading is None else request.reading()
 
     def push(self, text: str) -> list[Delta]:
         """What has become certain with this text."""
-        return self._named(self._calls.push(text))
+        return self._named(self._parser.push(text))
 
     def finish(self) -> list[Delta]:
         """The rest, now that nothing follows."""
-        return self._named(self._calls.finish())
+        if isinstance(self._parser, ResponseStream):
+            return self._named(self._parser.finish(cut=self._request.receipt.finish_reason == "length"))
+        return self._named(self._parser.finish())
 
     def _named(self, pieces: list[Delta]) -> list[Delta]:
         return [replace(piece, id=call_id(self._request, piece.index)) if piece.kind == "call" else piece for piece in pieces]

@@ -58,7 +58,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab: int, stop_ids: frozenset[int], render: Callable[..., Layout]) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._vocab = vocab
         self._stop_ids = sorted(token for token in stop_ids if 0 <= token < vocab)
         self._render = render
@@ -111,7 +111,7 @@ class Grammars:
         end = prompt.rstrip()
         if end.endswith("<think>"):
             return "open"
-        source = str(getattr(self._tokenizer, "chat_template", "") or "")
+        source = str(getattr(self.tokenizer, "chat_template", "") or "")
         return "may" if "<think>" in source and not end.endswith("</think>") else "none"
 
     def _refused(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], why: str, library: Any) -> Exception:
@@ -129,7 +129,7 @@ class Grammars:
     def _tokens_of(self, library: Any) -> Any:
         with self._lock:
             if self._tokens is None:
-                self._tokens = _tokens(library, self._tokenizer, self._vocab, self._stop_ids)
+                self._tokens = _tokens(library, self.tokenizer, self._vocab, self._stop_ids)
             return self._tokens
 
 
