@@ -5,6 +5,7 @@ A fault rewrites the requests of one episode; its label says of each request whi
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import random
@@ -48,12 +49,18 @@ _FORMS = (
     "timestamp={e}",
     "Date: {t:%d/%m/%Y} Time: {t:%H:%M}",
     "({t:%b %d, %Y, %H:%M})",
+    "Local time: {t:%a, %d %b %Y %H:%M:%S} +0000",
+    "Zeit: {t:%d.%m.%Y %H:%M}",
+    '{{"now": "{t:%Y%m%dT%H%M%SZ}"}}',
+    "This session began {e} ms ago.",
 )
 _IDS: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: f"Session: {uuid.UUID(int=rng.getrandbits(128))}",
     lambda rng: f"request_id={rng.getrandbits(64):016x}",
     lambda rng: f"Trace req_{rng.getrandbits(48):012x}a1.",
     lambda rng: f"<object at 0x7f{rng.getrandbits(40):010x}>",
+    lambda rng: f"nonce={base64.urlsafe_b64encode(rng.randbytes(15)).decode()}",
+    lambda rng: f"Request ID: {rng.randrange(10**6, 10**7)}",
 )
 
 
@@ -89,7 +96,9 @@ def identity(bodies: list[Json], rng: random.Random) -> Labels:
 
 def counter(bodies: list[Json], rng: random.Random) -> Labels:
     """A number in the system text."""
-    form = rng.choice(("Step {n} of 30.", "Remaining calls: {m}", "Turn {n}", "[{n} tool calls so far]"))
+    form = rng.choice(
+        ("Step {n} of 30.", "Remaining calls: {m}", "Turn {n}", "[{n} tool calls so far]", "Tokens used: {n},{m}00 of 90,000")
+    )
     return _in_system(bodies, rng, lambda n: form.format(n=n + 1, m=40 - n), Cause.COUNTER)
 
 
@@ -251,6 +260,43 @@ def call_ids(bodies: list[Json], rng: random.Random) -> Labels:
     return labels
 
 
+def in_a_message(bodies: list[Json], rng: random.Random) -> Labels:
+    """The time in the first user message, written anew at each step."""
+    now = _START + timedelta(seconds=rng.randrange(10**7))
+    form = rng.choice(_FORMS[:3])
+    labels: Labels = []
+    for number, body in enumerate(bodies):
+        now += timedelta(seconds=rng.randrange(61, 90_000))
+        said = next((message for message in body.get("messages", ()) if message["role"] == "user"), None)
+        if said is not None:
+            said["content"] = f"{said.get('content') or ''}\n\n{form.format(t=now, e=0)}"
+        labels.append(Cause.CLOCK if number and said is not None else None)
+    return labels
+
+
+def schema_text(bodies: list[Json], rng: random.Random) -> Labels:
+    """What one tool says of itself changes: another unit, another limit."""
+    at = rng.random()
+    for number, body in enumerate(bodies):
+        if body.get("tools"):
+            tool = body["tools"][int(at * len(body["tools"]))]
+            described = tool.get("function", tool)
+            described["description"] = f"{described.get('description') or ''} In degrees {('Celsius', 'Fahrenheit')[number % 2]}."
+    return [Cause.TOOL_SET if number and body.get("tools") else None for number, body in enumerate(bodies)]
+
+
+def for_one_request(bodies: list[Json], rng: random.Random) -> Labels:
+    """What was looked up stands before the newest message, and nowhere in the next request."""
+    things = ("the gate is open", "a parcel came", "the lamp is out", "two chairs are free", "the tea is cold")
+    labels: Labels = []
+    for number, body in enumerate(bodies):
+        if body.get("messages"):
+            said = f"Looked up: {rng.choice(things)}, note {number}."
+            body["messages"].insert(len(body["messages"]) - 1, {"role": "user", "content": said})
+        labels.append(Cause.EDITED if number and body.get("messages") else None)
+    return labels
+
+
 FAULTS: dict[str, Fault] = {
     "clock": clock,
     "id": identity,
@@ -265,6 +311,9 @@ FAULTS: dict[str, Fault] = {
     "window": truncated,
     "cleared results": cleared,
     "call ids made anew": call_ids,
+    "clock in a message": in_a_message,
+    "text of a schema": schema_text,
+    "text for one request": for_one_request,
 }
 
 

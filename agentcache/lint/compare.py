@@ -152,12 +152,12 @@ def _lines(old: list[str], new: list[str], front: bool) -> tuple[Cause, str]:
     removed, inserted = "\n".join(old[:gone]), "\n".join(new[:come])
     if sorted(old[:gone]) == sorted(new[:come]):
         return Cause.ORDER, "the same lines in another order"
-    if not inserted.strip():
-        return Cause.TRUNCATED, f"{gone} lines dropped"
+    if removed.endswith(inserted):  # a window may cut inside a line
+        return Cause.TRUNCATED, f"{gone - come} lines dropped" if gone > come else "the start of a line dropped"
     if speaks_of_summary(inserted):
         return Cause.SUMMARY, "a summary before the history was written anew"
     if not removed.strip():
-        return Cause.EDITED, f"{come} lines put in"
+        return (Cause.STATE if front else Cause.EDITED), f"{come} lines put in"
     found = causes(removed, inserted, in_system=True)
     if found[0] is Cause.ORDER or found[0] in (Cause.CLOCK, Cause.ID) or (found[0] is not None and None not in found):
         return found[0] or Cause.EDITED, f"a {found[0]} in it changed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections import Counter
@@ -16,9 +17,12 @@ from .volatile import masked
 _THOUGHT = re.compile(r"<(think|thinking|thought|reasoning|scratchpad)>.*?(</\1>|\Z)\s*", re.DOTALL | re.IGNORECASE)
 _SUMMARY = re.compile(
     r"\b(summar(y|ies|i[sz]ed?)|(conversation|history|context|messages|discussion) so far|(earlier|previous|prior) (conversation|messages|turns|discussion|steps)"  # noqa: E501
-    r"|recap|condensed|compacted|what happened so far|progress (notes?|report|so far)|notes? (so far|up to now))\b",
+    r"|recap|condensed|compacted|what (has )?happened|progress (notes?|report|so far)|notes? (so far|up to now))\b",
     re.IGNORECASE,
 )
+
+
+MANY = 8  # places of one message that are tried
 
 
 class Turned(NamedTuple):
@@ -43,9 +47,25 @@ def unthought(text: str) -> str:
 
 def alike(said: Said) -> tuple[object, ...]:
     """Equal for the same message written differently: without ids, reasoning, clocks and the form of JSON."""
-    calls = tuple((call.name, _settled(call.arguments)) for call in said.calls)
+    calls = tuple((call.name, _meant(call.arguments)) for call in said.calls)
     content = unthought(said.content) if said.role == "assistant" else said.content.strip()
     return said.role, _settled(masked(content)), calls
+
+
+def _meant(arguments: str) -> str:
+    """What arguments stand for, also dumped twice or printed as Python does."""
+    value: object = parsed(arguments)
+    if value is None and arguments.lstrip()[:1] == '"':
+        try:
+            value = parsed(str(json.loads(arguments)))
+        except ValueError:
+            value = None
+    if value is None and arguments.lstrip()[:1] == "{":
+        try:
+            value = ast.literal_eval(arguments.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            value = None
+    return arguments.strip() if value is None else json.dumps(value, sort_keys=True, ensure_ascii=False, default=repr)
 
 
 def _settled(text: str) -> str:
@@ -66,9 +86,13 @@ def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
         return Turned(Cause.ORDER, first, first, f"the same {kept} messages in another order")
     if _calls_dropped(was[first], now[first]):
         return Turned(Cause.REASONING, first, first, "what the model said beside its call, or before its answer, is gone")
+    if front and _summed_up(was[first], now[first]):
+        return Turned(Cause.SUMMARY, first, first, "the summary before the history was written anew")
     gone, come = _moved(old, new)
     if come == 0 and gone:
-        return _removed(was[first : first + gone], first)
+        return _removed(was, now, first, gone)
+    if len(old) == 1 and come and old[0][0] != "assistant" and new[0][0] == "assistant":  # answered, and said once more behind that
+        return Turned(Cause.EDITED, first, first, f"the last message ({old[0][0]}) was not kept: taken out again")
     if gone == 0 and come:
         cause = Cause.SUMMARY if front else Cause.EDITED
         return Turned(cause, first, first, f"{_count(come, 'message')} put in before it")
@@ -81,19 +105,33 @@ def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
     return Turned(Cause.EDITED, first, first, f"{_count(gone, 'message')} replaced by {come}")
 
 
+def _summed_up(was: Said, now: Said) -> bool:
+    """Whether a message was a summary, and is another one now: not the same with another time in it."""
+    if was.role != now.role or was.role == "tool" or not (speaks_of_summary(was.content) and speaks_of_summary(now.content)):
+        return False
+    return causes(was.content, now.content)[0] not in (Cause.CLOCK, Cause.ID, Cause.ORDER)
+
+
 def _moved(old: list[tuple[object, ...]], new: list[tuple[object, ...]]) -> tuple[int | None, int | None]:
-    """(messages gone, messages come) before the lists go on alike; None, None if nothing of the old one comes back."""
-    where: dict[tuple[object, ...], int] = {}
+    """(messages gone, messages come) before the lists go on alike; None, None if nothing of the old one comes back.
+
+    Results like "ok" stand in many places: a place from which all of the rest comes back is believed before one that is nearer.
+    """
+    where: dict[tuple[object, ...], list[int]] = {}
     for at, key in enumerate(new):
-        where.setdefault(key, at)
-    best: tuple[int | None, int | None] = (None, None)
+        where.setdefault(key, []).append(at)
+    best: tuple[bool, int, int, int] | None = None
     for at, key in enumerate(old):
-        if (found := where.get(key)) is not None:
-            if best[0] is None or best[1] is None or at + found < best[0] + best[1]:
-                best = (at, found)
-            if found <= at:
-                break
-    return best
+        for found in where.get(key, ())[:MANY]:
+            run = next(
+                (n for n, (one, other) in enumerate(zip(old[at:], new[found:])) if one != other), min(len(old) - at, len(new) - found)
+            )
+            rank = (at + run < len(old), at + found, at, found)
+            if best is None or rank < best:
+                best = rank
+        if best is not None and not best[0] and at >= best[1]:
+            break
+    return (None, None) if best is None else best[2:]
 
 
 def _permuted(old: list[tuple[object, ...]], new: list[tuple[object, ...]]) -> int:
@@ -145,11 +183,15 @@ def _calls_dropped(was: Said, now: Said) -> bool:
     return len(new) < len(old) and (bool(was.calls) and not new or bool(new) and old.endswith(new))
 
 
-def _removed(gone: Sequence[Said], at: int) -> Turned:
-    spoken = any(said.role in ("assistant", "tool") for said in gone)
-    if spoken or at == 0:
-        return Turned(Cause.TRUNCATED, at, at, f"{_count(len(gone), 'message')} dropped")
-    return Turned(Cause.EDITED, at, at, f"{_count(len(gone), f'{gone[0].role} message')} taken out again")
+def _removed(was: Sequence[Said], now: Sequence[Said], at: int, gone: int) -> Turned:
+    """Messages that are gone: text for one request, which nobody answered as a turn, or the history itself."""
+    said = was[at : at + gone]
+    # what stood before the newest message, and has a successor there now: written for each request
+    moving = at + gone == len(was) - 1 and len(now) > 1 and now[-2].role == said[0].role
+    put_in = any(one.role == "assistant" for one in was[:at]) and was[at - 1].role != "assistant"
+    if any(one.role in ("assistant", "tool") for one in said) or not (moving or put_in):
+        return Turned(Cause.TRUNCATED, at, at, f"{_count(gone, 'message')} dropped")
+    return Turned(Cause.EDITED, at, at, f"{_count(gone, f'{said[0].role} message')} taken out again")
 
 
 def _in_place(was: Sequence[Said], now: Sequence[Said], at: int, front: bool) -> Turned:
@@ -171,10 +213,11 @@ def _replaced_tail(old: Sequence[Said], new: Sequence[Said], at: int, front: boo
     gone = f"{_count(len(old), 'message')} replaced by {len(new)}"
     if speaks_of_summary(new[0].content) and new[0].role != "assistant":
         return Turned(Cause.SUMMARY, at, at, gone)
-    if at == 0:  # nothing of the history is left
-        return Turned(Cause.SUMMARY if rewritten else Cause.TRUNCATED, at, at, gone)
+    if at == 0:  # nothing of the history is left; what an answer follows was there before it, in other words
+        invented = len(new) > 1 and new[0].role in ("user", "system") and new[1].role == "assistant"
+        return Turned(Cause.SUMMARY if rewritten or invented else Cause.TRUNCATED, at, at, gone)
     if len(old) == 1:
-        return Turned(Cause.EDITED, at, at, f"the last message ({old[0].role}) was not kept")
+        return Turned(Cause.EDITED, at, at, f"the last message ({old[0].role}) was not kept: taken out again")
     if new[0].role != "assistant" and old[0].role != new[0].role and (front or len(new) < len(old)):
         return Turned(Cause.SUMMARY, at, at, gone)
     if same:

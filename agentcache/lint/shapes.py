@@ -21,6 +21,7 @@ _ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "function": 
 _KNOWN = ("system", "user", "assistant", "tool")
 _EPISODE = ("tools_ref", "tool_names", "tools_events", "first_assistant_is_fixed_greeting")
 _MOST_WRAPPED = 4
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +213,17 @@ def _said(message: Any, at: int, note: Note) -> list[Said]:
     if isinstance(message.get("function_call"), Mapping):
         calls.append(_call(message["function_call"], at, note))
     calls += [_call(block, at, note) for block in blocks if block.get("type") == "tool_use"]
-    thoughts = [str(block.get("thinking") or block.get("text") or "") for block in blocks if block.get("type") in ("thinking", "reasoning")]
+    thoughts = [_thought(block) for block in blocks if block.get("type") in _THOUGHTS]
+    for key in ("reasoning_details", "thinking_blocks"):
+        thoughts += [_thought(part) for part in message.get(key) or () if isinstance(part, Mapping)]
     reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if isinstance(message.get(key), str)), "")
     name = _maybe(message.get("name")) if role == "tool" else None
     call_id = _maybe(message.get("tool_call_id"))
     return [*out, Said(role, _text(rest, note), reasoning or "\n".join(thoughts), tuple(calls), call_id, name, at)]
+
+
+def _thought(part: Mapping[str, Any]) -> str:
+    return str(next((part[key] for key in ("text", "thinking", "summary", "data") if part.get(key)), ""))
 
 
 def _item(item: Mapping[str, Any], at: int) -> Said | None:
@@ -265,7 +272,7 @@ def _text(content: Any, note: Note) -> str:
         return json.dumps(content, ensure_ascii=False, default=repr)
     out = []
     for part in content:
-        if isinstance(part, Mapping) and part.get("type") in ("tool_use", "thinking", "reasoning"):
+        if isinstance(part, Mapping) and part.get("type") in ("tool_use", *_THOUGHTS):
             continue
         text = part if isinstance(part, str) else part.get("text", part.get("content")) if isinstance(part, Mapping) else None
         out.append(text if isinstance(text, str) else json.dumps(part, ensure_ascii=False, default=repr))

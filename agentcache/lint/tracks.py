@@ -12,6 +12,7 @@ from .volatile import masked
 
 OPEN = 2_048  # conversations kept open; the one that is silent longest goes first
 SAME = 0.4  # share of the earlier request's messages, by weight, that the later one must have
+LEAST = 0.1  # the same, if its last message is among them: a window or a summary leaves little else
 
 
 @dataclass(slots=True)
@@ -103,9 +104,14 @@ class Tracks:
             track = self._open[name]
             whole, mine = sum(track.marks.values()), sum(marks.values())
             score = shared[name] / min(whole, mine)
-            score += 0.5 * (_end(track.last) in marks) - (0.25 if track.last.system[:1] != request.system[:1] else 0)
+            ended = _end(track.last) in marks
+            score += 0.5 * ended - (0.25 if track.last.system[:1] != request.system[:1] else 0)
             score += 2 * (request.prompt is not None and request.prompt.startswith(track.last.prompt or "\0"))
-            if shared[name] >= SAME * min(whole, mine) and not self._starts_over(track, request, marks) and score >= best_score:
+            if (
+                shared[name] >= (LEAST if ended else SAME) * min(whole, mine)
+                and not self._starts_over(track, request, marks)
+                and score >= best_score
+            ):
                 best, best_score = name, score
         return best
 

@@ -8,32 +8,47 @@ from typing import NamedTuple
 from .values import Cause
 
 _MONTH = r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)"  # noqa: E501
+# Months in other languages, by their first letters: between a day and a year nothing else is likely to stand.
+_FOREIGN = r"(?:jan|jän|gen|ene|fe[bv]|fév|m[aä]r|a[pbv]r|ma[igy]|mei|ju[nil]|giu|lug|a[uoû][uûtg]|ago|se[pt]|o[ckut]t|out|nov|d[eéi][cz])[^\W\d_]*"  # noqa: E501
 _DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
-_TIME = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?(?:\s?[AaPp]\.?[Mm]\b\.?)?"
+_TIME = r"\d{1,2}(?::\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?(?:\s?[AaPp]\.?[Mm]\b\.?)?|\s?[Hh]\s?\d{2}\b)"
 _ZONE = r"(?:\s?(?:Z\b|UTC|GMT|[ECMP][SD]?T\b|CES?T\b)|\s?[+-]\d{2}:?\d{2}\b)"
-_DATE = rf"(?:\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{4}}|(?:{_DAY},?\s+)?(?:\d{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}\.?,?\s+\d{{4}}|{_MONTH}\.?\s+\d{{1,2}}(?:st|nd|rd|th)?,?\s+\d{{4}}))"  # noqa: E501
+_DATE = rf"(?:\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{4}}|\d{{4}}年\d{{1,2}}月\d{{1,2}}日|(?:{_DAY},?\s+)?(?:\d{{1,2}}(?:st|nd|rd|th|\.)?\s+(?:of\s+|de\s+)?(?:{_MONTH}|(?i:{_FOREIGN}))\.?,?\s+(?:de\s+)?\d{{4}}|{_MONTH}\.?\s+\d{{1,2}}(?:st|nd|rd|th)?,?\s+\d{{4}}))"  # noqa: E501
 _STAMP = rf"{_DATE}(?:(?:T|,?\s+(?:at\s+)?){_TIME}{_ZONE}{{0,2}})?"
 _EPOCH = r"(?:1[4-9]|2[01])\d{8}(?:\d{3}|\d{6}|\d{9})?(?:\.\d+)?"
 _UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
 _MIXED = r"(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]"  # letters and digits in one word
 _TAGGED = r"[A-Za-z]{2,16}[_-](?=[A-Za-z0-9]*\d)[A-Za-z0-9]{6,}"
+_RUN = r"(?=[\w+/-]*\d)(?=[\w+/-]*[A-Za-z])[A-Za-z0-9](?:[A-Za-z0-9]|[_+/-](?=[A-Za-z0-9_+/-])){8,127}={0,2}"  # an id, if it looks random
 
 # The alternatives in the order in which they win; what they match is one value, never a piece of one.
-_VALUE = re.compile(
-    rf"(?P<stamp>(?<![\w.-]){_STAMP}|(?<!\d)\d{{8}}T\d{{4,6}}Z?\b)"
-    rf"|(?P<time>(?<![\w:.]){_TIME}{_ZONE}{{0,2}}(?![\w:]))"
-    rf"|(?P<id>\b(?:{_UUID}|0x[0-9a-fA-F]{{4,}}|(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}|{_TAGGED}|{_MIXED}{{8,64}})\b)"
-    rf"|(?P<epoch>(?<![\w.]){_EPOCH}(?![\w]))"
-    rf"|(?P<daytime>\b(?:{_DAY}|{_MONTH}|morning|afternoon|evening|night|noon|midnight|[AaPp][Mm])\b)"
-    r"|(?P<number>\d+(?:[.,]\d+)*)"
-    r"|(?P<word>[^\W\d]+)"
-    r"|(?P<space>\s+)"
-    r"|(?P<mark>.)",
-    re.DOTALL,
+_VALUES = (
+    rf"(?P<stamp>(?<![\w.-]){_STAMP}|(?<!\d)\d{{8}}T\d{{4,6}}Z?\b)",
+    rf"(?P<time>(?<![\w:.]){_TIME}{_ZONE}{{0,2}}(?![\w:]))",
+    rf"(?P<id>\b(?:{_UUID}|0x[0-9a-fA-F]{{4,}}|(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{{7,64}}|{_TAGGED}|{_MIXED}{{8,64}})\b)",
+    rf"(?P<epoch>(?<![\w.]){_EPOCH}(?![\w]))",
+    rf"(?P<run>(?<![A-Za-z0-9]){_RUN})",
+    rf"(?P<daytime>\b(?:{_DAY}|{_MONTH}|morning|afternoon|evening|night|noon|midnight|[AaPp][Mm])\b)",
+    r"(?P<number>\d+(?:[.,]\d+)*)",
+    r"(?P<word>[^\W\d]+)",
+    r"(?P<space>\s+)",
+    r"(?P<mark>.)",
 )
-_CLOCK_CUE = re.compile(r"\b(time|date|clock|now|today|timestamp|elapsed|uptime|since|ago|hours?|minutes?|seconds?|secs?|ms|weekday|datum|uhr)\b", re.IGNORECASE)  # fmt: skip # noqa: E501
+_VALUE = re.compile("|".join(_VALUES), re.DOTALL)
+_NO_RUN = re.compile("|".join(each for each in _VALUES if "<run>" not in each), re.DOTALL)
+# Words before a bare number that say what it is (the nearest one counts), and words right behind it, which count more.
+_CUES = re.compile(
+    r"(?P<clock>\b(?:time|date|clock|now|today|timestamp|elapsed|uptime|since|weekday|datum|uhr)(?![a-z]))"
+    r"|(?P<id>(?:\b|_)(?:ids?|uuid|guid|session|nonce|hash|sha\d*|token|salt|seed|pid|fingerprint|etag|key)(?:\b|_))"
+    r"|(?P<counter>step|turn|count|counter|iteration|attempt|remaining|left|budget|used|number|round|call|retries|version|tokens|messages|progress)",
+    re.IGNORECASE,
+)
+_BEHIND = re.compile(
+    r"(?P<near>[smhd]\b)|[\s-]{0,2}(?:(?P<clock>(?:hours?|hrs?|minutes?|mins?|seconds?|secs?|ms|days?)\b|ago\b|o'clock)"
+    r"|(?P<counter>%|(?:\w+\s+){0,2}(?:steps?|turns?|calls?|tokens?|messages?|attempts?|rounds?|times|iterations?|retries|tries|requests?|left|remaining|so far|used|done)\b))",  # noqa: E501
+    re.IGNORECASE,
+)
 _ID_CUE = re.compile(r"(\b|_)(id|ids|uuid|guid|session|nonce|hash|sha\d*|token|salt|seed|pid|fingerprint|etag|key)(\b|_)", re.IGNORECASE)
-_COUNT_CUE = re.compile(r"(step|turn|count|counter|iteration|attempt|remaining|left|budget|used|number|round|call|retries|version)", re.IGNORECASE)  # fmt: skip # noqa: E501
 _NOW_CUE = re.compile(
     r"\b(current(ly)?|now|today(?:'s)?|as of|generated (at|on)|timestamp|date|time|updated|datum|uhrzeit)\b", re.IGNORECASE
 )
@@ -49,7 +64,25 @@ class Value(NamedTuple):
 
 def values(text: str) -> list[Value]:
     """The text cut into values, words, white space and marks; joined, they are the text."""
-    return [Value(str(found.lastgroup), found[0]) for found in _VALUE.finditer(text)]
+    out: list[Value] = []
+    at = 0
+    while found := _VALUE.match(text, at):
+        if found.lastgroup == "run":
+            known = _random(found[0])
+            found = found if known else _NO_RUN.match(text, at)
+            assert found is not None
+            out.append(Value("id" if known else str(found.lastgroup), found[0]))
+        else:
+            out.append(Value(str(found.lastgroup), found[0]))
+        at = found.end()
+    return out
+
+
+def _random(run: str) -> bool:
+    """Whether letters, digits and cases alternate as nobody writes them: `V1StGXR8_Z5jdHi6B-myT`, not `getUser2` or `python-3`."""
+    kinds = ["0" if c.isdigit() else "a" if c.islower() else "A" for c in run if c.isalnum()]
+    turns = sum(one != other and one + other != "Aa" for one, other in zip(kinds, kinds[1:]))
+    return turns >= 3 and turns >= 0.27 * len(kinds)
 
 
 _OF_KIND = {"stamp": Cause.CLOCK, "time": Cause.CLOCK, "epoch": Cause.CLOCK, "daytime": Cause.CLOCK, "id": Cause.ID}
@@ -65,13 +98,13 @@ def kind_of(was: list[Value], now: list[Value], before: str, after: str, in_syst
     near = before[-_NEAR:].rpartition("\n")[2]
     if kinds <= {"stamp", "time", "epoch", "daytime", "number"} and kinds != {"number"}:
         return Cause.CLOCK
+    if kinds == {"number"}:
+        return _number(near, after, in_system)
     if _ID_CUE.search(near) and all(_like_id(value) for value in told):
         return Cause.ID
     if kinds <= {"id", "number", "epoch"} and "id" in kinds:
         return Cause.ID
-    if kinds == {"number"}:
-        return _number(told, near, after, in_system)
-    if kinds <= {"id", "number", "word"} and "id" in kinds and len(was) == len(now) == 1:
+    if kinds <= {"id", "number", "word"} and "id" in kinds and not any(value.kind == "space" for value in (*was, *now)):
         return Cause.ID  # random words now and then have no digit
     return None
 
@@ -80,14 +113,13 @@ def _like_id(value: Value) -> bool:
     return value.kind in ("id", "number", "epoch") or (value.kind == "word" and len(value.text) >= 6 and not value.text.islower())
 
 
-def _number(told: list[Value], near: str, after: str, in_system: bool) -> Cause | None:
-    close = near[-24:]
-    if _COUNT_CUE.search(close):
-        return Cause.COUNTER
-    if _CLOCK_CUE.search(close) or _CLOCK_CUE.match(after.lstrip(" ")[:8]):
-        return Cause.CLOCK
-    if _ID_CUE.search(close):
-        return Cause.ID
+def _number(near: str, after: str, in_system: bool) -> Cause | None:
+    """A bare number, by the words around it."""
+    if (behind := _BEHIND.match(after[:40].partition("\n")[0])) is not None:
+        return Cause.CLOCK if behind["clock"] or behind["near"] else Cause.COUNTER
+    cues = [found.lastgroup for found in _CUES.finditer(near[-24:])]
+    if cues:
+        return Cause(cues[-1])
     return Cause.COUNTER if in_system else None
 
 
