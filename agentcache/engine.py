@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import torch
 
+from .calibration import Calibration
+from .calibration import find as find_calibration
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError
 from .held import ToolGroups
 from .inflight import Chunk, Done, Request
@@ -58,8 +60,9 @@ class Engine:
 
     model: Hugging Face id, folder, or a loaded model (then with its tokenizer). memory_bytes: budget for kept pages, by default a quarter
     of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact", "lossy" to accept what is stored with
-    fewer bits, or "off" to keep nothing. store: folder or options of the store on disk, None to keep nothing there. layout: what
-    becomes of text that is declared volatile.
+    fewer bits, "approximate" to accept repeated text from other positions too, or "off" to keep nothing. calibration: what `agentcache
+    calibrate` wrote for this model, where it is not in the store's folder. store: folder or options of the store on disk, None to keep
+    nothing there. layout: what becomes of text that is declared volatile.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Engine:
         memory_bytes: int | None = None,
         chunk_tokens: int = 512,
         reuse: Reuse = "exact",
+        calibration: Calibration | str | os.PathLike[str] | None = None,
         store: StoreOptions | str | os.PathLike[str] | None = DEFAULT,
         layout: LayoutOptions | LayoutMode = "enforce",
         redact: bool = False,
@@ -97,6 +101,9 @@ class Engine:
         self.model = HFModel(loaded)
         self.fingerprint = Fingerprint(self.model.model, self.model.numerics.kernel) if self.model.numerics else None
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
+        self._calibration = calibration
+        if reuse == "approximate" or calibration is not None:
+            self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
         self._misses = Misses()
         self._closed = False
@@ -189,11 +196,21 @@ class Engine:
             receipt=receipt,
             reuse=reuse != "off",
             lossy=reuse == "lossy",
+            calibration=self._calibrated() if reuse == "approximate" else None,
             forced=deque(forced),
             called=called,
         )
         receipt.layout_ms = (time.perf_counter() - called) * 1e3
         return request
+
+    def _calibrated(self) -> Calibration | None:
+        """What segments need to know about this model; CalibrationError without it. None if the model cannot be paged: it has none."""
+        if self.fingerprint is None or self.model.spec is None:
+            return None
+        folder = self.store.disk.folder.path if self.store.disk else None
+        self._calibration = known = find_calibration(self._calibration, folder, self.fingerprint.whole, self.name)
+        self.model.keep_boundaries(known.boundaries)
+        return known
 
     def _forced(self, sampling: Sampling) -> Seq[int]:
         if isinstance(sampling.forced, str):
@@ -213,16 +230,8 @@ class Engine:
             self.renderer.remember(layout, spelled, message, namespace=request.namespace, outlive=request.reuse)
         receipt.repeated_tokens = len(generated) if layout.ephemeral_tokens else 0
         receipt.saved_ms = receipt.cached_tokens * self.scheduler.ms_per_token
-        receipt.saved_flops = self._flops(receipt.cached_tokens)
+        receipt.saved_flops = self.model.flops(receipt.cached_tokens)
         return Completion(request.text.text, generated, message, receipt)
-
-    def _flops(self, tokens: int) -> float:
-        """2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""
-        if not self.model.spec:
-            return 0.0
-        config, spec = self.model.config, self.model.spec
-        weights = sum(p.numel() for p in self.model.model.get_decoder().layers.parameters())
-        return tokens * 2.0 * weights + 2.0 * spec.layers * config.num_attention_heads * spec.head_dim * tokens * (tokens + 1)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -335,6 +344,6 @@ def _default_budget(device: str | None) -> int:
 
 
 def _check_reuse(reuse: Reuse) -> Reuse:
-    if reuse not in ("exact", "lossy", "off"):
-        raise ConfigError(f"reuse={reuse!r}: must be 'exact', 'lossy' or 'off'")
+    if reuse not in get_args(Reuse):
+        raise ConfigError(f"reuse={reuse!r}: must be one of {', '.join(map(repr, get_args(Reuse)))}")
     return reuse

@@ -2,6 +2,7 @@
 
     AgentCacheError
     ├── ConfigError                 a setting or an argument that cannot work          (also ValueError)
+    │   ├── CalibrationError        approximate reuse without, or with a wrong, calibration
     │   └── ForeignPackageError     another package named agentcache came first on the path
     ├── ModelError                  the model cannot be used
     │   ├── ModelLoadError          path or id cannot be loaded                        (also OSError)
@@ -23,7 +24,7 @@
     │   └── BlobError               one page is damaged, cut short or not ours
     └── EngineClosedError           the engine was closed                              (also RuntimeError)
 
-StoreWarning, a warning, tells what a request need not fail for. A message states the value that was refused (`!r`) and the way out.
+StoreWarning and ReuseWarning, warnings, tell what a request need not fail for. A message states the value that was refused (`!r`) and the way out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from __future__ import annotations
 __all__ = [
     "AgentCacheError",
     "BlobError",
+    "CalibrationError",
     "CancelledError",
     "ConfigError",
     "ContextOverflowError",
@@ -44,6 +46,7 @@ __all__ = [
     "NonFiniteLogitsError",
     "OutOfMemoryError",
     "PromptError",
+    "ReuseWarning",
     "StoreCorruptError",
     "StoreError",
     "StoreFormatError",
@@ -61,6 +64,10 @@ class AgentCacheError(Exception):
 
 class ConfigError(AgentCacheError, ValueError):
     """A setting or an argument cannot work."""
+
+
+class CalibrationError(ConfigError):
+    """Approximate reuse was asked for without a calibration of this model, or with one that cannot be used."""
 
 
 class ForeignPackageError(ConfigError):
@@ -151,6 +158,10 @@ class StoreCorruptError(StoreError):
 
 class StoreFullError(StoreError):
     """The disk, or the store's budget, has no room for this."""
+
+
+class ReuseWarning(UserWarning):
+    """Reuse does less than it was asked for: the answers are right all the same."""
 
 
 class StoreWarning(UserWarning):

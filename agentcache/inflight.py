@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .calibration import Calibration
 from .errors import AgentCacheError
 from .kv import Sequence
 from .model.grammar import Guide
@@ -16,7 +17,7 @@ from .model.response import ResponseStream
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Receipt
-from .runner import StockSequence, Work
+from .runner import Source, StockSequence, Work
 from .store.fetch import Fetch
 from .store.keys import Ids, Scope, as_ids
 from .types import Sampling
@@ -79,7 +80,9 @@ class Request:
     """One request on its way. `ids` grow as tokens are decoded; `events` carry progress and chunks, then Done or the error.
 
     prefix_tokens: length of the stable part. lossy: pages stored with fewer bits may serve it, too. fetch: its pages' way from disk.
-    fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the store has or had.
+    calibration: segments may serve it, repaired like this; `sources` are theirs. near, near_kept: among whose pages what is behind them is
+    kept, and how much is. fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the
+    store has or had.
     guide: what its completion is held to. tools: names that may be called, None if no text is a call. opened: the prompt begins a thought.
     reading: makes the reader of its answer that the tokenizer's response template asks for, None if our own parsers read it.
     numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
@@ -96,6 +99,7 @@ class Request:
     prefix_tokens: int = 0
     reuse: bool = True
     lossy: bool = False
+    calibration: Calibration | None = None
     fill_only: bool = False
     guide: Guide | None = None
     tools: frozenset[str] | None = frozenset()
@@ -115,6 +119,9 @@ class Request:
     prompt: int = 0
     peeked: tuple[int, int] = (-1, 0)
     kept: int = 0
+    near: Scope | None = None
+    near_kept: int = 0
+    sources: list[Source] = field(default_factory=list)
     pinned: int = 0
     numerics: set[str] = field(default_factory=set)
     skipped: int = 0
@@ -125,7 +132,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens still to be run before the next one can be chosen."""
-        return len(self.ids) - (self.sequence.length if self.sequence else 0)
+        return len(self.ids) - (self.sequence.length + self.sequence.ahead_tokens if self.sequence else 0)
 
     @property
     def filling(self) -> bool:
@@ -142,7 +149,7 @@ class Request:
     def work(self, count: int) -> Work:
         """The next `count` tokens to run, at most what remains; logits only behind the last one."""
         assert self.sequence is not None
-        at = self.sequence.length
-        count = min(count, len(self.ids) - at)
+        pieces = self.sequence.pieces(min(count, self.remaining))
+        ids = [token for piece in pieces for token in self.ids[piece.start : piece.start + piece.count]]
         regime = self.scope.regime if self.scope else ""
-        return Work(self.sequence, self.ids[at : at + count], regime, wanted=at + count == len(self.ids) and not self.fill_only)
+        return Work(self.sequence, ids, regime, wanted=len(ids) == self.remaining and not self.fill_only)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -154,16 +154,20 @@ class Page:
 class Ahead:
     """Tokens [start, stop) whose KV lies in a sequence's pages below layer `entry`; None: in all layers.
 
-    states: hidden states [tokens, hidden] with which computing resumes at that layer.
+    states: hidden states [tokens, hidden] with which computing resumes at that layer. run: which one it belongs to. held: nothing goes
+    on here before somebody has looked at it.
     """
 
     start: int
     stop: int
     entry: int | None = None
     states: torch.Tensor | None = None
+    run: int = 0
+    held: bool = False
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """Positions [start, start + count) to compute from layer `entry` on, where `states` come in."""
 
     start: int
@@ -218,14 +222,15 @@ class Sequence:
         return sum(span.stop - span.start for span in self.ahead if span.entry is None)
 
     def pieces(self, tokens: int) -> list[Piece]:
-        """The next `tokens` positions to compute, in order: holes, and what resumes at a layer. Leaves out what is whole."""
+        """The next `tokens` positions to compute, in order: holes, and what resumes at a layer. Leaves out what is whole, ends at what is
+        held."""
         found: list[Piece] = []
         at = self.length
         for span in self.ahead:
             if count := min(span.start - at, tokens):
                 found.append(Piece(at, count))
                 tokens -= count
-            if not tokens:
+            if not tokens or span.held:
                 return found
             if span.entry is not None:
                 count = min(span.stop - span.start, tokens)
@@ -257,7 +262,7 @@ class Sequence:
         for page, slot, count, offset in self.slots(start, start + len(states)):
             kept = page.boundaries.get(layer)
             if kept is None:
-                kept = page.boundaries[layer] = states.new_zeros(PAGE_TOKENS, states.shape[1])
+                kept = page.boundaries[layer] = states.new_full((PAGE_TOKENS, states.shape[1]), float("nan"))  # unknown
             kept[slot : slot + count] = states[offset : offset + count]
 
     def place(self, spans: list[Ahead]) -> None:
@@ -273,15 +278,26 @@ class Sequence:
             span, exact = self.ahead.pop(0), False
             assert span.entry is not None and span.states is not None
             if span.start + tokens < span.stop:
-                self.ahead.insert(0, Ahead(span.start + tokens, span.stop, span.entry, span.states[tokens:]))
+                self.ahead.insert(0, replace(span, start=span.start + tokens, states=span.states[tokens:]))
         assert not self.ahead or self.length + tokens <= self.ahead[0].start
         self._fill(tokens)
         if exact:
             self.exact_until = self.length
         self._step_over()
 
+    @property
+    def junction(self) -> Ahead | None:
+        """What is held, if everything before it is computed."""
+        return self.ahead[0] if self.ahead and self.ahead[0].held and self.ahead[0].start == self.length else None
+
+    def settle(self, spans: list[Ahead]) -> None:
+        """Put these in the place of what belongs to the junction's run, and go on."""
+        run = self.ahead[0].run
+        self.ahead = [*spans, *(span for span in self.ahead if span.run != run)]
+        self._step_over()
+
     def _step_over(self) -> None:
-        while self.ahead and self.ahead[0].start == self.length and self.ahead[0].entry is None:
+        while self.ahead and self.ahead[0].start == self.length and self.ahead[0].entry is None and not self.ahead[0].held:
             self._fill(self.ahead[0].stop - self.length)
             self.ahead.pop(0)
 

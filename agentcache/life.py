@@ -15,10 +15,11 @@ from .kv import PAGE_TOKENS, Sequence
 from .plan import make
 from .receipt import Receipt
 from .runner import FAULTS, Outcome, Runner, StockSequence
+from .segments import Segments
 from .store.entry import Match
 from .store.keys import Scope
 from .store.store import Store
-from .types import FinishReason, Precision, Reason, Refusal
+from .types import FinishReason, Grade, Precision, Reason, Refusal
 
 
 class Life:
@@ -27,6 +28,7 @@ class Life:
     def __init__(self, runner: Runner, store: Store) -> None:
         self.runner = runner
         self.store = store
+        self.segments = Segments(runner, store)
 
     # -- attaching -------------------------------------------------------------------------------------------------
 
@@ -70,7 +72,6 @@ class Life:
         self._attach(request)
         assert request.plan is not None and request.sequence is not None
         receipt.refusals += request.plan.refusals
-        receipt.cached_tokens, receipt.computed_tokens = request.plan.cached_tokens, request.plan.computed_tokens
         receipt.disk_tokens = min(receipt.disk_tokens, request.plan.cached_tokens)  # a small memory may have dropped some again
         receipt.copied_tokens = request.sequence.copied_tokens
         receipt.match_ms = (time.perf_counter() - request.started) * 1e3
@@ -85,11 +86,14 @@ class Life:
                 reason, detail = Reason.ROPE_REGIME, f"no fixed frequencies beyond {model.rotary.original if model.rotary else 0} tokens"
             request.sequence, request.plan = StockSequence(), make(length, 0, reason, detail)
             request.receipt.path, request.receipt.bitwise = "stock", False
+            request.receipt.computed_tokens = request.receipt.computed_tokens or length
             return
         assert model.spec is not None
         found = self._match(request)
         request.sequence = sequence = Sequence(model.spec)
-        request.plan = make(length, found.tokens, found.missed, found.detail)
+        again = request.receipt.completion_tokens > 0  # its frequencies have changed: the account of the prompt is closed
+        runs = [] if again else self.segments.find(request, found.tokens)
+        request.plan = make(length, found.tokens, found.missed, found.detail, runs, request.calibration)
         request.kept = found.tokens
         if found.tokens:
             sequence.attach(list(found.pages), found.tokens)
@@ -97,6 +101,10 @@ class Life:
         if request.scope.precision != "exact":
             sequence.exact_until = 0
         request.receipt.path = "stepped" if model.stepped else "generic"
+        if not again:
+            request.receipt.cached_tokens, request.receipt.computed_tokens = request.plan.cached_tokens, request.plan.computed_tokens
+        if runs:
+            self.segments.attach(request)
         self._state_bits(request, found)
 
     def _match(self, request: Request) -> Match:
@@ -105,11 +113,16 @@ class Life:
         if not request.reuse:
             return Match(0, (), Reason.REUSE_OFF)
         found = self.store.match(request.scope, request.array())
-        if request.lossy and self.store.disk is not None and self.store.disk.precision != "exact":
-            lossy = replace(request.scope, precision=self.store.disk.precision)
-            other = self.store.match(lossy, request.array())
+        grade: Grade = "exact"
+        if request.lossy and self.store.disk is not None:
+            grade = self.store.disk.precision
+        elif request.calibration is not None:
+            grade = "approximate"
+        if grade != "exact":
+            near = replace(request.scope, precision=grade)
+            other = self.store.match(near, request.array())
             if other.tokens > found.tokens:
-                request.scope, found = lossy, other
+                request.scope, found = near, other
         return found
 
     def _state_bits(self, request: Request, found: Match) -> None:
@@ -117,7 +130,11 @@ class Life:
         assert model.numerics is not None
         request.numerics = {*found.numerics, model.numerics.digest}
         receipt.bitwise = model.bitwise and len(request.numerics) == 1 and receipt.precision == "exact"
-        if receipt.precision != "exact":
+        if receipt.precision == "approximate":
+            exact = request.sequence.exact_until if request.sequence else 0
+            detail = "behind segments from other positions: near the exact values, not equal"
+            receipt.refusals += (Refusal(Reason.APPROXIMATE, exact, len(request.ids), detail),)
+        elif receipt.precision != "exact":
             receipt.refusals += (
                 Refusal(Reason.LOSSY, 0, found.tokens, f"stored as {receipt.precision}: near the exact values, not equal"),
             )
@@ -143,6 +160,7 @@ class Life:
                 return self._non_finite(request, "keys or values")
             if request.fetch is not None and not request.remaining:
                 request.fetch.settle()
+            self.segments.decide(request)
         if request.fill_only:
             return self._filled(request) if not request.remaining else None
         return self._choose(request, outcome.logits) if outcome.logits is not None else None
@@ -210,6 +228,8 @@ class Life:
         if scope is None or not isinstance(sequence, Sequence) or not request.reuse:
             return True
         count = min(sequence.length, sequence.exact_until) if scope.precision == "exact" else sequence.length
+        if request.near is not None:
+            self._keep_near(request, sequence, whole_only)
         if whole_only:
             count -= count % PAGE_TOKENS
         if count <= request.kept:
@@ -221,6 +241,15 @@ class Life:
         )
         request.kept = count
         return True
+
+    def _keep_near(self, request: Request, sequence: Sequence, whole_only: bool) -> None:
+        """Keep what is behind attached segments for those who accept such pages, in memory only."""
+        count = sequence.length - (sequence.length % PAGE_TOKENS if whole_only else 0)
+        if request.near is None or count <= max(request.near_kept, sequence.exact_until):
+            return
+        pages = sequence.pages[: -(-count // PAGE_TOKENS)]
+        self.store.admit(request.near, request.array(count), pages, frozenset(request.numerics), request.prefix_tokens)
+        request.near_kept = count
 
     def _non_finite(self, request: Request, what: str) -> NonFiniteLogitsError:
         """Take back what the request gave, and scrub what it wrote and never gave: masked slots must stay finite."""

@@ -1,8 +1,8 @@
 """The account of one request: what was reused, what was computed, why, and what it cost. Knows nothing of how it was done.
 
 Buckets are inclusive: prompt_tokens = cached_tokens + computed_tokens; copied_tokens (slots copied by branching a shared page) lie inside
-cached_tokens, and so do disk_tokens (read from disk for this request, disk_bytes of it); spliced_tokens (the model's own ids put back) lie
-anywhere in the prompt. missed: why the prompt did not go on from the one before it in its
+cached_tokens, and so do segment_tokens (taken from other positions, by consent: `segments` says which) and disk_tokens (read from disk for this request, disk_bytes of it); spliced_tokens (the model's own ids put back) lie
+anywhere in the prompt; halo_tokens (of segments, computed again) lie inside computed_tokens. missed: why the prompt did not go on from the one before it in its
 conversation, if it did not. moves: what became of text that was declared volatile; ephemeral_tokens, the last ones of the prompt, and
 repeated_tokens, the completion behind them, are its price: what comes next computes them again, or does without. Times are milliseconds on
 a monotonic clock, read after the device has finished, one behind the other: layout_ms, load_ms until the pages are there (from disk, or
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .types import FinishReason, Missed, Move, Precision, Refusal, Span
+from .types import FinishReason, Grade, Missed, Move, Refusal, Segment, Span
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class Receipt:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
+    segment_tokens: int = 0
+    halo_tokens: int = 0
     copied_tokens: int = 0
     spliced_tokens: int = 0
     ephemeral_tokens: int = 0
@@ -36,12 +38,13 @@ class Receipt:
     completion_tokens: int = 0
     exact_until: int = 0
     bitwise: bool = False
-    precision: Precision = "exact"
+    precision: Grade = "exact"
     path: str = ""
     refusals: tuple[Refusal, ...] = ()
     differences: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
     moves: tuple[Move, ...] = ()
+    segments: tuple[Segment, ...] = ()
     missed: Missed | None = None
     finish_reason: FinishReason | None = None
     layout_ms: float = 0.0

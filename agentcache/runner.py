@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .errors import GenerationError, OutOfMemoryError
-from .kv import Sequence
+from .kv import PAGE_TOKENS, Ahead, Page, Piece, Sequence
 from .model.attention import Part
 from .model.hf import HFModel
+from .model.numerics import MAX_ROWS
+from .model.rope import turn
+from .plan import Attach
 
 log = logging.getLogger("agentcache")
 
@@ -43,6 +47,11 @@ class StockSequence:
     exact_until: int = 0
     copied_tokens: int = 0
     cache: Any = None
+    ahead_tokens: int = 0  # nothing lies ahead of a state that is no page table
+
+    def pieces(self, tokens: int) -> list[Piece]:
+        """The next `tokens` positions."""
+        return [Piece(self.length, tokens)]
 
     def close(self) -> None:
         """Drop the state."""
@@ -57,6 +66,33 @@ class Work:
     ids: list[int]
     regime: str = ""
     wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Pages that hold a run of tokens; the first slot of the first one was position `base`."""
+
+    pages: tuple[Page, ...]
+    base: int
+
+    def slots(self, start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
+        """The pages under positions [start, stop) as (page, first slot, count)."""
+        at = start - self.base
+        while at < stop - self.base:
+            slot = at % PAGE_TOKENS
+            count = min(PAGE_TOKENS - slot, stop - self.base - at)
+            yield self.pages[at // PAGE_TOKENS], slot, count
+            at += count
+
+    def states(self, layer: int, start: int, stop: int) -> torch.Tensor | None:
+        """The inputs of a layer that were kept with these tokens [stop - start, hidden], None if some were not."""
+        found = []
+        for page, slot, count in self.slots(start, stop):
+            kept = page.boundaries.get(layer)
+            if kept is None or not bool(torch.isfinite(kept[slot : slot + count]).all()):
+                return None
+            found.append(kept[slot : slot + count])
+        return torch.cat(found)
 
 
 @dataclass(slots=True)
@@ -118,6 +154,65 @@ class Runner:
         if wanted != torch.get_num_threads():
             torch.set_num_threads(wanted)
 
+    @torch.no_grad()  # not inference mode: pages made here are written outside of it, too
+    def attach(self, sequence: Sequence, steps: list[Attach], sources: list[Source], regime: str, held: bool = False) -> None:
+        """Copy the keys, re-indexed, and values of segments to where the plan wants them, ahead of the sequence's length.
+
+        held: somebody will look at each segment's junction before it is gone over.
+        """
+        spans: list[Ahead] = []
+        for step in steps:
+            source, start = sources[step.run], step.start - step.shift
+            sequence.reserve_to(step.stop)
+            for page, slot, count in source.slots(start, start + step.stop - step.start):
+                at = source.base + source.pages.index(page) * PAGE_TOKENS + slot
+                self._move(sequence, page, slot, at, at + step.shift, count, regime, step.layers)
+            states = None if step.layers is None else source.states(step.layers, start, start + step.stop - step.start)
+            first = step.run not in [span.run for span in spans]
+            spans.append(Ahead(step.start, step.stop, step.layers, states, step.run, held and first))
+        sequence.place(spans)
+
+    def _move(
+        self, sequence: Sequence, page: Page, slot: int, source: int, target: int, count: int, regime: str, layers: int | None
+    ) -> None:
+        assert self.model.rotary is not None
+        cos, sin = self.model.rotary.turns(regime, source, target, count)
+        fixed = self.model.unrotated
+        for own, into, some, offset in sequence.slots(target, target + count):
+            span, here = slice(slot + offset, slot + offset + some), slice(into, into + some)
+            for layer in range(sequence.spec.layers if layers is None else layers):
+                keys = page.layer_keys[layer][..., span]
+                if layer not in fixed and source != target:
+                    keys = turn(keys, cos[:, offset : offset + some], sin[:, offset : offset + some])
+                own.layer_keys[layer][..., here] = keys
+                own.layer_values[layer][:, here] = page.layer_values[layer][:, span]
+
+    @torch.inference_mode()
+    def differs(self, sequence: Sequence, source: Source, start: int, stop: int, shift: int, regime: str) -> float:
+        """How far the keys computed for positions [start, stop) are from the stored ones, re-indexed: relative, in the middle layer."""
+        layer = sequence.spec.layers // 2
+        assert self.model.rotary is not None
+        cos, sin = self.model.rotary.turns(regime, start - shift, start, stop - start)
+        pieces = source.slots(start - shift, stop - shift)
+        stored = torch.cat([page.layer_keys[layer][..., slot : slot + count] for page, slot, count in pieces], -1)
+        stored = stored.float() if layer in self.model.unrotated else turn(stored.float(), cos, sin)
+        computed = sequence.read(layer, start, stop)[0].permute(1, 2, 0).float()
+        return float((computed - stored).norm() / computed.norm())
+
+    @torch.inference_mode()
+    def deviations(self, sequence: Sequence, ids: list[int], start: int, regime: str) -> torch.Tensor:
+        """How far layer 1's values of the tokens ahead from `start` on are from what they are behind this context: relative, [tokens].
+
+        Runs two layers over them, which leaves the true keys and values there.
+        """
+        stop = start + len(ids)
+        stored = sequence.read(1, start, stop)[1].float()
+        for at in range(start, stop, MAX_ROWS):
+            some = ids[at - start : at - start + MAX_ROWS]
+            self.model.forward(torch.tensor(some), [Part(sequence, at, len(some))], [regime], [], layers=2)
+        found = sequence.read(1, start, stop)[1].float()
+        return (found - stored).flatten(1).norm(dim=1) / found.flatten(1).norm(dim=1).clamp_min(1e-9)
+
     def run(self, work: list[Work]) -> list[Outcome]:
         """Run all work in one forward and advance its sequences. Members of a pack that fails are run one by one."""
         paged = [w for w in work if isinstance(w.sequence, Sequence)]
@@ -157,18 +252,28 @@ class Runner:
             return error
 
     def _forward(self, work: list[Work]) -> list[Outcome]:
-        parts, wanted, at = [], [], 0
+        planned: list[tuple[Work, Piece, list[int]]] = []
         for w in work:
             assert isinstance(w.sequence, Sequence)
-            w.sequence.reserve(len(w.ids))
-            parts.append(Part(w.sequence, w.sequence.length, len(w.ids), at))
-            at += len(w.ids)
-            if w.wanted:
-                wanted.append(at - 1)
-        ids = torch.tensor([token for w in work for token in w.ids])
-        logits = iter(self.model.forward(ids, parts, [w.regime for w in work], wanted))
-        for part in parts:
-            part.sequence.advance(part.count)
+            at = 0
+            for piece in w.sequence.pieces(len(w.ids)):
+                planned.append((w, piece, w.ids[at : at + piece.count]))
+                at += piece.count
+            w.sequence.reserve_to(planned[-1][1].start + planned[-1][1].count)
+        final = {id(w): piece for w, piece, _ in planned}
+        parts, last, at = [], {}, 0
+        rows = sorted(planned, key=lambda known: known[1].entry)  # who comes in further up stands behind the others
+        for w, piece, _ in rows:
+            assert isinstance(w.sequence, Sequence)
+            parts.append(Part(w.sequence, piece.start, piece.count, at, piece.entry, piece.states))
+            at += piece.count
+            if piece is final[id(w)]:
+                last[id(w)] = at - 1
+        ids = torch.tensor([token for _, _, some in rows for token in some])
+        logits = iter(self.model.forward(ids, parts, [w.regime for w, _, _ in rows], [last[id(w)] for w in work if w.wanted]))
+        for w, piece, _ in planned:
+            assert isinstance(w.sequence, Sequence)
+            w.sequence.advance(piece.count)
         return [Outcome(next(logits) if w.wanted else None) for w in work]
 
     def _stock(self, work: Work) -> Outcome:

@@ -18,6 +18,7 @@ from .life import Life
 from .model.numerics import MAX_ROWS
 from .runner import FAULTS, Outcome, Runner, StockSequence, Work, as_failure
 from .store.store import Store
+from .watch import Watch
 
 __all__ = ["Chunk", "Done", "Progress", "Request", "Scheduler"]
 
@@ -41,6 +42,7 @@ class Scheduler:
         self.store = store
         self.life = Life(runner, store)
         self.audit = Audit(runner, store)
+        self.watch = Watch(runner, store, self.life.segments)
         self.chunk_tokens = min(chunk_tokens, MAX_ROWS)
         self.ms_per_token = 0.0
         self.rounds = 0
@@ -97,11 +99,12 @@ class Scheduler:
             self._round(pack)
         elif not self._live and not self._waiting and not self._closed.is_set():
             self.audit.step()
+            self.watch.step()
         self.store.note_busy(bool(self._live))  # before this thread waits for requests
 
     def _patience(self) -> float | None:
         """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""
-        if self._live or (not self._waiting and self.audit.pending):
+        if self._live or (not self._waiting and (self.audit.pending or self.watch.pending)):
             return 0.0
         return POLL_S if self._waiting else None
 
@@ -191,6 +194,7 @@ class Scheduler:
             ended = self.life.deliver(request, outcome)
             if isinstance(ended, str):
                 self._remove(request)
+                self.watch.consider(request)
                 self.life.end(request, ended)
                 return
         except FAULTS as error:  # in the sampler, the tokenizer or the store: this request's alone

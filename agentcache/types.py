@@ -18,8 +18,9 @@ from .errors import ConfigError
 Role = Literal["system", "user", "assistant", "tool"]
 ToolOrder = Literal["given", "sorted", "sticky"]
 Rendering = Literal["canonical", "stock"]
-Reuse = Literal["exact", "lossy", "off"]
+Reuse = Literal["exact", "lossy", "approximate", "off"]
 Precision = Literal["exact", "int8", "int4"]
+Grade = Literal["exact", "int8", "int4", "approximate"]  # how near kept keys and values are to computed ones
 LayoutMode = Literal["enforce", "warn", "off"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
@@ -172,8 +173,25 @@ class Reason(str, Enum):
     SLOW_DISK = "SLOW_DISK"  # reading it would take longer than computing it
     LOSSY = "LOSSY"  # stored with fewer bits than computed: not lent to an exact request
     NON_FINITE = "NON_FINITE"  # a computation produced NaN or infinity and was not kept
+    PROBE = "PROBE"  # a segment's recomputed head differs too much from its stored one
+    DRIFT = "DRIFT"  # segment reuse is switched off: sampled answers drifted beyond the calibrated bound
 
     __str__ = str.__str__
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Prompt tokens [start, stop) whose KV was taken from `shift` positions before, where they stood behind other text.
+
+    whole_tokens: needed no computing. resumed_tokens: taken below some layer, computed above. halo_tokens: computed again.
+    """
+
+    start: int
+    stop: int
+    shift: int
+    whole_tokens: int
+    resumed_tokens: int
+    halo_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,21 +25,27 @@ SHARED_ELEMENTS = 1 << 23  # 32 MB of widened pages that several parts of a pack
 
 @dataclass(slots=True)
 class Part:
-    """Tokens of one sequence inside a packed forward: rows [offset, offset + count) are its positions from `start` on."""
+    """Tokens of one sequence inside a packed forward: rows [offset, offset + count) are its positions from `start` on.
+
+    entry: the layer at which they come in, with `states` [count, hidden] as that layer's input; below it their KV is in the pages.
+    """
 
     sequence: Sequence
     start: int
     count: int
     offset: int = 0
+    entry: int = 0
+    states: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
 class Batch:
-    """One packed forward. `rows` includes the padding rows at the end."""
+    """One packed forward. `rows` includes the padding rows at the end. later: parts that come in at a layer, in the order of rows."""
 
     parts: list[Part]
     rows: int
     numerics: Numerics
+    later: list[Part] = field(default_factory=list)
     masks: dict[tuple[int, int, int, int, int], torch.Tensor] = field(default_factory=dict)
     shared: dict[int, int] = field(init=False, default_factory=dict)  # id of a page -> its buffers
     widened: dict[tuple[str, int], int] = field(init=False, default_factory=dict)  # (kind, buffer) -> the layer it holds

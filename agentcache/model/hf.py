@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,6 +102,11 @@ class HFModel:
         return self._shape is not None and not self.force_generic and self._shape.holds()
 
     @property
+    def unrotated(self) -> tuple[int, ...]:
+        """Layers whose keys have no position (NoPE): they are never re-indexed."""
+        return tuple(at for at, rotated in enumerate(getattr(self.config, "no_rope_layers", None) or ()) if not rotated)
+
+    @property
     def bitwise(self) -> bool:
         """Whether equal tokens give equal bits here, whatever the chunking, packing or reuse."""
         return bool(self.numerics and self.numerics.pure and self.support.family.batch_free and not self.quantized)
@@ -112,6 +118,11 @@ class HFModel:
         if ends is None:
             ends = getattr(self.config, "eos_token_id", None)
         return frozenset([ends] if isinstance(ends, int) else ends or [])
+
+    def keep_boundaries(self, layers: tuple[int, ...]) -> None:
+        """Keep the inputs of these layers with pages computed from now on, if layers are stepped."""
+        if self.spec is not None and self.spec.boundaries != layers and self.stepped:
+            self.spec = replace(self.spec, boundaries=layers, hidden=self.config.hidden_size if layers else 0)
 
     def _prepare(self) -> None:
         config, decoder = self.config, self.model.get_decoder()
@@ -161,10 +172,13 @@ class HFModel:
         self.model.train(self._training)
 
     @torch.inference_mode()
-    def forward(self, ids: torch.Tensor, parts: list[Part], regimes: list[str], wanted: Seq[int]) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, parts: list[Part], regimes: list[str], wanted: Seq[int], layers: int | None = None
+    ) -> torch.Tensor:
         """Run packed ids [tokens] of `parts` and return logits [len(wanted), vocab] in fp32 of the wanted rows.
 
-        Writes the keys and values of every token into the parts' pages; the caller advances the sequences.
+        Writes the keys and values of every token into the parts' pages; the caller advances the sequences. Parts that come in at a layer
+        stand behind the others, the lowest first; these, and stopping behind the first `layers`, need stepped layers.
         """
         numerics = self.numerics
         assert numerics is not None and self.rotary is not None
@@ -173,10 +187,14 @@ class HFModel:
         ids, positions = (nn.functional.pad(t, (0, rows - len(t))).to(self.device) for t in (ids, positions))
         spans = [(regime, p.start, p.start + p.count) for p, regime in zip(parts, regimes, strict=True)]
         tables = self.rotary.rows(spans, rows)
-        batch = Batch(parts, rows, numerics)
+        first, later = [p for p in parts if not p.entry], [p for p in parts if p.entry]
+        batch = Batch(first, rows, numerics, later)
         if self.stepped:
-            hidden = steps.hidden_states(self.model, ids, *tables, batch)
+            below = sum(p.count for p in first)
+            hidden = steps.hidden_states(self.model, ids[: -(-below // numerics.rows) * numerics.rows], *tables, batch, layers)
             return self._head(hidden, wanted)
+        if later or layers is not None:
+            raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
         _running.tables, _running.layers = tables, 0
         try:
@@ -208,6 +226,14 @@ class HFModel:
             self.model.get_decoder()(**call)
             return torch.empty(0, self.vocab)
         return self.model(**call, logits_to_keep=self._padded(wanted)).logits[0, : len(wanted)].float()  # type: ignore[no-any-return]
+
+    def flops(self, tokens: int) -> float:
+        """Of a prompt: 2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""
+        if self.spec is None:
+            return 0.0
+        weights = sum(p.numel() for p in self.model.get_decoder().layers.parameters())
+        pairs = tokens * (tokens + 1)
+        return tokens * 2.0 * weights + 2.0 * self.spec.layers * self.config.num_attention_heads * self.spec.head_dim * pairs
 
     @torch.inference_mode()
     def stock(self, ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:

@@ -62,12 +62,34 @@ def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value:
     return out
 
 
-def hidden_states(model: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Run all layers over packed ids [rows] -> normalised hidden states [rows, hidden]; cos, sin [rows, head_dim]."""
+def _join(batch: Batch, layer: int, x: torch.Tensor) -> torch.Tensor:
+    """The input of a layer with the rows of those who come in there, padded again; what has to be kept of it is kept."""
+    if joining := [part for part in batch.later if part.entry == layer]:
+        batch.parts = [*batch.parts, *joining]
+        x = torch.cat([x[: joining[0].offset], *(part.states for part in joining if part.states is not None)])
+        x = nn.functional.pad(x, (0, 0, 0, -len(x) % batch.numerics.rows))
+    for part in batch.parts:
+        if layer in part.sequence.spec.boundaries:
+            part.sequence.keep_states(layer, part.start, x[part.offset : part.offset + part.count])
+    return x
+
+
+def hidden_states(
+    model: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, layers: int | None = None
+) -> torch.Tensor:
+    """Run all layers (or the first `layers`) over packed ids [rows] -> normalised hidden states; cos, sin [all rows, head_dim].
+
+    ids: of the rows that start at the bottom, padded; the others follow behind them, layer by layer, as in `batch.later`.
+    """
     decoder, kernel = model.model, batch.numerics.kernel
     x = decoder.embed_tokens(ids)
-    cos, sin = cos[:, None], sin[:, None]
-    for index, layer in enumerate(decoder.layers):
+    all_cos, all_sin = cos[:, None], sin[:, None]
+    for index, layer in enumerate(decoder.layers[:layers]):
+        if batch.later or batch.parts[0].sequence.spec.boundaries:
+            x = _join(batch, index, x)
+            if not len(x):
+                continue  # everybody resumes further up
+        cos, sin = all_cos[: len(x)], all_sin[: len(x)]
         x = x + _attention(layer.self_attn, index, rms_norm(layer.input_layernorm, x), cos, sin, batch)
         mlp, h = layer.mlp, rms_norm(layer.post_attention_layernorm, x)
         gate = mlp.act_fn(linear(kernel, h, mlp.gate_proj.weight, mlp.gate_proj.bias))

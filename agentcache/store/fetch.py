@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import StoreError
 from ..kv import PAGE_TOKENS, KVSpec, Page
-from ..types import Reason, Refusal
+from ..types import Precision, Reason, Refusal
 from .disk import Found, cpu_page
 from .entry import Match
 from .keys import Ids, Scope, chain
@@ -38,7 +38,9 @@ class Fetch:
         self, store: Store, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None],
     ) -> None:  # fmt: skip
         assert store.disk is not None
-        self.store, self.disk, self.scope, self.ids, self.spec, self.precision = store, store.disk, scope, ids, spec, scope.precision
+        self.store, self.disk, self.scope, self.ids, self.spec = store, store.disk, scope, ids, spec
+        assert scope.precision != "approximate", "only memory holds such pages"
+        self.precision: Precision = scope.precision
         self.prefix_tokens = min(prefix_tokens, len(ids))
         if ms_per_token:
             self.disk.note_compute(scope.fingerprint, ms_per_token)

@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 from blake3 import blake3
 
-from ..types import PAGE_TOKENS, Precision
+from ..types import PAGE_TOKENS, Grade
 
 Ids = np.ndarray  # uint32 [tokens]
 
@@ -51,7 +51,7 @@ class Scope:
     namespace: str
     fingerprint: str
     regime: str = ""
-    precision: Precision = "exact"
+    precision: Grade = "exact"
 
     @property
     def root(self) -> bytes:

@@ -1,7 +1,7 @@
 """Remembering prompts in all tiers: pages in memory, behind them pages on disk. Knows neither models nor requests.
 
 match    memory only, at once                 fetch    disk (or another process) into memory, in the background
-admit    memory at once, disk behind the answer
+admit    memory at once, disk behind the answer        bring    the same for text that stood elsewhere; note: what finds it
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from ..errors import StoreError, StoreWarning
 from ..kv import KVSpec, Page
 from ..types import Reason, StoreOptions
+from .bring import MOST_BYTES, Bring
 from .disk import Disk
 from .entry import Entry, Match
 from .fetch import Fetch
 from .groups import Group
 from .index import Row
 from .keys import Ids, Role, Scope, as_ids
+from .repeats import Run
+from .signed import Signed
+from .signatures import TAU, Window, datasketch
 from .tree import Tree
 
 __all__ = ["DEFAULT", "Disk", "Fetch", "Match", "Store"]
@@ -39,6 +43,7 @@ class Store:
     def __init__(self, budget_bytes: int, host_bytes: int = 0, options: StoreOptions | None = None) -> None:
         self.tree = Tree(budget_bytes, host_bytes)
         self.disk = Disk(options) if options is not None else None
+        self.signed: Signed | None = None
         self._readers = ThreadPoolExecutor(READERS, "agentcache-reader") if self.disk else None
 
     @classmethod
@@ -81,6 +86,10 @@ class Store:
         if self.disk and not peek and scope.precision == "exact":
             self.disk.writer.offer(list(found.entries))  # uses are told to the index; what is not on disk yet may go there
         return found
+
+    def repeats(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
+        """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's prompts in memory."""
+        return self.tree.repeats(scope, ids, since, least)
 
     def fetch(
         self, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None]
@@ -133,6 +142,36 @@ class Store:
     def clear(self, namespace: str | None = None) -> None:
         """Free all pages in memory, or those of one namespace; what is on disk stays."""
         self.tree.clear(namespace)
+
+    # -- repeated text that only the disk has ----------------------------------------------------------------------
+
+    def sign(self, tau: float = TAU) -> None:
+        """Keep signatures of what prompts say from now on, where there is a disk; those that are there can be asked for.
+
+        tau: least similarity of what is proposed. Loads a library for some seconds. ConfigError: it is not installed, or tau is wrong.
+        """
+        datasketch()
+        if self.disk is not None:
+            self.signed = Signed(self.disk.index, self.disk.writer.after, tau)
+
+    def note(self, scope: Scope, ids: Ids, windows: Seq[Window]) -> None:
+        """Remember the windows of an admitted prompt, behind the answer; no effect before `sign`."""
+        if self.signed is not None and scope.precision == "exact":
+            self.signed.note(scope, ids, windows)
+
+    def bring(
+        self, scope: Scope, ids: Ids, windows: Seq[Window], ms_per_token: float, spec: KVSpec, wake: Callable[[], None], *,
+        since: int = 0, least: int = 32, most_bytes: int = MOST_BYTES,
+    ) -> Bring | None:  # fmt: skip
+        """What brings pages into memory that repeat some of ids[since:-1], at least `least` tokens of it, if there may be any.
+
+        None before `sign`, and where pages are stored with fewer bits.
+        """
+        if self.signed is None or self.disk is None or self.disk.precision != "exact" or scope.precision != "exact":
+            return None
+        if not self.tree.budget_bytes or not windows:
+            return None
+        return Bring(self, self.signed, scope, ids, windows, ms_per_token, spec, wake, since, least, most_bytes)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class Stage:
 
     context: the share of dialogues that depend on what stands before. Copying has to be learnt before it can be of use to them.
     plain: the share of bundles in which comparing words is enough. That has to be learnt before anything can make it hard.
+    bare: the share, further, with synonyms and near-duplicates but without rules: what has to be learnt next.
     """
 
     until: float
@@ -36,6 +37,7 @@ class Stage:
     batch: int
     context: float
     plain: float
+    bare: float
     styles: Mapping[str, float]
 
 
@@ -43,11 +45,13 @@ HERMES = {"hermes": 1.0}
 SOME = {"hermes": 0.76, "langchain": 0.08, "langchain text": 0.06, "llamaindex": 0.1}
 ALL = {"hermes": 0.68, "langchain": 0.11, "langchain text": 0.07, "llamaindex": 0.14}
 STAGES = (
-    Stage(1, 4, 600, 3000, 0.1, 1.0, HERMES),
-    Stage(2, 8, 800, 4000, 0.3, 0.6, SOME),
-    Stage(4, 16, 1000, 5000, 0.5, 0.3, ALL),
-    Stage(10, 32, 1200, 6000, 0.55, 0.1, ALL),
-    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, ALL),
+    Stage(1, 4, 600, 3000, 0.1, 1.0, 0.0, HERMES),
+    Stage(2, 8, 800, 4000, 0.3, 0.6, 0.0, SOME),
+    Stage(4, 8, 900, 5000, 0.4, 0.3, 0.3, SOME),
+    Stage(8, 10, 900, 5000, 0.4, 0.12, 0.48, SOME),
+    Stage(14, 20, 1100, 6000, 0.5, 0.05, 0.3, ALL),
+    Stage(22, 36, 1200, 6000, 0.55, 0.0, 0.2, ALL),
+    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, 0.1, ALL),
 )
 
 
@@ -63,7 +67,9 @@ def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
     size = round(math.exp(world.rng.uniform(math.log(2), math.log(stage.tools + 0.49))))
     if style == "llamaindex":
         size = min(size, 16)  # its schemas are twice as long
-    made = bundle(f"{seed} {number}", style, size, 18, context_share=stage.context, plain=world.chance(stage.plain))
+    at = world.rng.random()
+    plain, bare = at < stage.plain, at < stage.plain + stage.bare
+    made = bundle(f"{seed} {number}", style, size, 18, context_share=stage.context, plain=plain, bare=bare)
     return pack(encoder, made, stage.tail)
 
 

@@ -91,11 +91,11 @@ class Sample:
     dialogue: int
 
 
-def make_catalog(world: World, size: int, exact: bool = False) -> Catalog:
-    """A catalog of about (or exactly) `size` tools, with one scenario for every four or so."""
+def make_catalog(world: World, size: int, exact: bool = False, bare: bool = False) -> Catalog:
+    """A catalog of about (or exactly) `size` tools, with one scenario for every four or so; without any if `bare`."""
     while True:
         catalog = Catalog(world)
-        if not world.plain:
+        if not (world.plain or bare):
             add_some(catalog, max(1, round(size * world.pick((0.12, 0.2, 0.28)))))
         if exact and len(catalog) > size:
             continue
@@ -184,13 +184,14 @@ def bundle(
     hold: bool = True,
     context_share: float = 0.55,
     plain: bool = False,
+    bare: bool = False,
 ) -> Bundle:
     """The bundle that a seed stands for. LangChain's text agents have no history: their dialogues have one user turn.
 
-    plain: no scenarios, no near-duplicates, one word for each action: what is left is to compare words.
+    plain: no scenarios, no near-duplicates, one word for each action: what is left is to compare words. bare: no scenarios.
     """
     world = World(seed, source, plain)
-    catalog = make_catalog(world, size, exact)
+    catalog = make_catalog(world, size, exact, bare)
     alone = style.startswith("langchain")
     found: list[Dialogue] = []
     for _ in range(20 * count):

@@ -1,0 +1,128 @@
+"""What `agentcache calibrate` found out about one model: how near to a junction stored keys and values can be trusted. Knows no torch.
+
+A token of a repeated run stands behind `distance` equal tokens: those of the run before it. The nearer to the junction, the more its state
+depends on what stood before the run. So it is computed anew up to a layer that falls with the distance:
+
+    distance   0 ......... steps[0] ............ steps[1] ................... end of the run
+    taken      nothing     below that layer      in all layers
+    computed   all (halo)  from that layer on    nothing
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import CalibrationError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """When segments of one model may be attached, and how they are repaired.
+
+    fingerprint: of the weights. layers: how many the model has. steps: (distance, layer), both ascending, the last layer is `layers`.
+    least: shortest run that is attached. share: of a run's whole tokens, how many are computed again: those whose values differ most in
+    layer 1. probe: largest relative difference of the halo's last keys, as stored and as computed, in the middle layer; 0: no probe.
+    kl, top1: mean KL (nats per token) allowed, and share of equal first choices asked for. watch_one_in: one in so many requests served
+    with segments is computed again in idle time. measured: what was seen.
+    """
+
+    fingerprint: str
+    layers: int
+    steps: tuple[tuple[int, int], ...]
+    least: int
+    kl: float
+    share: float = 0.0
+    probe: float = 0.0
+    top1: float = 0.0
+    watch_one_in: int = 32
+    model: str = ""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, rule: str) -> None:
+            raise CalibrationError(f"calibration {name}={getattr(self, name)!r}: must be {rule}; run `agentcache calibrate` again")
+
+        ascending = all(one < two for one, two in zip(self.steps, self.steps[1:], strict=False))
+        deeper = all(one[1] < two[1] for one, two in zip(self.steps, self.steps[1:], strict=False))
+        if not self.steps or not ascending or not deeper or self.steps[-1][1] != self.layers or self.steps[0][0] < 0:
+            refuse("steps", f"pairs of distance and layer, both ascending, up to layer {self.layers!r}")
+        if self.steps[0][1] < 1:
+            refuse("steps", "above layer 0: what is taken nowhere is no segment")
+        if self.least <= self.steps[-1][0]:
+            refuse("least", f"more than the distance {self.steps[-1][0]!r} behind which tokens are taken whole")
+        for name in ("kl", "share", "probe", "top1"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                refuse(name, "a finite number of at least 0")
+        if not isinstance(self.watch_one_in, int) or self.watch_one_in < 1:
+            refuse("watch_one_in", "a whole number of at least 1")
+        if self.share > 1 or self.top1 > 1:
+            refuse("share" if self.share > 1 else "top1", "a share of at most 1")
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Layers at which computing is resumed: their inputs have to be kept with the pages."""
+        return tuple(layer for _, layer in self.steps[:-1])
+
+    def parts(self, tokens: int, kept: frozenset[int]) -> Iterator[tuple[int, int, int]]:
+        """(first, last + 1, layer up to which it is taken) for the tokens of a run. kept: layers whose inputs its source holds."""
+        steps = [step for step in self.steps if step[1] == self.layers or step[1] in kept]
+        edges = [(0, 0), *steps, (tokens, 0)]
+        for (start, layer), (stop, _) in zip(edges, edges[1:], strict=False):
+            if min(start, tokens) < min(stop, tokens):
+                yield min(start, tokens), min(stop, tokens), layer
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, whole or not at all."""
+        place = Path(path)
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh = place.with_name(f"{place.name}.{os.getpid()}.new")
+        fresh.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        os.replace(fresh, place)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read what `save` wrote; CalibrationError if it is something else."""
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CalibrationError(f"calibration {str(path)!r} cannot be read: {error}; run `agentcache calibrate` again") from error
+        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+            raise CalibrationError(f"calibration {str(path)!r} has another format: run `agentcache calibrate` again")
+        try:
+            return cls(**{**found, "steps": tuple((int(at), int(layer)) for at, layer in found["steps"])})
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, CalibrationError):
+                raise
+            raise CalibrationError(f"calibration {str(path)!r} is not one: {error}; run `agentcache calibrate` again") from error
+
+
+def place(folder: str | os.PathLike[str], fingerprint: str) -> Path:
+    """Where a model's calibration lies in a store's folder."""
+    return Path(folder) / "calibrations" / f"{fingerprint}.json"
+
+
+Given = Calibration | str | os.PathLike[str] | None
+
+
+def find(given: Given, folder: str | os.PathLike[str] | None, fingerprint: str, model: str) -> Calibration:
+    """The calibration to use: the one given, else the one in the store's folder. CalibrationError says how to make it."""
+    command = f"run `agentcache calibrate --model {model} --workload FILE` first, or pass calibration="
+    if given is None:
+        known = None if folder is None else place(folder, fingerprint)
+        if known is None or not known.is_file():
+            raise CalibrationError(f"reuse='approximate': model {model!r} has no calibration; {command}")
+        given = known
+    found = given if isinstance(given, Calibration) else Calibration.load(given)
+    if found.fingerprint != fingerprint:
+        whose = f"with fingerprint {found.fingerprint[:12]!r} is not of this model ({fingerprint[:12]!r})"
+        raise CalibrationError(f"calibration of {found.model!r} {whose}: {command}")
+    return found

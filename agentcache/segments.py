@@ -1,0 +1,113 @@
+"""Segments of one request: found in kept prompts, attached where consent and calibration allow, repaired, looked at, refused.
+
+find      repeated runs behind the exact prefix, in the same namespace and under the same weights
+attach    moved to where they are wanted; their heads (halo) are left to be computed
+decide    at each junction, once the halo is computed: does it agree with what was stored? which tokens differ most?
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .inflight import Request
+from .kv import PAGE_TOKENS, Ahead, Sequence
+from .plan import Attach, Repeat
+from .runner import Runner, Source
+from .store.store import Store
+from .types import Reason, Refusal
+
+PROBED = 4  # tokens of a halo, the last ones, that are compared with what was stored
+
+
+class Segments:
+    """Segment reuse, on the device's one thread. off: why it is switched off, empty while it is not."""
+
+    def __init__(self, runner: Runner, store: Store) -> None:
+        self.runner = runner
+        self.store = store
+        self.off = ""
+
+    def find(self, request: Request, prefix_tokens: int) -> list[Repeat]:
+        """Runs behind the prefix that may be attached; `request.sources` are where they lie."""
+        calibration, scope = request.calibration, request.scope
+        request.sources = []
+        if calibration is None or scope is None:
+            return []
+        if self.off:
+            request.receipt.refusals += (Refusal(Reason.DRIFT, prefix_tokens, len(request.ids), self.off),)
+            return []
+        found = []
+        for run in self.store.repeats(replace(scope, precision="exact"), request.array(), prefix_tokens, calibration.least):
+            source = Source(run.pages, run.source // PAGE_TOKENS * PAGE_TOKENS)
+            layers = calibration.boundaries if self.runner.model.stepped else ()
+            kept = frozenset(layer for layer in layers if source.states(layer, run.source, run.source + run.stop - run.start) is not None)
+            found.append(Repeat(run.start, run.stop, run.shift, kept))
+            request.sources.append(source)
+            request.numerics.update(*(entry.numerics for entry in run.entries))
+        return found
+
+    def attach(self, request: Request) -> None:
+        """Put the plan's segments into the request's pages; from the first one on nothing is exact."""
+        sequence, plan, calibration = request.sequence, request.plan, request.calibration
+        assert isinstance(sequence, Sequence) and plan is not None and calibration is not None and request.scope is not None
+        steps = [step for step in plan.steps if isinstance(step, Attach) and step.source == "segment"]
+        held = bool(calibration.probe or (calibration.share and self.runner.model.stepped))
+        self.runner.attach(sequence, steps, request.sources, request.scope.regime, held)
+        receipt = request.receipt
+        receipt.precision, receipt.segments = "approximate", plan.segments
+        receipt.segment_tokens = plan.segment_tokens
+        receipt.halo_tokens = sum(segment.halo_tokens for segment in plan.segments)
+        request.near = replace(request.scope, precision="approximate")
+        self.decide(request)
+
+    def decide(self, request: Request) -> None:
+        """If a junction is reached, look at it and go on: with the segment, with less of it, or without."""
+        sequence = request.sequence
+        while isinstance(sequence, Sequence) and (junction := sequence.junction) is not None:
+            spans = [span for span in sequence.ahead if span.run == junction.run]
+            if why := self._disagrees(request, sequence, junction):
+                self._refuse(request, spans, why)
+                spans = []
+            elif request.calibration is not None and request.calibration.share and self.runner.model.stepped:
+                spans = self._repair(request, sequence, spans, request.calibration.share)
+            sequence.settle([replace(span, held=False) for span in spans])
+
+    def _disagrees(self, request: Request, sequence: Sequence, junction: Ahead) -> str:
+        assert request.calibration is not None and request.plan is not None and request.scope is not None
+        segment = request.plan.segments[junction.run]
+        tokens, bound = min(PROBED, junction.start - segment.start), request.calibration.probe
+        if not bound or not tokens:
+            return ""
+        source = request.sources[junction.run]
+        found = self.runner.differs(sequence, source, junction.start - tokens, junction.start, segment.shift, request.scope.regime)
+        return "" if found <= bound else f"keys of its recomputed head differ by {found:.3f} from the stored ones, allowed are {bound:.3f}"
+
+    def _refuse(self, request: Request, spans: list[Ahead], why: str) -> None:
+        assert request.plan is not None
+        receipt, segment = request.receipt, request.plan.segments[spans[0].run]
+        receipt.refusals += (Refusal(Reason.PROBE, segment.start, segment.stop, why),)
+        receipt.segments = tuple(other for other in receipt.segments if other != segment)
+        receipt.segment_tokens -= segment.whole_tokens
+        receipt.halo_tokens -= segment.halo_tokens
+        receipt.cached_tokens -= segment.whole_tokens
+        receipt.computed_tokens += segment.whole_tokens
+
+    def _repair(self, request: Request, sequence: Sequence, spans: list[Ahead], share: float) -> list[Ahead]:
+        """The spans without the share of their whole tokens that deviates most: these are left to be computed."""
+        assert request.scope is not None
+        left: list[Ahead] = []
+        for span in spans:
+            if span.entry is not None or not (count := round(share * (span.stop - span.start))):
+                left.append(span)
+                continue
+            ids = request.ids[span.start : span.stop]
+            deviation = self.runner.deviations(sequence, ids, span.start, request.scope.regime)
+            at = span.start
+            for place in sorted((deviation.topk(count).indices + span.start).tolist()):
+                left += [replace(span, start=at, stop=place)] if at < place else []
+                at = place + 1
+            left += [replace(span, start=at)] if at < span.stop else []
+            request.receipt.segment_tokens -= count
+            request.receipt.cached_tokens -= count
+            request.receipt.computed_tokens += count
+        return left

@@ -1,0 +1,154 @@
+"""Segment reuse under observation: one in N requests that were served with segments is computed again in idle time. Knows no text.
+
+Compared are the distributions of the last tokens of its prompt, behind the pages that served it and behind exact ones. Where they drift
+beyond what the calibration allows, segment reuse is switched off for this engine, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from .errors import ReuseWarning
+from .inflight import Request
+from .kv import PAGE_TOKENS, Page, Sequence
+from .runner import FAULTS, Runner, Work
+from .segments import Segments
+from .store.keys import Ids, Scope
+from .store.store import Store
+
+log = logging.getLogger("agentcache")
+
+QUEUED = 2  # requests that may wait for an idle moment; more are not sampled
+CHUNK = 128  # tokens computed at once: a request that arrives waits for no more
+COMPARED = 8  # last tokens of the prompt whose next-token distributions are compared
+ENOUGH = 3  # comparisons before anything is concluded
+REMEMBERED = 16  # comparisons that the mean is taken over
+
+
+@dataclass(slots=True)
+class _Check:
+    scope: Scope
+    ids: Ids
+    pages: list[Page]
+    bound: float
+    exact: Sequence
+    near: Sequence
+    attached: bool = False
+    kl: float = 0.0
+    agreed: int = 0
+
+
+def divergence(exact: torch.Tensor, near: torch.Tensor) -> float:
+    """KL(exact ‖ near) of two rows of logits, in nats."""
+    logs = torch.log_softmax(exact.double(), -1), torch.log_softmax(near.double(), -1)
+    return max(0.0, float((logs[0].exp() * (logs[0] - logs[1])).sum()))
+
+
+class Watch:
+    """Requests waiting to be checked. All calls on the device's thread.
+
+    checked: how many were compared. kl, top1: of the last ones, mean KL per token in nats and share of equal first choices.
+    """
+
+    def __init__(self, runner: Runner, store: Store, segments: Segments) -> None:
+        self.runner = runner
+        self.store = store
+        self.segments = segments
+        self.checked = 0
+        self._served = 0
+        self._waiting: deque[_Check] = deque()
+        self._seen: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an idle moment could be used."""
+        return bool(self._waiting)
+
+    @property
+    def kl(self) -> float:
+        """Mean KL of the last comparisons; 0 before the first."""
+        return sum(kl for kl, _ in self._seen) / len(self._seen) if self._seen else 0.0
+
+    @property
+    def top1(self) -> float:
+        """Share of equal first choices in the last comparisons; 1 before the first."""
+        return sum(top1 for _, top1 in self._seen) / len(self._seen) if self._seen else 1.0
+
+    def consider(self, request: Request) -> None:
+        """Perhaps choose this request, which was served with segments and whose sequence is still there."""
+        receipt, spec, sequence = request.receipt, self.runner.model.spec, request.sequence
+        if not receipt.segments or request.calibration is None or request.scope is None or spec is None:
+            return
+        due = self._served % request.calibration.watch_one_in == 0
+        self._served += 1
+        enough = isinstance(sequence, Sequence) and COMPARED < request.prompt <= sequence.length
+        if not due or not enough or len(self._waiting) >= QUEUED:
+            return
+        assert isinstance(sequence, Sequence)
+        ids = request.array(request.prompt).copy()
+        scope = replace(request.scope, precision="exact")
+        pages = sequence.pages[: -(-len(ids) // PAGE_TOKENS)]
+        self._waiting.append(_Check(scope, ids, pages, request.calibration.kl, Sequence(spec), Sequence(spec)))
+
+    def step(self) -> None:
+        """Compute a little of the oldest check."""
+        if not self._waiting:
+            return
+        check = self._waiting[0]
+        self.runner.follow_threads()
+        try:
+            done = self._go_on(check)
+        except FAULTS:  # no memory for it, say: another request will be looked at
+            self._drop()
+            return
+        if done:
+            self._drop()
+            self._conclude(check)
+
+    def _go_on(self, check: _Check) -> bool:
+        last = len(check.ids) - COMPARED
+        if not check.attached:
+            check.attached = True
+            found = self.store.match(check.scope, check.ids[: last + 1], peek=True)
+            if found.tokens and len(found.pages) * PAGE_TOKENS >= found.tokens:
+                check.exact.attach(list(found.pages), found.tokens)
+            check.near.attach(check.pages, last)
+        at = check.exact.length
+        if at < last:
+            self._run(Work(check.exact, check.ids[at : min(at + CHUNK, last)].tolist(), check.scope.regime, wanted=False))
+            return False
+        token = [int(check.ids[at])]
+        one, other = self._run(Work(check.exact, token, check.scope.regime), Work(check.near, token, check.scope.regime))
+        assert one is not None and other is not None
+        check.kl += divergence(one, other)
+        check.agreed += int(one.argmax() == other.argmax())
+        return at + 1 == len(check.ids)
+
+    def _run(self, *works: Work) -> list[torch.Tensor | None]:
+        outcomes = self.runner.run(list(works))
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise RuntimeError(str(outcome.error))
+        return [outcome.logits for outcome in outcomes]
+
+    def _drop(self) -> None:
+        check = self._waiting.popleft()
+        check.exact.close()
+        check.near.close()
+
+    def _conclude(self, check: _Check) -> None:
+        self.checked += 1
+        self._seen.append((check.kl / COMPARED, check.agreed / COMPARED))
+        log.info("segment reuse: KL %.2e nats per token, %d of %d first choices equal", check.kl / COMPARED, check.agreed, COMPARED)
+        if self.segments.off or len(self._seen) < ENOUGH or self.kl <= check.bound:
+            return
+        why = f"mean KL of {len(self._seen)} sampled prompts is {self.kl:.3g} nats per token, calibrated is {check.bound:.3g}"
+        self.segments.off = why
+        with suppress(ReuseWarning):  # an error where warnings are errors: not on the thread that serves everybody
+            warnings.warn(f"segment reuse is switched off: {why}; run `agentcache calibrate` again", ReuseWarning, stacklevel=2)

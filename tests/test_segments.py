@@ -1,0 +1,404 @@
+"""Segments: moved, repaired and resumed exactly where nothing differs; tainted, guarded and watched where something does."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache import Engine, Reason, Sampling
+from agentcache.calibration import Calibration, find, place
+from agentcache.errors import CalibrationError, ReuseWarning
+from agentcache.kv import PAGE_TOKENS, Sequence
+from agentcache.model.attention import Part
+from agentcache.model.hf import HFModel
+from agentcache.plan import Attach, Repeat, make
+from agentcache.runner import Runner, Source, Work
+from agentcache.types import Reuse
+from tests import models
+from tests.families import DENSE, tokens
+
+LAYERS = 6
+LENGTH = 1100
+DOC = " ".join(f"entry {at} of the harbour book says {at * at % 977}." for at in range(70))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads: Callable[[int], None]) -> None:
+    """The machine decides nothing."""
+    threads(1)
+
+
+def calibration(**given: Any) -> Calibration:
+    return Calibration(**{"fingerprint": "x", "layers": LAYERS, "steps": ((8, LAYERS),), "least": 32, "kl": 1.0, **given})
+
+
+# -- the mechanism, bit for bit where nothing differs ------------------------------------------------------------------
+
+
+@functools.cache
+def whole(family: str, boundaries: tuple[int, ...] = ()) -> tuple[Runner, Sequence, torch.Tensor, list[int]]:
+    """A prompt computed at once: the runner, the sequence, its last logits and ids."""
+    model = HFModel(models.build(family, num_hidden_layers=LAYERS))
+    model.keep_boundaries(boundaries)
+    assert model.spec is not None
+    runner, sequence, ids = Runner(model), Sequence(model.spec), tokens(LENGTH)
+    logits = fill(runner, sequence, ids, 512)
+    return runner, sequence, logits, ids
+
+
+def fill(runner: Runner, sequence: Sequence, ids: list[int], chunk: int) -> torch.Tensor:
+    """Compute what is missing of ids, in chunks; the last logits."""
+    while (missing := len(ids) - sequence.length - sequence.ahead_tokens) > 0:
+        pieces = sequence.pieces(min(chunk, missing))
+        some = [token for piece in pieces for token in ids[piece.start : piece.start + piece.count]]
+        [outcome] = runner.run([Work(sequence, some)])
+        assert outcome.error is None, outcome.error
+    assert outcome.logits is not None
+    return outcome.logits
+
+
+def attached(runner: Runner, kept: Sequence, repeats: list[Repeat], known: Calibration, length: int = LENGTH) -> Sequence:
+    """A new sequence with these runs of `kept` placed ahead."""
+    plan = make(length, 0, Reason.COLD, "", repeats, known)
+    sequence = Sequence(kept.spec)
+    steps = [step for step in plan.steps if isinstance(step, Attach)]
+    runner.attach(sequence, steps, [Source(tuple(kept.pages), 0)] * len(repeats), "")
+    return sequence
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "phi3", "smollm3", "granite"])
+@pytest.mark.parametrize("chunk", [512, 37, 1])
+def test_a_segment_whose_left_context_is_equal_gives_the_bits_of_computing_it(family: str, chunk: int) -> None:
+    runner, kept, logits, ids = whole(family)
+    sequence = attached(runner, kept, [Repeat(40, 300, 0), Repeat(310, 1060, 0)], calibration())
+    assert sequence.ahead_tokens == 260 - 8 + 750 - 8
+    assert torch.equal(fill(runner, sequence, ids, chunk), logits)
+    for layer in range(LAYERS):
+        for one, two in zip(kept.read(layer), sequence.read(layer), strict=True):
+            assert torch.equal(one, two)
+    assert sequence.exact_until == 48, "nobody can know that it was exact"
+    assert sequence.length == LENGTH
+    assert not sequence.ahead
+
+
+@pytest.mark.parametrize("chunk", [512, 37, 1])
+def test_computing_resumed_between_layers_gives_the_bits_of_computing_it_all(chunk: int) -> None:
+    runner, kept, logits, ids = whole("qwen3", (2, 4))
+    known = calibration(steps=((8, 2), (20, 4), (50, LAYERS)), least=60)
+    repeats = [Repeat(40, 300, 0, frozenset((2, 4))), Repeat(310, 370, 0, frozenset((2, 4))), Repeat(600, 1060, 0, frozenset((4,)))]
+    sequence = attached(runner, kept, repeats, known)
+    ahead = [(span.start, span.stop, span.entry) for span in sequence.ahead]
+    assert ahead[:4] == [(48, 60, 2), (60, 90, 4), (90, 300, None), (318, 330, 2)]
+    assert torch.equal(fill(runner, sequence, ids, chunk), logits)
+    assert sequence.exact_until == 48
+    for layer in range(LAYERS):
+        for one, two in zip(kept.read(layer), sequence.read(layer), strict=True):
+            assert torch.equal(one, two)
+    for page, other in zip(kept.pages, sequence.pages, strict=True):
+        for layer in (2, 4):  # computed and resumed tokens keep their states in turn
+            computed = torch.isfinite(other.boundaries[layer]).all(1)
+            assert torch.equal(page.boundaries[layer][computed], other.boundaries[layer][computed])
+
+
+def test_a_resumed_token_is_not_computed_below_its_layer() -> None:
+    """Otherwise the test above would pass with a runner that ignores where to come in."""
+    runner, kept, _, ids = whole("qwen3", (2, 4))
+    known = calibration(steps=((8, 4), (50, LAYERS)), least=60)
+    sequence = attached(runner, kept, [Repeat(40, 300, 0, frozenset((4,)))], known)
+    spoilt = [span if span.states is None else replace(span, states=span.states + 0.5) for span in sequence.ahead]
+    sequence.ahead[:] = spoilt
+    fill(runner, sequence, ids, 512)
+    differs = [not torch.equal(kept.read(layer, 48, 90)[1], sequence.read(layer, 48, 90)[1]) for layer in range(LAYERS)]
+    assert differs == [False] * 4 + [True] * 2
+
+
+def test_packed_with_others_a_sequence_with_holes_keeps_its_bits() -> None:
+    runner, kept, logits, ids = whole("qwen3", (2, 4))
+    known = calibration(steps=((8, 2), (20, 4), (50, LAYERS)), least=60)
+    one = attached(runner, kept, [Repeat(40, 300, 0, frozenset((2, 4))), Repeat(600, 1060, 0, frozenset((2, 4)))], known)
+    two, other = Sequence(kept.spec), tokens(200, seed=5)
+    alone = fill(runner, Sequence(kept.spec), other, 512)
+    missing = LENGTH - one.length - one.ahead_tokens
+    pieces = one.pieces(missing)
+    some = [token for piece in pieces for token in ids[piece.start : piece.start + piece.count]]
+    for start in range(0, missing, 100):
+        works = [Work(one, some[start : start + 100])]
+        if start < 200:
+            works.append(Work(two, other[start : start + 100]))
+        outcomes = runner.run(works)
+        if start == 100:
+            assert torch.equal(outcomes[1].logits, alone)
+    assert torch.equal(outcomes[0].logits, logits)
+
+
+def test_layers_that_are_not_stepped_take_whole_segments_only() -> None:
+    runner, kept, _, _ = whole("phi3")
+    assert not runner.model.stepped
+    runner.model.keep_boundaries((2,))
+    assert runner.model.spec is not None
+    assert runner.model.spec.boundaries == ()
+    with pytest.raises(RuntimeError, match="not stepped"):
+        runner.model.forward(torch.tensor([1]), [Part(Sequence(kept.spec), 0, 1)], [""], [], layers=2)
+    assert kept.pages[0].boundaries == {}
+
+
+@pytest.mark.parametrize("family", [name for name in DENSE if "window" not in name])
+def test_a_moved_segment_has_in_layer_0_what_computing_it_there_gives(family: str) -> None:
+    """Layer 0 sees its own token and position only, so moving is checked against the model itself."""
+    kind, overrides = DENSE[family]
+    model = HFModel(models.build(kind, **overrides))
+    assert model.spec is not None
+    runner, ids, layers = Runner(model), tokens(900), model.spec.layers
+    kept, there = Sequence(model.spec), Sequence(model.spec)
+    fill(runner, kept, ids, 512)
+    fill(runner, there, [*tokens(333, seed=3), *ids], 512)
+    known = Calibration("x", layers, ((8, layers),), 32, 1.0)
+    plan = make(1233, 0, Reason.COLD, "", [Repeat(333, 1200, 333)], known)
+    moved = Sequence(model.spec)
+    runner.attach(moved, [step for step in plan.steps if isinstance(step, Attach)], [Source(tuple(kept.pages), 0)], "")
+    span = moved.ahead[0]
+    assert (span.start, span.stop) == (341, 1200)
+    for one, two in zip(there.read(0, 341, 1200), moved.read(0, 341, 1200), strict=True):
+        assert float((one - two).abs().max()) <= 2e-6 * float(one.abs().max())
+    if layers > 1:
+        assert not torch.allclose(there.read(1, 341, 1200)[0], moved.read(1, 341, 1200)[0], atol=1e-3)
+
+
+# -- through the engine ------------------------------------------------------------------------------------------------
+
+
+def prompt(system: str, after: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": f"Read this. {DOC} {after}"}]
+
+
+FIRST = prompt("You are one.", "What does entry 3 say?")
+OTHER = prompt("You are quite another assistant, and today is Monday.", "Why?")
+GREEDY = Sampling(max_tokens=12, ignore_eos=True)
+
+
+@functools.cache
+def tiny() -> tuple[Any, Any, str]:
+    """A model, its tokenizer and its fingerprint."""
+    model, tokenizer = models.build("qwen3", num_hidden_layers=LAYERS), models.toy_tokenizer()
+    with Engine(model, tokenizer, store=None) as running:
+        assert running.fingerprint is not None
+        return model, tokenizer, running.fingerprint.whole
+
+
+@contextmanager
+def engine(reuse: Reuse = "approximate", **given: Any) -> Iterator[Engine]:
+    model, tokenizer, fingerprint = tiny()
+    with Engine(model, tokenizer, store=None, reuse=reuse, calibration=calibration(fingerprint=fingerprint, **given)) as running:
+        yield running
+
+
+def test_a_repeated_document_is_attached_and_the_account_adds_up() -> None:
+    with engine() as running:
+        first = running.generate(FIRST, sampling=GREEDY).receipt
+        assert (first.segments, first.precision, first.exact_until) == ((), "exact", first.prompt_tokens + 11)
+        near = running.generate(OTHER, sampling=GREEDY).receipt
+    [segment] = near.segments
+    assert segment.whole_tokens > 500
+    assert (segment.halo_tokens, segment.resumed_tokens) == (8, 0)
+    assert segment.stop - segment.start == segment.whole_tokens + segment.halo_tokens
+    assert near.cached_tokens + near.computed_tokens == near.prompt_tokens
+    assert near.segment_tokens == segment.whole_tokens
+    assert near.cached_tokens > near.segment_tokens, "the exact prefix"
+    assert (near.precision, near.bitwise) == ("approximate", False)
+    assert near.exact_until == segment.start + 8
+    assert {refusal.reason for refusal in near.refusals} == {Reason.APPROXIMATE, Reason.DIVERGED}
+    assert near.as_dict()["segments"][0]["shift"] == segment.shift
+
+
+def test_approximation_is_contagious_and_never_reaches_an_exact_request() -> None:
+    with engine("off") as running:
+        clean = running.generate(OTHER, sampling=GREEDY)
+    with engine() as running:
+        running.generate(FIRST, sampling=GREEDY)
+        near = running.generate(OTHER, sampling=GREEDY)
+        assert near.ids != clean.ids, "this document changes with its context, else this test shows nothing"
+        again = running.generate(OTHER, sampling=GREEDY)
+        assert again.receipt.computed_tokens == 1, "whoever consents goes on from it"
+        assert again.ids == near.ids
+        assert (again.receipt.precision, again.receipt.bitwise, again.receipt.exact_until) == ("approximate", False, 0)
+        exact = running.generate(OTHER, sampling=GREEDY, reuse="exact")
+        assert exact.ids == clean.ids
+        assert exact.receipt.bitwise
+        assert exact.receipt.cached_tokens <= near.receipt.exact_until
+        after = running.generate(OTHER, sampling=GREEDY)
+        assert after.ids == clean.ids, "what is exact goes first where it is as long"
+        assert after.receipt.bitwise
+
+
+def test_segments_never_cross_a_namespace() -> None:
+    with engine() as running:
+        running.generate(FIRST, sampling=GREEDY, namespace="victim")
+        for name in ("default", "victim ", "Victim"):
+            receipt = running.generate(OTHER, sampling=GREEDY, namespace=name).receipt
+            assert (receipt.cached_tokens, receipt.segments) == (0, ()), name
+        assert running.generate(OTHER, sampling=GREEDY, namespace="victim").receipt.segments
+
+
+def test_exact_requests_are_untouched_to_the_bit() -> None:
+    with engine("off") as running:
+        clean = [running.generate(turns, sampling=GREEDY).ids for turns in (FIRST, OTHER)]
+    with engine() as running:
+        for turns, ids in zip((FIRST, OTHER, FIRST), (*clean, clean[0]), strict=True):
+            done = running.generate(turns, sampling=GREEDY, reuse="exact")
+            assert (done.ids, done.receipt.segments, done.receipt.bitwise) == (ids, (), True)
+
+
+def test_a_probe_that_fails_refuses_the_segment_and_computes() -> None:
+    with engine("off") as running:
+        clean = running.generate(OTHER, sampling=GREEDY)
+    with engine(probe=1e-9) as running:
+        running.generate(FIRST, sampling=GREEDY)
+        done = running.generate(OTHER, sampling=GREEDY)
+        assert done.ids == clean.ids
+        receipt = done.receipt
+        assert (receipt.segments, receipt.segment_tokens, receipt.halo_tokens) == ((), 0, 0)
+        assert receipt.cached_tokens + receipt.computed_tokens == receipt.prompt_tokens
+        assert receipt.computed_tokens > 500
+        [why] = [refusal for refusal in receipt.refusals if refusal.reason is Reason.PROBE]
+        assert "differ by" in why.detail
+    with engine(probe=1e9) as running:
+        running.generate(FIRST, sampling=GREEDY)
+        assert running.generate(OTHER, sampling=GREEDY).receipt.segments
+
+
+def test_computing_everything_again_is_exact_and_less_comes_nearer() -> None:
+    """The share of deviating tokens, from none to all."""
+    with engine("off") as running:
+        clean = running.generate(OTHER, sampling=GREEDY)
+    seen = []
+    for share in (0.0, 0.16, 1.0):
+        with engine(share=share) as running:
+            running.generate(FIRST, sampling=GREEDY)
+            done = running.generate(OTHER, sampling=GREEDY)
+            seen.append(done.receipt.segment_tokens)
+            assert done.receipt.cached_tokens + done.receipt.computed_tokens == done.receipt.prompt_tokens
+    assert done.ids == clean.ids
+    assert seen[2] == 0
+    assert seen[1] == pytest.approx(0.84 * seen[0], abs=2)
+
+
+def test_without_a_calibration_approximate_reuse_says_what_to_run(tmp_path: Path) -> None:
+    model, tokenizer, fingerprint = tiny()
+    with pytest.raises(CalibrationError, match="agentcache calibrate --model"):
+        Engine(model, tokenizer, store=None, reuse="approximate")
+    with Engine(model, tokenizer, store=None) as running, pytest.raises(CalibrationError, match="has no calibration"):
+        running.generate(FIRST, reuse="approximate")
+    with pytest.raises(CalibrationError, match="is not of this model"):
+        Engine(model, tokenizer, store=None, reuse="approximate", calibration=calibration())
+    with Engine(model, tokenizer, store=str(tmp_path)):
+        pass
+    calibration(fingerprint=fingerprint).save(place(tmp_path, fingerprint))
+    with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate") as running:
+        running.generate(FIRST, sampling=GREEDY)
+        assert running.generate(OTHER, sampling=GREEDY).receipt.segments
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"steps": ()}, "steps"),
+        ({"steps": ((8, 5),)}, "steps"),
+        ({"steps": ((8, 4), (4, 6))}, "steps"),
+        ({"steps": ((8, 6), (9, 6))}, "steps"),
+        ({"steps": ((8, 0), (9, 6))}, "steps"),
+        ({"least": 8}, "least"),
+        ({"kl": float("nan")}, "kl"),
+        ({"share": 1.5}, "share"),
+        ({"probe": -1.0}, "probe"),
+        ({"watch_one_in": 0}, "watch_one_in"),
+    ],
+)
+def test_a_calibration_that_cannot_work_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(CalibrationError, match=said):
+        calibration(**wrong)
+
+
+def test_a_calibration_comes_back_as_it_was_saved_or_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "c.json"
+    one = calibration(steps=((8, 4), (20, 6)), measured={"kl": [0.1]}, model="m")
+    one.save(path)
+    assert Calibration.load(path) == one
+    good = path.read_text()
+    for text in ("", "{}", "[]", '{"format": 1}', good.replace('"format": 1', '"format": 2'), good[:-20], '{"format":1,"steps":3}'):
+        path.write_text(text)
+        with pytest.raises(CalibrationError, match="calibrate"):
+            Calibration.load(path)
+    with pytest.raises(CalibrationError, match="no calibration"):
+        find(None, tmp_path, "x", "m")
+
+
+def test_drift_beyond_the_bound_switches_segment_reuse_off() -> None:
+    with engine(kl=0.0, watch_one_in=1) as running:
+        running.generate(FIRST, sampling=GREEDY)
+        for number in range(4):
+            turns = prompt(f"Number {number} {'x ' * number}", "And?")
+            receipt = running.generate(turns, sampling=GREEDY).receipt
+            assert receipt.segments or running.scheduler.watch.checked >= 3
+            deadline = time.monotonic() + 60
+            while running.scheduler.watch.pending and time.monotonic() < deadline:
+                time.sleep(0.01)
+        watch = running.scheduler.watch
+        assert watch.checked >= 3
+        assert watch.kl > 0
+        assert running.scheduler.life.segments.off
+        receipt = running.generate(prompt("Off now.", "And?"), sampling=GREEDY).receipt
+        assert receipt.segments == ()
+        assert Reason.DRIFT in {refusal.reason for refusal in receipt.refusals}
+
+
+def test_drift_within_the_bound_leaves_it_on() -> None:
+    with engine(kl=100.0, watch_one_in=1) as running:
+        running.generate(FIRST, sampling=GREEDY)
+        for number in range(4):
+            running.generate(prompt(f"Number {number} {'x ' * number}", "And?"), sampling=GREEDY)
+            deadline = time.monotonic() + 60
+            while running.scheduler.watch.pending and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert running.scheduler.watch.checked >= 3
+        assert not running.scheduler.life.segments.off
+
+
+def test_a_stream_that_is_closed_in_the_middle_of_a_segment_leaves_nothing_wrong() -> None:
+    with engine("off") as running:
+        clean = running.generate(OTHER, sampling=GREEDY)
+    model, tokenizer, fingerprint = tiny()
+    known = calibration(fingerprint=fingerprint, share=0.1)
+    with Engine(model, tokenizer, store=None, reuse="approximate", calibration=known, chunk_tokens=16) as running:
+        running.generate(FIRST, sampling=GREEDY)
+        for _ in range(3):
+            stream = running.stream(OTHER, sampling=GREEDY)
+            while running.scheduler.rounds < 3:
+                time.sleep(0.001)
+            stream.close()
+        done = running.generate(OTHER, sampling=GREEDY, reuse="exact")
+        assert done.ids == clean.ids
+        assert running.scheduler.live == 0
+
+
+def test_pages_count_their_boundaries() -> None:
+    with engine(steps=((8, 3), (20, LAYERS))) as running:
+        spec = running.model.spec
+        assert spec is not None
+        assert spec.boundary_bytes == 64 * 4
+        assert spec.page_bytes == PAGE_TOKENS * (spec.token_bytes + 64 * 4)
+        running.generate(FIRST, sampling=GREEDY)
+        receipt = running.generate(OTHER, sampling=GREEDY).receipt
+        assert receipt.segments[0].resumed_tokens == 12
+        assert receipt.segments[0].halo_tokens == 8
+
+
+def test_the_warning_says_what_to_do() -> None:
+    assert issubclass(ReuseWarning, UserWarning)
