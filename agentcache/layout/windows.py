@@ -1,0 +1,206 @@
+"""Windows of a rendered prompt: runs of tokens that may come again elsewhere, and what they say in canonical words. Knows no stores.
+
+Windows start at anchors, and every `stride` tokens behind one up to the next: equal text behind equal anchors has equal windows, wherever
+it stands. Words are canonical for finding only (case, white space; times, ids, long numbers masked); what is reused is compared by token.
+
+    anchors     messages · tools, each schema · Thought / Action / Action Input / Observation · tool results · documents · paragraphs
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from ..types import Layout
+
+Kind = Literal["message", "schema", "thought", "action", "action input", "observation", "result", "document", "paragraph"]
+Texts = Callable[[Sequence[int]], Sequence[str]]  # what each of these tokens says
+
+WINDOW = 64
+STRIDE = 32
+BACK = 512  # how far before new text its anchor is looked for
+LEFT = 16  # words directly left of a window that are kept with it
+MARGIN = 96  # tokens that are sure to hold so many words
+CLOSE = 8  # an anchor so near behind another one is none
+
+_ANCHORS: tuple[tuple[Kind, str], ...] = (
+    ("action input", r"^[ \t]*Action Input[ \t]*\d*[ \t]*:"),
+    ("action", r"^[ \t]*Action[ \t]*\d*[ \t]*:"),
+    ("thought", r"^[ \t]*Thought[ \t]*\d*[ \t]*:"),
+    ("observation", r"^[ \t]*Observation[ \t]*\d*[ \t]*:"),
+    ("result", r"<tool_response>|<function_results?>|<\|tool\|>|\[TOOL_RESULTS\]"),
+    (
+        "document",
+        r"<(?:document|doc|source|passage)\b|^[ \t]*(?:Document|Passage|Source|Title)[ \t]*\[?\d*\]?[ \t]*:|^#{1,6}[ \t]|^\[\d+\][ \t]",
+    ),
+    ("paragraph", r"(?<=\n)[ \t]*\n+"),
+)
+_ANCHOR = re.compile("|".join(f"({pattern})" for _, pattern in _ANCHORS), re.MULTILINE)
+_KINDS: tuple[Kind, ...] = tuple(kind for kind, _ in _ANCHORS)
+
+_WORD = re.compile(
+    r"([0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12})"  # uuid
+    r"|(\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?|\d{1,2}:\d\d(?::\d\d(?:\.\d+)?)?)"  # date, time of day
+    r"|\w+|[^\w\s]"
+)
+_LONG = 5  # digits of a number that looks like an id
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Token at which something starts that may come again elsewhere."""
+
+    token: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Prompt tokens [start, stop). words: what they say, canonical; left: the words directly before. kind: of the anchor before it."""
+
+    start: int
+    stop: int
+    kind: Kind
+    words: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+class TokenTexts:
+    """What single tokens of a tokenizer say; each is decoded once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        known = self._known
+        for token in set(ids) - known.keys():
+            known[int(token)] = str(self._tokenizer.decode([int(token)]))
+        return [known[token] for token in ids]
+
+
+def canonical(text: str) -> list[tuple[int, str]]:
+    """Its words with the characters at which they start."""
+    found = []
+    for match in _WORD.finditer(text):
+        group = match.lastindex
+        found.append((match.start(), _masked(match.group()) if group is None else ("<id>", "<time>")[group - 1]))
+    return found
+
+
+def _masked(word: str) -> str:
+    if word.isalpha() or len(word) == 1:
+        return word.lower()
+    digits = sum(map(str.isdigit, word))
+    if digits >= _LONG or (digits >= 2 and digits < len(word) and len(word) >= 6):
+        return "<id>"
+    return word.lower()
+
+
+def windows(layout: Layout, texts: Texts, since: int = 0, *, size: int = WINDOW, stride: int = STRIDE) -> list[Window]:
+    """Windows of `size` tokens that hold a token from `since` on, in order; none reaches into text that is for this prompt only.
+
+    Those of two prompts with a common start are the same there, so what was signed for the shorter one need not be looked at again.
+    """
+    assert 0 < stride <= size
+    limit = len(layout.ids) - layout.ephemeral_tokens
+    if limit < size or since >= limit:
+        return []
+    part = _Part(layout, texts, _begin(layout, since, size), limit)
+    found = []
+    for start, kind in _starts(part.anchors(), part.first, limit, stride):
+        stop = start + size
+        if since < stop <= limit:
+            low, high = bisect_left(part.at, start), bisect_left(part.at, stop)
+            words = tuple(part.words[low:high])
+            found.append(Window(start, stop, kind, words, tuple(part.words[max(0, low - LEFT) : low])))
+    return found
+
+
+def anchors(layout: Layout, texts: Texts, since: int = 0) -> list[Anchor]:
+    """Where something starts that may come again, from token `since` on."""
+    limit = len(layout.ids) - layout.ephemeral_tokens
+    part = _Part(layout, texts, _begin(layout, since, 0), limit)
+    return [anchor for anchor in part.anchors() if anchor.token >= since]
+
+
+def _begin(layout: Layout, since: int, size: int) -> int:
+    """Where to look from, so that the windows with tokens from `since` on are those that a look from the start would find."""
+    back = max(0, since - size)
+    span = next((span for span in reversed(layout.spans) if span.start <= back), None)
+    if span is None:
+        return 0
+    return span.start if span.kind == "tools" else max(span.start, back - BACK)
+
+
+def _starts(found: Sequence[Anchor], first: int, limit: int, stride: int) -> Iterator[tuple[int, Kind]]:
+    """Anchors, and every `stride` tokens behind each until the next one is near."""
+    if not found or found[0].token > first:  # no anchor within sight: places that do not depend on where one began to look
+        found = [Anchor(-(-first // stride) * stride, "paragraph"), *found]
+    for anchor, behind in zip(found, [*(a.token for a in found[1:]), limit + stride], strict=True):
+        yield anchor.token, anchor.kind
+        for start in range(anchor.token + stride, behind - stride // 2, stride):
+            yield start, anchor.kind
+
+
+class _Part:
+    """Tokens [first, stop) of a prompt as text: words with their tokens, from MARGIN tokens before; and anchors."""
+
+    def __init__(self, layout: Layout, texts: Texts, first: int, stop: int) -> None:
+        self.first = first
+        self._layout, self._stop, self._from = layout, stop, max(0, first - MARGIN)
+        pieces = texts(layout.ids[self._from : stop])
+        self._ends = list(accumulate(map(len, pieces)))
+        self._text = "".join(pieces)
+        said = canonical(self._text)
+        self.words = [word for _, word in said]
+        self.at = [self._token(char) for char, _ in said]
+
+    def _token(self, char: int) -> int:
+        """The token in which a character lies."""
+        return self._from + bisect_right(self._ends, char)
+
+    def _char(self, token: int) -> int:
+        return self._ends[token - self._from - 1] if token > self._from else 0
+
+    def anchors(self) -> list[Anchor]:
+        """In order; one that follows another closely gives way, whichever of them it is, so that anchors do not depend on ones far away."""
+        exact = [Anchor(span.start, "schema" if span.kind == "tools" else "message") for span in self._layout.spans]
+        exact += [Anchor(self._token(char), "schema") for char in self._schemas()]
+        edges = {anchor.token for anchor in exact}
+        found = {anchor.token: anchor for anchor in reversed(exact)}
+        text_anchors = []
+        for match in _ANCHOR.finditer(self._text):
+            kind = _KINDS[(match.lastindex or 1) - 1]
+            token = self._token(match.end() if kind == "paragraph" else match.start() + len(match.group()) - len(match.group().lstrip()))
+            text_anchors.append(Anchor(token, kind))
+        last = -CLOSE
+        for anchor in text_anchors:
+            weak = anchor.kind == "paragraph"
+            near = anchor.token - last < (2 * CLOSE if weak else CLOSE) or any(anchor.token - back in edges for back in range(CLOSE))
+            last = anchor.token
+            if not near:
+                found[anchor.token] = anchor
+        return [found[token] for token in sorted(found) if self.first <= token < self._stop]
+
+    def _schemas(self) -> Iterator[int]:
+        """Characters at which the single schemas start in the tools' text."""
+        decoder = json.JSONDecoder()
+        for span in self._layout.spans:
+            if span.kind != "tools" or span.stop <= self.first:
+                continue
+            at, stop = self._char(max(span.start, self.first)), self._char(min(span.stop, self._stop))
+            while 0 <= (at := self._text.find("{", at, stop)) < stop:
+                try:
+                    said, end = decoder.raw_decode(self._text, at)
+                except ValueError:  # no JSON: a template that writes schemas in another way
+                    at += 1
+                    continue
+                if isinstance(said, dict) and ("function" in said or "name" in said):
+                    yield at
+                at = end

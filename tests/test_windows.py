@@ -1,0 +1,160 @@
+"""Windows and anchors of a prompt: the same text has the same ones wherever it stands, and what is known is not looked at again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from agentcache.layout.windows import STRIDE, WINDOW, TokenTexts, Window, anchors, canonical, windows
+from agentcache.types import Layout, Span
+
+VOCABULARY: list[str] = []
+WORDS = "harbour tide wind anchor gull rope mast sail deck crew storm port chart lamp bell".split()
+
+
+def ids_of(text: str) -> list[int]:
+    """One token per word, with the white space before it."""
+    found = []
+    for piece in re.findall(r"\s*\w+|\s*[^\w\s]|\s+$", text):
+        if piece not in VOCABULARY:
+            VOCABULARY.append(piece)
+        found.append(VOCABULARY.index(piece))
+    return found
+
+
+def texts(ids: Sequence[int]) -> list[str]:
+    return [VOCABULARY[token] for token in ids]
+
+
+def prompt(*parts: str, ephemeral: int = 0) -> Layout:
+    """A layout with one span per part; one that starts with a bracket is the tools."""
+    ids: list[int] = []
+    spans = []
+    for part in parts:
+        own = ids_of(part)
+        kind = "tools" if part.startswith("[") else "turn"
+        spans.append(Span(kind, len(ids), len(ids) + len(own)))  # type: ignore[arg-type]
+        ids += own
+    return Layout(ids, tuple(spans), "".join(parts), ephemeral_tokens=ephemeral)
+
+
+def prose(seed: int, count: int) -> str:
+    return " ".join(WORDS[(seed * 7 + i * i * (seed + 3) + i // 5) % len(WORDS)] for i in range(count))
+
+
+def said(found: Sequence[Window]) -> list[tuple[str, ...]]:
+    return [window.words for window in found]
+
+
+def test_words_forget_case_space_times_and_ids() -> None:
+    one = "Call_0081 AT 2026-11-21T10:00:01Z:  Order\n#481516 of 9f1c2d3e-0000-4000-8000-1234567890ab  took 3 days, v2"
+    two = "call_4711 at 2025-01-02 09:59:\tORDER #99999 of 11111111-2222-3333-4444-555555555555 took 3 days, V2"
+    words = [word for _, word in canonical(one)]
+    assert words == [word for _, word in canonical(two)]
+    assert words == "<id> at <time> : order # <id> of <id> took 3 days , v2".split()
+    assert [word for _, word in canonical("took 4 days")] != [word for _, word in canonical("took 3 days")]
+    at = canonical("ab  Cd")
+    assert at == [(0, "ab"), (4, "cd")]
+
+
+def test_anchors_of_a_react_prompt() -> None:
+    text = f"""Question: {prose(1, 30)}
+Thought 1: {prose(2, 20)}
+Action 1: Search[ {prose(3, 12)} ]
+Observation 1: {prose(4, 30)}
+
+{prose(5, 40)}
+Action: look
+Action Input: {prose(6, 20)}
+"""
+    found = anchors(prompt(text), texts)
+    assert [anchor.kind for anchor in found] == ["message", "thought", "action", "observation", "paragraph", "action"]  # its input is near
+    assert [texts(ids_of(text))[anchor.token].strip() for anchor in found[1:4]] == ["Thought", "Action", "Observation"]
+
+
+def test_anchors_of_messages_schemas_results_and_documents() -> None:
+    schemas = [f'{{"type": "function", "function": {{"name": "f{i}", "description": "{prose(i, 12)}"}}}}' for i in range(3)]
+    layout = prompt(
+        prose(1, 20), f"[{', '.join(schemas)}]", prose(2, 20), f"{prose(3, 12)} <tool_response> {prose(4, 12)}",
+        f"{prose(5, 12)}\n# Tides\n{prose(6, 12)}\nDocument 2: {prose(7, 12)}",
+    )  # fmt: skip
+    found = anchors(layout, texts)
+    kinds = [anchor.kind for anchor in found]
+    assert kinds == ["message", "schema", "schema", "schema", "schema", "message", "message", "result", "message", "document", "document"]
+    starts = [texts(layout.ids)[anchor.token].strip() for anchor in found if anchor.kind == "schema"]
+    assert starts == ["[", "{", "{", "{"]
+
+
+def test_equal_text_behind_equal_anchors_has_equal_windows() -> None:
+    text = f"\nObservation 2: {prose(9, 300)}\nThought 3:"
+    one = windows(prompt(f"{prose(1, 37)}{text} {prose(2, 100)}"), texts)
+    two = windows(prompt(f"{prose(3, 111)}{text} {prose(4, 100)}"), texts)
+    both = set(said(one)) & set(said(two))
+    inside = [window for window in one if window.kind == "observation" and window.stop <= 37 + 300]
+    assert len(inside) >= 7
+    assert set(said(inside)) <= both
+    assert [window.stop - window.start for window in one] == [WINDOW] * len(one)
+
+
+def test_a_window_knows_what_stands_left_of_it() -> None:
+    [first, *_, last] = windows(prompt(prose(1, 200)), texts)
+    assert first.left == ()
+    assert last.left == tuple(prose(1, 200).split()[last.start - 16 : last.start])
+
+
+@pytest.mark.parametrize("cut", [70, 130, 200, 333])
+def test_only_new_text_is_looked_at_and_has_the_windows_it_would_have_had(cut: int) -> None:
+    parts = [prose(1, 150), f"\nThought 1: {prose(2, 60)}\n\n{prose(3, 80)}", f"\nObservation 1: {prose(4, 120)}"]
+    layout = prompt(*parts)
+    shown: list[int] = []
+
+    def look(ids: Sequence[int]) -> list[str]:
+        shown.append(len(ids))
+        return texts(ids)
+
+    whole, since = windows(layout, texts), windows(layout, look, cut)
+    assert since == [window for window in whole if window.stop > cut]
+    assert (shown[0] < len(layout.ids)) == (cut == 333)  # far enough behind the message before
+
+
+def test_a_long_history_is_not_read_again() -> None:
+    layout = prompt(*[prose(i, 100) for i in range(60)])
+    shown: list[int] = []
+    windows(layout, lambda ids: shown.append(len(ids)) or texts(ids), len(layout.ids) - 50)  # type: ignore[func-returns-value]
+    assert sum(shown) < 500
+
+
+def test_what_is_for_this_prompt_only_has_no_windows() -> None:
+    layout = prompt(prose(1, 300), ephemeral=60)
+    assert max(window.stop for window in windows(layout, texts)) <= 240
+    assert windows(prompt(prose(1, 40)), texts) == []
+    assert windows(layout, texts, since=240) == []
+
+
+def test_sizes_can_be_chosen() -> None:
+    found = windows(prompt(prose(1, 600)), texts, size=128, stride=64)
+    assert [window.start for window in found] == list(range(0, 600 - 127, 64))
+    assert STRIDE == 32
+    assert {window.stop - window.start for window in found} == {128}
+
+
+def test_tools_that_are_no_json_are_one_anchor() -> None:
+    found = anchors(prompt(f"[namespace {{ {prose(1, 40)} }} {{{{ unfinished"), texts)
+    assert [anchor.kind for anchor in found] == ["schema"]
+
+
+def test_tokens_are_decoded_once() -> None:
+    class Counting:
+        calls = 0
+
+        def decode(self, ids: list[int]) -> str:
+            self.calls += 1
+            return f"t{ids[0]}"
+
+    tokenizer = Counting()
+    say = TokenTexts(tokenizer)
+    assert say([1, 2, 1]) == ["t1", "t2", "t1"]
+    assert say([2, 3]) == ["t2", "t3"]
+    assert tokenizer.calls == 3
