@@ -178,7 +178,7 @@ def test_stats_count_everything(index: Index) -> None:
     index.add_counters({"hits": 1})
     each = {"rows": 2, "bytes": 200}, {"rows": 2, "bytes": 14}
     assert index.stats() == {
-        "rows": 4, "bytes": 214, "tokens": 1200, "quarantined": 1, "groups": 1, "splices": 1, "pins": 1, "leases": 1,
+        "rows": 4, "bytes": 214, "tokens": 1200, "quarantined": 1, "groups": 1, "splices": 1, "segments": 0, "pins": 1, "leases": 1,
         "by_role": {2: each[0], 0: each[1]}, "by_precision": {"exact": each[0], "int8": each[1]},
         "by_namespace": {"ns": each[0], "other": each[1]}, "counters": {"hits": 1},
     }  # fmt: skip

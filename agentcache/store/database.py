@@ -12,10 +12,11 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from ..errors import StoreCorruptError, StoreError, StoreFullError
@@ -51,15 +52,18 @@ class _Link:
 class Database:
     """read() and write() from any thread; close() once. version: of the tables, which `schema` makes where they are missing.
 
-    path: of a database in the making, which nobody else knows of; None for the folder's index.
+    path: of a database in the making, which nobody else knows of; None for the folder's index. upgrades: what to add to older versions.
     """
 
-    def __init__(self, folder: Folder, schema: str, version: int, path: Path | None = None) -> None:
+    def __init__(
+        self, folder: Folder, schema: str, version: int, path: Path | None = None, upgrades: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
         self.folder = folder
         self.path = path or folder.index
         self._shared = path is None
         self._schema = schema
         self._version = version
+        self._upgrades = upgrades
         self._closed = False
         self._use = -1
         self._fresh()
@@ -185,7 +189,8 @@ class Database:
         """Make the tables unless they are there."""
         if self._known(connection):
             return
-        if self._shared and any(self.folder.blobs.glob("*/*.safetensors")):
+        older = connection.execute("PRAGMA user_version").fetchone()[0] in self._upgrades
+        if self._shared and not older and any(self.folder.blobs.glob("*/*.safetensors")):
             raise _corrupt(self.path, "it is empty, yet there are pages")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
@@ -195,7 +200,8 @@ class Database:
         connection.execute("BEGIN IMMEDIATE")
         try:
             if not self._known(connection):
-                for statement in _statements(self._schema):
+                version = connection.execute("PRAGMA user_version").fetchone()[0]
+                for statement in _statements(self._upgrades.get(version, self._schema)):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id={APPLICATION}")
                 connection.execute(f"PRAGMA user_version={self._version}")
@@ -209,6 +215,8 @@ class Database:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if (application, version) == (APPLICATION, self._version):
             return True
+        if application == APPLICATION and version in self._upgrades and self.folder.writable:
+            return False
         if application == APPLICATION:
             raise _corrupt(self.path, f"it says version {version!r}, where {self._version!r} belongs")
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:

@@ -280,7 +280,7 @@ class Disk:
         self.writer.after(lambda: self.index.add_counters(counts))
 
     def clear(self, namespace: str | None = None) -> int:
-        """Delete all pages, groups and splices of a namespace (None: of all); returns how many pages."""
+        """Delete all pages, groups, splices and segments of a namespace (None: of all); returns how many pages."""
         gone = self.index.delete_namespace(namespace)
         self._unlink(gone)
         return len(gone)

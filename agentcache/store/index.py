@@ -289,7 +289,7 @@ class Index(Ledger):
         self._execute("UPDATE pages SET bad = NULL WHERE id = ?", (id,))
 
     def delete_namespace(self, namespace: str | None) -> list[Row]:
-        """Delete pages, groups and splices of a namespace (None: of all), pinned or not; returns the pages' rows, to unlink their blobs."""
+        """Delete what is kept of a namespace (None: of all), pinned or not; returns the pages' rows, to unlink their blobs."""
         return self._purge("1" if namespace is None else "namespace = ?", () if namespace is None else (namespace,))
 
     def delete_older(self, age_s: float, namespace: str | None = None) -> list[Row]:
@@ -300,7 +300,7 @@ class Index(Ledger):
     def _purge(self, where: str, values: tuple[Any, ...]) -> list[Row]:
         def purge(connection: sqlite3.Connection) -> list[Row]:
             gone = self._sound(connection.execute(f"SELECT {COLUMNS} FROM pages WHERE {where}", values))
-            for table in ("pages", "groups", "splices"):
+            for table in ("pages", "groups", "splices", "segments"):
                 connection.execute(f"DELETE FROM {table} WHERE {where}", values)
             return gone
 

@@ -1,4 +1,4 @@
-"""What the index keeps beside pages: pins, leases, tool groups, splices, rates, counters. Knows no pages but their ids.
+"""What the index keeps beside pages: pins, leases, tool groups, splices, segments, rates, counters. Knows no pages but their ids.
 
 Pins and leases belong to processes (process.py) and end with them, without anybody tidying up.
 """
@@ -16,7 +16,7 @@ from . import process
 from .database import Database, T, Use
 from .folder import Folder
 from .groups import Group
-from .schema import SCHEMA, VERSION, guard, unguard
+from .schema import SCHEMA, UPGRADES, VERSION, guard, unguard
 
 MOST_SPLICES = 100_000
 
@@ -49,7 +49,12 @@ class Ledger:
 
     def __init__(self, folder: Folder, path: Path | None = None) -> None:
         self.folder = folder
-        self._db = Database(folder, SCHEMA, VERSION, path)
+        self._db = Database(folder, SCHEMA, VERSION, path, UPGRADES)
+
+    @property
+    def database(self) -> Database:
+        """For what keeps tables of its own in it."""
+        return self._db
 
     def close(self) -> None:
         """Close all threads' connections."""
@@ -136,7 +141,7 @@ class Ledger:
 
     def put_group(self, group: Group) -> None:
         """Keep a manifest, in place of an older one of that name."""
-        sealed = guard(self.folder, group.to_json().encode(), _named("group", group.namespace, group.name, group.fingerprint))
+        sealed = guard(self.folder, group.to_json().encode(), named("group", group.namespace, group.name, group.fingerprint))
 
         def put(connection: sqlite3.Connection) -> None:
             values = (group.namespace, group.name, group.fingerprint, group.regime, sealed, group.tip, group.created or time.time())
@@ -157,7 +162,7 @@ class Ledger:
         return [found for record in records if (found := self._group(*record)) is not None]
 
     def _group(self, namespace: str, name: str, fingerprint: str, manifest: object) -> Group | None:
-        plain = unguard(self.folder, manifest, _named("group", namespace, name, fingerprint))
+        plain = unguard(self.folder, manifest, named("group", namespace, name, fingerprint))
         try:
             return None if plain is None else Group.from_json(plain.decode())
         except StoreCorruptError:
@@ -172,7 +177,7 @@ class Ledger:
 
     def put_splices(self, splices: Iterable[tuple[str, bytes, bytes]]) -> None:
         """Keep (namespace, key, ids); beyond MOST_SPLICES the longest unused go."""
-        known = [(namespace, key, guard(self.folder, ids, _named("splice", namespace, key))) for namespace, key, ids in splices]
+        known = [(namespace, key, guard(self.folder, ids, named("splice", namespace, key))) for namespace, key, ids in splices]
 
         def put(connection: sqlite3.Connection) -> None:
             first = tick(connection, len(known))
@@ -191,26 +196,33 @@ class Ledger:
     def splice(self, namespace: str, key: bytes) -> bytes | None:
         """The ids kept under that key; None if there are none, or they are damaged."""
         found = self._db.read(lambda c: c.execute("SELECT ids FROM splices WHERE namespace = ? AND key = ?", (namespace, key)).fetchone())
-        return None if found is None else unguard(self.folder, found[0], _named("splice", namespace, key))
+        return None if found is None else unguard(self.folder, found[0], named("splice", namespace, key))
 
     def drop_splices(self, namespace: str | None = None, older_than: float | None = None) -> int:
         """Forget those of a namespace (None: of all), that are so many seconds old (None: of any age); returns how many."""
+        return self._drop("splices", namespace, older_than)
+
+    def drop_segments(self, namespace: str | None = None, older_than: float | None = None) -> int:
+        """The same for signatures of segments (signed.py)."""
+        return self._drop("segments", namespace, older_than)
+
+    def _drop(self, table: str, namespace: str | None, older_than: float | None) -> int:
         where, values = _where({"namespace": namespace})
         if older_than is not None:
             where, values = f"{where} {'AND' if where else 'WHERE'} created < ?", (*values, time.time() - older_than)
-        return self._execute(f"DELETE FROM splices{where}", values)
+        return self._execute(f"DELETE FROM {table}{where}", values)
 
     # -- rates and counters ----------------------------------------------------------------------------------------
 
     def get_meta(self, key: str) -> str | None:
         """What was set, by any process; None if nothing was, or it is damaged."""
         found = self._db.read(lambda connection: connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone())
-        plain = None if found is None else unguard(self.folder, found[0], _named("meta", key))
+        plain = None if found is None else unguard(self.folder, found[0], named("meta", key))
         return None if plain is None else plain.decode()
 
     def set_meta(self, key: str, value: str) -> None:
         """Remember a value for all processes."""
-        self._execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, guard(self.folder, value.encode(), _named("meta", key))))
+        self._execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, guard(self.folder, value.encode(), named("meta", key))))
 
     def add_counters(self, counts: Mapping[str, int]) -> None:
         """Add to counters of the store."""
@@ -226,8 +238,8 @@ class Ledger:
         """Take over what is sound of groups, splices, meta and counters (records of all columns) from a damaged index."""
         sound = {
             "groups": [v for v in lists.get("groups", ()) if self._group(v[0], v[1], v[2], v[4]) is not None],
-            "splices": [v for v in lists.get("splices", ()) if unguard(self.folder, v[2], _named("splice", *v[:2])) is not None],
-            "meta": [v for v in lists.get("meta", ()) if unguard(self.folder, v[1], _named("meta", v[0])) is not None],
+            "splices": [v for v in lists.get("splices", ()) if unguard(self.folder, v[2], named("splice", *v[:2])) is not None],
+            "meta": [v for v in lists.get("meta", ()) if unguard(self.folder, v[1], named("meta", v[0])) is not None],
             "counters": [v for v in lists.get("counters", ()) if isinstance(v[0], str) and isinstance(v[1], int)],
         }
 
@@ -251,7 +263,7 @@ class Ledger:
             found: dict[str, object] = {"rows": rows, "bytes": size, "splices": splices}
             found["tokens"] = c.execute("SELECT coalesce(sum(tokens), 0) FROM pages").fetchone()[0]
             found["quarantined"] = c.execute("SELECT count(*) FROM pages WHERE bad IS NOT NULL").fetchone()[0]
-            for name in ("groups", "pins", "leases"):
+            for name in ("groups", "segments", "pins", "leases"):
                 found[name] = c.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
             for name in ("role", "precision", "namespace"):
                 records = c.execute(f"SELECT {name}, count(*), sum(bytes) FROM pages GROUP BY {name} ORDER BY {name}")
@@ -288,6 +300,6 @@ def _where(wanted: Mapping[str, object]) -> tuple[str, tuple[object, ...]]:
     return (" WHERE " + " AND ".join(f"{name} = ?" for name in given) if given else ""), tuple(given.values())
 
 
-def _named(*parts: str | bytes) -> bytes:
+def named(*parts: str | bytes) -> bytes:
     """What guarded data is bound to."""
     return repr(parts).encode("utf-8", "surrogatepass")

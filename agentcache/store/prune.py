@@ -84,6 +84,7 @@ def prune(
         index.drop_group(found.namespace, found.name, found.fingerprint)
     if max_bytes is None and group is None:
         done.splices = index.drop_splices(namespace, older_than)
+        index.drop_segments(namespace, older_than)
     done.pages, done.bytes = _remove(folder, index, going, force)
     files.sweep(folder, index.has_blobs)
     index.drop_dead_pins()

@@ -1,6 +1,7 @@
 """The tables of the index, and a page's row in them. Knows nothing of how rows are found.
 
-The index may be lost: what cannot be made again from the pages is small (groups, splices, counters), and authenticated on its own.
+The index may be lost: what cannot be made again from the pages is small (groups, splices, counters), or comes again with use (segments),
+and authenticated on its own.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from ..types import PAGE_TOKENS
 from .folder import Folder
 from .keys import Ids, page_key
 
-VERSION = 1
+VERSION = 2
 HEAD_TOKENS = 8  # ids by which continuations of a page are told apart before they are compared
 TAG_BYTES = 16
 
 # bad: why a page is never served. used: of a counter that only grows, because clocks jump. created: wall clock, for ages.
 # totals are kept by triggers: counting 100,000 rows at every write would read all their ids.
-SCHEMA = """
+SEGMENTS = """
+CREATE TABLE segments (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL, regime TEXT NOT NULL, name BLOB NOT NULL,
+    packed BLOB NOT NULL, created REAL NOT NULL, used INTEGER NOT NULL, UNIQUE (namespace, fingerprint, regime, name));;
+CREATE INDEX segments_order ON segments (used);;
+CREATE INDEX segments_created ON segments (created);;
+"""
+UPGRADES = {1: SEGMENTS}  # what an older version lacks
+SCHEMA = f"""{SEGMENTS}
 CREATE TABLE pages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, page_key BLOB NOT NULL, parent BLOB NOT NULL, namespace TEXT NOT NULL,
     fingerprint TEXT NOT NULL, regime TEXT NOT NULL, place INTEGER NOT NULL, tokens INTEGER NOT NULL, ids BLOB NOT NULL,

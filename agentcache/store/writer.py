@@ -73,7 +73,7 @@ class Writer:
         self.budget = budget
         self._numbers = itertools.count()
         self._pending: dict[tuple[str, bytes], Pending] = {}
-        self._jobs: list[tuple[int, Callable[[], None]]] = []  # to be done once all pages offered before are settled
+        self._jobs: list[tuple[int, Callable[[], object]]] = []  # to be done once all pages offered before are settled
         self._used: dict[int, None] = {}
         self._touched = time.monotonic()
         self._changed = threading.Condition()
@@ -110,7 +110,7 @@ class Writer:
             self._bound()
             self._changed.notify_all()
 
-    def after(self, job: Callable[[], None]) -> None:
+    def after(self, job: Callable[[], object]) -> None:
         """Run `job` on the writing thread once everything offered so far that needs no settling is written or left out."""
         with self._changed:
             if not self._closing:
@@ -174,7 +174,7 @@ class Writer:
                     self._changed.notify_all()
         self._do(self.tell_uses)
 
-    def _next(self) -> Pending | Callable[[], None] | None:
+    def _next(self) -> Pending | Callable[[], object] | None:
         """What to do now. Takes it out. Called with the lock held."""
         now, urgent = time.monotonic(), bool(self._urgent)
         if self._used and (urgent or now - self._touched > TOUCH_S):
@@ -199,7 +199,7 @@ class Writer:
             return None
         return 0.1 if not self.quiet.is_set() else 0.25
 
-    def _do(self, found: Pending | Callable[[], None]) -> None:
+    def _do(self, found: Pending | Callable[[], object]) -> None:
         try:
             if isinstance(found, Pending):
                 self._write(found)
