@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial
 
 from agentcache.model.hf import HFModel
-from agentcache.model.rope import Rotary
+from agentcache.model.rope import Rotary, turn
 from tests import models
 from tests.families import Run, differing, greedy, pack, stock_logits, tokens
 
@@ -144,3 +146,82 @@ def test_frequencies_edited_in_place_are_noticed() -> None:
     after = Run(held, ids).chunks()
     assert differing(before, after)
     assert error(after, stock_logits(model, ids)) < 1e-4
+
+
+# -- re-indexing: keys that were computed at one place, used at another ---------------------------------------------------
+
+FAR = 120_000
+
+
+def rotary(kind: str, family: str = "llama", dtype: torch.dtype = torch.float32, **overrides: Any) -> Rotary:
+    model = models.build(family, max_position_embeddings=131_072, rope_parameters={"rope_theta": 10000.0, **KINDS[kind]}, **overrides)
+    return Rotary(model.get_decoder().rotary_emb, model.config, dtype, torch.device("cpu"))
+
+
+def at(table: Rotary, raw: torch.Tensor, start: int, interleaved: bool = False, regime: str = "") -> torch.Tensor:
+    """Raw keys [heads, tokens, head_dim] as a model has them at positions from `start` on, by transformers' own functions."""
+    cos, sin = (t[start : start + raw.shape[1]] for t in table.table(regime, start + raw.shape[1]))
+    if interleaved:
+        pairs = table.dims // 2
+        cos, sin = (t[:, :pairs].repeat_interleave(2, -1) for t in (cos, sin))
+        return apply_interleaved(raw[None], raw[None], cos[None], sin[None])[1][0]
+    return apply_partial(raw[None], raw[None], cos[None], sin[None])[1][0]
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn", "llama3", "longrope"])
+@pytest.mark.parametrize(("source", "target"), [(0, 50), (50, 0), (7, FAR), (FAR, 3), (60_000, 60_001), (119_000, 120_500)])
+def test_moved_keys_are_those_of_their_new_place(kind: str, source: int, target: int) -> None:
+    table, regime = rotary(kind), "long" if kind == "longrope" else ""
+    raw = torch.randn(2, 40, table.dims, generator=torch.Generator().manual_seed(source))
+    here, there = (at(table, raw, place, regime=regime) for place in (source, target))
+    moved = turn(here.transpose(1, 2), *table.turns(regime, source, target, 40)).transpose(1, 2)
+    assert float((moved - there).abs().max()) <= 2e-6 * float(there.abs().max())
+    if source != target + 1 and target != source + 1:
+        assert float((here - there).abs().max()) > 0.1
+
+
+def test_ideal_angles_would_not_do() -> None:
+    """Otherwise the test above would pass with the textbook's formula."""
+    table, raw = rotary("default"), torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))
+    here, there = at(table, raw, 7), at(table, raw, FAR)
+    angles = (FAR - 7) * table._module.inv_freq.double()
+    cos, sin = (wave.float()[:, None].expand(-1, 40) for wave in (angles.cos(), angles.sin()))
+    moved = turn(here.transpose(1, 2), cos, sin).transpose(1, 2)
+    assert float((moved - there).abs().max()) > 1e-3
+
+
+def test_what_is_not_rotated_stays() -> None:
+    table = rotary("default", "phi3", original_max_position_embeddings=131_072, head_dim=16, partial_rotary_factor=0.5)
+    raw = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(1))
+    here, there = at(table, raw, 5), at(table, raw, 9000)
+    moved = turn(here.transpose(1, 2), *table.turns("", 5, 9000, 40)).transpose(1, 2)
+    assert table.dims < 16
+    assert torch.equal(moved[..., table.dims :], raw[..., table.dims :])
+    assert float((moved - there).abs().max()) <= 2e-6 * float(there.abs().max())
+
+
+def test_neighbours_are_turned_where_pairs_lie_side_by_side() -> None:
+    table = rotary("default")
+    raw = torch.randn(2, 40, table.dims, generator=torch.Generator().manual_seed(2))
+    here, there = at(table, raw, 11, True), at(table, raw, 80_000, True)
+    moved = turn(here.transpose(1, 2), *table.turns("", 11, 80_000, 40), interleaved=True).transpose(1, 2)
+    assert float((moved - there).abs().max()) <= 2e-6 * float(there.abs().max())
+
+
+def test_in_16_bits_the_models_own_rounded_tables_decide() -> None:
+    table, exact = rotary("default", dtype=torch.bfloat16), rotary("default")
+    raw = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+    here, there = at(table, raw, 5), at(table, raw, 9000)
+    errors = []
+    for tables in (table, exact):
+        moved = turn(here.transpose(1, 2), *tables.turns("", 5, 9000, 40)).transpose(1, 2)
+        errors.append(float((moved.float() - there.float()).pow(2).mean().sqrt()))
+    assert errors[0] < errors[1], "nearer than with angles that the model itself does not use"
+    assert errors[0] < 6e-3
+
+
+def test_keys_turn_back_to_what_they_were() -> None:
+    table, raw = rotary("llama3"), torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(4))
+    there = turn(raw.transpose(1, 2), *table.turns("", 3, 70_000, 40))
+    back = turn(there, *table.turns("", 70_000, 3, 40)).transpose(1, 2)
+    assert float((back - raw).abs().max()) <= 2e-6 * float(raw.abs().max())
