@@ -5,6 +5,7 @@ Place it last: it sees the request as it is sent.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections import OrderedDict
@@ -47,6 +48,11 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
     Each step's receipt is a custom event, "agentcache.receipt", and goes to `stream_mode="custom"`.
     """
 
+    def __new__(cls, **said: Any) -> AgentCacheMiddleware:
+        """An instance whose class has the hooks that it uses: LangGraph runs each hook of a class as a step, even an idle one."""
+        hooks = {"before_agent": said.get("model") is not None, "before_model": said.get("facts") is not None}
+        return super().__new__(_hooked(cls, frozenset(name for name, used in hooks.items() if used)))
+
     def __init__(
         self,
         *,
@@ -77,7 +83,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
-    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+    def _before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
         """Compute the prefix and pin it."""
         model, system, tools = self._prefix
         if model is not None:
@@ -88,7 +94,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
             )
         return None
 
-    def before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+    def _before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
         """Append facts that have changed."""
         text = self.facts(state) if self.facts else None
         if not text:
@@ -181,6 +187,12 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
             if writer is not None:
                 writer({EVENT: told[-1]})
         return told
+
+
+@functools.cache
+def _hooked(base: type[AgentCacheMiddleware], hooks: frozenset[str]) -> type[AgentCacheMiddleware]:
+    """The class with these hooks, under its own name: agents name their steps by it."""
+    return type(base.__name__, (base,), {name: getattr(base, f"_{name}") for name in hooks}) if hooks else base
 
 
 def _stable(message: SystemMessage | None) -> SystemMessage | None:

@@ -230,3 +230,16 @@ def test_react_in_text(chat: ChatAgentCache, monkeypatch: pytest.MonkeyPatch) ->
 def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="on_change='shout'"):
         AgentCacheMiddleware(on_change="shout")  # type: ignore[arg-type]
+
+
+def test_an_agent_takes_no_steps_for_what_is_not_used(chat: ChatAgentCache) -> None:
+    """LangGraph runs each hook as a step, and saves a checkpoint behind it."""
+
+    def steps(**said: Any) -> set[str]:
+        agent = create_agent(chat, [tide], middleware=[AgentCacheMiddleware(**said)])
+        return {name for name in agent.get_graph().nodes if "Middleware" in name}
+
+    assert steps() == set()
+    assert steps(facts=lambda state: "x") == {"AgentCacheMiddleware.before_model"}
+    both = {"AgentCacheMiddleware.before_model", "AgentCacheMiddleware.before_agent"}
+    assert steps(facts=lambda state: "x", model=chat, system_prompt=SYSTEM) == both
