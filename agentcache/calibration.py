@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import CalibrationError
+from .types import Segment
 
 FORMAT = 1
 
@@ -79,6 +80,18 @@ class Calibration:
         for (start, layer), (stop, _) in zip(edges, edges[1:], strict=False):
             if min(start, tokens) < min(stop, tokens):
                 yield min(start, tokens), min(stop, tokens), layer
+
+    def spared(self, segments: Sequence[Segment]) -> float:
+        """Of what a receipt counts as computed of these, how much was not, in tokens through all layers: resumed above some layer, or
+        looked at in two layers more."""
+        spared = 0.0
+        for segment in segments:
+            left = segment.resumed_tokens
+            for (start, layer), (stop, _) in zip(self.steps, self.steps[1:], strict=False):
+                spared += min(left, stop - start) * layer / self.layers
+                left -= min(left, stop - start)
+            spared -= segment.whole_tokens * 2 / self.layers if self.share else 0.0
+        return spared
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, whole or not at all."""

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from . import __version__, cli_lint, cli_store, cli_tend
 from .bench.cli import app as bench_app
+from .bench.cli_segments import calibrate
 from .cli_print import facts, said_plainly, say_json
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ for _verb in (cli_store.warm, cli_store.ls, cli_store.inspect, cli_tend.verify, 
 app.command("import")(cli_tend.import_)
 app.command()(cli_store.stats)
 app.command()(cli_lint.lint)
+app.command()(calibrate)
 
 _VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "blake3", "numpy", "bitsandbytes")
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, get_args
 
-import psutil
 import torch
 
 from .calibration import Calibration
@@ -32,6 +31,7 @@ from .receipt import Receipt
 from .reply import expect, message_of, tool_name
 from .runner import Runner
 from .scheduler import Scheduler
+from .store.policy import budgets
 from .store.store import DEFAULT, Store
 from .stream import Completion, Stream
 from .types import (
@@ -91,9 +91,7 @@ class Engine:
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
         loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=4 if load_in_4bit else 8 if load_in_8bit else None)
-        budget = _default_budget(device) if memory_bytes is None else memory_bytes
-        host = psutil.virtual_memory().available // 4 if device and device.startswith("cuda") and memory_bytes != 0 else 0
-        self.store = Store.open(budget, host, None if reuse == "off" else store)
+        self.store = Store.open(*budgets(device, memory_bytes), None if reuse == "off" else store)
         self.name = str(name)
         self.reuse: Reuse = reuse
         self.redact = redact
@@ -125,19 +123,21 @@ class Engine:
         constraint: Constraint | None = None,
         volatile: Volatile = (),
         namespace: str = "default",
-        reuse: Reuse | None = None,
+        reuse: Reuse | Calibration | None = None,
         rendering: Rendering = "canonical",
         tools_order: ToolOrder = "given",
         group: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        on_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> Stream:
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
-        stands at the tail, and is taken out of the system prompt if it stands there.
-        group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total): prompt tokens so far, called
-        in the thread that reads the stream, while it waits for the first chunk.
+        stands at the tail, and is taken out of the system prompt if it stands there. reuse: as of the engine; a calibration means
+        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total):
+        prompt tokens so far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on the
+        device's thread with what each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
         """
         called = time.perf_counter()
         sampling = sampling or Sampling()
@@ -152,8 +152,8 @@ class Engine:
             volatile=volatile,
         )
         sampling = self._fit(layout, sampling)
-        request = self._request(layout, sampling, namespace, _check_reuse(reuse or self.reuse), called)
-        request.on_progress = on_progress
+        request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
+        request.on_progress, request.on_logits = on_progress, on_logits
         expect(request, layout, tools, constraint, self.grammars)
         self.scheduler.submit(request)
         return Stream(request, lambda done: self._complete(done, layout))
@@ -169,9 +169,12 @@ class Engine:
             raise ContextOverflowError(prompt, context, 1)
         return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt))
 
-    def _request(self, layout: Layout, sampling: Sampling, namespace: str, reuse: Reuse, called: float) -> Request:
+    def _request(self, layout: Layout, sampling: Sampling, namespace: str, reuse: Reuse | Calibration, called: float) -> Request:
         if self._closed:
             raise EngineClosedError("the engine is closed: create a new one")
+        if isinstance(reuse, Calibration):
+            self._calibration, reuse = reuse, "approximate"
+        _check_reuse(reuse)
         receipt = Receipt(
             namespace=namespace,
             model=self.name,
@@ -335,12 +338,6 @@ def _end(scheduler: Scheduler, store: Store, model: HFModel, fingerprint: Finger
     scheduler.close()
     store.close(fingerprint.whole if fingerprint else "", scheduler.ms_per_token)
     model.close()
-
-
-def _default_budget(device: str | None) -> int:
-    if device and device.startswith("cuda") and torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0] // 4
-    return psutil.virtual_memory().available // 4
 
 
 def _check_reuse(reuse: Reuse) -> Reuse:

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from .calibration import Calibration
 from .errors import AgentCacheError
 from .kv import Sequence
@@ -107,6 +109,7 @@ class Request:
     reading: Callable[[], ResponseStream] | None = None
     forced: deque[int] = field(default_factory=deque)
     on_progress: Callable[[int, int], None] | None = None
+    on_logits: Callable[[torch.Tensor], None] | None = None
     events: Events = field(default_factory=Events)
     cancelled: threading.Event = field(default_factory=threading.Event)
     called: float = field(default_factory=time.perf_counter)

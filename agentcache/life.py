@@ -186,6 +186,8 @@ class Life:
         return now
 
     def _choose(self, request: Request, logits: torch.Tensor) -> AgentCacheError | FinishReason | None:
+        if request.on_logits is not None:
+            request.on_logits(logits)
         guide = request.guide
         masked = guide.mask(logits) if guide else logits
         if masked is None:

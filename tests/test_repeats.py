@@ -101,6 +101,15 @@ def test_what_was_dropped_is_not_found_and_leaves_nothing_behind() -> None:
     assert len(tree._repeats) == 0
 
 
+def test_a_page_too_short_for_the_index_goes_without_trouble() -> None:
+    tree = Tree(1 << 30)
+    found(tree, text(1, 50))
+    keep(tree, text(1, 200))
+    keep(tree, text(2, GRAM - 1))
+    tree.clear()
+    assert len(tree) == 0
+
+
 def test_a_page_that_grows_is_found_in_its_new_length() -> None:
     tree, kept = Tree(1 << 30), text(1, 500)
     prompt = np.concatenate([text(2, 20), kept, text(3, 20)])

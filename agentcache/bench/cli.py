@@ -11,6 +11,7 @@ import typer
 
 from ..errors import ConfigError
 from .cli_layout import layout
+from .cli_segments import segments
 from .given import (
     Dtype,
     DtypeOption,
@@ -29,6 +30,7 @@ from .given import (
 
 app = typer.Typer(help="Measure against what is used today; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
 app.command()(layout)
+app.command()(segments)
 
 
 @app.command()

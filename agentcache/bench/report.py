@@ -192,17 +192,72 @@ _LINES: dict[str, dict[str, Any]] = {
 }
 
 
-def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Time to first token (log scale) and speed-up over stock, against the number of tools, as one PNG."""
+def segments_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Segment reuse by kind of shift and method."""
+    counts = ["n", "prompt", "could", "reused", "of it", "computed"]
+    columns = ["kind", "method", *counts, "step ms", "exact/step", "KL", "top-1", "first", "refused"]
+    cells = [
+        [
+            r["family"],
+            r["method"],
+            number(r["cases"]),
+            number(r["prompt_tokens"]),
+            number(r["bound_tokens"]),
+            number(r["reused_tokens"]),
+            number(r["of_bound"], 2),
+            number(r["work_tokens"]),
+            number(r["step_ms"]),
+            number(r["speedup"], 2),
+            "-" if r["kl_mean"] is None else f"{r['kl_mean']:.2g}",
+            number(r["top1"], 3),
+            number(r["decision"], 3),
+            number(r["refused"]),
+        ]
+        for r in rows
+    ]
+    caption = "could: tokens behind the prefix that stand in a kept prompt; computed: in tokens through all layers; KL: nats per token"
+    return table(title, columns, cells, caption)
+
+
+def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'agentcache-llm[bench]'") from error
-    if not rows:
-        raise ConfigError("--plot: no row was measured; give --tools whose prompts fit the context")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def segments_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Speed-up over the exact prefix, and KL, against the share of prompt tokens taken from other positions, as one PNG."""
+    pyplot = _pyplot()
+    shown = [r for r in rows if r["method"] not in ("exact", "off") and r["reused_tokens"]]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.4), layout="constrained")
+    for method in dict.fromkeys(r["method"] for r in shown):
+        mine = [r for r in shown if r["method"] == method]
+        shares = [r["reused_tokens"] / r["prompt_tokens"] for r in mine]
+        mark = {"marker": "s" if method == "ours" else "o", "s": 60 if method == "ours" else 26, "label": method}
+        left.scatter(shares, [r["speedup"] for r in mine], **mark)
+        right.scatter(shares, [max(r["kl_mean"], 1e-9) for r in mine], **mark)
+    left.axhline(1.0, color="tab:gray", linewidth=1)
+    left.set_ylabel("first token: times faster than the exact prefix alone")
+    right.set_ylabel("KL, nats per token of the answer (log scale)")
+    right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_xlabel("share of the prompt taken from other positions")
+        axes.grid(alpha=0.3, which="both")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Time to first token (log scale) and speed-up over stock, against the number of tools, as one PNG."""
+    if not rows:
+        raise ConfigError("--plot: no row was measured; give --tools whose prompts fit the context")
+    pyplot = _pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.4), layout="constrained")
     places = range(len(rows))  # evenly spaced: tool counts double from one to the next
     for key, style in _LINES.items():

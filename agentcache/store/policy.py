@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import psutil
+
 SMOOTHING = 0.5  # weight of the newest measurement
 RETRY_S = 300.0  # a rate that forbids loading is measured again after so long: disks recover
 SLACK = 0.005  # share of the computing time that may go into finding out that a disk is slow
@@ -86,3 +88,16 @@ class WriteBudget:
             return False
         self._left -= count
         return True
+
+
+def budgets(device: str | None, memory_bytes: int | None) -> tuple[int, int]:
+    """Bytes for pages on the device, by default a quarter of what is free, and for those that wait in the computer's memory beside it."""
+    free = psutil.virtual_memory().available // 4
+    cuda = bool(device) and str(device).startswith("cuda")
+    if memory_bytes is not None:
+        return memory_bytes, free if cuda and memory_bytes else 0
+    if not cuda:
+        return free, 0
+    import torch  # who only looks into the index needs none
+
+    return (torch.cuda.mem_get_info()[0] // 4 if torch.cuda.is_available() else free), free

@@ -99,7 +99,7 @@ class Repeats:
         """Take an entry out."""
         if self._noted.pop(id(entry), None) is None:
             return
-        index = self._places[entry.scope]
+        index = self._places.get(entry.scope, {})
         for gram in grams(entry.ids)[1].tolist():
             left = [place for place in index.get(gram, ()) if place[0] is not entry]
             if left:
@@ -107,7 +107,7 @@ class Repeats:
             else:
                 index.pop(gram, None)
         if not index:
-            del self._places[entry.scope]
+            self._places.pop(entry.scope, None)
 
     def find(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
         """Runs of at least `least` tokens of ids[since:-1] that are kept somewhere in this scope; disjoint, as long as possible."""

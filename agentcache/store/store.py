@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import StoreError, StoreWarning
 from ..kv import KVSpec, Page
-from ..types import Reason, StoreOptions
+from ..types import Grade, Reason, StoreOptions
 from .bring import MOST_BYTES, Bring
 from .disk import Disk
 from .entry import Entry, Match
@@ -139,9 +139,9 @@ class Store:
             self.disk.writer.discard(frozenset(gone))
             self.disk.quarantine(gone, scope.fingerprint, why)
 
-    def clear(self, namespace: str | None = None) -> None:
-        """Free all pages in memory, or those of one namespace; what is on disk stays."""
-        self.tree.clear(namespace)
+    def clear(self, namespace: str | None = None, grade: Grade | None = None) -> None:
+        """Free all pages in memory, or those of one namespace or grade; what is on disk stays."""
+        self.tree.clear(namespace, grade=grade)
 
     # -- repeated text that only the disk has ----------------------------------------------------------------------
 

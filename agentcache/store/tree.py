@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, Page, Tier
-from ..types import Reason
+from ..types import Grade, Reason
 from .dropped import Dropped
 from .entry import Entry, Match, best_child
 from .keys import Ids, Role, Scope, page_key
@@ -228,13 +228,13 @@ class Tree:
             path, at = self._walk(scope, ids, len(ids))
             return self._drop_tree(path[-1], reason) if path and at == len(ids) else []
 
-    def clear(self, namespace: str | None = None, reason: Reason = Reason.EVICTED) -> None:
-        """Drop everything, or everything of one namespace, pinned or not."""
+    def clear(self, namespace: str | None = None, reason: Reason = Reason.EVICTED, grade: Grade | None = None) -> None:
+        """Drop everything, or everything of one namespace or grade, pinned or not."""
         with self._lock:
-            for scope in [s for s in self._roots if namespace in (None, s.namespace)]:
+            for scope in [s for s in self._roots if namespace in (None, s.namespace) and grade in (None, s.precision)]:
                 for child in list(self._roots[scope].children.values()):
                     self._drop_tree(child, reason)
-            for held in [h for h in self._pinned if namespace in (None, h[0].namespace)]:
+            for held in [h for h in self._pinned if namespace in (None, h[0].namespace) and grade in (None, h[0].precision)]:
                 del self._pinned[held]
 
     # -- pins and the budget ---------------------------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""`agentcache calibrate`: which repair keeps a model's answers near what computing everything gives, and costs least.
+
+Every setting serves the same repeated text of the same recorded prompts, and its answers are held against exact ones: KL per token of the
+recorded answer, and how often the first choice is the same. The cheapest setting within the bounds is kept; none is kept if none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..calibration import Calibration
+from ..errors import ConfigError
+from .segments import Bench, Row, Say
+from .shifts import Case
+
+HALOS = (0, 4, 8, 16, 32, 64, 128)
+SHARES = (0.08, 0.16)
+WINDOWS = (16, 64)  # distances behind which a token may be resumed, and taken whole
+
+
+def settings(bench: Bench) -> dict[str, Calibration]:
+    """What is tried: halos; the same with the most deviating tokens computed again; resuming at a quarter, half, three quarters."""
+    spec = bench.engine.model.spec
+    assert spec is not None
+    stepped, layers = bench.engine.model.stepped, spec.layers
+    found = {f"halo {halo}": bench.calibration(halo) for halo in HALOS}
+    if stepped and layers > 2:
+        found |= {f"halo {halo}, share {share:g}": bench.calibration(halo, share=share) for halo in (4, 8, 32) for share in SHARES}
+        for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):
+            for window in WINDOWS:
+                steps = ((window // 4, layer), (window * 2, layers))
+                found[f"halo {window // 4}, from layer {layer} to {window * 2}"] = bench.calibration(steps=steps)
+    return found
+
+
+def together(rows: Sequence[Row], method: str) -> Row:
+    """One row over all families."""
+    whole = Row("all", method)
+    for row in rows:
+        if row.method != method:
+            continue
+        for name in Row.__slots__:
+            if name not in ("family", "method"):
+                setattr(whole, name, getattr(whole, name) + getattr(row, name))
+    return whole
+
+
+def calibrate(bench: Bench, cases: Sequence[Case], kl: float, top1: float, say: Say) -> tuple[Calibration | None, list[dict[str, Any]]]:
+    """The cheapest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and what was seen of each."""
+    tried = settings(bench)
+    rows = bench.run(cases, tried, False, say)
+    if not any(row.reused_tokens for row in rows):
+        raise ConfigError("no case repeats text at another position: give a --workload whose prompts do")
+    seen, best = [], None
+    for name, known in tried.items():
+        row = together(rows, name)
+        plain = {**row.plain(), "method": name}
+        seen.append(plain)
+        within = plain["kl_mean"] is not None and plain["kl_mean"] <= kl and plain["top1"] >= top1 and row.reused_tokens > 0
+        if within and (best is None or row.work_tokens < best[0]):
+            best = (row.work_tokens, known, plain)
+    if best is None:
+        return None, seen
+    return replace(best[1], kl=max(kl, 1e-9), top1=top1, measured=best[2]), seen

@@ -1,0 +1,249 @@
+"""`agentcache bench segments`: text that stands at another position, served from what was kept of it; how much, how fast, how far off.
+
+Physics: attaching a token copies its KV (about 100 kB for a 0.6B model), computing it costs 2 FLOPs per weight. What is copied was computed
+behind other text, so it is near what computing would give, not equal: the halo, what is resumed and what is computed again bring it nearer.
+
+    off       nothing is reused                             exact     the longest exact prefix
+    bound     every token that was kept anywhere, counted   bare      every run as it is, re-indexed, no repair
+    ours      as the calibration says, and variations of it by name
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..calibration import Calibration
+from ..engine import Engine
+from ..errors import AgentCacheError, ConfigError
+from ..receipt import Receipt
+from ..store.keys import Ids, as_ids
+from ..types import Reuse, Sampling
+from ..watch import divergence
+from .react import Replay
+from .shifts import Case
+from .workloads import Call
+
+LEAST = 32  # tokens of a repeat that the bound counts
+Say = Callable[[str], None]
+Logits = list[torch.Tensor]
+
+
+@dataclass(slots=True)
+class Asked:
+    """One answer to one case: its account, the logits of every token of the answer, and milliseconds to the first one."""
+
+    receipt: Receipt
+    logits: Logits
+    ms: float
+
+
+@dataclass(slots=True)
+class Row:
+    """Sums and means over the cases of one family under one method. kl: nats per token; decided: same first token.
+
+    work_tokens: what was computed, in tokens through all layers.
+    """
+
+    family: str
+    method: str
+    cases: int = 0
+    prompt_tokens: int = 0
+    bound_tokens: int = 0
+    prefix_tokens: int = 0
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    refused: int = 0
+    work_tokens: float = 0.0
+    step_ms: list[float] = field(default_factory=list)
+    exact_step_ms: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    top1: list[float] = field(default_factory=list)
+    decided: list[float] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        """As the JSON line has it."""
+        pairs = [one / other for one, other in zip(self.exact_step_ms, self.step_ms, strict=True) if other]
+        return {
+            "family": self.family,
+            "method": self.method,
+            "cases": self.cases,
+            "prompt_tokens": self.prompt_tokens,
+            "bound_tokens": self.bound_tokens,
+            "prefix_tokens": self.prefix_tokens,
+            "reused_tokens": self.reused_tokens,
+            "computed_tokens": self.computed_tokens,
+            "work_tokens": self.work_tokens,
+            "of_bound": self.reused_tokens / self.bound_tokens if self.bound_tokens else None,
+            "refused": self.refused,
+            "step_ms": statistics.median(self.step_ms) if self.step_ms else None,
+            "exact_step_ms": statistics.median(self.exact_step_ms) if self.exact_step_ms else None,
+            "speedup": statistics.median(pairs) if pairs else None,
+            "kl_mean": _mean(self.kl),
+            "kl_most": max(self.kl, default=None),
+            "top1": _mean(self.top1),
+            "decision": _mean(self.decided),
+        }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def bound(kept: Iterable[Ids], ids: Ids, since: int, least: int = LEAST) -> int:
+    """How many tokens of ids[since:-1] lie in runs of `least` that stand in one of the kept texts: what any method could reuse.
+
+    Every place of every text is looked at: the oracle for what the index finds.
+    """
+    known = {row.tobytes() for text in kept for row in _rows(text, least)}
+    covered = np.zeros(max(0, len(ids) - 1 - since), dtype=bool)
+    for at, row in enumerate(_rows(ids[since:-1], least)):
+        if row.tobytes() in known:
+            covered[at : at + least] = True
+    return int(covered.sum())
+
+
+def _rows(ids: Ids, width: int) -> np.ndarray:
+    if len(ids) < width:
+        return np.empty((0, width), ids.dtype)
+    return np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(ids), width)
+
+
+@contextmanager
+def _nothing_kept(engine: Engine) -> Iterator[None]:
+    """What is kept stays and serves; nothing is added: a memory without a budget takes nothing."""
+    tree = engine.store.tree
+    before, tree.budget_bytes = tree.budget_bytes, 0
+    try:
+        yield
+    finally:
+        tree.budget_bytes = before
+
+
+class Bench:
+    """Cases asked of one engine under several methods; each case in a namespace of its own, which is emptied afterwards."""
+
+    def __init__(self, engine: Engine, answer_tokens: int = 16) -> None:
+        if engine.model.spec is None or engine.fingerprint is None:
+            raise ConfigError(f"model {engine.name!r} has no pages ({engine.model.support.why}): nothing of it can be reused")
+        self.engine = engine
+        self.answer_tokens = answer_tokens
+        self.replay = Replay(engine)
+        self._number = 0
+
+    def calibration(self, halo: int = 8, least: int = 0, **given: Any) -> Calibration:
+        """A setting of this model to try. steps may be given instead of a halo."""
+        spec, fingerprint = self.engine.model.spec, self.engine.fingerprint
+        assert spec is not None and fingerprint is not None
+        steps = given.pop("steps", ((halo, spec.layers),))
+        least = least or max(LEAST, steps[-1][0] + 24)
+        return Calibration(fingerprint.whole, spec.layers, steps, least, given.pop("kl", 1e9), model=self.engine.name, **given)
+
+    def ask(self, call: Call, namespace: str, reuse: Reuse | Calibration, forced: tuple[int, ...]) -> Asked:
+        """One call with its recorded answer forced."""
+        seen: Logits = []
+        sampling = Sampling(max_tokens=max(1, len(forced)), forced=forced, ignore_eos=True)
+        began = time.perf_counter()
+        done = self.engine.generate(
+            call.prompt, call.tools, sampling=sampling, namespace=namespace, reuse=reuse, on_logits=lambda row: seen.append(row.clone())
+        )
+        return Asked(done.receipt, seen, done.receipt.ttft_ms or (time.perf_counter() - began) * 1e3)
+
+    @contextmanager
+    def scene(self, case: Case, boundaries: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        """What went before is answered and kept; yields the namespace, the answer's ids, and the text-match bound."""
+        engine, namespace = self.engine, f"segments {self._number}"
+        self._number += 1
+        engine.model.keep_boundaries(boundaries)
+        try:
+            kept = []
+            for call in case.before:
+                forced = tuple(self.replay.answer_ids(call)[: self.answer_tokens])
+                self.ask(call, namespace, "exact", forced)
+                kept.append(as_ids([*engine.renderer.render(call.prompt, call.tools, namespace=namespace).ids, *forced[:-1]]))
+            ids = as_ids(engine.renderer.render(case.call.prompt, case.call.tools, namespace=namespace).ids)
+            prefix = max((_common(ids, other) for other in kept), default=0)
+            answer = tuple(self.replay.answer_ids(case.call)[: self.answer_tokens])
+            yield namespace, answer, bound(kept, ids, prefix)
+        finally:
+            engine.store.clear(namespace)
+
+    def run(self, cases: Sequence[Case], methods: Mapping[str, Calibration], off: bool, say: Say) -> list[Row]:
+        """Each case under each method, and by the exact prefix alone; their order rotates, and none of them leaves anything to the next."""
+        rows: dict[tuple[str, str], Row] = {}
+        needed = tuple(sorted({layer for known in methods.values() for layer in known.boundaries}))
+        for number, case in enumerate(cases):
+            say(f"{case.family}: case {number + 1} of {len(cases)}")
+            try:
+                with self.scene(case, needed) as (namespace, answer, most):
+                    self._case(case, namespace, answer, most, methods, rows, off, number)
+            except AgentCacheError as error:  # a prompt beyond the context, a template that refuses the messages
+                say(f"left out: {error}")
+        return list(rows.values())
+
+    def _case(
+        self,
+        case: Case,
+        namespace: str,
+        answer: tuple[int, ...],
+        most: int,
+        methods: Mapping[str, Calibration],
+        rows: dict[tuple[str, str], Row],
+        off: bool,
+        number: int,
+    ) -> None:
+        ways: dict[str, Reuse | Calibration] = {"exact": "exact", **methods, **({"off": "off"} if off else {})}
+        names = list(ways)
+        at = number % len(names)
+        found: dict[str, Asked] = {}
+        with _nothing_kept(self.engine):
+            for name in names[at:] + names[:at]:
+                found[name] = self.ask(case.call, namespace, ways[name], answer)
+        for name, asked in found.items():
+            row = rows.setdefault((case.family, name), Row(case.family, name))
+            self._count(row, asked, found["exact"], most, methods.get(name))
+
+    def _count(self, row: Row, asked: Asked, exact: Asked, most: int, known: Calibration | None) -> None:
+        receipt = asked.receipt
+        row.work_tokens += receipt.computed_tokens - (known.spared(receipt.segments) if known else 0.0)
+        row.cases += 1
+        row.prompt_tokens += receipt.prompt_tokens
+        row.bound_tokens += most
+        row.prefix_tokens += receipt.cached_tokens - receipt.segment_tokens
+        row.reused_tokens += receipt.segment_tokens
+        row.computed_tokens += receipt.computed_tokens
+        row.refused += sum(refusal.reason == "PROBE" for refusal in receipt.refusals)
+        row.step_ms.append(asked.ms)
+        row.exact_step_ms.append(exact.ms)
+        pairs = list(zip(exact.logits, asked.logits, strict=True))
+        row.kl.append(sum(divergence(one, other) for one, other in pairs) / len(pairs))
+        row.top1.append(sum(int(one.argmax() == other.argmax()) for one, other in pairs) / len(pairs))
+        row.decided.append(float(pairs[0][0].argmax() == pairs[0][1].argmax()))
+
+
+def _common(one: Ids, other: Ids) -> int:
+    short = min(len(one), len(other))
+    differs = np.flatnonzero(one[:short] != other[:short])
+    return int(differs[0]) if len(differs) else short
+
+
+def variations(bench: Bench, ours: Calibration) -> dict[str, Calibration]:
+    """The calibration, no repair at all, and one thing changed at a time."""
+    layers = ours.layers
+    half = layers // 2
+    found = {"bare": bench.calibration(0, LEAST), "ours": ours}
+    for halo in (4, 8, 16, 32):
+        found[f"halo {halo}"] = bench.calibration(halo)
+    for share in (0.08, 0.16):
+        found[f"halo 8, share {share:g}"] = bench.calibration(8, share=share)
+    if half:
+        found[f"halo 8, from layer {half} to 64"] = bench.calibration(steps=((8, half), (64, layers)))
+    found["halo 8, probe 0.1"] = bench.calibration(8, probe=0.1)
+    return {name: replace(known, kl=ours.kl) for name, known in found.items()}

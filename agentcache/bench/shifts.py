@@ -1,0 +1,118 @@
+"""Prompts that repeat text at other positions, made from recorded episodes the ways applications make them. Knows no model.
+
+edited history      as recorded: a call whose history is not the one before it continued (elided results, inserted messages)
+added tool          one tool in the middle of the list was not there before
+changed tool        one in the middle is described in other words; removed tool, moved tool: alike
+dated system        the system prompt begins with another date
+second agent        the transcript is handed to an agent with another system prompt
+trimmed history     the oldest turns were cut off to save tokens
+other preamble      a text agent's prompt behind other instructions
+context N % other   so many of the words of the system prompt (or of the start of a text) are others: left context spoilt by degrees
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .workloads import Call, Episode, Json
+
+PERTURBED = {f"context {percent} % other": percent / 100 for percent in (1, 10, 50, 100)}
+TOOLS = ("added tool", "changed tool", "removed tool", "moved tool")
+FAMILIES = ("edited history", *TOOLS, "dated system", "second agent", "trimmed history", "other preamble", *PERTURBED)
+START_CHARS = 2000  # of a text prompt, that count as its context
+DATES = ("Today is Monday, 2 March 2026.\n", "Today is Wednesday the 30th of September 2026, week 40.\n")
+REVIEWER = "You are the supervisor. Another agent worked on this case; check its work, finish what is open and answer the user.\n\n"
+PREAMBLE = "Be brief, and follow the form of the examples to the letter.\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A call, and the calls that were answered before it. family: one of FAMILIES."""
+
+    family: str
+    before: tuple[Call, ...]
+    call: Call
+
+
+def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAMILIES, seed: int = 0) -> list[Case]:
+    """At most `count` cases per family, from as many episodes as it takes."""
+    found: dict[str, list[Case]] = {family: [] for family in families}
+    for number, episode in enumerate(episodes):
+        for case in _of(episode, random.Random(f"{seed} {number}")):
+            if case.family in found and len(found[case.family]) < count:
+                found[case.family].append(case)
+        if all(len(some) == count for some in found.values()):
+            break
+    return [case for some in found.values() for case in some]
+
+
+def _of(episode: Episode, rng: random.Random) -> Iterator[Case]:
+    calls = episode.calls
+    if episode.kind == "chat_steps":
+        for before, call in zip(calls, calls[1:], strict=False):
+            if isinstance(before.prompt, list) and call.prompt[: len(before.prompt)] != before.prompt:
+                yield Case("edited history", (before,), call)
+                break
+    late = [call for call in calls if isinstance(call.prompt, str) or len(call.prompt) >= 4]
+    if not late:
+        return
+    call = late[min(len(late) - 1, rng.randrange(len(late) // 2, len(late)))]
+    for family, share in PERTURBED.items():
+        yield Case(family, (call,), replace(call, prompt=_perturbed(call.prompt, share, rng)))
+    if isinstance(call.prompt, str):
+        yield Case("other preamble", (call,), replace(call, prompt=PREAMBLE + call.prompt))
+        return
+    if len(call.tools) > 2:
+        yield from _tools(call, len(call.tools) // 2)
+    one, two = (replace(call, prompt=_system(call.prompt, date)) for date in DATES)
+    yield Case("dated system", (one,), two)
+    yield Case("second agent", (call,), replace(call, prompt=_system(call.prompt, REVIEWER, instead=True)))
+    if trimmed := _trimmed(call.prompt):
+        yield Case("trimmed history", (call,), replace(call, prompt=trimmed))
+
+
+def _tools(call: Call, at: int) -> Iterator[Case]:
+    """One tool, the one at this place, was added, removed, described otherwise, or moved to the front."""
+    before, one, behind = call.tools[:at], call.tools[at], call.tools[at + 1 :]
+    without = replace(call, tools=(*before, *behind))
+    yield Case("added tool", (without,), call)
+    yield Case("removed tool", (call,), without)
+    said = str(one["function"].get("description") or "")
+    other = {**one, "function": {**one["function"], "description": f"Note: {said} See the manual."}}
+    yield Case("changed tool", (call,), replace(call, tools=(*before, other, *behind)))
+    yield Case("moved tool", (call,), replace(call, tools=(one, *before, *behind)))
+
+
+def _system(messages: list[Json], text: str, instead: bool = False) -> list[Json]:
+    """The messages with this before, or in place of, what the system prompt says."""
+    if messages and messages[0]["role"] == "system":
+        said = "" if instead else str(messages[0].get("content") or "")
+        return [{**messages[0], "content": text + said}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _perturbed(prompt: list[Json] | str, share: float, rng: random.Random) -> list[Json] | str:
+    """With that share of the words of its first part replaced by others, at least one; their number stays."""
+    if isinstance(prompt, str):
+        return _reworded(prompt[:START_CHARS], share, rng) + prompt[START_CHARS:]
+    first = str(prompt[0].get("content") or "") if prompt and prompt[0]["role"] == "system" else ""
+    if not first:
+        return _system(prompt, "You are an assistant.\n\n")
+    return [{**prompt[0], "content": _reworded(first, share, rng)}, *prompt[1:]]
+
+
+def _reworded(text: str, share: float, rng: random.Random) -> str:
+    words = text.split(" ")
+    for at in rng.sample(range(len(words)), max(1, round(share * len(words)))):
+        words[at] = words[rng.randrange(len(words))][::-1] or "so"
+    return " ".join(words)
+
+
+def _trimmed(messages: list[Json]) -> list[Json]:
+    """Without the first turns behind the system prompt, up to the second message of a user; empty if there is none."""
+    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    if len(users) < 2:
+        return []
+    return [*[message for message in messages[: users[0]] if message["role"] == "system"], *messages[users[1] :]]

@@ -1,0 +1,227 @@
+"""`bench segments` and `calibrate`: cases as applications make them, a bound that is the truth, figures that add up, a file that serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from agentcache import Engine
+from agentcache.bench import calibrate, shifts
+from agentcache.bench.segments import Bench, bound, variations
+from agentcache.bench.workloads import Call, Episode, read
+from agentcache.calibration import Calibration
+from agentcache.cli import app
+from agentcache.errors import ConfigError
+from tests import models
+from tests.engines import TOOLS
+
+RUN = CliRunner()
+SYSTEM = "You keep the harbour book. " + " ".join(f"Rule {at} is about pier {at * 7 % 13}." for at in range(20))
+
+
+def message(role: str, at: int) -> dict[str, Any]:
+    return {"role": role, "content": f"{role} line {at}: " + " ".join(f"ship {at * n % 91} lies at {n}" for n in range(12))}
+
+
+def chat_line() -> dict[str, Any]:
+    turns = [message("user" if at % 2 == 0 else "assistant", at) for at in range(8)]
+    return {"id": "chat", "system": SYSTEM, "tools": [*TOOLS, *[_renamed(at) for at in range(3)]], "messages": turns}
+
+
+def _renamed(at: int) -> dict[str, Any]:
+    function = dict(TOOLS[0]["function"])
+    return {"type": "function", "function": {**function, "name": f"other_{at}", "description": f"Number {at} of all. " * 12}}
+
+
+def edited_line() -> dict[str, Any]:
+    first = [
+        {"role": "system", "content": SYSTEM},
+        message("user", 1),
+        message("assistant", 2),
+        message("user", 3),
+        message("assistant", 4),
+    ]
+    elided = [*first[:2], {"role": "assistant", "content": "(left out)"}, *first[3:], message("user", 5)]
+    answer = {"role": "assistant", "content": "Yes."}
+    return {
+        "id": "edited",
+        "tools": [],
+        "steps": [{"messages": first[:4], "completion": first[4]}, {"messages": elided, "completion": answer}],
+    }
+
+
+def text_line() -> dict[str, Any]:
+    said = f"{SYSTEM}\nQuestion: where?\nThought: look\nAction: find[ship]\nObservation: pier 4\nThought:"
+    return {"id": "text", "prompts": [said], "completions": [" done\n"]}
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "traces" / "trace.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(line) + "\n" for line in (chat_line(), edited_line(), text_line())))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    models.build("qwen3", num_hidden_layers=4).save_pretrained(folder)
+    models.toy_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_every_family_comes_from_some_episode_and_really_shifts(workload: Path) -> None:
+    found = shifts.cases(list(read(workload)), 2)
+    assert {case.family for case in found} == set(shifts.FAMILIES)
+    for case in found:
+        [before] = case.before
+        assert (before.prompt, before.tools) != (case.call.prompt, case.call.tools)
+    by_name = {case.family: case for case in found}
+    assert len(by_name["added tool"].call.tools) == len(by_name["added tool"].before[0].tools) + 1
+    assert len(by_name["trimmed history"].call.prompt) < len(by_name["trimmed history"].before[0].prompt)
+    one, all_ = (by_name[f"context {percent} % other"].call.prompt for percent in (1, 100))
+    said = [str(prompt[0]["content"]).split(" ") for prompt in (one, all_)]
+    changed = [sum(a != b for a, b in zip(SYSTEM.split(" "), words, strict=True)) for words in said]
+    assert changed[0] <= 3
+    assert changed[1] > 50
+    assert shifts.cases(list(read(workload)), 2) == found, "the same seed gives the same cases"
+
+
+def test_the_bound_counts_every_repeat_of_at_least_so_many_tokens() -> None:
+    kept = np.arange(100, dtype=np.uint32)
+    new = np.arange(500, 600, dtype=np.uint32)
+    prompt = np.concatenate([new[:10], kept[20:70], new[:5], kept[30:61], new[:5]]).astype(np.uint32)
+    assert bound([kept], prompt, 0, 32) == 50
+    assert bound([kept], prompt, 0, 31) == 81
+    assert bound([kept], prompt, 20, 32) == 40
+    assert bound([kept], kept[:40], 0, 32) == 39, "the last token is always computed"
+    assert bound([kept[:20]], prompt, 0, 32) == 0
+
+
+def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, threads: Callable[[int], None]) -> None:
+    threads(1)
+    cases = shifts.cases(list(read(workload)), 1, ("dated system", "edited history", "removed tool", "other preamble"))
+    with Engine(str(model), store=None) as engine:
+        bench = Bench(engine, 4)
+        methods = variations(bench, bench.calibration(16))
+        rows = [row.plain() for row in bench.run(cases, methods, True, lambda _: None)]
+        again = [row.plain() for row in bench.run(cases, dict(reversed(methods.items())), False, lambda _: None)]
+        assert len(engine.store) == 0, "each case takes its pages with it"
+    assert {row["method"] for row in rows} == {*methods, "exact", "off"}
+    by_name = {(row["family"], row["method"]): row for row in rows}
+    for row in rows:
+        assert row["prefix_tokens"] + row["reused_tokens"] + row["computed_tokens"] == row["prompt_tokens"]
+        assert row["reused_tokens"] <= row["bound_tokens"]
+    for family in ("dated system", "edited history", "removed tool", "other preamble"):
+        exact, bare, off = (by_name[family, name] for name in ("exact", "bare", "off"))
+        assert exact["kl_mean"] == off["kl_mean"] == 0.0
+        assert exact["top1"] == off["top1"] == exact["decision"] == 1.0
+        assert off["computed_tokens"] == off["prompt_tokens"]
+        assert bare["reused_tokens"] >= 0.8 * bare["bound_tokens"] > 0
+        assert bare["kl_mean"] > 0
+        assert by_name[family, "halo 32"]["reused_tokens"] < bare["reused_tokens"]
+        resumed = by_name[family, "halo 8, from layer 2 to 64"]
+        assert resumed["work_tokens"] < resumed["computed_tokens"]
+    other = {(row["family"], row["method"]): row for row in again}
+    for key in other:
+        for name in ("reused_tokens", "computed_tokens", "kl_mean", "top1"):
+            assert other[key][name] == by_name[key][name], (key, name)
+
+
+def test_the_cheapest_setting_within_the_bounds_is_chosen(workload: Path, model: Path, threads: Callable[[int], None]) -> None:
+    threads(1)
+    cases = shifts.cases(list(read(workload)), 1, ("dated system", "removed tool"))
+    with Engine(str(model), store=None) as engine:
+        bench = Bench(engine, 4)
+        loose, seen = calibrate.calibrate(bench, cases, 1e9, 0.0, lambda _: None)
+        assert loose is not None
+        assert loose.measured["work_tokens"] == min(row["work_tokens"] for row in seen if row["reused_tokens"])
+        kls = sorted(row["kl_mean"] for row in seen if row["reused_tokens"])
+        tight, _ = calibrate.calibrate(bench, cases, kls[1], 0.0, lambda _: None)
+        assert tight is not None
+        assert tight.measured["kl_mean"] <= kls[1] < loose.measured["kl_mean"]
+        assert calibrate.calibrate(bench, cases, kls[0] / 2, 0.0, lambda _: None)[0] is None
+        assert calibrate.calibrate(bench, cases, 1e9, 1.1, lambda _: None)[0] is None
+        fresh = Call([message("user", 1)], (), message("assistant", 2))
+        with pytest.raises(ConfigError, match="no case repeats"):
+            calibrate.calibrate(bench, [shifts.Case("x", (), fresh)], 1.0, 0.0, lambda _: None)
+
+
+def test_what_calibrate_writes_serves_an_engine(workload: Path, model: Path, tmp_path: Path) -> None:
+    given = [
+        "--model",
+        str(model),
+        "--dtype",
+        "float32",
+        "--workload",
+        str(workload),
+        "--cases",
+        "1",
+        "--families",
+        "dated system",
+        "--answer",
+        "3",
+    ]
+    done = RUN.invoke(
+        app, ["calibrate", *given, "--kl", "1e9", "--top1", "0", "--dir", str(tmp_path / "store"), "--json", str(tmp_path / "c.json")]
+    )
+    assert done.exit_code == 0, done.output
+    assert "chosen: " in done.output
+    report = json.loads((tmp_path / "c.json").read_text())
+    assert Calibration.load(report["written"]).model == str(model)
+    with Engine(str(model), store=str(tmp_path / "store"), reuse="approximate") as engine:
+        for system in ("One.", "Quite another."):
+            messages = [{"role": "system", "content": system}, message("user", 1), message("assistant", 2), message("user", 3)]
+            receipt = engine.generate(messages, sampling=None).receipt
+        assert receipt.segments
+    refused = RUN.invoke(app, ["calibrate", *given, "--kl", "0", "--top1", "1", "--out", str(tmp_path / "none.json")])
+    assert refused.exit_code == 1
+    assert "nothing is written" in refused.output
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_the_command_prints_a_table_a_picture_and_one_json_line(workload: Path, model: Path, tmp_path: Path) -> None:
+    saved, drawn = tmp_path / "s.json", tmp_path / "s.png"
+    names = "dated system,edited history,moved tool"
+    given = [
+        "--model",
+        str(model),
+        "--dtype",
+        "float32",
+        "--workload",
+        str(workload),
+        "--cases",
+        "1",
+        "--answer",
+        "2",
+        "--families",
+        names,
+        "--no-ablations",
+    ]
+    done = RUN.invoke(app, ["bench", "segments", *given, "--kl", "1e9", "--json", str(saved), "--plot", str(drawn)])
+    assert done.exit_code == 0, done.output
+    report = json.loads(saved.read_text())
+    assert {row["method"] for row in report["rows"]} == {"bare", "ours", "exact", "off"}
+    keys = "family method prompt_tokens bound_tokens reused_tokens computed_tokens step_ms exact_step_ms kl_mean top1 decision".split()
+    assert set(keys) <= set(report["rows"][0])
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_unknown_families_and_workloads_are_refused(workload: Path) -> None:
+    done = RUN.invoke(app, ["bench", "segments", "--workload", str(workload), "--families", "dated systems"])
+    assert done.exit_code == 1
+    assert "'dated systems' is none of" in done.output
+    done = RUN.invoke(app, ["calibrate", "--workload", str(workload.with_name("none.jsonl"))])
+    assert done.exit_code == 1
+    assert "is not a file" in done.output
+
+
+def test_episodes_without_history_give_no_cases() -> None:
+    assert shifts.cases([Episode("x", "chat", (Call([message("user", 1)], (), message("assistant", 2)),))], 1) == []
