@@ -22,6 +22,7 @@ from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineCl
 from .held import ToolGroups
 from .inflight import Chunk, Done, Request
 from .layout import Renderer, Volatile
+from .layout.windows import TokenTexts
 from .missed import Misses
 from .model.fingerprint import Fingerprint
 from .model.grammar import Grammars
@@ -100,6 +101,7 @@ class Engine:
         self.fingerprint = Fingerprint(self.model.model, self.model.numerics.kernel) if self.model.numerics else None
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
         self._calibration = calibration
+        self._texts = TokenTexts(self.tokenizer)
         if reuse == "approximate" or calibration is not None:
             self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
@@ -155,6 +157,7 @@ class Engine:
         request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
         request.on_progress, request.on_logits = on_progress, on_logits
         expect(request, layout, tools, constraint, self.grammars)
+        self.scheduler.life.segments.look(request, self.scheduler.life.scope(request, len(layout.ids)), layout, self._texts)
         self.scheduler.submit(request)
         return Stream(request, lambda done: self._complete(done, layout))
 
@@ -213,6 +216,7 @@ class Engine:
         folder = self.store.disk.folder.path if self.store.disk else None
         self._calibration = known = find_calibration(self._calibration, folder, self.fingerprint.whole, self.name)
         self.model.keep_boundaries(known.boundaries)
+        self.store.sign()
         return known
 
     def _forced(self, sampling: Sampling) -> Seq[int]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
@@ -14,12 +15,14 @@ import torch
 from .calibration import Calibration
 from .errors import AgentCacheError
 from .kv import Sequence
+from .layout.windows import Window
 from .model.grammar import Guide
 from .model.response import ResponseStream
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Receipt
 from .runner import Source, StockSequence, Work
+from .store.bring import Bring
 from .store.fetch import Fetch
 from .store.keys import Ids, Scope, as_ids
 from .types import Sampling
@@ -82,7 +85,9 @@ class Request:
     """One request on its way. `ids` grow as tokens are decoded; `events` carry progress and chunks, then Done or the error.
 
     prefix_tokens: length of the stable part. lossy: pages stored with fewer bits may serve it, too. fetch: its pages' way from disk.
-    calibration: segments may serve it, repaired like this; `sources` are theirs. near, near_kept: among whose pages what is behind them is
+    calibration: segments may serve it, repaired like this; `sources` are theirs, `windows` what it
+    says, `bring` the way of such pages from disk, `note` what will be
+    found by others. near, near_kept: among whose pages what is behind them is
     kept, and how much is. fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the
     store has or had.
     guide: what its completion is held to. tools: names that may be called, None if no text is a call. opened: the prompt begins a thought.
@@ -125,6 +130,9 @@ class Request:
     near: Scope | None = None
     near_kept: int = 0
     sources: list[Source] = field(default_factory=list)
+    windows: Seq[Window] = ()
+    bring: Bring | None = None
+    note: Seq[Window] = ()
     pinned: int = 0
     numerics: set[str] = field(default_factory=set)
     skipped: int = 0

@@ -47,7 +47,9 @@ class Life:
                 precision: Precision = disk.precision if request.lossy else "exact"
                 scope = replace(scope, precision=precision)
                 request.fetch = self.store.fetch(scope, request.array(), request.prefix_tokens, ms_per_token, spec, wake)
-        return request.fetch is not None and request.fetch.pending()
+        if request.fetch is not None and request.fetch.pending():
+            return True
+        return self.segments.waits(request, self.scope(request, len(request.ids)), ms_per_token, wake) if request.windows else False
 
     def uncached(self, request: Request) -> int:
         """How much of a waiting prompt would be computed if it started now."""
@@ -64,7 +66,8 @@ class Life:
         receipt = request.receipt
         if request.fetch is not None:
             fetch = request.fetch
-            receipt.load_ms, receipt.disk_tokens, receipt.disk_bytes = fetch.ms, fetch.tokens, fetch.bytes
+            receipt.load_ms, receipt.disk_tokens = receipt.load_ms + fetch.ms, fetch.tokens
+            receipt.disk_bytes += fetch.bytes
             receipt.refusals += tuple(fetch.refusals)
             receipt.notes += fetch.notes
         receipt.queue_ms = max(0.0, (request.started - request.called) * 1e3 - receipt.layout_ms - receipt.load_ms)
@@ -267,6 +270,7 @@ class Life:
     def end(self, request: Request, reason: FinishReason) -> None:
         """The request is answered."""
         self.keep(request)
+        self.segments.note(request)
         tail = request.text.finish()
         if tail:
             request.events.put(Chunk(tail, ()))
@@ -287,8 +291,9 @@ class Life:
             request.receipt.exact_until = request.sequence.exact_until
             request.sequence.close()
             request.sequence = None
-        if request.fetch is not None:
-            request.fetch.settle()
+        for coming in (request.fetch, request.bring):
+            if coming is not None:
+                coming.settle()
 
 
 def _finite(sequence: Sequence, start: int, stop: int) -> bool:

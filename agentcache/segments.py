@@ -1,5 +1,6 @@
 """Segments of one request: found in kept prompts, attached where consent and calibration allow, repaired, looked at, refused.
 
+look      what is new in the prompt; which pages on disk say the same is asked, and noted for later
 find      repeated runs behind the exact prefix, in the same namespace and under the same weights
 attach    moved to where they are wanted; their heads (halo) are left to be computed
 decide    at each junction, once the halo is computed: does it agree with what was stored? which tokens differ most?
@@ -7,14 +8,17 @@ decide    at each junction, once the halo is computed: does it agree with what w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from .inflight import Request
 from .kv import PAGE_TOKENS, Ahead, Sequence
+from .layout.windows import Texts, windows
 from .plan import Attach, Repeat
 from .runner import Runner, Source
+from .store.keys import Scope
 from .store.store import Store
-from .types import Reason, Refusal
+from .types import Layout, Reason, Refusal
 
 PROBED = 4  # tokens of a halo, the last ones, that are compared with what was stored
 
@@ -26,6 +30,39 @@ class Segments:
         self.runner = runner
         self.store = store
         self.off = ""
+
+    def look(self, request: Request, scope: Scope | None, layout: Layout, texts: Texts) -> None:
+        """In the caller's thread: what is new in a prompt, as windows by which pages on disk are found, this one's later."""
+        if request.calibration is not None and scope is not None and self.store.signed is not None:
+            known = self.store.match(scope, request.array(), peek=True).tokens
+            request.windows = windows(layout, texts, known)
+
+    def waits(self, request: Request, scope: Scope | None, ms_per_token: float, wake: Callable[[], None]) -> bool:
+        """Whether pages that the prompt repeats are on their way from disk."""
+        spec = self.runner.model.spec
+        if not request.windows or scope is None or spec is None or self.off or request.calibration is None:
+            return False
+        if request.bring is None:
+            known = self.store.match(scope, request.array(), peek=True).tokens
+            least = request.calibration.least
+            request.bring = self.store.bring(scope, request.array(), request.windows, ms_per_token, spec, wake, since=known, least=least)
+        if request.bring is not None and request.bring.pending():
+            return True
+        if request.bring is not None:
+            receipt, brought = request.receipt, request.bring
+            receipt.refusals += tuple(brought.refusals)
+            receipt.notes += brought.notes
+            receipt.load_ms += brought.ms
+            receipt.disk_bytes += brought.bytes
+        request.note, request.windows = request.windows, ()
+        return False
+
+    def note(self, request: Request) -> None:
+        """The request is answered: what its prompt says and is kept exactly can be found by later processes."""
+        sequence = request.sequence
+        if isinstance(sequence, Sequence) and request.scope is not None and request.note and request.kept:
+            kept = [window for window in request.note if window.stop <= min(request.kept, request.prompt)]
+            self.store.note(replace(request.scope, precision="exact"), request.array(request.kept), kept)
 
     def find(self, request: Request, prefix_tokens: int) -> list[Repeat]:
         """Runs behind the prefix that may be attached; `request.sources` are where they lie."""

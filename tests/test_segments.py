@@ -400,5 +400,20 @@ def test_pages_count_their_boundaries() -> None:
         assert receipt.segments[0].halo_tokens == 8
 
 
+def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentcache.store.bring.too_slow", lambda *given: "")  # a model this small is computed faster than it is read
+    model, tokenizer, fingerprint = tiny()
+    known = calibration(fingerprint=fingerprint)
+    with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=known) as first:
+        first.generate(FIRST, sampling=GREEDY)
+        first.flush()
+    with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=known) as second:
+        assert second.generate(OTHER, sampling=GREEDY, namespace="other").receipt.segments == ()
+        receipt = second.generate(OTHER, sampling=GREEDY).receipt
+    [segment] = receipt.segments
+    assert segment.whole_tokens > 500
+    assert receipt.disk_bytes > 0
+
+
 def test_the_warning_says_what_to_do() -> None:
     assert issubclass(ReuseWarning, UserWarning)

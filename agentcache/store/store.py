@@ -23,8 +23,8 @@ from .groups import Group
 from .index import Row
 from .keys import Ids, Role, Scope, as_ids
 from .repeats import Run
-from .signed import Signed
 from .signatures import TAU, Window, datasketch
+from .signed import Signed
 from .tree import Tree
 
 __all__ = ["DEFAULT", "Disk", "Fetch", "Match", "Store"]
@@ -150,8 +150,8 @@ class Store:
 
         tau: least similarity of what is proposed. Loads a library for some seconds. ConfigError: it is not installed, or tau is wrong.
         """
-        datasketch()
-        if self.disk is not None:
+        if self.disk is not None and self.signed is None:
+            datasketch()
             self.signed = Signed(self.disk.index, self.disk.writer.after, tau)
 
     def note(self, scope: Scope, ids: Ids, windows: Seq[Window]) -> None:
