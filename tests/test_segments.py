@@ -150,10 +150,14 @@ def test_layers_that_are_not_stepped_take_whole_segments_only() -> None:
     assert kept.pages[0].boundaries == {}
 
 
-@pytest.mark.parametrize("family", [name for name in DENSE if "window" not in name])
+PLACES = {name: made for name, made in DENSE.items() if "window" not in name}
+PLACES["layer 0 without positions"] = ("smollm3", {"no_rope_layers": [0, 1, 1, 1]})
+
+
+@pytest.mark.parametrize("family", PLACES)
 def test_a_moved_segment_has_in_layer_0_what_computing_it_there_gives(family: str) -> None:
     """Layer 0 sees its own token and position only, so moving is checked against the model itself."""
-    kind, overrides = DENSE[family]
+    kind, overrides = PLACES[family]
     model = HFModel(models.build(kind, **overrides))
     assert model.spec is not None
     runner, ids, layers = Runner(model), tokens(900), model.spec.layers
