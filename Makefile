@@ -11,10 +11,16 @@ BIN := $(VENV)/bin
 LOG := $(VENV)/setup.log
 STAMP := $(VENV)/.ready
 INTEGRATIONS := $(wildcard integrations/*)
-# The tests of the core, then those of each integration where it lies: they are packages of their own.
-SUITES = for each in . $(INTEGRATIONS); do echo "make: tests of $$each" && (cd "$$each" && "$(CURDIR)/$(BIN)/python" -m pytest $(1)) || exit 1; done
+# The tests of each integration run where it lies: they are packages of their own.
+SUITES := $(addprefix tests-of/,$(INTEGRATIONS))
+PYTEST := "$(CURDIR)/$(BIN)/python" -m pytest
+WORKERS ?= 2
+# Beside each other: lint and the integrations, then the files of the core. What measures time or uses all cores is marked `alone`, and is.
+CHECK = echo "make: lint, and the tests of the integrations" && $(MAKE) -j$(WORKERS) --output-sync=target lint $(SUITES) KINDS=$(1) && \
+	echo "make: tests of the core, $(WORKERS) files at a time" && $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not alone" && \
+	echo "make: tests of the core that run alone" && $(PYTEST) -m $(2)
 
-.PHONY: help setup demo test test-all lint bench clean
+.PHONY: help setup demo test test-all lint bench clean $(SUITES)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,11 +35,14 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.tom
 demo: $(STAMP)  ## replay an agent's episode with reuse off, cold and warm
 	@$(BIN)/agentcache demo
 
-test: lint  ## the whole check: lint, types, import contracts, tests
-	@$(call SUITES,-m "not slow")
+test: $(STAMP)  ## the whole check: lint, types, import contracts, tests
+	@$(call CHECK,"not slow","alone and not slow")
 
-test-all: lint  ## the check with the slow tests
-	@$(call SUITES,)
+test-all: $(STAMP)  ## the check with the slow tests
+	@$(call CHECK,"slow or not slow","slow or alone")
+
+$(SUITES): tests-of/%: $(STAMP)
+	@echo "make: tests of $*" && cd "$*" && $(PYTEST) -m "$(KINDS)"
 
 lint: $(STAMP)  ## ruff, mypy, import-linter
 	@echo "make: ruff" && $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet --diff .

@@ -313,6 +313,7 @@ def test_without_signing_or_a_disk_nothing_is_noted_or_brought(folder: Path) -> 
         store.sign(2)
 
 
+@pytest.mark.alone
 def test_noting_does_not_wait_for_the_disk(folder: Path) -> None:
     store = opened(folder)
     assert store.disk is not None

@@ -74,6 +74,7 @@ def test_company_does_not_matter(name: str, dtype: torch.dtype) -> None:
         assert differing(Run(whole.model, stranger.ids[:36]).chunks(), stranger, 36) == [], f"the stranger among {members}"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["llama_gqa", "qwen3", "mistral_window", "phi3", "smollm3"])
 def test_two_threads(name: str, dtype: torch.dtype, threads: Callable[[int], None]) -> None:

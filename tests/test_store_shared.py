@@ -146,6 +146,7 @@ def test_who_waits_for_a_lock_waits_no_longer_than_that(folder: Folder, index: I
 # -- forks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @forks
 def test_a_fork_goes_on_with_connections_of_its_own(folder: Folder, index: Index, tmp_path: Path) -> None:
     """While two threads of the parent write: a child that inherited their locks would wait for ever, or drop them."""
