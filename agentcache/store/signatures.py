@@ -13,6 +13,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -113,6 +114,13 @@ def datasketch() -> Any:
     return datasketch
 
 
+@lru_cache
+def bands(tau: float) -> tuple[int, int]:
+    """How many bands of how many values find what is alike to `tau` best: an integration of a twentieth of a second."""
+    found = datasketch().MinHashLSH(threshold=tau, num_perm=PERMUTATIONS)
+    return found.b, found.r
+
+
 class Signer:
     """Makes signatures; remembers the latest. Thread safe."""
 
@@ -172,8 +180,7 @@ class Signatures:
         self.signer = Signer()
         self._most = most
         self._lsh = datasketch().MinHashLSH
-        first = self._lsh(threshold=tau, num_perm=PERMUTATIONS)
-        self._bands = (first.b, first.r)  # found by integration: once
+        self._bands = bands(tau)
         self._scopes: dict[Scope, _Scope] = {}
         self._lock = threading.Lock()
 
