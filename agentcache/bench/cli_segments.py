@@ -10,21 +10,28 @@ import typer
 from ..errors import CalibrationError, ConfigError
 from .given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, described, loaded, said_plainly
 
-Workloads = Annotated[list[Path], typer.Option("--workload", help="A recorded trace (.jsonl); may be given several times.")]
+Workloads = Annotated[list[Path] | None, typer.Option("--workload", help="A recorded trace (.jsonl); may be given several times.")]
+MadeUp = Annotated[int, typer.Option("--made-up", min=0, help="Also so many requests of the embedded model's generated world.")]
+Tools = Annotated[int, typer.Option("--tools", min=2, help="Tools of each of these.")]
 ToolsDir = Annotated[Path | None, typer.Option(help="Folder of the catalogs that traces name; default: ../tools.")]
 Cases = Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")]
 Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: see docs/segments.md.")]
 Answer = Annotated[int, typer.Option("--answer", min=1, help="Tokens of the recorded answer that are compared.")]
 
 
-def _cases(workload: list[Path], tools_dir: Path | None, families: str, count: int) -> tuple[list[Any], list[str]]:
+def _cases(
+    workload: list[Path] | None, tools_dir: Path | None, families: str, count: int, made_up: int, tools: int
+) -> tuple[list[Any], list[str]]:
     """The shifts of these traces, and texts for a tokenizer where the model brings none."""
     from . import shifts, workloads
 
     wanted = shifts.FAMILIES if families == "all" else tuple(part.strip() for part in families.split(",") if part.strip())
     if unknown := [name for name in wanted if name not in shifts.FAMILIES]:
         raise ConfigError(f"families={families!r}: {unknown[0]!r} is none of {', '.join(map(repr, shifts.FAMILIES))}")
-    episodes = [one for path in workload for one in workloads.read(path, tools_dir, episodes=max(8, 4 * count))]
+    if not workload and not made_up:
+        raise ConfigError("give recorded traces with --workload, or --made-up N")
+    episodes = [one for path in workload or () for one in workloads.read(path, tools_dir, episodes=max(8, 4 * count))]
+    episodes += shifts.made_up(made_up, tools)
     found = shifts.cases(episodes, count, wanted)
     if not found:
         raise ConfigError(f"families={families!r}: these workloads have no such prompts")
@@ -32,7 +39,7 @@ def _cases(workload: list[Path], tools_dir: Path | None, families: str, count: i
 
 
 def calibrate(
-    workload: Workloads,
+    workload: Workloads = None,
     model: ModelOption = None,
     shape: ShapeOption = None,
     kl: Annotated[float, typer.Option(min=0.0, help="Mean KL allowed, in nats per token of the answer.")] = 0.02,
@@ -41,6 +48,8 @@ def calibrate(
     answer: Answer = 16,
     families: Families = "all",
     tools_dir: ToolsDir = None,
+    made_up: MadeUp = 0,
+    tools: Tools = 8,
     store: Annotated[Path | None, typer.Option("--dir", help="The store to keep it in; default: AGENTCACHE_DIR, else the user's.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the calibration here instead.")] = None,
     dtype: DtypeOption = Dtype.bfloat16,
@@ -58,9 +67,9 @@ def calibrate(
         from . import report
         from .segments import Bench
 
-        found_cases, texts = _cases(workload, tools_dir, families, cases)
+        found_cases, texts = _cases(workload, tools_dir, families, cases, made_up, tools)
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            known, seen = bench.calibrate(Bench(engine, answer), found_cases, kl, top1, say)
+            known, seen = bench.calibrate(Bench(engine, answer, model is not None), found_cases, kl, top1, say)
             found: dict[str, Any] = {
                 "bench": "calibrate",
                 **described(engine),
@@ -81,7 +90,7 @@ def calibrate(
 
 
 def segments(
-    workload: Workloads,
+    workload: Workloads = None,
     model: ModelOption = None,
     shape: ShapeOption = None,
     calibration: Annotated[Path | None, typer.Option(help="What calibrate wrote; default: the cheapest setting is found first.")] = None,
@@ -92,6 +101,8 @@ def segments(
     answer: Answer = 16,
     families: Families = "all",
     tools_dir: ToolsDir = None,
+    made_up: MadeUp = 0,
+    tools: Tools = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed-up against the share of reused tokens.")] = None,
@@ -104,9 +115,9 @@ def segments(
         from . import report
         from . import segments as bench
 
-        found_cases, texts = _cases(workload, tools_dir, families, cases)
+        found_cases, texts = _cases(workload, tools_dir, families, cases, made_up, tools)
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            playing = bench.Bench(engine, answer)
+            playing = bench.Bench(engine, answer, model is not None)
             known = Calibration.load(calibration) if calibration else None
             if known is None:
                 known = finding.calibrate(playing, found_cases, kl, 0.0, say)[0] or playing.calibration(128)

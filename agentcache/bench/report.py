@@ -195,7 +195,7 @@ _LINES: dict[str, dict[str, Any]] = {
 def segments_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Segment reuse by kind of shift and method."""
     counts = ["n", "prompt", "could", "reused", "of it", "computed"]
-    columns = ["kind", "method", *counts, "step ms", "exact/step", "KL", "top-1", "first", "refused"]
+    columns = ["kind", "method", *counts, "step ms", "exact/step", "KL", "top-1", "same", "refused"]
     cells = [
         [
             r["family"],

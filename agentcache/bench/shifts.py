@@ -16,6 +16,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .quality_cases import selections
 from .workloads import Call, Episode, Json
 
 PERTURBED = {f"context {percent} % other": percent / 100 for percent in (1, 10, 50, 100)}
@@ -48,6 +49,20 @@ def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAM
     return [case for some in found.values() for case in some]
 
 
+def made_up(count: int, tools: int = 8, seed: str = "segments") -> list[Episode]:
+    """Requests of the generated world (docs/embedded.md), on tools nobody was trained on: what the embedded model is at home with."""
+    found = []
+    for number, case in enumerate(selections("unseen tools", tools, count, seed)):
+        answer: Json = {"role": "assistant", "content": case.says or "No."}
+        if case.right is not None:
+            function = {"name": case.right.name, "arguments": dict(case.right.arguments)}
+            answer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        assert not isinstance(case.prompt, str)
+        call = Call([dict(message) for message in case.prompt], tuple(dict(tool) for tool in case.tools), answer)
+        found.append(Episode(f"made up {number}", "chat", (call,)))
+    return found
+
+
 def _of(episode: Episode, rng: random.Random) -> Iterator[Case]:
     calls = episode.calls
     if episode.kind == "chat_steps":
@@ -55,7 +70,7 @@ def _of(episode: Episode, rng: random.Random) -> Iterator[Case]:
             if isinstance(before.prompt, list) and call.prompt[: len(before.prompt)] != before.prompt:
                 yield Case("edited history", (before,), call)
                 break
-    late = [call for call in calls if isinstance(call.prompt, str) or len(call.prompt) >= 4]
+    late = [call for call in calls if isinstance(call.prompt, str) or len(call.prompt) >= 2]
     if not late:
         return
     call = late[min(len(late) - 1, rng.randrange(len(late) // 2, len(late)))]
