@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 
 from agentcache.errors import ConfigError
 from agentcache.lint import Cause, Options, Report, lint
-from tests.test_lint import TOOLS, conversation, with_system
+from agentcache.lint.tracks import Tracks
+from agentcache.lint.values import Request, Said
+from tests.test_lint import SYSTEM, TOOLS, conversation, with_system
 
 CHAT = [{"conversation_id": "a", **body} for body in conversation(2)]
 
@@ -170,7 +174,6 @@ def test_program_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     (tmp_path / "harbour_log.py").write_text("import json\ndef requests():\n    yield from json.loads(TEXT)\nTEXT = ''\nNUMBER = 3\n")
     import importlib
-    import sys
 
     sys.path.insert(0, str(tmp_path))
     try:
@@ -205,3 +208,58 @@ def test_large_files_are_streamed(tmp_path: Path, form: str) -> None:
         tracemalloc.stop()
     assert len(found.steps) == count
     assert peak < 12_000_000 < path.stat().st_size
+
+
+MEASURED = """
+import resource, sys
+from agentcache.lint import lint
+lint([])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = lint(sys.argv[1])
+print(len(found.steps), len(found.findings), found.conversations, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def long_log(path: Path, conversations: int, steps: int, chars: int) -> int:
+    """Conversations that come one after the other, a clock in each of their requests; returns its bytes."""
+    page = "The bell rang, a boat came in, and the clerk wrote both down. " * (chars // 62 + 1)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(conversations):
+            for step in range(steps):
+                system = {"role": "system", "content": f"{SYSTEM}\nIt is 09:{step:02d}:53."}
+                said = [{"role": "user", "content": f"{number}.{at} {page[:chars]}"} for at in range(step + 1)]
+                file.write(json.dumps({"conversation_id": str(number), "messages": [system, *said]}) + "\n")
+    return path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("conversations", "most_mb"), [(12, 6), pytest.param(280, 50, marks=pytest.mark.slow)], ids=["five megabytes", "a hundred"]
+)
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, conversations: int, most_mb: int) -> None:
+    """What is held is the last request of each open conversation, up to 32 million characters, and no more in a file of a gigabyte."""
+    size = long_log(tmp_path / "log.jsonl", conversations, 24, 1_300)
+    assert size > 390_000 * conversations
+    done = subprocess.run([sys.executable, "-c", MEASURED, str(tmp_path / "log.jsonl")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    requests, findings, held, grown_kb = map(int, done.stdout.split())
+    assert (requests, findings, held) == (24 * conversations, 23 * conversations, conversations)
+    assert grown_kb / 1024 < most_mb
+
+
+def test_conversations_that_are_silent_longest_are_closed_when_much_is_held() -> None:
+    closed: list[str] = []
+    tracks = Tracks(most=3, held=1_000, closed=closed.append)
+
+    def ask(name: str, chars: int) -> bool:
+        request = Request(1, 1, name, history=(Said("user", "x" * chars),))
+        return tracks.place(request)[1] is not None
+
+    assert [ask("a", 400), ask("b", 400), ask("a", 450)] == [False, False, True]
+    assert not ask("c", 300)  # 1,150 characters: b has been silent longest
+    assert closed == ["b"]
+    assert not ask("d", 100)
+    assert not ask("e", 100)  # four conversations
+    assert closed == ["b", "a"]
+    assert not ask("f", 5_000)  # more than may be held, and still the one that is compared with the next
+    assert ask("f", 5_000)
+    assert len(tracks) == 1

@@ -120,7 +120,7 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.fast = bool(getattr(tokenizer, "is_fast", False))
-        self._merges = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
+        self.merges = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
         decoder = getattr(tokenizer, "added_tokens_decoder", None) or {}
         self.added = {int(token_id): str(token.content) for token_id, token in decoder.items()}
         listed = set(getattr(tokenizer, "all_special_ids", ()))
@@ -208,21 +208,21 @@ class Encoder:
         start = known.ends[cut - 1]
         ids, ends, answer = self._encode(text[start:])
         ends = [end + start for end in ends]
-        run, old, new = _agreement(known.ids, known.ends, cut, ids, ends, shared)
+        run, old, new = agreement(known.ids, known.ends, cut, ids, ends, shared)
         if run < RUN:
             return None
         words = answer.word_ids()  # the number of each token's pre-token, None for an added token
         middle = new + run // 2
         inside = range(new + run // 4, new + run - run // 4)
         starts = [at for at in inside if words[at] != words[at - 1]]
-        if not starts and not self._merges:
+        if not starts and not self.merges:
             return None
         new_at = min(starts, key=lambda at: abs(at - middle), default=middle)
         old_at = old + new_at - new
         return known.ids[:old_at] + ids[new_at:], known.ends[:old_at] + ends[new_at:], len(text) - start
 
 
-def _agreement(known_ids: list[int], known_ends: list[int], cut: int, ids: list[int], ends: list[int], shared: int) -> tuple[int, int, int]:
+def agreement(known_ids: list[int], known_ends: list[int], cut: int, ids: list[int], ends: list[int], shared: int) -> tuple[int, int, int]:
     """(length, known index, new index) of the longest run before `shared` in which ids and ends agree."""
     stop_old, stop_new = bisect_right(known_ends, shared), bisect_right(ends, shared)
     best, best_at = 0, (0, 0)

@@ -16,7 +16,7 @@ from .reading import open_values
 from .render import Prompt, written
 from .shapes import Shaper
 from .templated import REFUSALS, Loaded, Templated, Tokens
-from .tracks import Tracks
+from .tracks import HELD, Tracks
 from .values import Cause, Finding, Hazard, Problem, Request, Step
 
 PROBLEMS = 1_000  # kept in full; further ones are counted
@@ -125,8 +125,10 @@ class _Run:
             catalogs = Path(named).resolve().parent.parent / "tools"
         self._shaper = Shaper(catalogs, options.transcripts)
         self._templated = Templated(options.tokenizer) if options.tokenizer else None
-        self._tracks, self._hazards = Tracks(), Hazards(options.redact)
         self._prompts: dict[str, Prompt] = {}
+        held = HELD // 8 if options.tokenizer else HELD  # ids and where they end take several times the room of their characters
+        self._tracks = Tracks(held=held, closed=lambda name: self._prompts.pop(name, None))
+        self._hazards = Hazards(options.redact)
         self._firsts: dict[tuple[str, ...], tuple[Request, Prompt, str]] = {}
         self._names: dict[str, str] = {}
 
@@ -158,7 +160,6 @@ class _Run:
         old = self._prompts.get(track.name)
         prompt = self._prompt(request, old)
         self._hazards.look(request)
-        self._forget()
         self._prompts[track.name] = prompt
         if before is None or old is None or old.unit != prompt.unit:
             self._first(request, prompt, name)
@@ -207,11 +208,6 @@ class _Run:
         if not self._options.redact:
             return name
         return self._names.setdefault(name, f"conversation {len(self._names) + 1}")
-
-    def _forget(self) -> None:
-        """Prompts of conversations that are no longer open."""
-        if len(self._prompts) > 2 * len(self._tracks):
-            self._prompts = {name: prompt for name, prompt in self._prompts.items() if name in self._tracks}
 
 
 def _stable(request: Request) -> Request:

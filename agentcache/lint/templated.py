@@ -19,6 +19,7 @@ from ..layout.spans import generation_start, marks, places, spans
 from ..layout.template import Template
 from ..layout.tokenise import EMPTY, Encoded, Encoder, common_chars
 from ..types import Span
+from .behind import resumed
 from .render import Part, Prompt
 from .values import Cause, Request, Said
 
@@ -102,7 +103,7 @@ class Templated:
             stop = generation_start(text, shape, True)
             turns = [Turn(at, message) for at, message in enumerate(plain)]
             found = turns, places(text, turns, [b""] * len(turns), shape, stop, EMPTY, 0)
-        encoded, _ = self._encoder.resume(before, common_chars(before.text, text), text)
+        encoded = resumed(self._encoder, before, text)
         if found is None or not encoded.ends:
             return Tokens((Part("text", tuple(encoded.ids)),), encoded=encoded)
         at = text.find(added) if added else -1

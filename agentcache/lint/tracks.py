@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .history import alike
-from .values import Request, Said
+from .values import Request
 from .volatile import masked
 
 OPEN = 2_048  # conversations kept open; the one that is silent longest goes first
+HELD = 32 << 20  # characters of their last requests in all, at most
 SAME = 0.4  # share of the earlier request's messages, by weight, that the later one must have
 LEAST = 0.1  # the same, if its last message is among them: a window or a summary leaves little else
 
@@ -22,24 +24,23 @@ class Track:
     name: str
     last: Request
     number: int = 1
+    size: int = 0
     marks: Counter[bytes] = field(default_factory=Counter)
 
 
 class Tracks:
-    """Open conversations, found by name or by likeness."""
+    """Open conversations, found by name or by likeness. `closed` hears the name of each that had to go."""
 
-    def __init__(self, most: int = OPEN) -> None:
-        self._most = most
+    def __init__(self, most: int = OPEN, held: int = HELD, closed: Callable[[str], object] = lambda name: None) -> None:
+        self._most, self._held, self._closed = most, held, closed
+        self._size = 0
         self._open: OrderedDict[str, Track] = OrderedDict()
         self._where: dict[bytes, dict[str, None]] = {}  # mark: names of the conversations whose last request has it, the newest last
-        self._digests: OrderedDict[Said, bytes] = OrderedDict()
+        self._digests: OrderedDict[int, bytes] = OrderedDict()  # by the hash of a message, so that none is held
         self._made = 0
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._open
 
     def place(self, request: Request) -> tuple[Track, Request | None]:
         """The conversation, with `request` as its last now, and the request before it, if any."""
@@ -59,13 +60,18 @@ class Tracks:
         else:
             before = known.last
         self._forget(known)
-        known.last, known.marks = request, marks
+        self._size -= known.size
+        known.last, known.marks, known.size = request, marks, _size(request)
+        self._size += known.size
         known.number += 1
         for mark in marks:
             self._where.setdefault(mark, {})[known.name] = None
         self._open.move_to_end(known.name)
-        if len(self._open) > self._most:
-            self._forget(self._open.popitem(last=False)[1])
+        while len(self._open) > self._most or (self._size > self._held and len(self._open) > 1):
+            gone = self._open.popitem(last=False)[1]
+            self._size -= gone.size
+            self._forget(gone)
+            self._closed(gone.name)
         return known, before
 
     def _forget(self, track: Track) -> None:
@@ -83,9 +89,10 @@ class Tracks:
             return Counter({_digest(masked(line)): _weight(line) for line in lines[-200:]})
         out: Counter[bytes] = Counter()
         for said in request.history:
-            mark = self._digests.get(said)
+            key = hash(said)
+            mark = self._digests.get(key)
             if mark is None:
-                mark = self._digests[said] = _digest(repr(alike(said)))
+                mark = self._digests[key] = _digest(repr(alike(said)))
                 if len(self._digests) > 32_768:
                     self._digests.popitem(last=False)
             out[mark] = max(out[mark], _weight(said.content) + sum(_weight(call.arguments) for call in said.calls))
@@ -137,6 +144,13 @@ def _end(request: Request) -> bytes:
 def _tail(request: Request) -> str:
     """The last whole lines of a raw prompt: enough of them to be this conversation's own."""
     return "\n".join(masked(request.prompt or "").split("\n")[-7:-1])
+
+
+def _size(request: Request) -> int:
+    said = sum(len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.calls) for one in request.history)
+    return (
+        said + sum(len(one.content) for one in request.system) + sum(len(tool.text) for tool in request.tools) + len(request.prompt or "")
+    )
 
 
 def _weight(text: str) -> int:
