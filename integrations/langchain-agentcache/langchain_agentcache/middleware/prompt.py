@@ -5,7 +5,6 @@ Place it last: it sees the request as it is sent.
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections import OrderedDict
@@ -51,7 +50,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
     def __new__(cls, **said: Any) -> AgentCacheMiddleware:
         """An instance whose class has the hooks that it uses: LangGraph runs each hook of a class as a step, even an idle one."""
         hooks = {"before_agent": said.get("model") is not None, "before_model": said.get("facts") is not None}
-        return super().__new__(_hooked(cls, frozenset(name for name, used in hooks.items() if used)))
+        return super().__new__(_hooked(cls, [name for name, used in hooks.items() if used]))
 
     def __init__(
         self,
@@ -189,8 +188,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         return told
 
 
-@functools.cache
-def _hooked(base: type[AgentCacheMiddleware], hooks: frozenset[str]) -> type[AgentCacheMiddleware]:
+def _hooked(base: type[AgentCacheMiddleware], hooks: Sequence[str]) -> type[AgentCacheMiddleware]:
     """The class with these hooks, under its own name: agents name their steps by it."""
     return type(base.__name__, (base,), {name: getattr(base, f"_{name}") for name in hooks}) if hooks else base
 
