@@ -216,12 +216,14 @@ def noted(index: Index, seeds: range = range(4), scope: Scope = SCOPE) -> tuple[
     return signed, windows
 
 
-def test_a_later_process_finds_what_was_noted(index: Index) -> None:
+def test_a_later_process_finds_what_was_noted(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     _, windows = noted(index)
     later = Signed(index, lambda job: job())
     assert later.find(SCOPE, prompt(), windows[1]) == []
     assert later.refresh(SCOPE) == 4
-    assert later.refresh(SCOPE) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Kept, "unpack", lambda packed: pytest.fail("a row was read twice"))
+        assert later.refresh(SCOPE) == 0
     keys = [SCOPE.root, *chain(SCOPE.root, prompt())]
     for window, page, slot in zip(windows, (0, 0, 1, 2), (0, 400, 288, 176), strict=True):
         [found] = later.find(SCOPE, prompt(), window)

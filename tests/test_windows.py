@@ -87,6 +87,11 @@ def test_anchors_of_messages_schemas_results_and_documents() -> None:
     assert starts == ["[", "{", "{", "{"]
 
 
+def test_schemas_are_anchors_where_no_span_says_so() -> None:
+    text = " ".join(f'{{"type": "function", "function": {{"name": "f{i}", "description": "{prose(i, 12)}"}}}}' for i in range(3))
+    assert [anchor.kind for anchor in anchors(prompt(f"{prose(1, 20)} {text}"), texts)] == ["message", "schema", "schema", "schema"]
+
+
 def test_equal_text_behind_equal_anchors_has_equal_windows() -> None:
     text = f"\nObservation 2: {prose(9, 300)}\nThought 3:"
     one = windows(prompt(f"{prose(1, 37)}{text} {prose(2, 100)}"), texts)

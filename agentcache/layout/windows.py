@@ -38,6 +38,7 @@ _ANCHORS: tuple[tuple[Kind, str], ...] = (
         "document",
         r"<(?:document|doc|source|passage)\b|^[ \t]*(?:Document|Passage|Source|Title)[ \t]*\[?\d*\]?[ \t]*:|^#{1,6}[ \t]|^\[\d+\][ \t]",
     ),
+    ("schema", r'\{[ \t]*"type"[ \t]*:[ \t]*"function"'),  # where a template's tools have no span of their own
     ("paragraph", r"(?<=\n)[ \t]*\n+"),
 )
 _ANCHOR = re.compile("|".join(f"({pattern})" for _, pattern in _ANCHORS), re.MULTILINE)
