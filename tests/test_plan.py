@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.plan import Attach, Compute, make
+from agentcache.calibration import Calibration
+from agentcache.plan import Attach, Compute, Repeat, make
 from agentcache.types import Reason
 
 
@@ -44,3 +45,45 @@ def test_the_reason_is_the_one_that_holds(prompt: int, prefix: int, missed: Reas
 
 def test_attach_names_its_source_shift_and_layers() -> None:
     assert make(10, 4, Reason.DIVERGED).steps == (Attach(0, 4, "prefix", 0, None), Compute(4, 10))
+
+
+@st.composite
+def repeats(draw: st.DrawFn) -> tuple[int, int, list[Repeat]]:
+    """A prompt, its prefix, and disjoint runs behind it."""
+    prefix = draw(st.integers(0, 50))
+    found, at = [], prefix
+    for _ in range(draw(st.integers(0, 5))):
+        start = at + draw(st.integers(0, 40))
+        at = start + draw(st.integers(1, 90))
+        found.append(
+            Repeat(start, at, draw(st.integers(-30, start)), draw(st.sampled_from([frozenset(), frozenset((2,)), frozenset((2, 5))])))
+        )
+    return at + draw(st.integers(1, 30)), prefix, found
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(repeats(), st.sampled_from([((0, 8),), ((8, 8),), ((4, 2), (20, 8)), ((0, 2), (16, 5), (40, 8))]))
+def test_segments_are_taken_by_their_distance_and_everything_is_covered_once(
+    given_: tuple[int, int, list[Repeat]], steps: tuple[tuple[int, int], ...]
+) -> None:
+    prompt, prefix, runs = given_
+    known = Calibration("x", 8, steps, 60, 1.0)
+    plan = make(prompt, prefix, Reason.DIVERGED, "", runs, known)
+    at = 0
+    for step in plan.steps:
+        assert step.start == at < step.stop
+        at = step.stop
+    assert at == prompt
+    assert isinstance(plan.steps[-1], Compute)
+    assert plan.cached_tokens == prefix + plan.segment_tokens
+    layer_of = {}
+    for step in plan.steps:
+        for token in range(step.start, step.stop):
+            layer_of[token] = 0 if isinstance(step, Compute) else 8 if step.layers is None else step.layers
+    for run, segment in zip(runs, plan.segments, strict=True):
+        for token in range(run.start, run.stop):
+            allowed = [layer for distance, layer in steps if distance <= token - run.start and (layer == 8 or layer in run.boundaries)]
+            assert layer_of[token] == max(allowed, default=0)
+        assert segment.whole_tokens + segment.resumed_tokens + segment.halo_tokens == run.stop - run.start
+        own = [step for step in plan.steps if isinstance(step, Attach) and step.source == "segment" and run.start <= step.start < run.stop]
+        assert {step.shift for step in own} <= {run.shift}
