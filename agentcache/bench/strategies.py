@@ -116,10 +116,12 @@ def _sized(
             break
         prompt = chats[(number + step) % len(chats)].calls[-1].prompt
         text += "\n" + "\n".join(str(message.get("content") or "") for message in prompt if isinstance(message, dict))
-    low, high = 0, len(text)
-    while low < high:  # tokens grow with characters
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if size(text[:middle], ()) <= left else (low, middle - 1)
+    low, high, known = 0, len(text), 0
+    most = size(text, ())
+    while low < high and known < left - 1:  # tokens grow with characters, nearly in proportion
+        middle = low + max(1, min(high - low, (high - low) * (left - known) // max(1, most - known)))
+        found = size(text[:middle], ())
+        low, known, high, most = (middle, found, high, most) if found <= left else (low, known, middle - 1, found)
     return text[:low], tuple(listed)
 
 
