@@ -38,7 +38,7 @@ ALIASES = {
     "timeout_s": "timeout",
 }
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-_FOR_ENGINE = ("device", "dtype", "load_in_4bit", "load_in_8bit", "chat_template", "memory_bytes", "layout")
+_FOR_ENGINE = ("device", "dtype", "load_in_4bit", "load_in_8bit", "chat_template", "memory_bytes", "layout", "reuse", "calibration")
 PER_CALL = {
     *SAMPLING,
     *("model", "tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "format"),
@@ -72,6 +72,8 @@ class Settings(BaseChatModel):
     chat_template: str | None = None
     memory_bytes: int | None = None
     layout: Any = None
+    reuse: Literal["exact", "lossy", "approximate", "off"] | None = None
+    calibration: Any = None
     cache_dir: str | None = Field(default_factory=from_env("AGENTCACHE_DIR", default=None))
     namespace: str = "default"
     tools_order: Literal["given", "sorted", "sticky"] = "given"

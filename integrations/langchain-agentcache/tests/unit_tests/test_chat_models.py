@@ -341,3 +341,13 @@ def test_an_engine_of_your_own() -> None:
         chat = ChatAgentCache(engine=engine, max_tokens=2)
         assert chat.invoke("x").response_metadata["model_name"] == chat.model == engine.name
         assert "engine" not in chat.to_config()
+
+
+def test_how_much_is_reused_goes_to_the_engine(model_folder: str) -> None:
+    chat = ChatAgentCache(model=model_folder, memory_bytes=35 << 20, max_tokens=1, cache_dir="", reuse="off")
+    for _ in range(2):
+        said = chat.invoke("Which way does the tide run?")
+    assert said.usage_metadata["input_token_details"]["cache_read"] == 0
+    near = ChatAgentCache(model=model_folder, memory_bytes=36 << 20, cache_dir="", reuse="approximate")
+    with pytest.raises(own.CalibrationError, match="agentcache calibrate"):
+        near.invoke("Which way does the tide run?")
