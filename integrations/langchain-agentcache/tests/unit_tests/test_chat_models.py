@@ -349,5 +349,5 @@ def test_how_much_is_reused_goes_to_the_engine(model_folder: str) -> None:
         said = chat.invoke("Which way does the tide run?")
     assert said.usage_metadata["input_token_details"]["cache_read"] == 0
     near = ChatAgentCache(model=model_folder, memory_bytes=36 << 20, cache_dir="", reuse="approximate")
-    with pytest.raises(own.CalibrationError, match="agentcache calibrate"):
+    with pytest.raises(theirs.ModelInvalidRequestError, match="agentcache calibrate"):
         near.invoke("Which way does the tide run?")
