@@ -56,7 +56,7 @@ def grammars(family: str = "hermes", thinking: bool = False) -> Grammars:
 
 def spell(made: Grammars, constraint: Constraint, text: str, tools: Any = TOOLS, prompt: str = "") -> str:
     """ "end" if the text may end there, "more" if it may not yet, else what could be written of it."""
-    guide, tokenizer = made.guide(constraint, tools, prompt), made._tokenizer
+    guide, tokenizer = made.guide(constraint, tools, prompt), made.tokenizer
     written = ""
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         masked = guide.mask(torch.zeros(models.VOCAB))
@@ -75,11 +75,11 @@ def draw(made: Grammars, constraint: Constraint, seed: int, tools: Any = TOOLS, 
     while len(ids) < longest and (masked := guide.mask(torch.zeros(models.VOCAB))) is not None:
         token = int(torch.multinomial(torch.softmax(masked, -1), 1, generator=generator))
         assert guide.accept(token) == ""
-        if token == made._tokenizer.eos_token_id:
-            return str(made._tokenizer.decode(ids))
+        if token == made.tokenizer.eos_token_id:
+            return str(made.tokenizer.decode(ids))
         ids.append(token)
         if guide.over:
-            return str(made._tokenizer.decode(ids))
+            return str(made.tokenizer.decode(ids))
     return ""
 
 
@@ -274,7 +274,7 @@ def test_a_grammar_is_made_once_and_followed_apart() -> None:
     made = grammars()
     one, two = (made.guide(Constraint("ping"), TOOLS, "") for _ in range(2))
     assert len(made._compiled) == 1
-    token = made._tokenizer("<", add_special_tokens=False)["input_ids"][0]
+    token = made.tokenizer("<", add_special_tokens=False)["input_ids"][0]
     assert one.accept(token) == ""
-    assert one.accept(made._tokenizer("x", add_special_tokens=False)["input_ids"][0]) != ""
+    assert one.accept(made.tokenizer("x", add_special_tokens=False)["input_ids"][0]) != ""
     assert two.accept(token) == "", "the other request did not move"
