@@ -24,7 +24,8 @@
     │   └── BlobError               one page is damaged, cut short or not ours
     └── EngineClosedError           the engine was closed                              (also RuntimeError)
 
-StoreWarning and ReuseWarning, warnings, tell what a request need not fail for. A message states the value that was refused (`!r`) and the way out.
+StoreWarning and ReuseWarning, warnings, tell what a request need not fail for. A message states the value that was refused (`!r`) and the
+way out.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The account of one request: what was reused, what was computed, why, and what it cost. Knows nothing of how it was done.
 
 Buckets are inclusive: prompt_tokens = cached_tokens + computed_tokens; copied_tokens (slots copied by branching a shared page) lie inside
-cached_tokens, and so do segment_tokens (taken from other positions, by consent: `segments` says which) and disk_tokens (read from disk for this request, disk_bytes of it); spliced_tokens (the model's own ids put back) lie
-anywhere in the prompt; halo_tokens (of segments, computed again) lie inside computed_tokens. missed: why the prompt did not go on from the one before it in its
-conversation, if it did not. moves: what became of text that was declared volatile; ephemeral_tokens, the last ones of the prompt, and
-repeated_tokens, the completion behind them, are its price: what comes next computes them again, or does without. Times are milliseconds on
-a monotonic clock, read after the device has finished, one behind the other: layout_ms, load_ms until the pages are there (from disk, or
-from another process), queue_ms until the device takes the request, match_ms, prefill_ms; their sum is ttft_ms, from the call to the first
-token. decode_ms goes from the first token to the last.
+cached_tokens, and so do segment_tokens (taken from other positions, by consent: `segments` says which) and disk_tokens (read from disk for
+this request, disk_bytes of it); halo_tokens (of segments, computed again) lie inside computed_tokens; spliced_tokens (the model's own ids
+put back) lie anywhere in the prompt. missed: why the prompt did not go on from the one before it in its conversation, if it did not.
+moves: what became of text that was declared volatile; ephemeral_tokens, the last ones of the prompt, and repeated_tokens, the completion
+behind them, are its price: what comes next computes them again, or does without. Times are milliseconds on a monotonic clock, read after
+the device has finished, one behind the other: layout_ms, load_ms until the pages are there (from disk, or from another process), queue_ms
+until the device takes the request, match_ms, prefill_ms; their sum is ttft_ms, from the call to the first token. decode_ms goes from the
+first token to the last.
 """
 
 from __future__ import annotations

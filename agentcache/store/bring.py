@@ -25,8 +25,8 @@ from .index import Row
 from .keys import Ids, Scope
 from .policy import too_slow
 from .repeats import GRAM
-from .signed import Signed
 from .signatures import Kept, Proposal, Window
+from .signed import Signed
 
 if TYPE_CHECKING:
     from .store import Store
