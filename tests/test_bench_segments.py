@@ -22,11 +22,11 @@ from tests import models
 from tests.engines import TOOLS
 
 RUN = CliRunner()
-SYSTEM = "You keep the harbour book. " + " ".join(f"Rule {at} is about pier {at * 7 % 13}." for at in range(20))
+SYSTEM = "You keep the harbour book. " + " ".join(f"Rule {at} is about pier {at * 7 % 13}." for at in range(6))
 
 
 def message(role: str, at: int) -> dict[str, Any]:
-    return {"role": role, "content": f"{role} line {at}: " + " ".join(f"ship {at * n % 91} lies at {n}" for n in range(12))}
+    return {"role": role, "content": f"{role} line {at}: " + " ".join(f"ship {at * n % 91} lies at {n}" for n in range(6))}
 
 
 def chat_line() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def chat_line() -> dict[str, Any]:
 
 def _renamed(at: int) -> dict[str, Any]:
     function = dict(TOOLS[0]["function"])
-    return {"type": "function", "function": {**function, "name": f"other_{at}", "description": f"Number {at} of all. " * 12}}
+    return {"type": "function", "function": {**function, "name": f"other_{at}", "description": f"Number {at} of all. " * 5}}
 
 
 def edited_line() -> dict[str, Any]:
@@ -69,6 +69,15 @@ def workload(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration tries twenty: three kinds of them show what it does."""
+    monkeypatch.setattr(calibrate, "HALOS", (0, 8, 32))
+    monkeypatch.setattr(calibrate, "SHARED", (8,))
+    monkeypatch.setattr(calibrate, "SHARES", (0.16,))
+    monkeypatch.setattr(calibrate, "WINDOWS", (16,))
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
@@ -90,7 +99,7 @@ def test_every_family_comes_from_some_episode_and_really_shifts(workload: Path) 
     said = [str(prompt[0]["content"]).split(" ") for prompt in (one, all_)]
     changed = [sum(a != b for a, b in zip(SYSTEM.split(" "), words, strict=True)) for words in said]
     assert changed[0] <= 3
-    assert changed[1] > 50
+    assert changed[1] > 20
     assert shifts.cases(list(read(workload)), 2) == found, "the same seed gives the same cases"
 
 
@@ -107,10 +116,12 @@ def test_the_bound_counts_every_repeat_of_at_least_so_many_tokens() -> None:
 
 def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, threads: Callable[[int], None]) -> None:
     threads(1)
-    cases = shifts.cases(list(read(workload)), 1, ("dated system", "edited history", "removed tool", "other preamble"))
+    families = ("dated system", "edited history")
+    cases = shifts.cases(list(read(workload)), 1, families)
     with Engine(str(model), store=None) as engine:
         bench = Bench(engine, 4)
-        methods = variations(bench, bench.calibration(16))
+        tried = variations(bench, bench.calibration(16))
+        methods = {name: tried[name] for name in ("bare", "ours", "halo 32", "halo 8, share 0.16", "halo 8, from layer 2 to 64")}
         rows = [row.plain() for row in bench.run(cases, methods, True, lambda _: None)]
         again = [row.plain() for row in bench.run(cases, dict(reversed(methods.items())), False, lambda _: None)]
         assert len(engine.store) == 0, "each case takes its pages with it"
@@ -119,7 +130,7 @@ def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, t
     for row in rows:
         assert row["prefix_tokens"] + row["reused_tokens"] + row["computed_tokens"] == row["prompt_tokens"]
         assert row["reused_tokens"] <= row["bound_tokens"]
-    for family in ("dated system", "edited history", "removed tool", "other preamble"):
+    for family in families:
         exact, bare, off = (by_name[family, name] for name in ("exact", "bare", "off"))
         assert exact["kl_mean"] == off["kl_mean"] == 0.0
         assert exact["top1"] == off["top1"] == exact["decision"] == 1.0
@@ -170,7 +181,7 @@ def test_what_calibrate_writes_serves_an_engine(workload: Path, model: Path, tmp
         "3",
     ]
     done = RUN.invoke(
-        app, ["calibrate", *given, "--kl", "1e9", "--top1", "0", "--dir", str(tmp_path / "store"), "--json", str(tmp_path / "c.json")]
+        app, ["calibrate", *given, "--kl", "1e9", "--top1", "0", "--store", str(tmp_path / "store"), "--json", str(tmp_path / "c.json")]
     )
     assert done.exit_code == 0, done.output
     assert "chosen: " in done.output
@@ -225,3 +236,10 @@ def test_unknown_families_and_workloads_are_refused(workload: Path) -> None:
 
 def test_episodes_without_history_give_no_cases() -> None:
     assert shifts.cases([Episode("x", "chat", (Call([message("user", 1)], (), message("assistant", 2)),))], 1) == []
+
+
+def test_made_up_requests_come_in_the_number_asked_for_also_none() -> None:
+    assert shifts.made_up(0) == []
+    two = shifts.made_up(2, 4)
+    assert len(two) == 2
+    assert {case.family for case in shifts.cases(two, 1)} >= {"added tool", "dated system"}

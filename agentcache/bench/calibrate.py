@@ -17,6 +17,7 @@ from .shifts import Case
 
 HALOS = (0, 4, 8, 16, 32, 64, 128)
 SHARES = (0.08, 0.16)
+SHARED = (4, 8, 32)  # halos that they are tried with
 WINDOWS = (16, 64)  # distances behind which a token may be resumed, and taken whole
 
 
@@ -27,7 +28,7 @@ def settings(bench: Bench) -> dict[str, Calibration]:
     stepped, layers = bench.engine.model.stepped, spec.layers
     found = {f"halo {halo}": bench.calibration(halo) for halo in HALOS}
     if stepped and layers > 2:
-        found |= {f"halo {halo}, share {share:g}": bench.calibration(halo, share=share) for halo in (4, 8, 32) for share in SHARES}
+        found |= {f"halo {halo}, share {share:g}": bench.calibration(halo, share=share) for halo in SHARED for share in SHARES}
         for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):
             for window in WINDOWS:
                 steps = ((window // 4, layer), (window * 2, layers))

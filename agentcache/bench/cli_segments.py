@@ -50,7 +50,7 @@ def calibrate(
     tools_dir: ToolsDir = None,
     made_up: MadeUp = 0,
     tools: Tools = 8,
-    store: Annotated[Path | None, typer.Option("--dir", help="The store to keep it in; default: AGENTCACHE_DIR, else the user's.")] = None,
+    store: Annotated[Path | None, typer.Option(help="The store to keep it in; default: AGENTCACHE_DIR, else the user's.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the calibration here instead.")] = None,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,

@@ -51,8 +51,8 @@ def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAM
 
 def made_up(count: int, tools: int = 8, seed: str = "segments") -> list[Episode]:
     """Requests of the generated world (docs/embedded.md), on tools nobody was trained on: what the embedded model is at home with."""
-    found = []
-    for number, case in enumerate(selections("unseen tools", tools, count, seed)):
+    found: list[Episode] = []
+    for number, case in enumerate(selections("unseen tools", tools, count, seed) if count else ()):
         answer: Json = {"role": "assistant", "content": case.says or "No."}
         if case.right is not None:
             function = {"name": case.right.name, "arguments": dict(case.right.arguments)}
