@@ -150,7 +150,7 @@ class Store:
 
         tau: least similarity of what is proposed. Loads a library for some seconds. ConfigError: it is not installed, or tau is wrong.
         """
-        if self.disk is not None and self.signed is None:
+        if self.disk is not None and (self.signed is None or self.signed.signatures.tau != tau):
             datasketch()
             self.signed = Signed(self.disk.index, self.disk.writer.after, tau)
 
