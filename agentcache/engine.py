@@ -175,9 +175,8 @@ class Engine:
     def _request(self, layout: Layout, sampling: Sampling, namespace: str, reuse: Reuse | Calibration, called: float) -> Request:
         if self._closed:
             raise EngineClosedError("the engine is closed: create a new one")
-        if isinstance(reuse, Calibration):
-            self._calibration, reuse = reuse, "approximate"
-        _check_reuse(reuse)
+        given = reuse if isinstance(reuse, Calibration) else None
+        reuse = _check_reuse("approximate" if isinstance(reuse, Calibration) else reuse)
         receipt = Receipt(
             namespace=namespace,
             model=self.name,
@@ -202,19 +201,20 @@ class Engine:
             receipt=receipt,
             reuse=reuse != "off",
             lossy=reuse == "lossy",
-            calibration=self._calibrated() if reuse == "approximate" else None,
+            calibration=self._calibrated(given) if reuse == "approximate" else None,
             forced=deque(forced),
             called=called,
         )
         receipt.layout_ms = (time.perf_counter() - called) * 1e3
         return request
 
-    def _calibrated(self) -> Calibration | None:
+    def _calibrated(self, given: Calibration | None = None) -> Calibration | None:
         """What segments need to know about this model; CalibrationError without it. None if the model cannot be paged: it has none."""
         if self.fingerprint is None or self.model.spec is None:
             return None
         folder = self.store.disk.folder.path if self.store.disk else None
-        self._calibration = known = find_calibration(self._calibration, folder, self.fingerprint.whole, self.name)
+        known = find_calibration(given or self._calibration, folder, self.fingerprint.whole, self.name)
+        self._calibration = self._calibration if given else known  # one request's own says nothing of the next
         self.model.keep_boundaries(known.boundaries)
         self.store.sign()
         return known

@@ -233,8 +233,8 @@ class Life:
         if scope is None or not isinstance(sequence, Sequence) or not request.reuse:
             return True
         count = min(sequence.length, sequence.exact_until) if scope.precision == "exact" else sequence.length
-        if request.near is not None:
-            self._keep_near(request, sequence, whole_only)
+        if request.near is not None and not self._keep_near(request, sequence, whole_only):
+            return False
         if whole_only:
             count -= count % PAGE_TOKENS
         if count <= request.kept:
@@ -247,14 +247,18 @@ class Life:
         request.kept = count
         return True
 
-    def _keep_near(self, request: Request, sequence: Sequence, whole_only: bool) -> None:
-        """Keep what is behind attached segments for those who accept such pages, in memory only."""
+    def _keep_near(self, request: Request, sequence: Sequence, whole_only: bool) -> bool:
+        """Keep what is behind attached segments for those who accept such pages, in memory only. False: it is not finite."""
         count = sequence.length - (sequence.length % PAGE_TOKENS if whole_only else 0)
-        if request.near is None or count <= max(request.near_kept, sequence.exact_until):
-            return
+        known = max(request.near_kept, sequence.exact_until)
+        if request.near is None or count <= known:
+            return True
+        if not _finite(sequence, known, count):
+            return False
         pages = sequence.pages[: -(-count // PAGE_TOKENS)]
         self.store.admit(request.near, request.array(count), pages, frozenset(request.numerics), request.prefix_tokens)
         request.near_kept = count
+        return True
 
     def _non_finite(self, request: Request, what: str) -> NonFiniteLogitsError:
         """Take back what the request gave, and scrub what it wrote and never gave: masked slots must stay finite."""

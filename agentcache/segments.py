@@ -60,9 +60,9 @@ class Segments:
     def note(self, request: Request) -> None:
         """The request is answered: what its prompt says and is kept exactly can be found by later processes."""
         sequence = request.sequence
-        if isinstance(sequence, Sequence) and request.scope is not None and request.note and request.kept:
+        if isinstance(sequence, Sequence) and request.scope and request.scope.precision == "exact" and request.note and request.kept:
             kept = [window for window in request.note if window.stop <= min(request.kept, request.prompt)]
-            self.store.note(replace(request.scope, precision="exact"), request.array(request.kept), kept)
+            self.store.note(request.scope, request.array(request.kept), kept)
 
     def find(self, request: Request, prefix_tokens: int) -> list[Repeat]:
         """Runs behind the prefix that may be attached; `request.sources` are where they lie."""

@@ -15,7 +15,7 @@ import torch
 
 from agentcache import Engine, Reason, Sampling
 from agentcache.calibration import Calibration, find, place
-from agentcache.errors import CalibrationError, ReuseWarning
+from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import PAGE_TOKENS, Sequence
 from agentcache.model.attention import Part
 from agentcache.model.hf import HFModel
@@ -419,5 +419,23 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
     assert receipt.disk_bytes > 0
 
 
-def test_the_warning_says_what_to_do() -> None:
-    assert issubclass(ReuseWarning, UserWarning)
+def test_one_requests_own_calibration_says_nothing_of_the_next() -> None:
+    with engine() as running:
+        running.generate(FIRST, sampling=GREEDY)
+        wider = calibration(fingerprint=tiny()[2], steps=((40, LAYERS),), least=64)
+        assert running.generate(OTHER, sampling=GREEDY, reuse=wider).receipt.segments[0].halo_tokens == 40
+        [segment] = running.generate(prompt("A third one.", "Where?"), sampling=GREEDY).receipt.segments
+        assert segment.halo_tokens == 8
+
+
+def test_numbers_behind_a_segment_that_are_not_finite_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The segment's own pages are sound; what was computed behind it is not."""
+    with engine() as running:
+        running.generate(FIRST, sampling=GREEDY)
+        kept = len(running.store)
+        monkeypatch.setattr("agentcache.life._finite", lambda sequence, start, stop: stop <= sequence.exact_until)
+        with pytest.raises(NonFiniteLogitsError):
+            running.generate(OTHER, sampling=GREEDY)
+        grades = [entry.scope.precision for entry in running.store.tree._order.values()]
+        assert "approximate" not in grades
+        assert len(running.store) >= kept
