@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import toy
-from agentcache.bench import catalog, extras, latency, llama_cpp, load, ours, react, report, shapes, stock
+from agentcache.bench import catalog, disk, extras, latency, llama_cpp, load, ours, react, report, shapes, stock
 from agentcache.bench.cli import app
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
+from agentcache.store.disk import Disk
 
 TINY = {**shapes.SHAPES["small"][1], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 2048}
 ROW_KEYS = (
@@ -120,6 +121,25 @@ def test_other_tokens_are_noticed(engine: Engine) -> None:
     scene.gaps.append(0.01)
     latency.check(scene, {**good, "stock": answer(4)}, "bfloat16")
     assert scene.agreed == {"stock": [True, False]}
+
+
+def test_a_slow_moment_of_the_disk_is_asked_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine computes instead of waiting for a stalled disk; a benchmark of the disk must not take that for a hit, nor end over it."""
+    scene, stalls = scene_of(engine), [10.0, 10.0]
+    read = Disk.read
+
+    def stalled(self: Disk, rows: Any, pages: Any, stop: Any, progress: Any) -> Any:
+        if stalls:
+            stop.wait(stalls.pop())
+        return read(self, rows, pages, stop, progress)
+
+    monkeypatch.setattr(Disk, "read", stalled)
+    _, receipt = disk.hit(engine, scene.namespace, scene.turns[0], scene.tools, 1, cold=False)
+    assert not stalls
+    assert receipt.disk_tokens == receipt.cached_tokens > 0
+    stalls.extend([10.0] * disk.TRIES)
+    with pytest.raises(AssertionError, match=r"asked 5 times.*bytes read in"):
+        disk.hit(engine, scene.namespace, scene.turns[0], scene.tools, 1, cold=True)
 
 
 def test_another_process_finds_the_group_on_disk(model_folder: Path, tmp_path: Path) -> None:

@@ -11,18 +11,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..engine import Engine
 from ..errors import ConfigError
-from ..store.policy import WriteBudget
+from ..store.policy import Rate, WriteBudget
 from . import catalog, ours
 from .load import Samples, Watch
 from .stock import Timed
 
+T = TypeVar("T")
 ADMITTED_TOOLS = 10
+TRIES = 5
 PIECE = 16 << 20  # bytes read at once by the raw reader
 
 
@@ -80,14 +82,27 @@ def allow_writing(engine: Engine, allowed: bool) -> None:
     disk.writer.budget = WriteBudget(disk.options.write_bytes_per_hour if allowed else 0)
 
 
+def insist(engine: Engine, ask: Callable[[], T], came: Callable[[T], bool]) -> T:
+    """What `ask` gives, once it `came` from disk: where the disk has a slow moment the engine computes, rightly, and that is not timed."""
+    disk = engine.store.disk
+    assert disk is not None
+    for _ in range(TRIES):
+        disk.read_rate = Rate()  # one slow moment would keep the engine from the disk for minutes
+        if came(found := ask()):
+            return found
+    raise AssertionError(f"asked {TRIES} times, and still not all came from disk: {found!r}")
+
+
 def hit(engine: Engine, namespace: str, messages: Any, tools: Any, new: int, cold: bool) -> tuple[Timed, Any]:
     """A request whose pages are on disk only; (times, receipt)."""
-    engine.store.clear(namespace)
-    if cold:
-        drop_caches(blobs(engine, namespace))
-    done, receipt = ours.ask(engine, messages, tools, new, namespace=namespace)
-    assert receipt.disk_tokens == receipt.cached_tokens > 0, f"{receipt.disk_tokens} of {receipt.cached_tokens} came from disk"
-    return done, receipt
+
+    def ask() -> tuple[Timed, Any]:
+        engine.store.clear(namespace)
+        if cold:
+            drop_caches(blobs(engine, namespace))
+        return ours.ask(engine, messages, tools, new, namespace=namespace)
+
+    return insist(engine, ask, lambda done: done[1].disk_tokens == done[1].cached_tokens > 0)
 
 
 def admitting(engine: Engine, repeats: int) -> dict[str, Any]:
