@@ -123,6 +123,7 @@ def test_other_tokens_are_noticed(engine: Engine) -> None:
     assert scene.agreed == {"stock": [True, False]}
 
 
+@pytest.mark.impatient
 def test_a_slow_moment_of_the_disk_is_asked_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine computes instead of waiting for a stalled disk; a benchmark of the disk must not take that for a hit, nor end over it."""
     scene, stalls = scene_of(engine), [10.0, 10.0]

@@ -221,6 +221,7 @@ def test_a_damaged_page_is_refused_by_name(folder: Path) -> None:
     assert (again.tokens, again.refusals) == (0, []), "it is quarantined"
 
 
+@pytest.mark.impatient
 def test_reading_that_takes_longer_than_computing_is_refused(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)

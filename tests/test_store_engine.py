@@ -26,13 +26,6 @@ from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine,
 TURNS = chat(long_text(150), "North, four.", "And the tide? " + long_text(60, 1))
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine reading a few kB may look slower than computing them: not the question here."""
-    monkeypatch.setattr(fetch, "give_up", lambda *_: False)
-    monkeypatch.setattr(fetch, "too_slow", lambda *_: False)
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     """One for all tests that do not change its weights."""

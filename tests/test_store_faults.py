@@ -23,7 +23,7 @@ import torch
 from agentcache import Engine, Reason
 from agentcache.errors import BlobError, StoreError, StoreFormatError, StorePermissionError, StoreWarning
 from agentcache.kv import KVSpec, Page
-from agentcache.store import blob, fetch, files, process
+from agentcache.store import blob, files, process
 from agentcache.store.disk import Disk
 from agentcache.store.entry import Match
 from agentcache.store.folder import Folder
@@ -37,13 +37,6 @@ from tests.engines import chat, check_store, decode, engine, long_text
 TURNS = chat(long_text(230))  # three pages
 SPEC = KVSpec(2, 1, 8, torch.bfloat16)
 SCOPE = Scope("faults", "weights")
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine reading a few kB may look slower than computing them: not the question here."""
-    monkeypatch.setattr(fetch, "give_up", lambda *_: False)
-    monkeypatch.setattr(fetch, "too_slow", lambda *_: False)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import torch
 from agentcache import Engine, Reason
 from agentcache.bench.drift import drift
 from agentcache.model.hf import HFModel
-from agentcache.store import fetch
 from agentcache.types import StoreOptions
 from tests import models
 from tests.engines import Spy, chat, check_store, decode, engine, long_text
@@ -19,13 +18,6 @@ from tests.families import tokens
 
 TURNS = chat(long_text(230))
 PRECISIONS = pytest.mark.parametrize("precision", ["int8", "int4"])
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a few kB may look slower than computing them: not the question here."""
-    monkeypatch.setattr(fetch, "give_up", lambda *_: False)
-    monkeypatch.setattr(fetch, "too_slow", lambda *_: False)
 
 
 @pytest.fixture(scope="module")

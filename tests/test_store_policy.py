@@ -32,6 +32,8 @@ from tests.engines import SYSTEM, chat, decode, engine, long_text, until
 MB = 1 << 20
 LONG = chat(long_text(260))
 
+pytestmark = pytest.mark.impatient
+
 # -- as functions ------------------------------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ def run(paths: Sequence[Path], tools_dir: Path | None, episodes: int | None, see
         found["families"].append(row)
         alarms, clean_steps = alarms + bad, clean_steps + steps
         for name in FAULTS:
-            _fault(name, read_in, seed, score, shares)
+            _fault(name, read_in, plain, seed, score, shares)
         _mix(read_in, seed, mixed)
     found["faults"] = [
         {"fault": name, "reused_before": _share(row[0], row[2]), "reused_after": _share(row[1], row[2]), "tokens": row[2]}
@@ -102,10 +102,10 @@ def _recorded(family: str, episodes: Sequence[Episode], report: Report) -> tuple
     return row, alarms, sum(clean)
 
 
-def _fault(name: str, episodes: Sequence[Episode], seed: int, score: _Score, shares: dict[str, list[int]]) -> None:
-    """One fault in every episode, against its labels; shares over the steps where it is."""
+def _fault(name: str, episodes: Sequence[Episode], plain: Report, seed: int, score: _Score, shares: dict[str, list[int]]) -> None:
+    """One fault in every episode, against its labels; shares over the steps where it is. plain: what lint says of them as recorded."""
     made = [(episode.id, *injected(episode, name, seed)) for episode in episodes]
-    before = _linted([(episode.id, requests(episode)) for episode in episodes]).steps
+    before = plain.steps
     after = _linted([(one, bodies) for one, bodies, _ in made]).steps
     at = 0
     for _, bodies, labels in made:
