@@ -304,3 +304,20 @@ def test_a_full_pack_leaves_dialogues_out(tokenizer: Any) -> None:
     whole, small = pack(encoder, one, 1_000_000), pack(encoder, one, 150)
     assert len(small.ids) < len(whole.ids)
     assert {completion.dialogue for completion in small.completions} < {completion.dialogue for completion in whole.completions}
+
+
+def test_a_short_dialogue_ends_with_the_name_of_its_last_tool(tokenizer: Any) -> None:
+    encoder, one = Encoder(tokenizer), made("hermes", 4)[3]
+    whole = pack(encoder, one, 1_000_000)
+    everyone = {completion.dialogue for completion in whole.completions}
+    cut = pack(encoder, one, 1_000_000, everyone)
+    last = {completion.dialogue: completion for completion in cut.completions}
+    assert set(last) == everyone
+    calls = {completion.dialogue for completion in whole.completions if completion.kind == "call"}
+    assert calls
+    assert all(last[number].kind == "call" and len(last[number].rows) == last[number].pick for number in calls)
+    for number in calls:
+        turns = [turn for turn in one.dialogues[number].turns if turn.tool is not None]
+        assert tokenizer.decode(cut.ids[last[number].rows]).endswith(turns[-1].tool.name)
+    assert [c.kind for c in cut.completions if c.dialogue not in calls] == [c.kind for c in whole.completions if c.dialogue not in calls]
+    assert len(cut.ids) < len(whole.ids)

@@ -10,6 +10,7 @@ for a fraction of the work. Samples that go on from each other (text ReAct) shar
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +99,20 @@ def _common(one: Ints, other: Ints) -> int:
     return int(differs[0]) if len(differs) else short
 
 
-def pack(encoder: Encoder, made: Bundle, limit: int) -> Pack:
-    """The bundle's samples in about `limit` tokens behind the catalog: dialogues that would not fit are left out, the first one never."""
+def _until_choice(ids: Ints, found: list[tuple[int, int, int]], kinds: list[str]) -> tuple[Ints, list[tuple[int, int, int]]]:
+    """A sample up to the name of the last tool that it calls; whole, if it calls none."""
+    last = max((number for number, kind in enumerate(kinds) if kind == "call"), default=None)
+    if last is None:
+        return ids, found
+    begin, _, pick = found[last]
+    return ids[: begin + pick], [*found[:last], (begin, begin + pick, pick)]
+
+
+def pack(encoder: Encoder, made: Bundle, limit: int, short: Container[int] = ()) -> Pack:
+    """The bundle's samples in about `limit` tokens behind the catalog: dialogues that would not fit are left out, the first one never.
+
+    short: dialogues that end with the name of the last tool called. Names are the last thing to be learnt, and few of the tokens.
+    """
     paths: list[tuple[Ints, Ints]] = []  # the ids of a sample, and the rows where they stand
     rows, trunk = 0, 0
     branches: list[tuple[int, int, Ints]] = []
@@ -110,6 +123,9 @@ def pack(encoder: Encoder, made: Bundle, limit: int) -> Pack:
     limit += encoder.size(samples[0])
     for sample in samples:
         ids, found = encoder.sample(sample)
+        kinds = [piece.kind for piece in sample.pieces if piece.loss]
+        if sample.dialogue in short:
+            ids, found = _until_choice(ids, found, kinds)
         ids = ids[: found[-1][1]]
         shared, nearest = max(((_common(ids, other), n) for n, (other, _) in enumerate(paths)), default=(0, -1))
         fresh = len(ids) - shared
@@ -122,7 +138,6 @@ def pack(encoder: Encoder, made: Bundle, limit: int) -> Pack:
             parents = np.concatenate([path[shared - 1 : shared] if shared else np.asarray([-1]), path[shared:-1]])
             chunks.append((ids[shared:], np.arange(shared, len(ids)), parents))
             branches.append((rows, rows + fresh, before))
-        kinds = [piece.kind for piece in sample.pieces if piece.loss]
         completions += [Completion(path[a:b], pick, kind, sample.dialogue) for (a, b, pick), kind in zip(found, kinds)]
         trunk = trunk or fresh
         rows += fresh

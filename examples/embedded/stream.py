@@ -19,6 +19,7 @@ from agentcache.bench.quality_world.world import World
 
 from .packing import Encoder, Pack, pack
 
+DIALOGUES = 18  # drawn for a catalog; as many are taken as fit
 STYLES = ("hermes", "langchain", "langchain text", "llamaindex")
 
 
@@ -29,6 +30,7 @@ class Stage:
     context: the share of dialogues that depend on what stands before. Copying has to be learnt before it can be of use to them.
     plain: the share of bundles in which comparing words is enough. That has to be learnt before anything can make it hard.
     bare: the share, further, with synonyms and near-duplicates but without rules: what has to be learnt next.
+    short: the share of dialogues that end with the name of a tool: twice the choices in the same time, once arguments are known.
     """
 
     until: float
@@ -38,6 +40,7 @@ class Stage:
     context: float
     plain: float
     bare: float
+    short: float
     styles: Mapping[str, float]
 
 
@@ -45,13 +48,14 @@ HERMES = {"hermes": 1.0}
 SOME = {"hermes": 0.76, "langchain": 0.08, "langchain text": 0.06, "llamaindex": 0.1}
 ALL = {"hermes": 0.68, "langchain": 0.11, "langchain text": 0.07, "llamaindex": 0.14}
 STAGES = (
-    Stage(1, 4, 600, 3000, 0.1, 1.0, 0.0, HERMES),
-    Stage(2, 8, 800, 4000, 0.3, 0.6, 0.0, SOME),
-    Stage(4, 8, 900, 5000, 0.4, 0.3, 0.3, SOME),
-    Stage(8, 10, 900, 5000, 0.4, 0.12, 0.48, SOME),
-    Stage(14, 20, 1100, 6000, 0.5, 0.05, 0.3, ALL),
-    Stage(22, 36, 1200, 6000, 0.55, 0.0, 0.2, ALL),
-    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, 0.1, ALL),
+    Stage(1, 4, 600, 3000, 0.1, 1.0, 0.0, 0.0, HERMES),
+    Stage(2, 8, 800, 4000, 0.3, 0.6, 0.0, 0.0, SOME),
+    Stage(4, 8, 900, 5000, 0.4, 0.3, 0.3, 0.0, SOME),
+    Stage(8, 10, 900, 5000, 0.4, 0.12, 0.48, 0.0, SOME),
+    Stage(11, 8, 900, 5000, 0.6, 0.05, 0.3, 0.6, ALL),
+    Stage(15, 20, 1100, 6000, 0.55, 0.05, 0.3, 0.6, ALL),
+    Stage(22, 36, 1200, 6000, 0.55, 0.0, 0.2, 0.6, ALL),
+    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, 0.1, 0.5, ALL),
 )
 
 
@@ -69,8 +73,9 @@ def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
         size = min(size, 16)  # its schemas are twice as long
     at = world.rng.random()
     plain, bare = at < stage.plain, at < stage.plain + stage.bare
-    made = bundle(f"{seed} {number}", style, size, 18, context_share=stage.context, plain=plain, bare=bare)
-    return pack(encoder, made, stage.tail)
+    count = DIALOGUES * (2 if stage.short else 1)
+    made = bundle(f"{seed} {number}", style, size, count, context_share=stage.context, plain=plain, bare=bare)
+    return pack(encoder, made, stage.tail, {dialogue for dialogue in range(count) if world.rng.random() < stage.short})
 
 
 def packs(tokenizer: Any, seed: int, number: int = 0, tokens: int = 0) -> Iterator[Pack]:
