@@ -235,6 +235,7 @@ def test_reading_that_takes_longer_than_computing_is_refused(folder: Path) -> No
     assert brought(store, PROMPT, ms=10.0, first=4).tokens == 300
 
 
+@pytest.mark.impatient
 def test_a_deep_chain_is_left_and_a_shallow_one_is_read(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)

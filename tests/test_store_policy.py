@@ -20,7 +20,7 @@ from agentcache.errors import StoreWarning
 from agentcache.kv import Page
 from agentcache.life import Life
 from agentcache.model.hf import HFModel
-from agentcache.store import blob, fetch
+from agentcache.store import blob
 from agentcache.store.disk import Disk
 from agentcache.store.keys import Scope, as_ids, chain
 from agentcache.store.policy import HUNG_MS, LEAST_WAIT_MS, RETRY_S, SMALL_BYTES, Rate, WriteBudget, give_up, too_slow
@@ -31,8 +31,6 @@ from tests.engines import SYSTEM, chat, decode, engine, long_text, until
 
 MB = 1 << 20
 LONG = chat(long_text(260))
-
-pytestmark = pytest.mark.impatient
 
 # -- as functions ------------------------------------------------------------------------------------------------------
 
@@ -149,6 +147,7 @@ def remembered(large: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, min(times), ids
 
 
+@pytest.mark.impatient
 @pytest.mark.slow  # it compares times, and another process on the same cores may turn them around
 def test_a_slow_disk_costs_next_to_nothing(large: Any, remembered: Any, throttle: Any) -> None:
     folder, off_ms, ids = remembered
@@ -184,6 +183,7 @@ def test_a_slow_disk_costs_next_to_nothing(large: Any, remembered: Any, throttle
         assert Reason.SLOW_DISK not in {refusal.reason for refusal in receipt.refusals}
 
 
+@pytest.mark.impatient
 def test_a_refusal_does_not_outlive_its_time_in_short_processes(large: Any, remembered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _, _ = remembered
     with engine(model=large, store=folder) as running:
@@ -201,6 +201,7 @@ def test_a_refusal_does_not_outlive_its_time_in_short_processes(large: Any, reme
         running.store.disk.read_rate = Rate(1e5)
 
 
+@pytest.mark.impatient
 def test_a_silent_disk_is_left(large: Any, remembered: Any, throttle: Any) -> None:
     folder, off_ms, ids = remembered
     throttle(0)
@@ -212,6 +213,7 @@ def test_a_silent_disk_is_left(large: Any, remembered: Any, throttle: Any) -> No
         assert running.store.disk.read_rate.value > 1000, "one silence is no rate"
 
 
+@pytest.mark.impatient
 def test_a_fast_disk_is_used(large: Any, remembered: Any, throttle: Any) -> None:
     folder, off_ms, ids = remembered
     with engine(model=large, store=folder) as running:
@@ -242,13 +244,6 @@ TURNS = chat(long_text(230))
 @pytest.fixture(scope="module")
 def small() -> Any:
     return models.build("qwen3", num_hidden_layers=2)
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a few kB may look slower than computing them: not the question here."""
-    monkeypatch.setattr(fetch, "give_up", lambda *_: False)
-    monkeypatch.setattr(fetch, "too_slow", lambda *_: False)
 
 
 def written(model: Any, folder: Path) -> tuple[int, ...]:
@@ -282,7 +277,7 @@ def found_wrong(running: Engine, between: Callable[[], object] = lambda: None) -
     assert until(lambda: running.scheduler.audit.wrong == 1 and not running.scheduler.audit.pending)
 
 
-def test_a_page_that_is_wrong_is_found_said_and_computed_again(small: Any, tmp_path: Path, patient: None) -> None:
+def test_a_page_that_is_wrong_is_found_said_and_computed_again(small: Any, tmp_path: Path) -> None:
     ids = written(small, tmp_path / "store")
     tamper(small, tmp_path / "store", 1)
     with engine(model=small, store=checked(tmp_path / "store")) as running:
@@ -303,9 +298,7 @@ def test_a_page_that_is_wrong_is_found_said_and_computed_again(small: Any, tmp_p
         assert second.scheduler.audit.wrong == 0
 
 
-def test_a_wrong_page_that_memory_has_dropped_is_quarantined_on_disk(
-    small: Any, tmp_path: Path, patient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_page_that_memory_has_dropped_is_quarantined_on_disk(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(small, tmp_path / "store")
     tamper(small, tmp_path / "store", 0)
     dropped = threading.Event()
@@ -322,7 +315,7 @@ def test_a_wrong_page_that_memory_has_dropped_is_quarantined_on_disk(
         assert {row.place for row in running.store.disk.index.rows(bad=True)} == {0, 1, 2}
 
 
-def test_a_warning_that_is_an_error_ends_nobody(small: Any, tmp_path: Path, patient: None) -> None:
+def test_a_warning_that_is_an_error_ends_nobody(small: Any, tmp_path: Path) -> None:
     ids = written(small, tmp_path / "store")
     tamper(small, tmp_path / "store", 1)
     with warnings.catch_warnings(), engine(model=small, store=checked(tmp_path / "store")) as running:
@@ -331,7 +324,7 @@ def test_a_warning_that_is_an_error_ends_nobody(small: Any, tmp_path: Path, pati
         assert running.generate(TURNS, sampling=decode(4)).ids == ids
 
 
-def test_right_pages_are_not_accused(small: Any, tmp_path: Path, patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_pages_are_not_accused(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(small, tmp_path / "store")
     with engine(model=small, store=checked(tmp_path / "store")) as running:
         running.generate(TURNS, sampling=decode(4))
@@ -353,7 +346,7 @@ def test_right_pages_are_not_accused(small: Any, tmp_path: Path, patient: None, 
         assert running.scheduler.audit.checked == before, "other kernels than at the hit: nothing can be said"
 
 
-def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Path, patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(small, tmp_path / "store")
     steps: list[int] = []
     streams: list[Any] = []
@@ -444,7 +437,7 @@ class Holder:
 
 
 @pytest.fixture
-def holder(small: Any, tmp_path: Path, patient: None) -> Iterator[Holder]:
+def holder(small: Any, tmp_path: Path) -> Iterator[Holder]:
     made = Holder(small, tmp_path / "store")
     yield made
     made.kill()
@@ -508,7 +501,7 @@ def test_what_the_other_stores_must_be_of_use(small: Any, tmp_path: Path, holder
         assert done.receipt.load_ms < 5000
 
 
-def test_a_cancelled_request_gives_its_lease_back(small: Any, tmp_path: Path, patient: None) -> None:
+def test_a_cancelled_request_gives_its_lease_back(small: Any, tmp_path: Path) -> None:
     with engine(model=small, store=tmp_path / "store", chunk_tokens=16) as running:
         stream = running.stream(PREFIX, sampling=decode(3))
         assert until(lambda: running.store.disk.index.stats()["leases"] == 1)

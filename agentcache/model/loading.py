@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,16 @@ def load(
     if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
+        if not callable(tokenizer):
+            raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
         if bits or dtype or device:
             raise ConfigError("device, dtype and load_in_*bit apply to a model id or folder: load the model that way yourself")
         return model, tokenizer
     if model == embedded.NAME:
         model = embedded.folder()
+    if str(model).startswith("~"):
+        model = str(Path(str(model)).expanduser())
+    _check(model, device, dtype)
     options: dict[str, Any] = {"dtype": dtype or "auto"}
     if device or bits:
         options["device_map"] = {"": device or "cpu"}
@@ -32,8 +38,25 @@ def load(
         loaded = AutoModelForCausalLM.from_pretrained(model, **options)
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"model {model!r} cannot be loaded: {error}. Pass a folder or a Hugging Face id of a causal model") from error
+        why = str(error).strip().rstrip(".")
+        raise ModelLoadError(f"model {model!r} cannot be loaded: {why}. Pass a folder or a Hugging Face id of a causal model") from error
     return loaded.eval(), tokenizer
+
+
+def _check(model: Any, device: str | None, dtype: str | torch.dtype | None) -> None:
+    """Refuse what would fail later with words about something else."""
+    place = Path(str(model))
+    if not place.is_dir() and (place.is_absolute() or str(model).startswith(".")):
+        what = "is no folder" if place.exists() else "does not exist"
+        raise ModelLoadError(f"model {model!r} cannot be loaded: {what}. Pass a folder or a Hugging Face id of a causal model")
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, TypeError) as error:  # no such device, or not in this build of torch
+            said = str(error).strip().partition("\n")[0].rstrip(".")
+            raise ConfigError(f"device={device!r}: cannot be used here ({said:.200}); use 'cpu', or 'cuda' where there is one") from error
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype.removeprefix("torch."), None), torch.dtype):
+        raise ConfigError(f"dtype={dtype!r}: must be 'auto' or one of torch's, such as 'bfloat16' or 'float32'")
 
 
 def _quantization(model: Any, dtype: Any, bits: int) -> Any:

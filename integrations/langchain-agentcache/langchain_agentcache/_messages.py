@@ -92,7 +92,7 @@ def _parts(index: int, message: BaseMessage) -> tuple[str, str]:
             continue
         elif kind not in _CALLS and kind != "redacted_thinking":
             raise ModelInvalidRequestError(
-                f"messages[{index}]: a {message.type} message with a block of type {kind!r}: this model reads text only; "
+                f"messages[{index}]: a {message.type} message with a block of type {kind!r}, {block!r:.100}: this model reads text only; "
                 "describe it in words, or send it to a model that takes such input"
             )
     return "".join(texts), "".join(thoughts)
@@ -107,6 +107,6 @@ def marked(messages: Sequence[BaseMessage], whole: Mapping[str, Any] | None = No
     found: dict[int, Mapping[str, Any]] = {}
     for index, message in enumerate(messages):
         for block in message.content if isinstance(message.content, list) else ():
-            if isinstance(block, Mapping) and isinstance(block.get("cache_control"), Mapping):
+            if isinstance(block, Mapping) and block.get("cache_control"):
                 found[max(index + 1, leading)] = block["cache_control"]
     return found if whole is None else {leading: whole, **found}

@@ -28,12 +28,12 @@ _until: weakref.WeakKeyDictionary[Engine, dict[tuple[str, str], float]] = weakre
 
 def seconds(cache_control: Mapping[str, Any]) -> float:
     """How long a pin lasts."""
-    ttl = cache_control.get("ttl", "5m")
-    if cache_control.get("type", "ephemeral") not in ("ephemeral", "persistent") or (
-        ttl not in _TTL_S and not isinstance(ttl, (int, float))
-    ):
+    said = cache_control if isinstance(cache_control, Mapping) else {"type": cache_control}
+    ttl = said.get("ttl", "5m")
+    known = ttl in _TTL_S if isinstance(ttl, str) else isinstance(ttl, (int, float))
+    if said.get("type", "ephemeral") not in ("ephemeral", "persistent") or not known:
         raise ModelInvalidRequestError(
-            f"cache_control={dict(cache_control)!r}: must be {{'type': 'ephemeral', 'ttl': '5m'}}, with '5m', '1h' or a number of seconds"
+            f"cache_control={cache_control!r}: must be {{'type': 'ephemeral', 'ttl': '5m'}}, with '5m', '1h' or a number of seconds"
         )
     return _TTL_S[ttl] if isinstance(ttl, str) else float(ttl)
 

@@ -5,6 +5,8 @@ The engine of a model is found here, too: the settings say which one it is.
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
@@ -14,7 +16,7 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 from langchain_core.utils import from_env
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self, override
 
 from agentcache import Engine, Sampling
@@ -70,7 +72,7 @@ class Settings(BaseChatModel):
     load_in_4bit: bool = False
     load_in_8bit: bool = False
     chat_template: str | None = None
-    memory_bytes: int | None = None
+    memory_bytes: int | None = Field(default=None, ge=0)
     layout: Any = None
     reuse: Literal["exact", "lossy", "approximate", "off"] | None = None
     calibration: Any = None
@@ -78,12 +80,18 @@ class Settings(BaseChatModel):
     namespace: str = "default"
     tools_order: Literal["given", "sorted", "sticky"] = "given"
     group: str | None = None
-    num_ctx: int | None = None
-    timeout: float | None = None
+    num_ctx: int | None = Field(default=None, gt=0)
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     max_retries: int = 0
     engine: Any = Field(default=None, exclude=True, repr=False)
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
+
+    def __init__(self, *args: Any, **said: Any) -> None:
+        try:
+            super().__init__(*args, **said)
+        except ValidationError as error:
+            raise ModelInvalidRequestError(_in_words(error)) from error
 
     @model_validator(mode="before")
     @classmethod
@@ -93,6 +101,15 @@ class Settings(BaseChatModel):
         out = {ALIASES.get(name, name): value for name, value in values.items()}
         for name in out.keys() - cls.model_fields.keys() - {"api_key", "cache", "callback_manager"}:
             warn_once(str(name), out.pop(name))
+        if isinstance(out.get("model"), os.PathLike):
+            out["model"] = os.fspath(out["model"])
+        if not isinstance(model := out.get("model", ""), str):
+            raise ValueError(
+                f"model={model!r:.100}: must be a Hugging Face id or a folder; one that is loaded already goes into "
+                "engine=agentcache.Engine(model, tokenizer), or ChatAgentCache.from_pipeline(...)"
+            )
+        if not isinstance(engine := out.get("engine"), (Engine, type(None))):
+            raise ValueError(f"engine={engine!r:.100}: must be an agentcache.Engine; a name or a folder goes into model=")
         return out
 
     @model_validator(mode="after")
@@ -143,11 +160,11 @@ class Settings(BaseChatModel):
         said = LangSmithParams(ls_provider=PROVIDER, ls_model_name=str(kwargs.get("model") or self.model), ls_model_type="chat")
         temperature = kwargs.get("temperature", self.temperature)
         limit = kwargs.get("max_tokens", self.max_tokens)
-        if temperature is not None:
+        if isinstance(temperature, (int, float)):  # anything else is refused where the request is made
             said["ls_temperature"] = float(temperature)
-        if limit is not None:
-            said["ls_max_tokens"] = int(limit)
-        if ends := stop or self.stop:
+        if isinstance(limit, int):
+            said["ls_max_tokens"] = limit
+        if isinstance(ends := stop or self.stop, (list, tuple)):
             said["ls_stop"] = list(ends)
         return said
 
@@ -172,13 +189,18 @@ class Settings(BaseChatModel):
     def _sampling(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Sampling:
         given = {name: kwargs.get(name, getattr(self, name)) for name in SAMPLING}
         ends = stop if stop is not None else kwargs.get("stop") or self.stop or ()
+        if not isinstance(ends, (str, list, tuple)):
+            raise ModelInvalidRequestError(f"stop={ends!r:.200}: must be a text or a list of texts")
         fields = {"max_tokens": 1024, **{name: value for name, value in given.items() if value is not None}}
         return Sampling(stop=(ends,) if isinstance(ends, str) else tuple(ends), **fields)
 
     def _template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = kwargs.get("template_kwargs") or {}
+        if not isinstance(given, Mapping):
+            raise ModelInvalidRequestError(f"template_kwargs={given!r:.200}: must be a dict of arguments of the chat template")
         wanted = kwargs.get("reasoning", self.reasoning)
         thinking = {} if wanted is None else {"enable_thinking": bool(wanted)}
-        return {**self.template_kwargs, **thinking, **(kwargs.get("template_kwargs") or {})}
+        return {**self.template_kwargs, **thinking, **given}
 
     def _engine(self, model: str | None = None) -> Engine:
         if self.engine is not None and model in (None, self.model, self.engine.name):
@@ -206,6 +228,25 @@ class Settings(BaseChatModel):
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """The model that `to_config` described."""
         return cls(**config)
+
+
+def seconds(timeout: Any) -> float | None:
+    """The timeout of a call, None for none."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise ModelInvalidRequestError(f"timeout={timeout!r:.200}: must be a positive number of seconds, or None for no limit")
+    return float(timeout)
+
+
+def _in_words(error: ValidationError) -> str:
+    """What was wrong with which settings, one after the other."""
+    said = []
+    for each in error.errors(include_url=False, include_context=False):
+        field = ".".join(map(str, each["loc"]))
+        text = each["msg"].removeprefix("Value error, ")
+        said.append(f"{field}={each['input']!r:.200}: {text[:1].lower()}{text[1:]}" if field else text)
+    return "; ".join(said)
 
 
 def warn_once(name: str, value: Any) -> None:

@@ -12,6 +12,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
+from typing_extensions import is_typeddict
 
 from ._tools import formatted
 from .errors import ModelInvalidRequestError
@@ -33,6 +34,8 @@ def structured(
     if schema is None and method != "json_mode":
         raise ModelInvalidRequestError(f"schema=None: method={method!r} needs a schema; only 'json_mode' does without")
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+    if method != "json_mode" or schema is not None:
+        _check(schema)
     said = {"kwargs": {"method": method}, "schema": schema} if schema is not None else None
     parser: Any
     if method == "function_calling":
@@ -54,3 +57,14 @@ def structured(
     read = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=bound) | read.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def _check(schema: Any) -> None:
+    """Refuse what would be read as a function of no arguments, or fail without saying whose fault it is."""
+    is_form = isinstance(schema, Mapping) or callable(schema)
+    if isinstance(schema, type):
+        is_form = is_basemodel_subclass(schema) or is_typeddict(schema) or bool(getattr(schema, "__annotations__", None))
+    if not is_form:
+        raise ModelInvalidRequestError(
+            f"schema={schema!r:.200}: must be a pydantic class, a TypedDict, a JSON schema or a function schema"
+        )

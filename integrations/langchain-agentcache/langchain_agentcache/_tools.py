@@ -54,11 +54,12 @@ def _formatted(tool: Any) -> Formatted:
     try:
         made = convert_to_openai_tool(tool)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelInvalidRequestError(f"tool {tool!r:.200}: cannot be described to a model ({error})") from error
+        why = " ".join(str(error).split())
+        raise ModelInvalidRequestError(f"tool {tool!r:.200}: cannot be described to a model ({why:.300})") from error
     function = made.get("function")
     if not isinstance(function, Mapping) or not function.get("name"):
         raise ModelInvalidRequestError(
-            f"tool {tool!r:.200}: is not a function; a local model has no built-in tools, pass a function, a BaseTool or a schema"
+            f"tool {tool!r:.200}: is not a function with a name; a local model has no built-in tools, pass a function, a BaseTool or a schema"
         )
     return made
 
@@ -68,14 +69,21 @@ _convert = _Remembered()
 
 def formatted(tools: Sequence[ToolLike]) -> list[Formatted]:
     """Tools of any form that LangChain takes, in OpenAI's."""
+    if isinstance(tools, (str, Mapping, BaseTool)) or not isinstance(tools, Sequence):
+        raise ModelInvalidRequestError(f"tools={tools!r:.200}: must be a list of tools; for none, pass []")
     return [_convert(tool) for tool in tools]
+
+
+def _is_formatted(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and bool(function.get("name"))
 
 
 def own_tools(tools: Sequence[Any]) -> list[Tool]:
     """The same in agentcache's form."""
     made = []
     for tool in tools:
-        function = (tool if isinstance(tool, Mapping) and "function" in tool else _convert(tool))["function"]
+        function = (tool if _is_formatted(tool) else _convert(tool))["function"]
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         made.append(Tool(str(function["name"]), str(function.get("description") or ""), parameters))
     return made
@@ -92,6 +100,8 @@ def constraint(
 ) -> Constraint | None:
     """What the completion is held to, None if it is free. forbidden: tools that are shown, and may not be called."""
     choice, allowed = _choice(tool_choice)
+    if isinstance(forbidden, str):
+        raise ModelInvalidRequestError(f"forbidden_tools={forbidden!r:.200}: must be a list of names")
     if forbidden:
         allowed = tuple(tool.name for tool in tools if tool.name not in forbidden and (allowed is None or tool.name in allowed))
     schema = _schema(response_format)

@@ -22,7 +22,7 @@ from agentcache import errors as own
 from . import _engines, _pins
 from ._messages import converted, marked
 from ._output import chunk_of, last_chunk, message_of
-from ._settings import ALIASES, PER_CALL, SAMPLING, Settings, warn_once
+from ._settings import ALIASES, PER_CALL, SAMPLING, Settings, seconds, warn_once
 from ._structured import structured
 from ._tools import ToolLike, constraint, formatted, own_tools
 from .errors import ContextOverflowError, ModelInvalidRequestError, ModelTimeoutError, translated
@@ -172,14 +172,14 @@ class ChatAgentCache(Settings):
     @contextmanager
     def _limited(self, stream: Stream, kwargs: Mapping[str, Any]) -> Iterator[Stream]:
         """The stream, ended with this block, or earlier if its time is over."""
-        seconds = kwargs.get("timeout", self.timeout)
+        limit = kwargs.get("timeout", self.timeout)
         late = threading.Event()
 
         def end() -> None:
             late.set()
             stream.close()
 
-        timer = threading.Timer(seconds, end) if seconds else None
+        timer = threading.Timer(limit, end) if limit else None
         if timer:
             timer.daemon = True
             timer.start()
@@ -188,7 +188,7 @@ class ChatAgentCache(Settings):
                 yield stream
         except own.CancelledError as error:
             if late.is_set():
-                raise ModelTimeoutError(f"timeout={seconds!r}: passed before the completion ended; what was computed is kept") from error
+                raise ModelTimeoutError(f"timeout={limit!r}: passed before the completion ended; what was computed is kept") from error
             raise
         finally:
             if timer:
@@ -198,6 +198,9 @@ class ChatAgentCache(Settings):
         """Translate one request and hand it to the engine."""
         for name in kwargs.keys() - PER_CALL:
             warn_once(name, kwargs[name])
+        seconds(kwargs.get("timeout"))  # refused here, before anything is computed
+        if not isinstance(space := kwargs.get("namespace", ""), str):
+            raise ModelInvalidRequestError(f"namespace={space!r:.200}: must be a text")
         with translated():
             engine = self._engine(kwargs.get("model"))
             said, tools = converted(messages), own_tools(kwargs.get("tools") or ())

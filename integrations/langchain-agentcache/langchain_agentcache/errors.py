@@ -5,6 +5,9 @@ ModelInvalidRequestError    messages, tools or settings that cannot work
 ModelNotFoundError          there is no such model
 ModelTimeoutError           `timeout` has passed; may be tried again
 ModelFailedError            the request failed while it ran
+ModelUnusableError          the model is there and cannot be used
+EngineClosedError           the engine that was given is closed
+StoreUnusableError          `cache_dir` cannot be opened, or not be trusted
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ from agentcache import errors as own
 
 __all__ = [
     "ContextOverflowError",
+    "EngineClosedError",
     "ModelFailedError",
     "ModelInvalidRequestError",
     "ModelNotFoundError",
     "ModelTimeoutError",
+    "ModelUnusableError",
+    "StoreUnusableError",
     "translated",
 ]
 
@@ -46,6 +52,18 @@ class ModelFailedError(theirs.ModelError, own.GenerationError):
     """The request failed while it ran."""
 
 
+class ModelUnusableError(theirs.ModelError, own.ModelError):
+    """The weights lie on several devices, or the model is none that writes text."""
+
+
+class EngineClosedError(theirs.ModelError, own.EngineClosedError):
+    """The engine that was given with `engine=` was closed."""
+
+
+class StoreUnusableError(theirs.ModelError, own.StoreError):
+    """The folder of `cache_dir` cannot be opened, or belongs to somebody else; `__cause__` says which of agentcache's errors it is."""
+
+
 @contextmanager
 def translated() -> Iterator[None]:
     """agentcache's errors raised inside leave as ours."""
@@ -61,3 +79,9 @@ def translated() -> Iterator[None]:
         raise ModelNotFoundError(str(error)) from error
     except own.GenerationError as error:
         raise ModelFailedError(str(error)) from error
+    except own.ModelError as error:
+        raise ModelUnusableError(str(error)) from error
+    except own.EngineClosedError as error:
+        raise EngineClosedError(str(error)) from error
+    except own.StoreError as error:
+        raise StoreUnusableError(str(error)) from error

@@ -21,6 +21,7 @@ from agentcache import Message
 from .. import _pins
 from .._tools import formatted, own_tools
 from ..chat_models import ChatAgentCache
+from ..errors import ModelInvalidRequestError
 from .culprit import Seen, change, culprits, seen, tool_name
 
 EVENT = "agentcache.receipt"
@@ -65,7 +66,12 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
     ) -> None:
         super().__init__()
         if on_change not in ("warn", "ignore"):
-            raise ValueError(f"on_change={on_change!r}: must be 'warn' or 'ignore'")
+            raise ModelInvalidRequestError(f"on_change={on_change!r}: must be 'warn' or 'ignore'")
+        for name, given in (("volatile", volatile), ("facts", facts)):
+            if given is not None and not callable(given):
+                raise ModelInvalidRequestError(f"{name}={given!r:.200}: must be a function of the agent's state that returns text, or None")
+        if not isinstance(model, (ChatAgentCache, type(None))):
+            raise ModelInvalidRequestError(f"model={model!r:.200}: must be the agent's ChatAgentCache, or None")
         self.volatile, self.facts = volatile, facts
         self.sticky_tools = sticky_tools
         self.on_change = on_change
@@ -95,7 +101,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     def _before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
         """Append facts that have changed."""
-        text = self.facts(state) if self.facts else None
+        text = _text("facts", self.facts, state)
         if not text:
             return None
         said = _OPENING + text + _CLOSING
@@ -127,7 +133,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
     # -- arranging -------------------------------------------------------------------------------------------------
 
     def _arranged(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        text = self.volatile(request.state) if self.volatile else None
+        text = _text("volatile", self.volatile, request.state)
         tools, forbidden = self._tools(request)
         arranged = request.override(tools=tools)
         self._compare(arranged.override(system_message=_stable(request.system_message)))
@@ -191,6 +197,14 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 def _hooked(base: type[AgentCacheMiddleware], hooks: Sequence[str]) -> type[AgentCacheMiddleware]:
     """The class with these hooks, under its own name: agents name their steps by it."""
     return type(base.__name__, (base,), {name: getattr(base, f"_{name}") for name in hooks}) if hooks else base
+
+
+def _text(name: str, made: Text | None, state: Mapping[str, Any]) -> str | None:
+    """What the function given as `name` returns for this state."""
+    text = made(state) if made else None
+    if not isinstance(text, (str, type(None))):
+        raise ModelInvalidRequestError(f"{name}: the function returned {text!r:.200}; it must return text, or None for nothing")
+    return text
 
 
 def _stable(message: SystemMessage | None) -> SystemMessage | None:

@@ -30,13 +30,13 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     ToolCallBlock,
 )
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, ValidationError
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import ToolSelection
 
 from agentcache import Completion, Engine, Stream
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, MessageError
 
 from . import requests
 from .answer import Answer
@@ -79,7 +79,7 @@ class AgentCacheLLM(ObjectLLM):
     namespace: str = Field(default="default", description="Nothing is shared between namespaces.")
     constrain: bool = Field(default=True, description="Hold tool calls to their schemas while they are written.")
     late_system: LateSystem = Field(default="user", description="Role of system messages behind the first turn.")
-    context_window: int | None = Field(default=None, description="Tell LlamaIndex of a smaller context than the model's.")
+    context_window: int | None = Field(default=None, gt=0, description="Tell LlamaIndex of a smaller context than the model's.")
     additional_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further options of every request; see the README.")
 
     _host: Host = PrivateAttr()
@@ -91,6 +91,8 @@ class AgentCacheLLM(ObjectLLM):
         Options that are no fields go to the Engine: device, dtype, load_in_4bit, chat_template, store, memory_bytes and so on.
         """
         mine = {name: options.pop(name) for name in list(options) if name in type(self).model_fields}
+        if not isinstance(engine, (Engine, type(None))):
+            raise ConfigError(f"engine={engine!r:.100}: must be an agentcache.Engine; a name or a folder goes into model=")
         if engine is not None and (model is not None or options):
             raise ConfigError(f"engine= comes ready made: leave out model={model!r:.80} and {sorted(options)!r}")
         if engine is None and model is None:
@@ -101,7 +103,10 @@ class AgentCacheLLM(ObjectLLM):
         given = mine.get("additional_kwargs") or {}
         requests.split(given)  # refuses what no request could use, before weights are loaded
         requests.sampling({}, {name: value for name, value in given.items() if name in requests.SAMPLING})
-        super().__init__(**{**mine, "model": engine.name if engine else _name(model)})
+        try:
+            super().__init__(**{**mine, "model": engine.name if engine else _name(model)})
+        except ValidationError as error:
+            raise ConfigError("; ".join(map(_in_words, error.errors(include_url=False, include_context=False)))) from error
         self._host = Host(engine or Engine(model, tokenizer, **options), owned=engine is None)
 
     @classmethod
@@ -158,6 +163,7 @@ class AgentCacheLLM(ObjectLLM):
 
     def _ask(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> tuple[Ask, Answer]:
         """The request that a call means, and what will make responses of its chunks."""
+        self._host.check_open()
         if not isinstance(messages, str):
             given = {**_kept_in(messages), **given}
         said, options, form = requests.split({**self.additional_kwargs, **given})
@@ -266,6 +272,10 @@ class AgentCacheLLM(ObjectLLM):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The arguments of `chat` for a conversation with tools."""
+        if isinstance(chat_history, (str, Mapping)) or not isinstance(user_msg, (str, ChatMessage, type(None))):
+            raise MessageError(
+                f"chat_history={chat_history!r:.100}, user_msg={user_msg!r:.100}: give a list of ChatMessage, and a text or a ChatMessage"
+            )
         messages = list(chat_history or [])
         if user_msg is not None:
             messages.append(ChatMessage(role=MessageRole.USER, content=user_msg) if isinstance(user_msg, str) else user_msg)
@@ -293,6 +303,11 @@ def _name(model: Any) -> str:
     if isinstance(model, str):
         return model
     return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+
+
+def _in_words(wrong: Mapping[str, Any]) -> str:
+    text = wrong["msg"]
+    return f"{'.'.join(map(str, wrong['loc']))}={wrong['input']!r:.200}: {text[:1].lower()}{text[1:]}"
 
 
 def _kept_in(messages: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from agentcache import Completion, Engine, Message, Stream
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, EngineClosedError
 
 from .tools import Schema, Translator
 
@@ -32,6 +32,7 @@ class Host:
         self.translator = Translator()
         self.pins = Pins(engine)
         self._owned = owned
+        self._closed = False
         self._threads = ThreadPoolExecutor(WAITING, thread_name_prefix="agentcache-llama-index")
 
     async def pieces(self, start: Start) -> AsyncGenerator[Piece | Completion, None]:
@@ -50,8 +51,14 @@ class Host:
             job.leave()
             result.cancel()  # nobody asks for its outcome any more
 
+    def check_open(self) -> None:
+        """Refuse a request that would find no thread to wait for it."""
+        if self._closed:
+            raise EngineClosedError("this AgentCacheLLM is closed: make a new one, over the same engine= if that lives on")
+
     def close(self) -> None:
         """End what runs; close the engine if it was made here."""
+        self._closed = True
         if self._owned:
             self.engine.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -64,6 +64,8 @@ class AppendOnlyMemory(BaseMemory):
         """llm: counts the tokens, and gives the limit where none is said: three quarters of its context."""
         if kwargs:
             raise ConfigError(f"unknown options {sorted(kwargs)!r}")
+        if not isinstance(llm, (LLM, type(None))):
+            raise ConfigError(f"llm={llm!r:.100}: must be an LLM, which counts the tokens, or None")
         if token_limit is None and llm is not None:
             token_limit = llm.metadata.context_window * 3 // 4
         made = cls(messages=list(chat_history or []), token_limit=token_limit, keep_share=keep_share)

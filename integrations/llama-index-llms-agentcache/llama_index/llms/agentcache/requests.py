@@ -60,10 +60,14 @@ class Ask:
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """(sampling, request options, form) out of a call's keywords; None means "as the model's settings say"."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"additional_kwargs={given!r:.200}: must be a dict of options")
     unknown = sorted(set(given) - {*SAMPLING, *REQUEST, *FORMS, *TOOLS})
     if unknown:
         raise ConfigError(f"unknown options {unknown!r}: known are {sorted({*SAMPLING, *REQUEST, *FORMS, *TOOLS})!r}")
     said = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(space := said.get("namespace", ""), str):
+        raise ConfigError(f"namespace={space!r:.200}: must be a text")
     sampling = {name: said[name] for name in SAMPLING if name in said}
     options = {name: said[name] for name in REQUEST if name in said}
     form = {name: said[name] for name in FORMS if name in said}
@@ -74,7 +78,9 @@ def sampling(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Sampling:
     """A Sampling of the settings, overridden by what the call says. A stop string alone may stand for a list of one."""
     values = {**defaults, **given}
     stop = values.get("stop") or ()
-    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple)) else stop
+    if not isinstance(stop, (str, list, tuple)):
+        raise ConfigError(f"stop={stop!r:.200}: must be a text or a list of texts")
+    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if isinstance(values.get("forced"), list):
         values["forced"] = tuple(values["forced"])
     return Sampling(**values)

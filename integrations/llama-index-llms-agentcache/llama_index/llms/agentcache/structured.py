@@ -16,7 +16,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.events.llm import LLMStructuredPredictEndEvent, LLMStructuredPredictStartEvent
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.program.utils import create_flexible_model
-from llama_index.core.prompts import PromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.types import PydanticProgramMode
 from pydantic.errors import PydanticUserError
 from pydantic_core import from_json
@@ -35,8 +35,8 @@ INSTRUCTION = "Answer with one JSON object that fits this JSON schema, and with 
 
 def schema_of(output_cls: type[BaseModel]) -> dict[str, Any]:
     """The JSON schema of a class; refuses what is no pydantic class."""
-    if not (isinstance(output_cls, type) and issubclass(output_cls, BaseModel)):
-        raise ConfigError(f"output_cls={output_cls!r}: must be a pydantic BaseModel class")
+    if not (isinstance(output_cls, type) and issubclass(output_cls, BaseModel)) or output_cls is BaseModel:
+        raise ConfigError(f"output_cls={output_cls!r}: must be a pydantic class, one that is made from BaseModel")
     try:
         schema: dict[str, Any] = canonical_schema(output_cls.model_json_schema())
     except PydanticUserError as error:  # annotations that cannot be resolved, types that have no schema
@@ -100,6 +100,8 @@ class ObjectLLM(FunctionCallingLLM):
     ) -> tuple[list[ChatMessage], dict[str, Any]]:
         """Messages and keywords that make the model write an object of the class."""
         schema = schema_of(output_cls)
+        if not isinstance(prompt, BasePromptTemplate):
+            raise ConfigError(f"prompt={prompt!r:.200}: must be a prompt template; of a text, PromptTemplate(text)")
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
         demands = ("tool_choice", "tool_required", "allow_parallel_tool_calls")  # meant for the tool that others make of the class
         given = {name: value for name, value in (llm_kwargs or {}).items() if name not in demands}
@@ -111,8 +113,8 @@ class ObjectLLM(FunctionCallingLLM):
         """An object of `output_cls`: the model is held to its schema while it writes."""
         if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
             return super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-        dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args))
         messages, given = self._for_object(output_cls, prompt, llm_kwargs, prompt_args)
+        dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args))
         result = read(output_cls, self.chat(messages, **given))
         dispatcher.event(LLMStructuredPredictEndEvent(output=result))
         return result
@@ -122,8 +124,8 @@ class ObjectLLM(FunctionCallingLLM):
     ) -> Model:
         if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
             return await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-        dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args))
         messages, given = self._for_object(output_cls, prompt, llm_kwargs, prompt_args)
+        dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args))
         result = read(output_cls, await self.achat(messages, **given))
         dispatcher.event(LLMStructuredPredictEndEvent(output=result))
         return result

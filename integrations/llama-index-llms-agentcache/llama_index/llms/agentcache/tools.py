@@ -119,10 +119,11 @@ def tool_choice(wanted: Any, required: bool, offered: Offer) -> str:
     names = offered.callable_names
     if isinstance(wanted, Mapping):
         function = wanted.get("function", wanted)
-        wanted = function.get("name") if isinstance(function, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        wanted = name or (wanted["type"] if wanted.get("type") in ("auto", "none", "any", "required") else wanted)
     if wanted is None:
         wanted = "any" if required else "auto"
-    if wanted in ("any", "required", True):
+    if wanted is True or wanted in ("any", "required"):
         wanted = "any"
     if wanted == "none" or (wanted == "auto" and not names):
         return "none"

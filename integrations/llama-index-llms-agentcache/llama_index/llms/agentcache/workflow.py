@@ -38,6 +38,9 @@ class SharedAgentWorkflow(AgentWorkflow):
     """
 
     def __init__(self, agents: list[BaseWorkflowAgent], *, root_agent: str | None = None, system_prompt: str = "", **options: Any) -> None:
+        for agent in agents:
+            if not isinstance(agent, BaseWorkflowAgent):
+                raise ConfigError(f"agents: {agent!r:.100} is no agent; make it a FunctionAgent")
         super().__init__(agents=agents, root_agent=root_agent, **options)
         self._own = {name: self._instructions(agent) for name, agent in self.agents.items()}
         start = START.format(name=self.root_agent) if len(self.agents) > 1 else ""
@@ -106,6 +109,8 @@ def answer_at_tail(agent: Agent, output_cls: type[BaseModel]) -> Agent:
     returns the agent; its result is `structured_response` as before.
     """
     schema = schema_of(output_cls)
+    if not isinstance(agent, BaseWorkflowAgent):
+        raise ConfigError(f"agent={agent!r:.100}: must be an agent of llama_index, such as a FunctionAgent")
     if not isinstance(agent.llm, AgentCacheLLM):
         raise ConfigError(f"agent {agent.name!r} has the model {type(agent.llm).__name__}: answer_at_tail needs an AgentCacheLLM")
     llm = agent.llm
