@@ -91,8 +91,9 @@ def _parts(index: int, message: BaseMessage) -> tuple[str, str]:
         elif kind == "non_standard" and isinstance(message, AIMessage):
             continue
         elif kind not in _CALLS and kind != "redacted_thinking":
+            shown = f"of type {kind!r}" if kind else f"without a type, {block!r:.100}"
             raise ModelInvalidRequestError(
-                f"messages[{index}]: a {message.type} message with a block of type {kind!r}, {block!r:.100}: this model reads text only; "
+                f"messages[{index}]: a {message.type} message with a block {shown}: this model reads text only; "
                 "describe it in words, or send it to a model that takes such input"
             )
     return "".join(texts), "".join(thoughts)

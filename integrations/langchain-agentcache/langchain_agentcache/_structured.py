@@ -65,6 +65,4 @@ def _check(schema: Any) -> None:
     if isinstance(schema, type):
         is_form = is_basemodel_subclass(schema) or is_typeddict(schema) or bool(getattr(schema, "__annotations__", None))
     if not is_form:
-        raise ModelInvalidRequestError(
-            f"schema={schema!r:.200}: must be a pydantic class, a TypedDict, a JSON schema or a function schema"
-        )
+        raise ModelInvalidRequestError(f"schema={schema!r:.200}: must be a pydantic class, a TypedDict, a JSON schema or a function schema")

@@ -59,7 +59,7 @@ def _formatted(tool: Any) -> Formatted:
     function = made.get("function")
     if not isinstance(function, Mapping) or not function.get("name"):
         raise ModelInvalidRequestError(
-            f"tool {tool!r:.200}: is not a function with a name; a local model has no built-in tools, pass a function, a BaseTool or a schema"
+            f"tool {tool!r:.200}: is no function with a name; a local model has no built-in tools, pass a function, a BaseTool or a schema"
         )
     return made
 
