@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CalibrationError
-from .types import Segment
+from .types import Precision, Segment
 
 FORMAT = 1
+PRECISIONS: tuple[Precision, ...] = ("exact", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Calibration:
     least: shortest run that is attached. share: of a run's whole tokens, how many are computed again: those whose values differ most in
     layer 1. probe: largest relative difference of the halo's last keys, as stored and as computed, in the middle layer; 0: no probe.
     kl, top1: mean KL (nats per token) allowed, and share of equal first choices asked for. watch_one_in: one in so many requests served
-    with segments is computed again in idle time. measured: what was seen.
+    with segments is computed again in idle time. precision: the fewest bits of stored pages that a segment may come from. measured: what
+    was seen.
     """
 
     fingerprint: str
@@ -45,6 +47,7 @@ class Calibration:
     top1: float = 0.0
     watch_one_in: int = 32
     model: str = ""
+    precision: Precision = "exact"
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,6 +70,13 @@ class Calibration:
             refuse("watch_one_in", "a whole number of at least 1")
         if self.share > 1 or self.top1 > 1:
             refuse("share" if self.share > 1 else "top1", "a share of at most 1")
+        if self.precision not in PRECISIONS:
+            refuse("precision", f"one of {', '.join(map(repr, PRECISIONS))}")
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Of stored pages that segments may come from, the most exact first."""
+        return PRECISIONS[: PRECISIONS.index(self.precision) + 1]
 
     @property
     def boundaries(self) -> tuple[int, ...]:

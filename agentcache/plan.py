@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .calibration import Calibration
-from .types import Reason, Refusal, Segment
+from .types import Precision, Reason, Refusal, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,16 @@ class Compute:
 
 
 class Repeat(NamedTuple):
-    """Prompt tokens [start, stop) that are kept `shift` positions before. boundaries: layers whose inputs are kept with them."""
+    """Prompt tokens [start, stop) that are kept `shift` positions before. boundaries: layers whose inputs are kept with them.
+
+    precision: in how many bits.
+    """
 
     start: int
     stop: int
     shift: int
     boundaries: frozenset[int] = frozenset()
+    precision: Precision = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,8 @@ def make(
                 steps += [Compute(at, start)] if at < start else []
                 steps.append(Attach(start, stop, "segment", repeat.shift, None if kind == "whole" else layer, number))
                 at = stop
-        segments.append(Segment(repeat.start, repeat.stop, repeat.shift, counts["whole"], counts["resumed"], counts["halo"]))
+        counted = counts["whole"], counts["resumed"], counts["halo"]
+        segments.append(Segment(repeat.start, repeat.stop, repeat.shift, *counted, repeat.precision))
     steps.append(Compute(at, prompt_tokens))
     if attached == prompt_tokens - 1:
         missed, detail = (Reason.LAST_TOKEN, "") if attached or missed == Reason.COLD else (missed, detail)

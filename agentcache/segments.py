@@ -42,9 +42,10 @@ class Segments:
         spec = self.runner.model.spec
         if not request.windows or scope is None or spec is None or self.off or request.calibration is None:
             return False
-        if request.bring is None:
+        stored = self.store.disk.precision if self.store.disk is not None else "exact"
+        if request.bring is None and stored in request.calibration.precisions:
             known = self.store.match(scope, request.array(), peek=True).tokens
-            least = request.calibration.least
+            least, scope = request.calibration.least, replace(scope, precision=stored)
             request.bring = self.store.bring(scope, request.array(), request.windows, ms_per_token, spec, wake, since=known, least=least)
         if request.bring is not None and request.bring.pending():
             return True
@@ -74,11 +75,13 @@ class Segments:
             request.receipt.refusals += (Refusal(Reason.DRIFT, prefix_tokens, len(request.ids), self.off),)
             return []
         found = []
-        for run in self.store.repeats(replace(scope, precision="exact"), request.array(), prefix_tokens, calibration.least):
+        for run in self.store.repeats(scope, request.array(), prefix_tokens, calibration.least, calibration.precisions):
             source = Source(run.pages, run.source // PAGE_TOKENS * PAGE_TOKENS)
             layers = calibration.boundaries if self.runner.model.stepped else ()
             kept = frozenset(layer for layer in layers if source.states(layer, run.source, run.source + run.stop - run.start) is not None)
-            found.append(Repeat(run.start, run.stop, run.shift, kept))
+            precision = run.entries[0].scope.precision
+            assert precision != "approximate"
+            found.append(Repeat(run.start, run.stop, run.shift, kept, precision))
             request.sources.append(source)
             request.numerics.update(*(entry.numerics for entry in run.entries))
         return found

@@ -184,6 +184,7 @@ class Segment:
     """Prompt tokens [start, stop) whose KV was taken from `shift` positions before, where they stood behind other text.
 
     whole_tokens: needed no computing. resumed_tokens: taken below some layer, computed above. halo_tokens: computed again.
+    precision: in how many bits they were stored.
     """
 
     start: int
@@ -192,6 +193,7 @@ class Segment:
     whole_tokens: int
     resumed_tokens: int
     halo_tokens: int
+    precision: Precision = "exact"
 
 
 @dataclass(frozen=True, slots=True)

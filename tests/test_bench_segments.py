@@ -61,6 +61,9 @@ def text_line() -> dict[str, Any]:
     return {"id": "text", "prompts": [said], "completions": [" done\n"]}
 
 
+SOME = ("halo 8, share 0.16", "halo 8, from layer 2 to 64", "halo 8, int8", "halo 8, int4")
+
+
 @pytest.fixture
 def workload(tmp_path: Path) -> Path:
     path = tmp_path / "traces" / "trace.jsonl"
@@ -121,7 +124,7 @@ def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, t
     with Engine(str(model), store=None) as engine:
         bench = Bench(engine, 4)
         tried = variations(bench, bench.calibration(16))
-        methods = {name: tried[name] for name in ("bare", "ours", "halo 32", "halo 8, share 0.16", "halo 8, from layer 2 to 64")}
+        methods = {name: tried[name] for name in ("bare", "ours", "halo 32", *SOME)}
         rows = [row.plain() for row in bench.run(cases, methods, True, lambda _: None)]
         again = [row.plain() for row in bench.run(cases, dict(reversed(methods.items())), False, lambda _: None)]
         assert len(engine.store) == 0, "each case takes its pages with it"
@@ -138,6 +141,9 @@ def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, t
         assert bare["reused_tokens"] >= 0.8 * bare["bound_tokens"] > 0
         assert bare["kl_mean"] > 0
         assert by_name[family, "halo 32"]["reused_tokens"] < bare["reused_tokens"]
+        eight, four = (by_name[family, f"halo 8, {stored}"] for stored in ("int8", "int4"))
+        assert eight["reused_tokens"] == four["reused_tokens"] > 0
+        assert 0 < eight["kl_mean"] < four["kl_mean"]
         resumed = by_name[family, "halo 8, from layer 2 to 64"]
         assert resumed["work_tokens"] < resumed["computed_tokens"]
     other = {(row["family"], row["method"]): row for row in again}

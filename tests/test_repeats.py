@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from agentcache.kv import PAGE_TOKENS, KVSpec, Page
 from agentcache.store.keys import Ids, Scope, as_ids
-from agentcache.store.repeats import GRAM, Run, grams
+from agentcache.store.repeats import GRAM, Run, beside, grams
+from agentcache.store.store import Store
 from agentcache.store.tree import Tree
 
 SPEC = KVSpec(1, 1, 2, torch.float32)
@@ -88,6 +89,51 @@ def test_approximate_pages_are_never_a_source() -> None:
     prompt = np.concatenate([text(2, 10), kept])
     assert found(tree, prompt) == []
     assert tree.repeats(Scope("default", "weights", precision="approximate"), prompt, 0, 32) == []
+
+
+def test_lossy_pages_are_a_source_for_who_asks_and_exact_ones_come_first() -> None:
+    store = Store(1 << 30)
+    kept = text(1, 700)
+    keep(store.tree, kept, Scope("default", "weights", precision="int8"))
+    keep(store.tree, kept[200:420])
+    prompt = np.concatenate([text(2, 10), kept, text(3, 10)])
+    [alone] = store.repeats(SCOPE, prompt, 0, 32)
+    assert (alone.start, alone.stop) == (210, 430)
+    runs = store.repeats(SCOPE, prompt, 0, 32, ("exact", "int8"))
+    assert [(run.start, run.stop, run.entries[0].scope.precision) for run in runs] == [
+        (10, 210, "int8"), (210, 430, "exact"), (430, 710, "int8"),
+    ]  # fmt: skip
+    for run in runs:
+        assert np.array_equal(kept_ids(run), prompt[run.start : run.stop])
+        assert len(run.pages) == len(run.entries)
+    assert [run.source for run in runs] == [0, 0, 420]
+    assert [entry.place for entry in runs[2].entries] == [0, 1]
+    assert [run.start for run in store.repeats(SCOPE, prompt, 0, 210, ("exact", "int8"))] == [210, 430], "short pieces are left alone"
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=6)
+
+
+@given(SPANS, SPANS)
+def test_runs_beside_better_ones_never_overlap_them(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+    def runs(pairs: list[tuple[int, int]]) -> list[Run]:
+        out: list[Run] = []
+        for gap, size in pairs:
+            start = (out[-1].stop if out else 0) + gap
+            out.append(Run(start, start + size, (), 0))
+        return out
+
+    better, others = runs(one), runs(other)
+    found = beside(better, others, 0, 1000, 5)
+    assert all(a.stop <= b.start for a, b in zip(found, found[1:], strict=False))
+    assert all(run in found for run in better)
+    covered = {at for run in found for at in range(run.start, run.stop)}
+    taken = {at for run in better for at in range(run.start, run.stop)}
+    for run in others:
+        for start in range(run.start, run.stop - 4):
+            piece = set(range(start, start + 5))
+            assert piece & taken or piece <= covered, "what is long enough and free is there"
+    assert covered - taken <= {at for run in others for at in range(run.start, run.stop)}
 
 
 def test_what_was_dropped_is_not_found_and_leaves_nothing_behind() -> None:

@@ -21,7 +21,7 @@ from agentcache.model.attention import Part
 from agentcache.model.hf import HFModel
 from agentcache.plan import Attach, Repeat, make
 from agentcache.runner import Runner, Source, Work
-from agentcache.types import Reuse
+from agentcache.types import Precision, Reuse, StoreOptions
 from tests import models
 from tests.families import DENSE, tokens
 
@@ -323,6 +323,7 @@ def test_without_a_calibration_approximate_reuse_says_what_to_run(tmp_path: Path
         ({"share": 1.5}, "share"),
         ({"probe": -1.0}, "probe"),
         ({"watch_one_in": 0}, "watch_one_in"),
+        ({"precision": "int2"}, "precision"),
     ],
 )
 def test_a_calibration_that_cannot_work_is_refused(wrong: dict[str, Any], said: str) -> None:
@@ -417,6 +418,34 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
     [segment] = receipt.segments
     assert segment.whole_tokens > 500
     assert receipt.disk_bytes > 0
+
+
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_pages_stored_with_fewer_bits_are_a_source_where_the_calibration_measured_them(stored: Precision, tmp_path: Path) -> None:
+    model, tokenizer, fingerprint = tiny()
+    known = calibration(fingerprint=fingerprint)
+    options = StoreOptions(tmp_path, precision=stored)
+
+    def opened(used: Calibration) -> Engine:
+        return Engine(model, tokenizer, store=options, reuse="approximate", calibration=used)
+
+    with opened(known) as first:
+        first.generate(FIRST, sampling=GREEDY)
+        first.flush()
+    with opened(known) as exact:
+        receipt = exact.generate(OTHER, sampling=GREEDY).receipt
+        assert (receipt.segments, receipt.precision) == ((), "exact"), "not measured, not used"
+    with opened(replace(known, precision=stored)) as second:
+        done = second.generate(prompt("A third one.", "Where?"), sampling=GREEDY)
+        [segment] = done.receipt.segments
+        assert (segment.precision, done.receipt.precision, done.receipt.bitwise) == (stored, "approximate", False)
+        assert segment.whole_tokens > 500
+        assert done.receipt.disk_bytes > 0
+        again = second.generate(prompt("A third one.", "Where?"), sampling=GREEDY, reuse="exact").receipt
+        assert again.cached_tokens == segment.start + 8, "an exact request takes what was computed before the segment and its halo"
+        assert again.bitwise
+        grades = {entry.scope.precision for entry in second.store.tree.entries("default")}
+        assert grades == {stored, "exact", "approximate"}, "what the exact request computed is kept as exact"
 
 
 def test_one_requests_own_calibration_says_nothing_of_the_next() -> None:

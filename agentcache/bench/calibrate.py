@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..calibration import Calibration
+from ..calibration import PRECISIONS, Calibration
 from ..errors import ConfigError
 from .segments import Bench, Row, Say
 from .shifts import Case
@@ -22,11 +22,13 @@ WINDOWS = (16, 64)  # distances behind which a token may be resumed, and taken w
 
 
 def settings(bench: Bench) -> dict[str, Calibration]:
-    """What is tried: halos; the same with the most deviating tokens computed again; resuming at a quarter, half, three quarters."""
+    """What is tried: halos; some of them behind pages stored with fewer bits, or with the most deviating tokens computed again; resuming at
+    a quarter, half, three quarters of the layers."""
     spec = bench.engine.model.spec
     assert spec is not None
     stepped, layers = bench.engine.model.stepped, spec.layers
     found = {f"halo {halo}": bench.calibration(halo) for halo in HALOS}
+    found |= {f"halo {halo}, {stored}": bench.calibration(halo, precision=stored) for halo in SHARED for stored in PRECISIONS[1:]}
     if stepped and layers > 2:
         found |= {f"halo {halo}, share {share:g}": bench.calibration(halo, share=share) for halo in SHARED for share in SHARES}
         for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):
@@ -60,8 +62,9 @@ def calibrate(bench: Bench, cases: Sequence[Case], kl: float, top1: float, say: 
         plain = {**row.plain(), "method": name}
         seen.append(plain)
         within = plain["kl_mean"] is not None and plain["kl_mean"] <= kl and plain["top1"] >= top1 and row.reused_tokens > 0
-        if within and (best is None or row.work_tokens < best[0]):
-            best = (row.work_tokens, known, plain)
+        rank = (row.work_tokens, -PRECISIONS.index(known.precision))  # of equally cheap ones the one that may take the most
+        if within and (best is None or rank < best[0]):
+            best = (rank, known, plain)
     if best is None:
         return None, seen
     return replace(best[1], kl=max(kl, 1e-9), top1=top1, measured=best[2]), seen

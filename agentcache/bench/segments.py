@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..calibration import Calibration
+from ..calibration import PRECISIONS, Calibration
 from ..engine import Engine
 from ..errors import AgentCacheError, ConfigError
 from ..receipt import Receipt
 from ..store.keys import Ids, as_ids
-from ..types import Reuse, Sampling
+from ..types import Precision, Reuse, Sampling
 from ..watch import divergence
+from .drift import lossy_copy
 from .react import Replay
 from .shifts import Case
 from .workloads import Call
@@ -127,6 +128,19 @@ def _nothing_kept(engine: Engine) -> Iterator[None]:
         tree.budget_bytes = before
 
 
+@contextmanager
+def _stored_as(engine: Engine, namespace: str, precision: Precision) -> Iterator[None]:
+    """What a namespace keeps, the exact prefix too, is as it would come back from a store of this precision."""
+    whole = [(entry, entry.page) for entry in engine.store.tree.entries(namespace) if entry.page is not None and precision != "exact"]
+    try:
+        for entry, page in whole:
+            entry.page = lossy_copy(page, precision)
+        yield
+    finally:
+        for entry, page in whole:
+            entry.page = page
+
+
 class Bench:
     """Cases asked of one engine under several methods; each case in a namespace of its own, which is emptied afterwards.
 
@@ -217,7 +231,8 @@ class Bench:
         found: dict[str, Asked] = {}
         with _nothing_kept(self.engine):
             for name in names[at:] + names[:at]:
-                found[name] = self.ask(case.call, namespace, ways[name], answer)
+                with _stored_as(self.engine, namespace, methods[name].precision if name in methods else "exact"):
+                    found[name] = self.ask(case.call, namespace, ways[name], answer)
         for name, asked in found.items():
             row = rows.setdefault((case.family, name), Row(case.family, name))
             self._count(row, asked, found["exact"], most, methods.get(name))
@@ -258,4 +273,5 @@ def variations(bench: Bench, ours: Calibration) -> dict[str, Calibration]:
     if half:
         found[f"halo 8, from layer {half} to 64"] = bench.calibration(steps=((8, half), (64, layers)))
     found["halo 8, probe 0.1"] = bench.calibration(8, probe=0.1)
+    found |= {f"halo 8, {precision}": bench.calibration(8, precision=precision) for precision in PRECISIONS[1:]}
     return {name: replace(known, kl=ours.kl) for name, known in found.items()}

@@ -11,14 +11,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import StoreError
 from ..kv import PAGE_TOKENS, KVSpec
-from ..types import Reason, Refusal
+from ..types import Precision, Reason, Refusal
 from .entry import common
 from .fetch import Fetch
 from .index import Row
@@ -73,8 +73,10 @@ class Bring:
         self, store: Store, signed: Signed, scope: Scope, ids: Ids, windows: Sequence[Window], ms_per_token: float, spec: KVSpec,
         wake: Callable[[], None], since: int, least: int, most_bytes: int,
     ) -> None:  # fmt: skip
-        assert store.disk is not None and scope.precision == "exact"
+        assert store.disk is not None and scope.precision != "approximate"
+        self._said = replace(scope, precision="exact")  # what prompts say is noted whatever its pages became on disk
         self._store, self._disk, self._signed, self._scope, self._ids, self._spec = store, store.disk, signed, scope, ids, spec
+        self._precision: Precision = scope.precision
         self._windows, self._since, self._least = windows, since, least
         self._ms_per_token = ms_per_token or self._disk.compute_ms(scope.fingerprint)
         self._most_bytes = min(most_bytes, store.tree.budget_bytes // 4)
@@ -135,15 +137,16 @@ class Bring:
             self._wake()
 
     def _repeats(self) -> list[Repeat]:
-        self._signed.refresh(self._scope)
-        covered = [(run.start, run.stop) for run in self._store.tree.repeats(self._scope, self._ids, self._since, self._least)]
+        self._signed.refresh(self._said)
+        here = self._store.repeats(self._scope, self._ids, self._since, self._least, ("exact", self._precision))
+        covered = [(run.start, run.stop) for run in here]
         found = []
         for window in self._windows:
             if self._stop.is_set():
                 return []
             if window.stop <= self._since or any(start <= window.start and window.stop <= stop for start, stop in covered):
                 continue
-            for proposal in self._signed.find(self._scope, self._ids, window)[:TRIED]:
+            for proposal in self._signed.find(self._said, self._ids, window)[:TRIED]:
                 repeat = self._aligned(window, proposal)
                 if repeat is not None:
                     covered.append((repeat.start, repeat.stop))
@@ -156,7 +159,7 @@ class Bring:
         kept, ids, stop = proposal.kept, self._ids, len(self._ids) - 1
         pages = self._under(kept.parent, kept.page)
         if not pages:
-            self._signed.gone(self._scope, [kept])
+            self._signed.gone(self._said, [kept])
             return None
         size = window.stop - window.start
         low, high = max(self._since, window.start - size), min(stop, window.stop + size)
@@ -177,8 +180,9 @@ class Bring:
         end = low + best[1] + common(chain[at:], ids[low + best[1] : stop])
         if at + end - low - best[1] == len(chain) and page.tokens == PAGE_TOKENS:
             on = self._disk.index.longest(
-                self._scope, np.concatenate([chain, ids[end:stop]]), len(chain) + stop - end, start=len(chain), parent=page.page_key
-            )
+                self._scope, np.concatenate([chain, ids[end:stop]]), len(chain) + stop - end, self._precision,
+                start=len(chain), parent=page.page_key,
+            )  # fmt: skip
             rows += tuple(row for row, _ in on)
             end += sum(run for _, run in on)
         return self._repeat(start, end, rows, kept) if end - start >= self._least else None
@@ -192,7 +196,7 @@ class Bring:
         """The pages on disk that continue a page, in this scope."""
         if parent not in self._children:
             rows = self._disk.index.rows(namespace=self._scope.namespace, fingerprint=self._scope.fingerprint, parent=parent, bad=False)
-            self._children[parent] = [row for row in rows if row.regime == self._scope.regime and row.precision == "exact"]
+            self._children[parent] = [row for row in rows if row.regime == self._scope.regime and row.precision == self._precision]
         return [row for row in self._children[parent] if row.place == place]
 
     def _path(self, page: Row) -> tuple[Row, ...] | None:
@@ -201,7 +205,7 @@ class Bring:
         while rows[-1].parent != self._scope.root:
             below, parent = rows[-1], rows[-1].parent
             if parent not in self._pages:
-                self._pages[parent] = self._disk.index.row(parent, self._scope.fingerprint)
+                self._pages[parent] = self._disk.index.row(parent, self._scope.fingerprint, self._precision)
             row = self._pages[parent]
             if row is None or row.bad or row.tokens != PAGE_TOKENS or row.place != below.place - 1:
                 return None
@@ -266,7 +270,7 @@ class Bring:
                 self._refuse(repeat, fetch.refusals[-1].detail, fetch.refusals[-1].reason)
             else:
                 self._refuse(repeat, "its pages were found on disk and did not stay in memory", Reason.EVICTED)
-        self._signed.used(self._scope, came)
+        self._signed.used(self._said, came)
 
 
 class _Chain(Fetch):

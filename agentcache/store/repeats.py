@@ -6,7 +6,7 @@ missed about once in a million times. What it proposes is aligned and compared t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,22 @@ class Run:
     def shift(self) -> int:
         """By how many positions it moves."""
         return self.start - self.source
+
+    def cut(self, start: int, stop: int) -> Run:
+        """What of it lies in [start, stop)."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        slot = self.offset + start - self.start
+        first, last = slot // PAGE_TOKENS, -(-(slot + stop - start) // PAGE_TOKENS)
+        return Run(start, stop, self.entries[first:last], slot - first * PAGE_TOKENS, self.pages[first:last])
+
+
+def beside(better: Sequence[Run], others: Iterable[Run], since: int, stop: int, least: int) -> list[Run]:
+    """`better`, and what of the other runs lies between them in pieces of at least `least` tokens; in order."""
+    edges = [since, *(edge for run in better for edge in (run.start, run.stop)), stop]
+    pieces = [
+        run.cut(low, high) for run in others for low, high in zip(edges[::2], edges[1::2]) if max(low, run.start) < min(high, run.stop)
+    ]
+    return sorted([*better, *(run for run in pieces if run.stop - run.start >= least)], key=lambda run: run.start)
 
 
 def _powers(base: int, count: int) -> np.ndarray:

@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from ..errors import StoreError, StoreWarning
 from ..kv import KVSpec, Page
-from ..types import Grade, Reason, StoreOptions
+from ..types import Grade, Precision, Reason, StoreOptions
 from .bring import MOST_BYTES, Bring
 from .disk import Disk
 from .entry import Entry, Match
@@ -22,7 +23,7 @@ from .fetch import Fetch
 from .groups import Group
 from .index import Row
 from .keys import Ids, Role, Scope, as_ids
-from .repeats import Run
+from .repeats import Run, beside
 from .signatures import TAU, Window, datasketch
 from .signed import Signed
 from .tree import Tree
@@ -87,9 +88,16 @@ class Store:
             self.disk.writer.offer(list(found.entries))  # uses are told to the index; what is not on disk yet may go there
         return found
 
-    def repeats(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
-        """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's prompts in memory."""
-        return self.tree.repeats(scope, ids, since, least)
+    def repeats(self, scope: Scope, ids: Ids, since: int, least: int, precisions: Seq[Precision] = ("exact",)) -> list[Run]:
+        """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's prompts in memory.
+
+        precisions: what their pages may be, the most exact first, which are preferred. Scope's own plays no part.
+        """
+        found: list[Run] = []
+        for precision in precisions:
+            more = self.tree.repeats(replace(scope, precision=precision), ids, since, least)
+            found = beside(found, more, since, len(ids), least) if found else more
+        return found
 
     def fetch(
         self, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None]
@@ -165,9 +173,9 @@ class Store:
     ) -> Bring | None:  # fmt: skip
         """What brings pages into memory that repeat some of ids[since:-1], at least `least` tokens of it, if there may be any.
 
-        None before `sign`, and where pages are stored with fewer bits.
+        scope: how exact the pages must be stored. None before `sign`.
         """
-        if self.signed is None or self.disk is None or self.disk.precision != "exact" or scope.precision != "exact":
+        if self.signed is None or self.disk is None or scope.precision == "approximate":
             return None
         if not self.tree.budget_bytes or not windows:
             return None

@@ -88,13 +88,18 @@ class Tree:
             return found
 
     def _note(self, entry: Entry) -> None:
-        if self._repeats is not None and entry.scope.precision == "exact":
+        if self._repeats is not None and entry.scope.precision != "approximate":
             self._repeats.note(entry)
 
     def _ready(self, path: list[Entry], at: int) -> tuple[list[Entry], int]:
         """What of a path lies on the device: all of it, unless it is longer than the device's budget."""
         count = next((i for i, e in enumerate(path) if e.page is None or e.page.tier != "device"), len(path))
         return path[:count], min(at, count * PAGE_TOKENS)
+
+    def entries(self, namespace: str) -> list[Entry]:
+        """All that a namespace keeps, the least recently used first."""
+        with self._lock:
+            return [entry for entry in self._order.values() if entry.scope.namespace == namespace]
 
     def path(self, scope: Scope, ids: Ids) -> list[Entry]:
         """The entries that hold the longest kept prefix of all these ids."""
