@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -263,3 +264,52 @@ def test_conversations_that_are_silent_longest_are_closed_when_much_is_held() ->
     assert not ask("f", 5_000)  # more than may be held, and still the one that is compared with the next
     assert ask("f", 5_000)
     assert len(tracks) == 1
+
+
+# -- conversations without ids -----------------------------------------------------------------------------------------
+
+
+def last_exchange(body: dict[str, Any], *front: dict[str, Any]) -> dict[str, Any]:
+    """The request with all but its last call and result gone, and something else in front of them."""
+    return {**body, "messages": [body["messages"][0], *front, *body["messages"][-2:]]}
+
+
+def test_a_history_that_was_replaced_whole_is_no_new_conversation() -> None:
+    first, *later = conversation(4)
+    told = {"role": "user", "content": "What happened: piers were looked at."}
+    summed = [first, later[0], *(last_exchange(body, {**told, "content": f"{told['content']} {n}"}) for n, body in enumerate(later[1:]))]
+    found = lint(summed)
+    assert (found.conversations, [str(finding.cause) for finding in found.findings]) == (1, ["front summary"] * 3)
+    cut = lint([first, later[0], *map(last_exchange, later[1:])])
+    assert (cut.conversations, set(causes(cut))) == (1, {"truncated history"})
+
+
+def test_a_conversation_that_begins_is_a_new_one() -> None:
+    one, other = conversation(3), conversation(3)
+    for body in other:
+        body["messages"][1]["content"] = "Which boats lie at the fish market?"
+    assert (lint([*one, *other]).conversations, causes(lint([*one, *other]))) == (2, [])
+    demonstration = [{"role": "user", "content": "What time is it?"}, {"role": "assistant", "content": "I have no watch."}]
+    for body in (*one, *other):
+        body["messages"][1:1] = copy.deepcopy(demonstration)
+    mixed = [body for pair in zip(one, other, strict=True) for body in pair]
+    assert (lint(mixed).conversations, causes(lint(mixed))) == (2, [])
+
+
+def test_in_the_middle_of_a_task_with_other_tools_is_another_application() -> None:
+    found = lint([*conversation(2), last_exchange({**conversation(4)[4], "tools": TOOLS[:1]})])
+    assert (found.conversations, causes(found)) == (2, [])
+
+
+def test_of_several_conversations_the_one_is_gone_on_from_that_says_the_same() -> None:
+    one, other = conversation(3), conversation(3)
+    for body in one:
+        body["messages"][1]["content"] = "Where lies vessel AX-4417 of harbour master Benedikt?"
+        body["messages"][-1]["content"] += " AX-4417 Benedikt"
+    for body in other:
+        body["messages"][1]["content"] = "Register crane QR-9921 for foreman Theodora."
+        body["messages"][-1]["content"] += " QR-9921 Theodora"
+    third = last_exchange(one[3], {"role": "user", "content": "What happened: AX-4417 of Benedikt."})
+    found = lint([one[0], one[1], other[0], other[1], third])
+    assert found.conversations == 2
+    assert [(finding.request, finding.previous) for finding in found.findings][-1] == (5, 2)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .history import alike
+from .history import alike, similar, speaks_of_summary
 from .values import Request
 from .volatile import masked
 
 OPEN = 2_048  # conversations kept open; the one that is silent longest goes first
 HELD = 32 << 20  # characters of their last requests in all, at most
 SAME = 0.4  # share of the earlier request's messages, by weight, that the later one must have
+NEWEST = 0.2  # a conversation whose history was replaced is the last one that spoke, unless another one shares so many more words
+_WORD = re.compile(r"\w[\w.:/@#-]*")
 LEAST = 0.1  # the same, if its last message is among them: a window or a summary leaves little else
 
 
@@ -120,17 +123,56 @@ class Tracks:
                 and score >= best_score
             ):
                 best, best_score = name, score
+        return self._replaced(request) if best is None and request.prompt is None else best
+
+    def _replaced(self, request: Request) -> str | None:
+        """The open conversation that this one may be with its history replaced: a request in the middle of a task that nobody began."""
+        told = [*request.system[1:], *request.history[:1]]
+        if all(said.role not in ("assistant", "tool") for said in request.history) and not any(speaks_of_summary(s.content) for s in told):
+            return None
+        front, words = _front(request), _words(request)
+        best, best_score = None, 0.0
+        newest = next(reversed(self._open), None)
+        for name, track in self._open.items():
+            if track.last.prompt is not None or _front(track.last) != front or _demonstrated(track.last, request):
+                continue
+            score = len(words & _words(track.last)) / max(1, len(words)) + NEWEST * (name == newest)
+            if score >= max(NEWEST, best_score):
+                best, best_score = name, score
         return best
 
     def _starts_over(self, track: Track, request: Request, marks: Counter[bytes]) -> bool:
-        """Whether the request is only the beginning of that conversation once more; or a text that lacks its end."""
+        """Whether the request is only the beginning of that conversation once more, or of another one; or a text that lacks its end."""
         last = track.last
         if (last.prompt is None) != (request.prompt is None):
             return True
         if request.prompt is not None:
             return not request.prompt.startswith(last.prompt or "") and _tail(last) not in masked(request.prompt)
+        shown = _demonstrated(last, request)
+        if 0 < shown == len(request.history) - 1 < len(last.history) and request.history[-1].role == last.history[shown].role == "user":
+            return not similar(last.history[shown].content, request.history[-1].content)
         begun = len(request.history) < len(last.history) and marks.keys() <= track.marks.keys()
         return begun and all(said.role != "assistant" for said in request.history)
+
+
+def _front(request: Request) -> tuple[list[str], str]:
+    """What all requests of an application share: its tools, and how its system text begins, but for times and numbers."""
+    system = masked(request.system[0].content[:400])[:200] if request.system else ""
+    return sorted({tool.name for tool in request.tools}), system
+
+
+def _words(request: Request) -> set[str]:
+    """What names something: words with digits, and long ones."""
+    found = _WORD.findall(" ".join(said.content for said in request.history))
+    return {word for word in found if len(word) >= 7 or any(letter.isdigit() for letter in word)}
+
+
+def _demonstrated(last: Request, request: Request) -> int:
+    """With how many messages of an example conversation both begin, 0 if it is none: then one that begins so is nothing strange."""
+    same = 0
+    while same < min(len(last.history), len(request.history)) and alike(last.history[same]) == alike(request.history[same]):
+        same += 1
+    return same if any(said.role == "assistant" for said in request.history[:same]) else 0
 
 
 def _end(request: Request) -> bytes:
