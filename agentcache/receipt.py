@@ -5,7 +5,8 @@ cached_tokens, and so do segment_tokens (taken from other positions, by consent:
 this request, disk_bytes of it); halo_tokens (of segments, computed again) lie inside computed_tokens; spliced_tokens (the model's own ids
 put back) lie anywhere in the prompt. missed: why the prompt did not go on from the one before it in its conversation, if it did not.
 moves: what became of text that was declared volatile; ephemeral_tokens, the last ones of the prompt, and repeated_tokens, the completion
-behind them, are its price: what comes next computes them again, or does without. Times are milliseconds on a monotonic clock, read after
+behind them, are its price: what comes next computes them again, or does without. reasoning_tokens lie inside completion_tokens: those that
+spell the thought before the answer, if there is one. Times are milliseconds on a monotonic clock, read after
 the device has finished, one behind the other: layout_ms, load_ms until the pages are there (from disk, or from another process), queue_ms
 until the device takes the request, match_ms, prefill_ms; their sum is ttft_ms, from the call to the first token. decode_ms goes from the
 first token to the last.
@@ -37,6 +38,7 @@ class Receipt:
     disk_tokens: int = 0
     disk_bytes: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     exact_until: int = 0
     bitwise: bool = False
     precision: Grade = "exact"
@@ -79,6 +81,7 @@ class Receipt:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from .inflight import Request
 from .model.call_stream import CallStream, Delta
 from .model.grammar import Grammars
-from .model.response import ResponseStream, template_of
+from .model.response import ResponseStream, reads, template_for, template_of
 from .model.tool_calls import THINK, parse, split_thought
 from .store.keys import as_ids
 from .types import Constraint, Layout, Message, Tool
@@ -35,11 +35,13 @@ def expect(
     request.tools = frozenset(map(tool_name, listed))
     request.opened = layout.text.rstrip().endswith(THINK)
     if constraint is None:
-        request.reading = _reading(request, layout, listed, grammars)
+        request.reading = _reading(request, layout, listed, grammars, held=False)
         return
     if constraint.tool_choice == "none" or (constraint.structured and not listed):
         request.tools = None
     guide = grammars.guide(constraint, listed, layout.text)
+    if request.tools is not None:  # what is only text has no calls to find in it
+        request.reading = _reading(request, layout, listed, grammars, held=not request.forced)
     if request.forced:
         request.receipt.notes.append("forced tokens: the constraint was not applied")
         return
@@ -49,19 +51,21 @@ def expect(
 
 
 def _reading(
-    request: Request, layout: Layout, tools: list[Tool | Mapping[str, Any]], grammars: Grammars
+    request: Request, layout: Layout, tools: list[Tool | Mapping[str, Any]], grammars: Grammars, *, held: bool
 ) -> Callable[[], ResponseStream] | None:
-    """What takes the answer apart by the tokenizer's own response template; None where there is none, or the prompt begins no answer.
+    """What takes the answer apart by a response template, the tokenizer's own where it has one; None where our own parsers do.
 
-    Answers under a constraint are not read by it: they are written in the forms that our own parsers read.
+    held: the answer is held to a constraint, and so written in a form that is known; only a template that reads this form back is asked.
     """
     try:
-        template = template_of(grammars.tokenizer)
+        own = template_of(grammars.tokenizer)
     except ValueError as error:
-        request.receipt.notes.append(f"the tokenizer's response template is broken, our own parsers read the answer: {error}")
-        return None
+        request.receipt.notes.append(f"the tokenizer's response template is broken, ours reads the answer: {error}")
+        own = None
+    made = template_for(grammars.form) if held or own is None else None
+    template = made or own
     begun = template.begun(layout.text) if template else None
-    if template is None or begun is None:
+    if template is None or begun is None or (held and not reads(template, begun, grammars.form)):
         return None
     shown = [{"name": tool.name, "parameters": tool.parameters} if isinstance(tool, Tool) else dict(tool) for tool in tools]
     return lambda: ResponseStream(template, begun, shown, request.tools or ())
@@ -76,12 +80,22 @@ def message_of(request: Request) -> Message:
         message = whole.message
     elif request.tools is None:
         reasoning, text = split_thought(request.text.text, request.opened)
-        return Message("assistant", text.strip(), reasoning=reasoning)
+        message = Message("assistant", text.strip(), reasoning=reasoning)
     else:
         message = parse(request.text.text, request.tools, opened=request.opened)
+    if message.reasoning:
+        request.receipt.reasoning_tokens = request.text.tokens_of(_end_of(message.reasoning, request.text.text))
     if not message.tool_calls:
         return message
     return replace(message, tool_calls=tuple(replace(call, id=call_id(request, n)) for n, call in enumerate(message.tool_calls)))
+
+
+def _end_of(thought: str, text: str) -> int:
+    """Where the thought ends in the text, or its last line does: some families write several, which become one."""
+    for part in (thought, thought.strip().rpartition("\n")[2]):
+        if (at := text.find(part)) >= 0:
+            return at + len(part)
+    return 0
 
 
 class Reader:

@@ -6,6 +6,7 @@ with a call form of  trigger open call (joint call)* close      and a call of   
     Hermes, Qwen     <tool_call>                \\n{"name": "    ", "arguments":     }\\n</tool_call>   joined by \\n<tool_call>
     Mistral          [TOOL_CALLS]  open [       {"name": "      ", "arguments":     }                 joined by ", ", closed by ]
     Llama 3          (none: the whole text)     {"name": "      ", "parameters":    }
+    Qwen3-Coder      <tool_call>                \\n<function=   >\\n   parameters as tags    </function>\\n</tool_call>
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..types import Constraint
+from . import tag_calls
 
 Thinking = Literal["none", "may", "open"]  # whether a thought may come first; open: the prompt has begun one
 
@@ -38,7 +40,7 @@ _THOUGHT_STARTS = r"\s*<think>(.|\n)*"
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The literal text around names and arguments of calls. known: read off the chat template."""
+    """The literal text around names and arguments of calls. known: read off the chat template. tags: arguments are no JSON object."""
 
     trigger: str = "<tool_call>"
     open: str = ""
@@ -48,13 +50,17 @@ class CallForm:
     joint: str | None = "\n<tool_call>"
     close: str = ""
     known: bool = True
+    tags: bool = False
 
 
 HERMES = CallForm()
+TAGS = CallForm(before=tag_calls.OPEN, between=">\n", after=tag_calls.END, tags=True)
 
 
 def form_of(shown: str) -> CallForm:
     """The form in which a chat template shows the probe call; Hermes' form, not known, where it is none of these families'."""
+    if tag_calls.shown_in(shown):
+        return TAGS
     if found := _TAGGED.search(shown):
         before, between, after = found.groups()
         return CallForm("<tool_call>", "", before, between, after, "\n<tool_call>")
@@ -172,9 +178,9 @@ def _calls(tools: Mapping[str, Mapping[str, Any]], form: CallForm, parallel: boo
     more = f" ({_quoted(form.joint)} call)*" if parallel and form.joint is not None else ""
     lines = [f"calls: {_quoted(form.open)} call{more} {_quoted(form.close)}", f"call: {' | '.join(f'call_{n}' for n in range(len(tools)))}"]
     for number, (name, schema) in enumerate(tools.items()):
-        spelled = json.dumps(name, ensure_ascii=False)[1:-1]
+        spelled = name if form.tags else json.dumps(name, ensure_ascii=False)[1:-1]
         lines.append(f"call_{number}: {_quoted(form.before + spelled + form.between)} args_{number} {_quoted(form.after)}")
-        lines.append(f"args_{number}: %json {spaced(schema)}")
+        lines += tag_calls.rules(number, schema, spaced) if form.tags else [f"args_{number}: %json {spaced(schema)}"]
     return lines
 
 

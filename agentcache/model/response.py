@@ -15,19 +15,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..types import Message, ToolCall
+from . import tag_calls
 from .call_stream import CallStream, Delta, DeltaKind
-from .tool_calls import HERMES, HERMES_END, parse
+from .grammar_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm
+from .tool_calls import HERMES, HERMES_END, THINK_END, parse
 
 CALLS, TEXT, THOUGHTS = "tool_calls", "content", frozenset({"reasoning_content", "reasoning", "thinking"})
 _OPENED = "agentcache_opened"  # name of the group that takes what opened a call
 _WITH_NAME = ("{content}", {"name": "{content.name}", "arguments": "{content.arguments}"})  # transforms of a call that is one JSON object
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ResponseTemplate:
     """One tokenizer's response template, compiled twice: `calls` reads one call; `parts` finds the parts, in which nothing can fail.
 
     streams: a call is one JSON object. exact: half a call does not read as a call. joins: what stands between the parts of one field.
+    typed: values of arguments are made here, by the schemas of tools, and not by transformers.
     """
 
     calls: Any
@@ -35,6 +38,7 @@ class ResponseTemplate:
     streams: bool
     exact: bool
     joins: Mapping[str, str]
+    typed: bool = False
 
     def begun(self, prompt: str) -> str | None:
         """The end of the prompt from where it begins an answer; None if it begins none that this template knows."""
@@ -46,6 +50,32 @@ def template_of(tokenizer: Any) -> ResponseTemplate | None:
     """The tokenizer's response template; None if it has none or transformers is older than they are. Raises ValueError if it is broken."""
     said = getattr(tokenizer, "response_template", None)
     return _compiled(json.dumps(said)) if isinstance(said, Mapping) else None
+
+
+def template_for(form: CallForm) -> ResponseTemplate | None:
+    """The response template of a form that our own parsers do not read; None for the others, or if transformers is too old for it."""
+    return _tags() if form.tags else None
+
+
+@functools.cache
+def _tags() -> ResponseTemplate | None:
+    made = _compiled(json.dumps(tag_calls.RESPONSE_TEMPLATE))
+    return replace(made, typed=True) if made else None
+
+
+@functools.lru_cache(maxsize=64)
+def reads(template: ResponseTemplate, begun: str, form: CallForm) -> bool:
+    """Whether this template reads the calls that a constraint makes a model write in this form, behind a prompt that began so."""
+    if form.tags:
+        return template.typed
+    call = f"{form.before}{PROBE_TOOL}{form.between}{json.dumps(PROBE_ARGUMENTS)}{form.after}"
+    more = f"{form.joint}{call}" if form.joint is not None else ""
+    reader = ResponseStream(template, begun, [], (PROBE_TOOL,))
+    reader.push(f"zthought{THINK_END}\n\n" if reader.thinks else "")
+    reader.push(f"{form.trigger}{form.open}{call}{more}{form.close}")
+    reader.finish()
+    expected = (ToolCall(PROBE_TOOL, PROBE_ARGUMENTS),) * (2 if more else 1)
+    return reader.message.tool_calls == expected and not reader.message.content
 
 
 @functools.lru_cache(maxsize=16)
@@ -107,6 +137,11 @@ class ResponseStream:
         self._calls: list[ToolCall] = []
         for event in self._parser.initial_events:
             self._field = None if event["type"] == "region_close" else event["field"]
+
+    @property
+    def thinks(self) -> bool:
+        """Whether a thought is open."""
+        return self._field in THOUGHTS
 
     def push(self, text: str) -> list[Delta]:
         """What has become certain with this text."""
@@ -204,7 +239,8 @@ class ResponseStream:
         close = self._template.parts.fields[CALLS].close_re
         begun = close.search(body, partial=True) if ended and close is not None else None
         body = body[: begun.start()] if begun else body
-        tools = None if self._template.streams else self._tools  # what was told as it came is not to be changed behind
+        plain = self._template.streams or self._template.typed  # what was told as it came is not to be changed behind
+        tools = None if plain else self._tools
         try:
             said = self._one_call(opened + body, self._template.calls, prefix="", tools=tools).get(CALLS, [])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # so a template's transforms fail on what a model wrote
@@ -212,7 +248,14 @@ class ResponseStream:
         listed = said if isinstance(said, list) else [said]
         calls = [_call(each) for one in listed for each in (one if isinstance(one, list) else [one])]
         found = [call for call in calls if call is not None]
-        return found if found and len(found) == len(calls) else None
+        if not found or len(found) != len(calls):
+            return None
+        return [self._with_values(call) for call in found] if self._template.typed else found
+
+    def _with_values(self, call: ToolCall) -> ToolCall:
+        known = {each["name"]: each.get("parameters") or {} for tool in self._tools if "name" in (each := tool.get("function", tool))}
+        schema = known.get(call.name, {})
+        return ToolCall(call.name, {key: tag_calls.value_of(text, schema, key) for key, text in call.arguments.items()})
 
     def _malformed(self, value: Any) -> None:
         raw = "".join(_raw(value))

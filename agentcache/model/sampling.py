@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import torch
@@ -109,6 +110,10 @@ class TextStream:
         if not self.text:
             return 0
         return next((count for count, end in enumerate(self._ends, 1) if end == len(self.text)), None)
+
+    def tokens_of(self, chars: int) -> int:
+        """How many of the pushed ids it takes to spell the first `chars` characters."""
+        return min(bisect.bisect_left(self._ends, chars) + 1, len(self._ends)) if chars else 0
 
     def _decode(self, start: int, stop: int) -> str:
         if start == stop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call, tool_call_chunk
 
 from agentcache import Receipt
@@ -19,11 +19,13 @@ _LONG = ("spans", "namespace", "model", "finish_reason")  # grows with the conve
 def usage_of(receipt: Receipt) -> UsageMetadata:
     """input_tokens is the whole prompt; cache_read was reused, cache_creation was computed, and is kept for the next request."""
     details = InputTokenDetails(cache_read=receipt.cached_tokens, cache_creation=receipt.computed_tokens)
+    thought = {"output_token_details": OutputTokenDetails(reasoning=receipt.reasoning_tokens)} if receipt.reasoning_tokens else {}
     return UsageMetadata(
         input_tokens=receipt.prompt_tokens,
         output_tokens=receipt.completion_tokens,
         total_tokens=receipt.prompt_tokens + receipt.completion_tokens,
         input_token_details=details,
+        **thought,
     )
 
 

@@ -283,3 +283,10 @@ def test_loads_a_folder_and_closes_it(tmp_path: Any) -> None:
 def test_settings_that_cannot_work_are_refused_before_weights_are_loaded(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         AgentCacheLLM(**options)
+
+
+def test_usage_counts_the_thought(llm: Make) -> None:
+    raw = llm("<think>\nLet me see.\n</think>\n\nAt noon.").chat([user("Tide?")]).raw
+    told = raw["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < told < raw["usage"]["completion_tokens"]
+    assert llm("At noon.").chat([user("Tide?")]).raw["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}

@@ -50,11 +50,11 @@ class TestChatAgentCacheIntegration(ChatModelIntegrationTests):
 
     @property
     def supported_usage_metadata_details(self) -> dict[str, list[str]]:
-        both = ["cache_read_input", "cache_creation_input"]
+        both = ["cache_read_input", "cache_creation_input", "reasoning_output"]
         return {"invoke": both, "stream": both}
 
     def _asked(self, text: str, stream: bool) -> AIMessage:
-        model = self.chat_model_class(**{**self.chat_model_params, "max_tokens": 16})
+        model = self.chat_model_class(**{**self.chat_model_params, "max_tokens": 40})
         if not stream:
             return model.invoke(text)
         whole = None
@@ -76,3 +76,9 @@ class TestChatAgentCacheIntegration(ChatModelIntegrationTests):
         assert first.usage_metadata
         assert first.usage_metadata["input_token_details"]["cache_creation"] > 0
         return first
+
+    def invoke_with_reasoning_output(self, *, stream: bool = False) -> AIMessage:
+        thinking = "<think>\nThe tide turns at noon, so it is high at three.\n</think>\n\nAt three."
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(script.LINES, "When is high water? Think first.", thinking)
+            return self._asked("When is high water? Think first.", stream)
