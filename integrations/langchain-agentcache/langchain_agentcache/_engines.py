@@ -6,7 +6,6 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from agentcache import Engine
@@ -58,19 +57,3 @@ def close_all() -> None:
         _by_name.clear()
     for engine in engines:
         engine.close()
-
-
-def config_of(model: str) -> dict[str, Any]:
-    """A model's config.json as far as it is on this machine; nothing is downloaded."""
-    path: Any = Path(model).expanduser() / "config.json"
-    if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        try:
-            path = try_to_load_from_cache(model, "config.json")
-        except ValueError:  # not a name that the Hub could have
-            return {}
-    try:
-        return dict(json.loads(Path(path).read_text(encoding="utf-8"))) if isinstance(path, (str, Path)) else {}
-    except (OSError, ValueError):
-        return {}

@@ -25,6 +25,7 @@ from agentcache import errors as own
 from . import _engines
 from ._messages import converted
 from ._output import PROVIDER
+from ._profile import profile_of
 from ._tools import ToolLike, formatted, own_tools
 from ._version import __version__
 from .errors import ModelInvalidRequestError, translated
@@ -125,25 +126,7 @@ class Settings(BaseChatModel):
 
     @override
     def _resolve_model_profile(self) -> ModelProfile | None:
-        config = self.engine.model.config.to_dict() if self.engine is not None else _engines.config_of(self.model) if self.model else {}
-        context = self.num_ctx or config.get("max_position_embeddings")
-        sizes = {"max_input_tokens": int(context), "max_output_tokens": int(context)} if context else {}
-        known = ModelProfile(
-            name=self.model,
-            open_weights=True,
-            text_inputs=True,
-            text_outputs=True,
-            image_inputs=False,
-            audio_inputs=False,
-            pdf_inputs=False,
-            video_inputs=False,
-            tool_calling=True,
-            tool_choice=True,
-            tool_call_streaming=True,
-            structured_output=True,
-            temperature=True,
-        )
-        return cast("ModelProfile", {**known, **sizes})
+        return profile_of(self.model, self.engine, self.num_ctx, self.chat_template)
 
     # -- what LangChain asks about ---------------------------------------------------------------------------------
 

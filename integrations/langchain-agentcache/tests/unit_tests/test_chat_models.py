@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +73,17 @@ def test_invoke_and_stream_say_the_same(chat: Any, monkeypatch: pytest.MonkeyPat
     assert again.usage_metadata["input_token_details"]["cache_read"] > whole.usage_metadata["input_tokens"]
 
 
+def test_tokens_of_a_thought_are_counted(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.LINES, "Think!", "<think>\nThe tide turns at noon.\n</think>\n\nAt noon.")
+    model = chat(max_tokens=100)
+    whole, pieces = model.invoke("Think!"), list(model.stream("Think!"))
+    spelled = len(model.get_token_ids("<think>\nThe tide turns at noon."))
+    for usage in (whole.usage_metadata, pieces[-1].usage_metadata):
+        assert abs(usage["output_token_details"]["reasoning"] - spelled) <= 1, "a token may hold the thought's end and more"
+        assert usage["output_token_details"]["reasoning"] < usage["output_tokens"]
+    assert "output_token_details" not in model.invoke("Hello").usage_metadata
+
+
 async def test_async_is_the_same(chat: Any) -> None:
     model = chat()
     expected = model.invoke(ASKED).content
@@ -117,6 +130,35 @@ def test_usage_callback_and_profile(chat: Any) -> None:
     assert model.profile["max_input_tokens"] == 16384
     assert model.profile["structured_output"]
     assert ChatAgentCache(model="nobody/has-this").profile["tool_calling"], "an unknown context is left out, not guessed"
+
+
+THINKS = "{%- if enable_thinking is defined %}{{- '<think>' }}{%- endif %}"
+NO_TOOLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+
+def test_the_profile_says_what_the_chat_template_does(model_folder: str, tmp_path: Path) -> None:
+    plain = ChatAgentCache(model=model_folder).profile
+    assert plain["mid_conversation_system_messages"] is True
+    assert plain["mid_conversation_tools"] is plain["reasoning_output"] is False
+    thinking = ChatAgentCache(model=model_folder, chat_template=toy.CHAT_TEMPLATE + THINKS).profile
+    assert thinking["reasoning_output"]
+    assert ChatAgentCache(model=model_folder, chat_template=NO_TOOLS).profile["tool_calling"] is False
+    assert "reasoning_output" not in ChatAgentCache(model="nobody/has-this").profile
+    shutil.copytree(model_folder, tmp_path / "copy")
+    config = tmp_path / "copy" / "tokenizer_config.json"
+    fields = {"thinking": {"open": "<|a|>", "close": "<|b|>"}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "response_template": {"fields": fields}}))
+    assert ChatAgentCache(model=str(tmp_path / "copy")).profile["reasoning_output"]
+    config.write_text("{broken")
+    assert ChatAgentCache(model=str(tmp_path / "copy")).profile["tool_calling"]
+
+
+def test_the_profile_of_a_running_engine(chat: Any) -> None:
+    of_files, running = chat().profile, ChatAgentCache(engine=chat()._engine()).profile
+    assert running == {**of_files, "name": running["name"]}
 
 
 def test_tokens_are_counted_as_they_are_sent(chat: Any) -> None:
@@ -251,6 +293,18 @@ async def test_leaving_a_stream_frees_the_device(chat: Any) -> None:
         break
     engine = model._engine()
     assert await asyncio.to_thread(script.until, lambda: engine.scheduler.live == 0)
+
+
+def test_a_loop_that_closes_in_the_middle_ends_the_request(chat: Any) -> None:
+    model = chat(max_tokens=8000)
+    engine, loop = model._engine(), asyncio.new_event_loop()
+    pieces = model._astream(ASKED)
+    loop.run_until_complete(pieces.__anext__())
+    assert engine.scheduler.live == 1
+    loop.close()
+    del pieces
+    assert script.until(lambda: engine.scheduler.live == 0), "nobody can read it any more"
+    assert model.invoke(ASKED, max_tokens=1).usage_metadata["input_token_details"]["cache_read"] > 0
 
 
 async def test_inside_a_running_loop(chat: Any) -> None:
