@@ -58,7 +58,7 @@ def places(text: str, turns: Sequence[Turn], keys: Sequence[bytes], shape: Shape
 
 def _find(text: str, turn: Turn, content: str, header: str, cursor: int, stop: int) -> tuple[int | None, int, int] | None:
     """(start of the header if it was recognised, start of the content, its length)."""
-    heads = [content[:HEAD], json.dumps(content, ensure_ascii=False)[1:-1][:HEAD]] if content else []
+    heads = [content[:HEAD], json.dumps(content[:HEAD], ensure_ascii=False)[1:-1][:HEAD]] if content else []
     if turn.kind == "call" and not heads:
         heads = [""]  # the header alone; the names of the calls are looked for behind it
     for head in heads if header else ():

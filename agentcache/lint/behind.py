@@ -50,5 +50,6 @@ def _rejoined(encoder: Encoder, known: Encoded, text: str, shared: int) -> Encod
         return None
     old_at, new_at, stop = first + old + run // 2, begin + new + run // 2, known.tokens_before(old_stop)
     ids = left.ids[:new_at] + known.ids[old_at:stop]
-    ends = left.ends[:new_at] + [end + shift for end in known.ends[old_at:stop]]
+    moved = known.ends[old_at:stop]
+    ends = left.ends[:new_at] + ([end + shift for end in moved] if shift else moved)
     return Encoded(text[: ends[-1]], ids, ends)

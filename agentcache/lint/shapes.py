@@ -19,6 +19,7 @@ _WRAPPERS = ("request", "body", "req", "payload", "kwargs", "params", "data", "j
 _TRACKS = ("conversation_id", "conversation", "session_id", "session", "thread_id", "thread", "chat_id", "episode_id", "episode")
 _ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "function": "tool", "developer": "system"}
 _KNOWN = ("system", "user", "assistant", "tool")
+_PLAIN = {"role", "type", "content", "name", "tool_call_id"}
 _EPISODE = ("tools_ref", "tool_names", "tools_events", "first_assistant_is_fixed_greeting")
 _MOST_WRAPPED = 4
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
@@ -203,6 +204,9 @@ def _said(message: Any, at: int, note: Note) -> list[Said]:
     if role not in _KNOWN:
         note(f"messages[{at}]: role={message.get('role')!r} is unknown: compared as it is")
     content = message.get("content")
+    if isinstance(content, str) and message.keys() <= _PLAIN:  # most messages
+        name = _maybe(message.get("name")) if role == "tool" else None
+        return [Said(role, content, call_id=_maybe(message.get("tool_call_id")), name=name, source=at)]
     blocks = [block for block in content if isinstance(block, Mapping)] if isinstance(content, list) else []
     results = [block for block in blocks if block.get("type") == "tool_result"]
     rest = [block for block in content if block not in results] if results and isinstance(content, list) else content
