@@ -194,7 +194,7 @@ def test_lint_loads_no_torch(clean: Path) -> None:
         "print(*({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "1 conversations" in done.stdout
+    assert "1 conversation" in done.stdout
     assert done.stderr.strip() == ""
 
 

@@ -95,14 +95,14 @@ def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
         return Turned(Cause.EDITED, first, first, f"the last message ({old[0][0]}) was not kept: taken out again")
     if gone == 0 and come:
         cause = Cause.SUMMARY if front else Cause.EDITED
-        return Turned(cause, first, first, f"{_count(come, 'message')} put in before it")
+        return Turned(cause, first, first, f"{counted(come, 'message')} put in before it")
     if gone is None or come is None:
         return _replaced_tail(was[first:], now[first:], first, front)
     if gone == come:
         return _in_place(was, now, first, front)
     if gone > come:
-        return Turned(Cause.SUMMARY, first, first, f"{_count(gone, 'message')} replaced by {come}")
-    return Turned(Cause.EDITED, first, first, f"{_count(gone, 'message')} replaced by {come}")
+        return Turned(Cause.SUMMARY, first, first, f"{counted(gone, 'message')} replaced by {come}")
+    return Turned(Cause.EDITED, first, first, f"{counted(gone, 'message')} replaced by {come}")
 
 
 def _summed_up(was: Said, now: Said) -> bool:
@@ -188,8 +188,8 @@ def _removed(was: Sequence[Said], now: Sequence[Said], at: int, gone: int) -> Tu
     moving = at + gone == len(was) - 1 and len(now) > 1 and now[-2].role == said[0].role
     put_in = any(one.role == "assistant" for one in was[:at]) and was[at - 1].role != "assistant"
     if any(one.role in ("assistant", "tool") for one in said) or not (moving or put_in):
-        return Turned(Cause.TRUNCATED, at, at, f"{_count(gone, 'message')} dropped")
-    return Turned(Cause.EDITED, at, at, f"{_count(gone, f'{said[0].role} message')} taken out again")
+        return Turned(Cause.TRUNCATED, at, at, f"{counted(gone, 'message')} dropped")
+    return Turned(Cause.EDITED, at, at, f"{counted(gone, f'{said[0].role} message')} taken out again")
 
 
 def _in_place(was: Sequence[Said], now: Sequence[Said], at: int, front: bool) -> Turned:
@@ -208,7 +208,7 @@ def _replaced_tail(old: Sequence[Said], new: Sequence[Said], at: int, front: boo
     rewritten = same and (similar(old[0].content, new[0].content) or common_chars(old[0].content, new[0].content) >= 12)
     if len(old) == 1 and (rewritten or (same and at)):
         return _text_changed(old[0], new[0], at)
-    gone = f"{_count(len(old), 'message')} replaced by {len(new)}"
+    gone = f"{counted(len(old), 'message')} replaced by {len(new)}"
     if speaks_of_summary(new[0].content) and new[0].role != "assistant":
         return Turned(Cause.SUMMARY, at, at, gone)
     if at == 0:  # nothing of the history is left; what an answer follows was there before it, in other words
@@ -230,5 +230,6 @@ def similar(was: str, now: str, share: float = 0.2) -> bool:
     return head + shared_end(was, now, most - head) >= share * most
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def counted(number: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .history import counted
 from .report import Report
 from .values import Cause, Finding, Step
 
@@ -39,7 +40,7 @@ def _head(report: Report) -> Text:
     out = Text()
     requests, conversations, tokens = totals["requests"], totals["conversations"], totals["prompt_tokens"]
     out.append(f"{plain(report.source)}: ", "bold")
-    out.append(f"{requests:,} requests in {conversations:,} conversations, {tokens:,} prompt tokens ({report.unit})\n")
+    out.append(f"{counted(requests, 'request')} in {counted(conversations, 'conversation')}, {tokens:,} prompt tokens ({report.unit})\n")
     if totals["reused_share"] is None:
         out.append("no conversation has a second request: nothing to compare")
     else:
@@ -47,7 +48,7 @@ def _head(report: Report) -> Text:
         out.append(f" of {totals['later_tokens']:,} tokens with a prompt before them; with nothing moved {totals['possible_share']:.1%}")
         lost = totals["again_tokens"] + totals["across_tokens"]
         if lost:
-            out.append(f"\ncomputed again though it was known: {lost:,} tokens in {totals['findings']:,} findings", "bold red")
+            out.append(f"\ncomputed again though it was known: {lost:,} tokens in {counted(totals['findings'], 'finding')}", "bold red")
         elif not totals["findings"]:
             out.append("\nevery request goes on from the one before it", "green")
     if "price" in totals:
@@ -85,7 +86,7 @@ def _strips(report: Report) -> RenderableType | None:
         caption.append("█ ", colour)
         caption.append(f"{what}  ")
     if len(chosen) > CONVERSATIONS:
-        caption.append(f"({len(chosen) - CONVERSATIONS} more conversations)")
+        caption.append(f"({counted(len(chosen) - CONVERSATIONS, 'more conversation')})")
     return Group(caption, table)
 
 
@@ -104,7 +105,7 @@ def _findings(report: Report) -> RenderableType | None:
     parts: list[RenderableType] = []
     for cause, findings in grouped(report.findings):
         cost = sum(finding.cost_tokens for finding in findings)
-        parts.append(Text.assemble((str(cause), "bold red"), f": {len(findings):,} findings, {cost:,} tokens computed again"))
+        parts.append(Text.assemble((str(cause), "bold red"), f": {counted(len(findings), 'finding')}, {cost:,} tokens computed again"))
         for finding in findings[:EXAMPLES]:
             parts.append(_one(finding))
         if len(findings) > EXAMPLES:
