@@ -321,6 +321,7 @@ class StoreOptions:
 
     folder: None for AGENTCACHE_DIR, else the user's cache folder. disk_bytes: at most so much; turns go first, tool groups last.
     write_bytes_per_hour: what is above is not written. precision: "int8" and "int4" save bytes, and serve reuse="lossy" only.
+    refuse_slow: what takes longer to read than to compute is computed.
     check_one_in: every so many exact hits from disk are recomputed in idle time and compared; 0 for never.
     encryption_key: 32 bytes; None for AGENTCACHE_KEY, else no encryption.
     """
@@ -329,10 +330,13 @@ class StoreOptions:
     disk_bytes: int = 20 << 30
     write_bytes_per_hour: int = 64 << 30
     precision: Precision = "exact"
+    refuse_slow: bool = True
     check_one_in: int = 64
     encryption_key: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.refuse_slow, bool):
+            raise ConfigError(f"refuse_slow={self.refuse_slow!r}: must be True or False")
         for name in ("disk_bytes", "write_bytes_per_hour", "check_one_in"):
             value = getattr(self, name)
             if not _whole(value) or value < 0:

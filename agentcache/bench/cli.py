@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
+from ..types import StoreOptions
 from .cli_layout import layout
 from .cli_segments import segments
 from .given import (
@@ -68,7 +69,7 @@ def latency(
         chosen = [name for name, asked in wanted.items() if asked or everything]
         with (
             tempfile.TemporaryDirectory(dir=store_dir) as folder,
-            loaded(model, shape, dtype, threads, store=str(Path(folder) / "store")) as engine,
+            loaded(model, shape, dtype, threads, store=StoreOptions(str(Path(folder) / "store"), refuse_slow=False)) as engine,
             report.Progress() as say,
         ):
             found: dict[str, Any] = {"bench": "latency", **described(engine)}

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import AgentCacheError, ConfigError
+from ..types import StoreOptions
 
 
 class Shape(str, Enum):
@@ -67,9 +68,14 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def loaded(
-    model: str | None, shape: Shape | None, dtype: Dtype, threads: int | None, texts: list[str] | None = None, store: str | None = None
+    model: str | None,
+    shape: Shape | None,
+    dtype: Dtype,
+    threads: int | None,
+    texts: list[str] | None = None,
+    store: StoreOptions | str | None = None,
 ) -> Any:
-    """A running engine; store: folder for its pages, None to keep them in memory."""
+    """A running engine; store: where its pages are kept, None to keep them in memory."""
     import torch
 
     from ..engine import Engine

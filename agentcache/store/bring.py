@@ -78,7 +78,7 @@ class Bring:
         self._store, self._disk, self._signed, self._scope, self._ids, self._spec = store, store.disk, signed, scope, ids, spec
         self._precision: Precision = scope.precision
         self._windows, self._since, self._least = windows, since, least
-        self._ms_per_token = ms_per_token or self._disk.compute_ms(scope.fingerprint)
+        self._ms_per_token = (ms_per_token or self._disk.compute_ms(scope.fingerprint)) if self._disk.options.refuse_slow else 0.0
         self._most_bytes = min(most_bytes, store.tree.budget_bytes // 4)
         self._wake = wake
         self.tokens = self.bytes = 0

@@ -44,7 +44,7 @@ class Fetch:
         self.prefix_tokens = min(prefix_tokens, len(ids))
         if ms_per_token:
             self.disk.note_compute(scope.fingerprint, ms_per_token)
-        self.ms_per_token = ms_per_token or self.disk.compute_ms(scope.fingerprint)
+        self.ms_per_token = (ms_per_token or self.disk.compute_ms(scope.fingerprint)) if self.disk.options.refuse_slow else 0.0
         self.tokens = self.bytes = 0
         self.ms = 0.0
         self.refusals: list[Refusal] = []
