@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .errors import AgentCacheError, CancelledError
@@ -90,8 +91,13 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
                     break
                 await there.wait()
             finally:
-                events.listen(None)
+                events.listen(partial(self._abandoned, loop))
         return event
+
+    def _abandoned(self, loop: asyncio.AbstractEventLoop) -> None:
+        """While nobody waits: whoever read last cannot read on if its loop was closed meanwhile."""
+        if loop.is_closed():
+            self._request.cancelled.set()
 
     def _taken(self, event: Event) -> Chunk | None:
         """The chunk that an event is, if it is one; the end and errors end the stream."""

@@ -76,6 +76,18 @@ def test_a_loop_closed_mid_stream() -> None:
         assert running.generate(ASKED, sampling=decode(3)).receipt.cached_tokens
 
 
+def test_a_loop_closed_between_two_reads() -> None:
+    """The reader is kept by somebody, and will never read on."""
+    with engine() as running:
+        stream, loop = running.stream(ASKED, sampling=decode(4000)), asyncio.new_event_loop()
+        loop.run_until_complete(stream.__anext__())
+        assert running.scheduler.live == 1
+        loop.close()
+        assert until(lambda: running.scheduler.live == 0, 5)
+        with pytest.raises(CancelledError):
+            _ = stream.completion
+
+
 def test_errors_reach_the_task() -> None:
     with engine() as running:
         stream = running.stream(ASKED, sampling=decode(3000))
