@@ -38,9 +38,10 @@ It is an ordinary Hugging Face folder too. English only; it knows nothing about 
 
 ## Training
 
-Trained from random weights on text that `agentcache/bench/quality_world` generates, and on nothing else: {tokens:.1f} million tokens
-({targets:.1f} million of them completions), {steps:,} steps, {hours:.1f} hours on 2 CPU cores.
-`python examples/embedded/train.py --out FOLDER` does it again, `examples/embedded/export.py` makes this folder.
+Trained from random weights, into which some look-up heads were put by construction (examples/embedded/initial.py), on text that
+`agentcache/bench/quality_world` generates, and on nothing else: {tokens:.1f} million tokens ({targets:.1f} million of them completions),
+{steps:,} steps, {hours:.1f} hours on 2 CPU cores. `python examples/embedded/train.py --out FOLDER` does it again,
+`examples/embedded/export.py` makes this folder.
 Training, validation and test share function words, action verbs and a closed set of paraphrases; pairs of action and thing ("tools"),
 nouns and made-up words ("words") and values are disjoint. What can generalise to them is lexical matching and copying, and that is what
 the model does.
