@@ -294,9 +294,10 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     width = 0.8 / len(found["ways"])
     for number, way in enumerate(found["ways"]):
-        places = [call + width * number for call in range(1, found["calls"] + 1)]
+        places = [call + width * (number - (len(found["ways"]) - 1) / 2) for call in range(1, found["calls"] + 1)]
         axes.bar(places, [ms / 1e3 for ms in way["step_ms"]], width=width, label=f"{way['name']}: {way['episode_ms'] / 1e3:.1f} s")
     axes.set(xlabel="call of the model", ylabel="seconds", title=f"One text ReAct episode through {found['through']}")
+    axes.set_xticks(range(1, found["calls"] + 1))
     axes.legend()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
