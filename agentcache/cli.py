@@ -55,13 +55,15 @@ def _options(
 @app.command()
 def demo(
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write every figure to FILE.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model: more is slower and more like a real one.")] = 4,
+    recorded: Annotated[bool, typer.Option("--recorded", help="Replay a recorded task with 20 tools on a random model instead.")] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of that random model: more is slower and more like a real one.")] = 4,
 ) -> None:
-    """Replay a recorded tool-calling episode with reuse off, cold and warm, and show what each step paid."""
+    """Let the embedded model answer with real tools, reuse off, cold, warm and in a second process, and show what each step paid."""
     from .demo import run
+    from .demo_tasks import Recorded
 
     with said_plainly():
-        report = run(Console(), layers=layers)
+        report = run(Console(), Recorded(layers) if recorded else None)
         if json_file:
             with open(json_file, "w", encoding="utf-8") as out:
                 json.dump(report, out, indent=1)

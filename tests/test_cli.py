@@ -1,18 +1,16 @@
-"""The command line: answers at once, says things plainly, and its demo shows what it claims."""
+"""The command line: answers at once, and says things plainly."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from agentcache import __version__, cli, cli_print, demo
+from agentcache import __version__, cli, cli_print
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,42 +92,3 @@ def test_rows_of_a_report() -> None:
     report = {"a": {"b": True, "c_bytes": 2**31, "d": None, "e": ["x", 1], "f": []}}
     rows = [(label.strip(), value) for label, value in cli_print.lines(report)]
     assert rows == [("a", ""), ("b", "yes"), ("c", "2.0 GB"), ("d", "unknown"), ("e", "x, 1"), ("f", "none")]
-
-
-# -- demo ----------------------------------------------------------------------------------------------------------
-
-
-def test_episode_is_whole() -> None:
-    episode = demo.load_episode()
-    assert len(episode.tools) == 20
-    assert len(episode.steps) >= 6
-    for text, results in episode.steps:
-        assert text.count("<tool_call>") == text.count("</tool_call>") == len(results)
-    assert not episode.steps[-1][1]
-
-
-def test_demo_on_a_small_model() -> None:
-    console = Console(record=True, width=120)
-    episode = demo.load_episode()
-    report = demo.run(console, layers=1, hidden=128, episode=replace(episode, steps=(*episode.steps[:2], episode.steps[-1])))
-    said = console.export_text()
-    off, cold, warm = (report["modes"][mode]["steps"] for mode in ("off", "cold", "warm"))
-    assert all(step["cached_tokens"] == 0 for step in off)
-    assert cold[0]["cached_tokens"] == 0
-    assert warm[0]["cached_tokens"] == report["modes"]["warm"]["warm_tokens"] > 2000
-    for before, step in zip(cold, cold[1:], strict=False):  # a step pays for what is new behind the last one, and nothing else
-        assert step["cached_tokens"] >= before["prompt_tokens"]
-        new = step["prompt_tokens"] - before["prompt_tokens"] - before["completion_tokens"]
-        assert step["computed_tokens"] <= new + 2
-    second = report["modes"]["second"]
-    assert second["disk_tokens"] == report["modes"]["warm"]["warm_tokens"], "it came from disk"
-    assert [s["computed_tokens"] for s in second["steps"]] == [s["computed_tokens"] for s in warm]
-    assert "drew the same 16 tokens" in " ".join(said.split())
-    assert "ratio" in said
-
-
-def test_demo_notices_another_answer() -> None:
-    replays = {mode: demo.Replay(mode, drawn=(1, 2)) for mode in demo.MODES}
-    replays["warm"].drawn = (1, 3)
-    with pytest.raises(AssertionError, match="warm draws"):
-        demo._check(replays)

@@ -1,0 +1,185 @@
+"""What the demo's agent is asked: live, with the embedded model and real tools; or recorded, on a larger random model. Knows no tables."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from .demo_tools import Desk
+from .engine import Engine
+from .episode import Episode, load_episode
+from .receipt import Receipt
+from .types import Message, Sampling, StoreOptions, Tool, ToolCall
+
+VOCAB = 4096
+CHECKED_TOKENS = 16  # drawn behind a recorded episode: they depend on all keys and values that were reused on the way
+MOST_STEPS = 8  # of one question
+TYPES = {"str": "string", "int": "integer", "float": "number"}
+
+Shown = Callable[[str], Callable[[int, int], None]]
+
+
+@dataclass(slots=True)
+class Played:
+    """One way through the task: a receipt per step, the ids that all ways must agree in, and what was said and done, line by line."""
+
+    receipts: list[Receipt] = field(default_factory=list)
+    drawn: tuple[int, ...] = ()
+    lines: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Recorded completions, forced through decoding. With random weights arithmetic costs the same, and nothing else is to be seen."""
+
+    layers: int = 4
+    hidden: int = 384
+    episode: Episode = field(default_factory=load_episode)
+    name = "museum"
+
+    @property
+    def system(self) -> str:
+        return self.episode.system
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return self.episode.tools
+
+    @property
+    def title(self) -> str:
+        return f"A museum's operations assistant with {len(self.tools)} tools, {len(self.episode.steps)} recorded steps, a random model."
+
+    def spec(self) -> dict[str, Any]:
+        """What another process needs to make the same task."""
+        steps = [[text, list(results)] for text, results in self.episode.steps]
+        return {"kind": "recorded", "layers": self.layers, "hidden": self.hidden, "steps": steps}
+
+    def build(self, store: StoreOptions) -> Engine:
+        """The engine: equal arguments give equal weights and ids, in every process."""
+        from . import toy
+
+        return Engine(toy.model(VOCAB, layers=self.layers, hidden=self.hidden), toy.tokenizer(self.episode.texts, VOCAB), store=store)
+
+    def play(self, engine: Engine, options: Mapping[str, Any], shown: Shown) -> Played:
+        """Step by step; every completion is the recorded one."""
+        done, count = Played(), len(self.episode.steps)
+        messages = [Message("system", self.system), Message("user", self.episode.task)]
+        for number, (text, results) in enumerate(self.episode.steps, 1):
+            ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"] + [engine.tokenizer.eos_token_id]
+            sampling = Sampling(max_tokens=len(ids), forced=tuple(ids))
+            label = shown(f"step {number} of {count}")
+            completion = engine.stream(messages, self.tools, sampling=sampling, on_progress=label, **options).completion
+            assert completion.ids == tuple(ids), "the recorded completion was not the one that was decoded"
+            done.receipts.append(completion.receipt)
+            messages.append(completion.message)
+            calls = completion.message.tool_calls
+            assert len(calls) == len(results), f"step {number}: {len(calls)} tool calls understood, {len(results)} results recorded"
+            messages += [Message("tool", result, tool_call_id=call.id, name=call.name) for call, result in zip(calls, results, strict=True)]
+        messages.append(Message("user", "Thank you. Anything else?"))
+        draw = Sampling(max_tokens=CHECKED_TOKENS, temperature=1.0, seed=7, ignore_eos=True)
+        done.drawn = engine.stream(messages, self.tools, sampling=draw, on_progress=shown("check"), **options).completion.ids
+        return done
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The embedded model decides what to call, Python does it. questions: a conversation each, one or more turns of the user.
+
+    answers: the right ones. A model that says something else is shown as it is.
+    """
+
+    system: str
+    questions: tuple[tuple[str, ...], ...]
+    answers: tuple[tuple[str, ...], ...]
+    tools: tuple[Tool, ...]
+    name = "desk"
+
+    @property
+    def title(self) -> str:
+        asked = sum(map(len, self.questions))
+        return f"A harbour town's visitors' desk: {len(self.tools)} real tools, {asked} questions, the embedded model decides."
+
+    def spec(self) -> dict[str, Any]:
+        """What another process needs to make the same task."""
+        return {"kind": "live"}
+
+    def build(self, store: StoreOptions) -> Engine:
+        """The engine with the embedded model."""
+        from transformers.utils import logging
+
+        bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # ten megabytes are there before a bar is
+        try:
+            return Engine("embedded", store=store)
+        finally:
+            if bars:
+                logging.enable_progress_bar()
+
+    def play(self, engine: Engine, options: Mapping[str, Any], shown: Shown) -> Played:
+        """Each conversation to its end, with a desk of its own; greedy, so that every way through says the same."""
+        done, drawn, desk = Played(), [0][:0], Desk()
+        for turns, answers in zip(self.questions, self.answers, strict=True):
+            messages = [Message("system", self.system)]
+            for turn, answer in zip(turns, answers, strict=True):
+                messages.append(Message("user", turn))
+                done.lines.append(f"user     {turn}")
+                for _ in range(MOST_STEPS):
+                    label = shown(f"step {len(done.receipts) + 1}")
+                    completion = engine.stream(
+                        messages, self.tools, sampling=Sampling(max_tokens=96), on_progress=label, **options
+                    ).completion
+                    done.receipts.append(completion.receipt)
+                    drawn += completion.ids
+                    messages.append(completion.message)
+                    if not completion.message.tool_calls:
+                        right = completion.message.content == answer
+                        done.lines.append(f"answer   {completion.message.content}" + ("" if right else f"   (right would be: {answer})"))
+                        break
+                    for call in completion.message.tool_calls:
+                        result = run(desk, call)
+                        given = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
+                        done.lines.append(f"  call   {call.name}({given})  ->  {result}")
+                        messages.append(Message("tool", result, tool_call_id=call.id, name=call.name))
+        done.drawn = tuple(drawn)
+        return done
+
+
+def live() -> Live:
+    """The task that ships with the package."""
+    raw = json.loads(files("agentcache").joinpath("demo_data", "town.json").read_text("utf-8"))
+    tools = tuple(described(getattr(Desk, name)) for name in raw["tools"])
+    questions, answers = (tuple(map(tuple, raw[name])) for name in ("questions", "answers"))
+    return Live(raw["system"], questions, answers, tools)
+
+
+def made(spec: Mapping[str, Any]) -> Live | Recorded:
+    """The task that `spec` describes."""
+    if spec["kind"] == "live":
+        return live()
+    from dataclasses import replace
+
+    episode = replace(load_episode(), steps=tuple((text, tuple(results)) for text, results in spec["steps"]))
+    return Recorded(spec["layers"], spec["hidden"], episode)
+
+
+def described(method: Callable[..., str]) -> Tool:
+    """A method as a tool: its docstring and the types of its parameters."""
+    parameters = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
+    properties = {one.name: {"type": TYPES[str(one.annotation)]} for one in parameters}
+    schema = {"type": "object", "properties": properties, "required": [one.name for one in parameters]}
+    return Tool(method.__name__, inspect.getdoc(method) or "", schema)
+
+
+def run(desk: Desk, call: ToolCall) -> str:
+    """What a call gives. A model may call anything with anything: what is wrong is said to it."""
+    known = {name for name, _ in inspect.getmembers(Desk, inspect.isfunction) if not name.startswith("_")}
+    if call.name not in known:
+        return json.dumps({"error": "no such tool"})
+    try:
+        return str(getattr(desk, call.name)(**call.arguments))
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        return json.dumps({"error": str(error)[:200]})

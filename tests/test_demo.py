@@ -1,0 +1,156 @@
+"""The demo: real tools that take anything, and modes that differ in nothing but time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agentcache import demo, demo_tasks, embedded
+from agentcache.demo_tasks import Live, Recorded
+from agentcache.demo_tools import Desk, arithmetic
+from agentcache.episode import load_episode
+from agentcache.types import ToolCall
+
+weights = pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
+
+# -- the tools ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("1 + 2 * 3", 7), ("(1 + 2) * 3", 9), ("-4 / 8", -0.5), ("74 - 31", 43), ("2.5*4", 10), (" 1+1 ", 2), ("+-3", -3)],
+)
+def test_arithmetic(expression: str, value: float) -> None:
+    assert arithmetic(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "", "1 +", "a + 1", "9 ** 9", "1 if 1 else 2", "__import__('os')", "print(1)", "[1]", "'a' * 9", "True + 1", "1 // 2", "1j",
+        "(" * 150, "1 +" * 300 + "1", "x := 1", "1; 2", "1 < 2",
+    ],
+)  # fmt: skip
+def test_what_is_no_arithmetic_is_refused(expression: str) -> None:
+    with pytest.raises(ValueError, match="expression|neither"):
+        arithmetic(expression)
+
+
+@given(st.text(max_size=40))
+def test_no_text_does_anything_but_arithmetic(text: str) -> None:
+    with contextlib.suppress(ValueError, ArithmeticError):
+        assert isinstance(arithmetic(text), float)
+
+
+def test_the_desk_does_what_its_tools_say() -> None:
+    desk = Desk()
+    assert "Hana Brellin" in desk.search("the Clara Museum")
+    assert desk.search("zebra") == desk.search("") == "nothing found"
+    assert desk.calculator("74 - 31") == "43"
+    assert desk.create_note("buy stamps") == '{"status": "done"}'
+    assert desk.list_notes() == '{"count": 1}'
+    assert "not found" in desk.delete_note("buy bread")
+    assert desk.delete_note("buy stamps") == '{"status": "done"}'
+    assert '"code": "T41"' in desk.book_ticket("Lisbon", "2026-12-01")
+    assert desk.cancel_ticket("T41") == '{"status": "done"}'
+    assert "not found" in desk.cancel_ticket("T41")
+    assert desk.get_calendar("2026-12-01") == '{"day": "Tuesday"}'
+    assert "invalid" in desk.get_calendar("tomorrow")
+    assert desk.convert_length(100) == '{"feet": 328.1}'
+    assert desk.count_words("the tide is high") == '{"count": 4}'
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("search", {}), ("search", {"q": "x"}), ("search", {"query": 3}), ("calculator", {"expression": "1 / 0"}), ("_words", {}),
+        ("__init__", {}), ("texts", {}), ("no_such", {}), ("convert_length", {"metres": "far"}), ("get_calendar", {"date": None}),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_is_answered_and_breaks_nothing(name: str, arguments: dict[str, Any]) -> None:
+    assert "error" in demo_tasks.run(Desk(), ToolCall(name, arguments, "1"))
+
+
+def test_tools_are_described_by_their_methods() -> None:
+    tool = demo_tasks.described(Desk.book_ticket)
+    assert (tool.name, tool.description) == ("book_ticket", "Book a ticket.")
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {"place": {"type": "string"}, "date": {"type": "string"}},
+        "required": ["place", "date"],
+    }
+    task = demo_tasks.live()
+    assert {one.name for one in task.tools} <= set(vars(Desk))
+    assert demo_tasks.made(task.spec()) == task
+
+
+# -- the modes ---------------------------------------------------------------------------------------------------------
+
+
+def test_episode_is_whole() -> None:
+    episode = load_episode()
+    assert len(episode.tools) == 20
+    assert len(episode.steps) >= 6
+    for text, results in episode.steps:
+        assert text.count("<tool_call>") == text.count("</tool_call>") == len(results)
+    assert not episode.steps[-1][1]
+
+
+def check(report: dict[str, Any], said: str) -> None:
+    """What every demo shows."""
+    off, warm = report["modes"]["off"]["steps"], report["modes"]["warm"]["steps"]
+    assert all(step["cached_tokens"] == 0 for step in off)
+    assert warm[0]["cached_tokens"] == report["modes"]["warm"]["warm_tokens"] > 0
+    second = report["modes"]["second"]
+    assert second["disk_tokens"] == report["modes"]["warm"]["warm_tokens"], "it came from disk"
+    assert [s["computed_tokens"] for s in second["steps"]] == [s["computed_tokens"] for s in warm]
+    assert "ratio" in said
+
+
+def test_the_recorded_task_on_a_small_model() -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    episode = load_episode()
+    task = Recorded(1, 128, replace(episode, steps=(*episode.steps[:2], episode.steps[-1])))
+    report = demo.run(console, task)
+    said = console.export_text()
+    check(report, said)
+    cold, warm = (report["modes"][mode]["steps"] for mode in ("cold", "warm"))
+    assert cold[0]["cached_tokens"] == 0
+    assert warm[0]["cached_tokens"] > 2000
+    for before, step in zip(cold, cold[1:], strict=False):  # a step pays for what is new behind the last one, and nothing else
+        assert step["cached_tokens"] >= before["prompt_tokens"]
+        new = step["prompt_tokens"] - before["prompt_tokens"] - before["completion_tokens"]
+        assert step["computed_tokens"] <= new + 2
+    assert "drew the same 16 tokens" in " ".join(said.split())
+
+
+@weights
+def test_the_embedded_model_answers_with_real_tools() -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    report = demo.run(console)
+    said = console.export_text()
+    check(report, said)
+    task = demo_tasks.live()
+    assert all(any(f"user     {turn}" == line for line in report["said"]) for turns in task.questions for turn in turns)
+    told = [line.removeprefix("answer   ") for line in report["said"] if line.startswith("answer")]
+    assert told == [answer for answers in task.answers for answer in answers]
+
+
+def test_another_answer_is_noticed() -> None:
+    replays = {mode: demo.Replay(mode, drawn=(1, 2)) for mode in demo.MODES}
+    replays["warm"].drawn = (1, 3)
+    with pytest.raises(AssertionError, match="warm draws"):
+        demo._check(replays)
+
+
+def test_a_task_is_the_same_in_another_process() -> None:
+    task = Recorded(2, 64)
+    assert demo_tasks.made(task.spec()) == task
+    assert isinstance(demo_tasks.made({"kind": "live"}), Live)
