@@ -221,7 +221,9 @@ def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pass its tokenizer too"):
         load(models.build("llama"))
     with pytest.raises(ConfigError, match="load the model that way yourself"):
-        load(models.build("llama"), object(), bits=4)
+        load(models.build("llama"), models.toy_tokenizer(), bits=4)
+    with pytest.raises(ConfigError, match=r"tokenizer=<object object .* must be the model's tokenizer"):
+        load(models.build("llama"), object())
     for other in (object(), torch.nn.Linear(2, 2), "a name", models.build("llama").model):
         with pytest.raises(ModelError, match="is not a causal language model"):
             HFModel(other)
