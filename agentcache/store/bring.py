@@ -138,7 +138,8 @@ class Bring:
 
     def _repeats(self) -> list[Repeat]:
         self._signed.refresh(self._said)
-        here = self._store.repeats(self._scope, self._ids, self._since, self._least, ("exact", self._precision))
+        kept = tuple(dict.fromkeys(("exact", self._precision)))  # each once
+        here = self._store.repeats(self._scope, self._ids, self._since, self._least, kept)
         covered = [(run.start, run.stop) for run in here]
         found = []
         for window in self._windows:

@@ -233,6 +233,7 @@ def _in_words(error: ValidationError) -> str:
 
 
 def warn_once(name: str, value: Any) -> None:
+    """Say that a setting nobody knows is ignored, the first time it is given."""
     if name not in _warned and value is not None:
         _warned.add(name)
         warnings.warn(f"ChatAgentCache ignores {name}={value!r:.100}: it has no such setting (said once)", stacklevel=3)
