@@ -86,6 +86,7 @@ def test_tools_are_described_by_their_methods() -> None:
         "properties": {"place": {"type": "string"}, "date": {"type": "string"}},
         "required": ["place", "date"],
     }
+    assert demo_tasks.described(Desk.convert_length).parameters["properties"] == {"metres": {"type": "number"}}
     task = demo_tasks.live()
     assert {one.name for one in task.tools} <= set(vars(Desk))
     assert demo_tasks.made(task.spec()) == task
