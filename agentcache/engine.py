@@ -62,8 +62,9 @@ class Engine:
     model: Hugging Face id, folder, or a loaded model (then with its tokenizer). memory_bytes: budget for kept pages, by default a quarter
     of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact", "lossy" to accept what is stored with
     fewer bits, "approximate" to accept repeated text from other positions too, or "off" to keep nothing. calibration: what `agentcache
-    calibrate` wrote for this model, where it is not in the store's folder. store: folder or options of the store on disk, None to keep
-    nothing there. layout: what becomes of text that is declared volatile.
+    calibrate` wrote, where it is not in the store's folder. store: folder or options of the store on disk, None to keep nothing there.
+    layout: what becomes of text that is declared volatile. strict: calls of requests without a constraint are held to the tools'
+    schemas; by default if the model's generation config has `strict_calls`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Engine:
         store: StoreOptions | str | os.PathLike[str] | None = DEFAULT,
         layout: LayoutOptions | LayoutMode = "enforce",
         redact: bool = False,
+        strict: bool | None = None,
     ) -> None:
         if chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be at least 1")
@@ -107,12 +109,10 @@ class Engine:
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
         self._misses = Misses()
         self._closed = False
-        ends = self.model.stop_ids
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
         self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model, self.fingerprint)
-        own = getattr(self.tokenizer, "eos_token_id", None)
-        self._stop_ids = ends | {own} if own is not None else ends
-        self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render)
+        self._stop_ids = self.model.stop_ids | ({getattr(self.tokenizer, "eos_token_id", None)} - {None})
+        self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
 
     # -- asking ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from .errors import AgentCacheError
 from .inflight import Request
 from .model.call_stream import CallStream, Delta
 from .model.grammar import Grammars
@@ -34,12 +35,20 @@ def expect(
     listed = list(tools)
     request.tools = frozenset(map(tool_name, listed))
     request.opened = layout.text.rstrip().endswith(THINK)
+    if constraint is None and grammars.strict and listed and not request.forced:
+        try:
+            constraint = Constraint()
+            guide = grammars.guide(constraint, listed, layout.text)
+        except AgentCacheError as error:  # nobody asked for it: the request goes on without
+            constraint = None
+            request.receipt.notes.append(f"calls are not held to their schemas: {error}")
+    elif constraint is not None:
+        guide = grammars.guide(constraint, listed, layout.text)
     if constraint is None:
         request.reading = _reading(request, layout, listed, grammars, held=False)
         return
     if constraint.tool_choice == "none" or (constraint.structured and not listed):
         request.tools = None
-    guide = grammars.guide(constraint, listed, layout.text)
     if request.tools is not None:  # what is only text has no calls to find in it
         request.reading = _reading(request, layout, listed, grammars, held=not request.forced)
     if request.forced:

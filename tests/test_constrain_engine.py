@@ -251,3 +251,26 @@ def test_models_that_cannot_be_paged_are_held_to_it_as_well() -> None:
         done = running.generate(ASKED, TOOLS, sampling=hot(0), constraint=Constraint("ping"))
         assert done.receipt.path == "stock"
         assert [call.name for call in done.message.tool_calls] == ["ping"]
+
+
+def test_strict_engines_hold_calls_where_nobody_asks() -> None:
+    """As a model's generation config recommends, or as the engine's owner says; a request's own constraint goes before it."""
+    tokenizer = models.toy_tokenizer()
+    tokenizer.add_tokens(["<tool_call>"])
+    model = models.build("qwen3", vocab_size=models.VOCAB + 1)
+    with Engine(model, tokenizer, memory_bytes=64 * MB) as running:
+        free = [running.generate(ASKED, TOOLS, sampling=hot(seed, 60)).text for seed in range(3)]
+        held = [running.generate(ASKED, TOOLS, sampling=hot(seed, 60), constraint=Constraint()).text for seed in range(3)]
+        assert free != held
+    model.generation_config.strict_calls = True
+    with Engine(model, tokenizer, memory_bytes=64 * MB) as running:
+        assert [running.generate(ASKED, TOOLS, sampling=hot(seed, 60)).text for seed in range(3)] == held
+        assert running.generate(ASKED, TOOLS, sampling=hot(5), constraint=Constraint("ping")).message.tool_calls[0].name == "ping"
+        assert running.generate(ASKED, sampling=hot(0, 60)).finish_reason == "length"  # without tools there is nothing to hold
+        forced = running.generate(ASKED, TOOLS, sampling=Sampling(forced="<tool_call>anything"))
+        assert forced.text.startswith("<tool_call>anything")
+        odd = Tool("odd", "A schema that nothing fits.", {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]})
+        done = running.generate(ASKED, [*TOOLS, odd], sampling=hot(0, 20))
+        assert any("not held" in note for note in done.receipt.notes)
+    with Engine(model, tokenizer, memory_bytes=64 * MB, strict=False) as running:
+        assert [running.generate(ASKED, TOOLS, sampling=hot(seed, 60)).text for seed in range(3)] == free

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentcache.bench.quality_world.catalogs import FORBIDDEN, NO_TOOL
-from agentcache.bench.quality_world.dialogues import END, Bundle, Dialogue, bundle, hermes, messages
+from agentcache.bench.quality_world.dialogues import END, SILENT, Bundle, Dialogue, bundle, hermes, messages, spoken
 from agentcache.bench.quality_world.tools import Tool
 from agentcache.bench.quality_world.words import MODIFIERS
 from agentcache.bench.quality_world.world import SPLITS, sources, split_of
@@ -91,8 +91,9 @@ def test_every_completion_parses_back() -> None:
             turns = [turn for turn in dialogue.turns if turn.role == "assistant"]
             for text, turn in zip(said, turns):
                 message = parse(text.removesuffix(END))
+                assert message.content == spoken(turn, one.thinks)
                 if turn.tool is None:
-                    assert (message.content, message.tool_calls) == (turn.text, ())
+                    assert not message.tool_calls
                 else:
                     calls += 1
                     assert [(call.name, dict(call.arguments)) for call in message.tool_calls] == [(turn.tool.name, dict(turn.args))]
@@ -321,3 +322,39 @@ def test_a_short_dialogue_ends_with_the_name_of_its_last_tool(tokenizer: Any) ->
         assert tokenizer.decode(cut.ids[last[number].rows]).endswith(turns[-1].tool.name)
     assert [c.kind for c in cut.completions if c.dialogue not in calls] == [c.kind for c in whole.completions if c.dialogue not in calls]
     assert len(cut.ids) < len(whole.ids)
+
+
+def test_thoughts_stand_before_calls_and_refusals_unless_the_system_prompt_forbids_them() -> None:
+    silent = 0
+    for one in made():
+        assert one.thinks != any(rule in one.system for rule in SILENT)
+        silent += not one.thinks
+        for turn in (turn for dialogue in one.dialogues for turn in dialogue.turns if turn.role == "assistant"):
+            said = spoken(turn, one.thinks)
+            if turn.tool is not None:
+                assert said == (turn.thought if one.thinks else "")
+                assert turn.thought
+            else:
+                assert said.endswith(turn.text)
+    assert silent
+
+
+def test_reasons_name_what_decides() -> None:
+    """A rule's or a reference's thought holds the words that a reader would need: the tool, the service, the value."""
+    seen: set[str] = set()
+    for number in range(120):
+        one = bundle(f"reasons {number}", "hermes", 3 + number % 15, 8)
+        for dialogue in one.dialogues:
+            first = next((turn for turn in dialogue.turns if turn.tool is not None), None)
+            if first is None or not one.thinks or sum(turn.role == "user" for turn in dialogue.turns) > 1:
+                continue
+            if dialogue.kind in ("like", "above", "deprecated", "listed"):
+                last = [turn for turn in dialogue.turns if turn.tool is not None][-1]
+                assert last.tool.name in last.thought
+            elif dialogue.kind in ("default", "profile"):
+                given = [str(value) for turn in dialogue.turns if turn.tool for value in turn.args.values()]
+                assert any(value in turn.thought for turn in dialogue.turns if turn.tool for value in given)
+            elif dialogue.kind == "service":
+                assert "Use " in [turn.thought for turn in dialogue.turns if turn.tool is not None][-1]
+            seen.add(dialogue.kind)
+    assert {"like", "above", "deprecated", "listed", "default", "profile", "service"} <= seen

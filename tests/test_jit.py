@@ -27,20 +27,20 @@ def test_any_few_rows_equal_the_same_rows_of_a_large_product(
 ) -> None:
     threads(count)
     torch.manual_seed(ins)
-    block = numerics._chain_block(ins, count)
+    block = numerics.chain_block(ins, count)
     assert block is not None
     for outs in (64, 256, 1024):
         weight, x = torch.randn(outs, ins).to(dtype), torch.randn(128, ins).to(dtype)
         expected = large(x, weight)
         for rows in (*range(1, 10), 15, 16, 17, 31, 32):
             start = 128 - 3 * rows
-            assert torch.equal(jit.product(x[start : start + rows].float(), weight, block), expected[start : start + rows])
+            assert torch.equal(jit.product(x[start : start + rows].float(), [weight], block), expected[start : start + rows])
 
 
 def test_a_wrong_order_is_noticed() -> None:
     """What the probe relies on: another block size gives other bits."""
     x, weight = torch.randn(4, 2048), torch.randn(64, 2048).bfloat16()
-    assert not torch.equal(jit.product(x, weight, 512), jit.product(x, weight, 1024))
+    assert not torch.equal(jit.product(x, [weight], 512), jit.product(x, [weight], 1024))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -69,9 +69,9 @@ def test_large_and_special_values() -> None:
     """Infinity and NaN come out where they belong, and nowhere else."""
     weight, x = torch.randn(64, 512).bfloat16(), torch.randn(3, 512).bfloat16()
     weight[7, 3], weight[9, 4] = float("inf"), float("nan")
-    block = numerics._chain_block(512, torch.get_num_threads())
+    block = numerics.chain_block(512, torch.get_num_threads())
     assert block
-    out, expected = jit.product(x.float(), weight, block), large(x, weight)
+    out, expected = jit.product(x.float(), [weight], block), large(x, weight)
     assert torch.equal(out.nan_to_num(1.5, 2.5, 3.5), expected.nan_to_num(1.5, 2.5, 3.5))
     assert out[:, 9].isnan().all()
     assert out[:, :7].isfinite().all()
@@ -82,9 +82,9 @@ def test_many_threads_at_once() -> None:
 
     torch.manual_seed(1)
     weight, x = torch.randn(256, 512).bfloat16(), torch.randn(8, 512)
-    expected = jit.product(x, weight, 512)
+    expected = jit.product(x, [weight], 512)
     with ThreadPoolExecutor(4) as pool:
-        for out in pool.map(lambda _: jit.product(x, weight, 512), range(40)):
+        for out in pool.map(lambda _: jit.product(x, [weight], 512), range(40)):
             assert torch.equal(out, expected)
 
 

@@ -93,26 +93,28 @@ def _block(batch: Batch, kind: str, page: Page, layer: int, heads: slice) -> tor
     return wide
 
 
-def _few(batch: Batch, q: torch.Tensor, page: Page, layer: int) -> tuple[int, int] | None:
-    """How compiled products of few rows accumulate here, if they can take these."""
+def _few(batch: Batch, rows: int, page: Page, layer: int) -> tuple[int, int] | None:
+    """How compiled products of so few rows accumulate here, if they can take them. They compute each row by itself: none is padded."""
     keys, values = page.layer_keys[layer], page.layer_values[layer]
-    if not batch.numerics.widen or not (jit_attention.takes(q.shape[1], keys) and jit_attention.takes(q.shape[1], values)):
+    if not batch.numerics.widen or not (jit_attention.takes(rows, keys) and jit_attention.takes(rows, values)):
         return None
-    return attention_order(q.shape[2], torch.get_num_threads())
+    return attention_order(values.shape[-1], torch.get_num_threads())
 
 
 def _tile(
     batch: Batch, q: torch.Tensor, pages: list[Page], layer: int, heads: slice, span: tuple[int, int, int], scale: float, window: int
 ) -> torch.Tensor:
-    """One tile: q [heads, rows, head_dim] of positions span = (first, count, group) -> fp32 [heads, rows, head_dim]."""
+    """One tile: q [heads, rows, head_dim] of positions span = (first, count, group) -> fp32 [heads, rows or more, head_dim]."""
     first, count, group = span
     widen = batch.numerics.widen
+    order = _few(batch, q.shape[1], pages[0], layer)
+    if short := 0 if order else -q.shape[1] % batch.numerics.query_rows:
+        q = torch.nn.functional.pad(q, (0, 0, 0, short))
     low = max(0, first - window + 1) // PAGE_TOKENS if window else 0
     blocks = range(low, (first + count - 1) // PAGE_TOKENS + 1)
     shape = (len(blocks), q.shape[0], q.shape[1], PAGE_TOKENS)
     scores = scratch("scores", shape[0] * shape[1] * shape[2] * PAGE_TOKENS).view(shape)
     real = count * group  # rows behind it are padding
-    order = _few(batch, q, pages[blocks[0]], layer)
     if order:
         jit_attention.scores(q[None], [pages[block].layer_keys[layer][heads] for block in blocks], scores, order[0])
     for i, block in enumerate(blocks if not order else ()):
@@ -127,7 +129,7 @@ def _tile(
         hidden = _mask(batch, first, count, group, block, window)
         if hidden is not None:
             scores[i, :, :real].masked_fill_(hidden, float("-inf"))
-    scores.sub_(scores.amax((0, 3), keepdim=True)).exp_()
+    _exponentiate(scores, scores.amax((0, 3), keepdim=True))
     sums = scores.sum(-1)
     total = sums[0]
     for i in range(1, len(blocks)):
@@ -145,6 +147,16 @@ def _tile(
     return out.div_(total[..., None])
 
 
+def _exponentiate(scores: torch.Tensor, most: torch.Tensor) -> None:
+    """scores = exp(scores - most), in place; what would be below 2⁻¹²⁵, beside a largest one of 1, is 0.
+
+    The library's exponential takes a slow path where its result is subnormal or 0, and hidden keys and sharp heads are full of those:
+    up to 25 times slower. So none is asked for. Not a number stays that.
+    """
+    torch.threshold_(scores.sub_(most), -87.0, -87.0).exp_()
+    torch.threshold_(scores, 2.0**-125, 0.0)
+
+
 def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> set[int]:
     """The attention of decoding parts, those with equally many pages at once, into their rows of out; returns the offsets of what it did.
 
@@ -153,31 +165,29 @@ def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float,
     spec = batch.parts[0].sequence.spec
     kv_heads, dim = spec.kv_heads, query.shape[-1]
     group = query.shape[1] // kv_heads
-    short = -group % batch.numerics.query_rows
     alike: dict[int, list[Part]] = {}
     for part in batch.parts:
         if part.count == 1:
             alike.setdefault(part.start // PAGE_TOKENS + 1, []).append(part)
     done: set[int] = set()
     for blocks, parts in alike.items():
-        order = _few(batch, query.new_empty(0, group + short, dim), parts[0].sequence.pages[0], layer) if len(parts) > 1 else None
-        if order is None or blocks * len(parts) * kv_heads * (group + short) * PAGE_TOKENS > SCORE_ELEMENTS:
+        order = _few(batch, group, parts[0].sequence.pages[0], layer) if len(parts) > 1 else None
+        if order is None or blocks * len(parts) * kv_heads * group * PAGE_TOKENS > SCORE_ELEMENTS:
             continue
         rows = torch.tensor([part.offset for part in parts])
         q = query[rows].view(len(parts), kv_heads, group, dim).float() * scale
-        q = torch.nn.functional.pad(q, (0, 0, 0, short)) if short else q
         pages = [page for part in parts for page in part.sequence.pages[:blocks]]
-        flat = scratch("scores", blocks * len(parts) * kv_heads * (group + short) * PAGE_TOKENS)
-        scores = flat.view(len(parts), blocks, kv_heads, group + short, PAGE_TOKENS)
+        flat = scratch("scores", blocks * len(parts) * kv_heads * group * PAGE_TOKENS)
+        scores = flat.view(len(parts), blocks, kv_heads, group, PAGE_TOKENS)
         jit_attention.scores(q, [page.layer_keys[layer] for page in pages], scores.flatten(0, 1), order[0])
         scores[:, -1].masked_fill_(_behind(batch, blocks, parts), float("-inf"))
-        scores.sub_(scores.amax((1, 4), keepdim=True)).exp_()
+        _exponentiate(scores, scores.amax((1, 4), keepdim=True))
         sums = scores.sum(-1)
         total = sums[:, 0]
         for i in range(1, blocks):
             total = total + sums[:, i]
         mixed = jit_attention.mix(scores.flatten(0, 1), [page.layer_values[layer] for page in pages], len(parts), order[1])
-        mixed = mixed.div_(total[..., None])[:, :, :group]
+        mixed = mixed.div_(total[..., None])
         out[rows] = mixed.reshape(len(parts), kv_heads * group, dim).to(out.dtype)
         done.update(part.offset for part in parts)
     return done
@@ -203,7 +213,11 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, scale: flo
     kv_heads = part.sequence.spec.kv_heads
     group = heads // kv_heads
     blocks = (part.start + count - 1) // PAGE_TOKENS + 1
-    pad = batch.numerics.query_rows
+    if count == 1 and blocks * PAGE_TOKENS * heads <= SCORE_ELEMENTS:  # a decoding step: the same without the loops
+        q = query.view(kv_heads, group, dim)
+        q = q.float() * scale if batch.numerics.widen else q
+        done = _tile(batch, q, part.sequence.pages, layer, slice(0, kv_heads), (part.start, 1, group), scale, window)
+        return done[:, :group].reshape(1, heads, dim).to(query.dtype)
     most = max(1, SCORE_ELEMENTS // (blocks * PAGE_TOKENS))  # rows x heads of a tile
     step = max(1, min(count, most // group))
     together = max(1, min(kv_heads, most // (step * group)))
@@ -216,8 +230,6 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, scale: flo
         for head in range(0, kv_heads, together):
             chosen = slice(head, min(kv_heads, head + together))
             q = rows[chosen, at : at + n].reshape(-1, n * group, dim)
-            if short := -q.shape[1] % pad:
-                q = torch.cat([q, q.new_zeros(q.shape[0], short, dim)], 1)
             done = _tile(batch, q, part.sequence.pages, layer, chosen, (part.start + at, n, group), scale, window)
             target[chosen, at : at + n] = done[:, : n * group].view(-1, n, group, dim).to(query.dtype)
     return out

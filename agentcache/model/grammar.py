@@ -54,10 +54,12 @@ class Guide:
 class Grammars:
     """Guides for the requests of one engine. Safe to use from many threads.
 
-    render: the engine's renderer, asked once how this chat template shows a call.
+    render: the engine's renderer, asked once how this chat template shows a call. strict: requests with tools are held to the schemas
+    where they ask for nothing else.
     """
 
-    def __init__(self, tokenizer: Any, vocab: int, stop_ids: frozenset[int], render: Callable[..., Layout]) -> None:
+    def __init__(self, tokenizer: Any, vocab: int, stop_ids: frozenset[int], render: Callable[..., Layout], strict: bool = False) -> None:
+        self.strict = strict
         self.tokenizer = tokenizer
         self._vocab = vocab
         self._stop_ids = sorted(token for token in stop_ids if 0 <= token < vocab)

@@ -25,7 +25,7 @@ from . import steps
 from .attention import Batch, Part
 from .family import Support, examine, support
 from .loading import load, one_device, unwrap
-from .numerics import SINGLE_ROW_OUTS, Numerics, RowPureLinear, linear, probe
+from .numerics import SINGLE_ROW_OUTS, Numerics, RowPureLinear, by_itself, linear, probe
 from .rope import Rotary
 
 __all__ = ["ATTENTION", "HFModel", "load"]
@@ -119,6 +119,10 @@ class HFModel:
             ends = getattr(self.config, "eos_token_id", None)
         return frozenset([ends] if isinstance(ends, int) else ends or [])
 
+    def strict_calls(self, wanted: bool | None) -> bool:
+        """Whether calls are held to their tools' schemas: as wanted, or as the generation config says (an own key, for small models)."""
+        return bool(getattr(self.model.generation_config, "strict_calls", False)) if wanted is None else wanted
+
     def keep_boundaries(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers with pages computed from now on, if layers are stepped."""
         if self.spec is not None and self.spec.boundaries != layers and self.stepped:
@@ -206,9 +210,11 @@ class HFModel:
             raise RuntimeError(f"{_running.layers} of the model's layers called our attention: its attention was exchanged while it ran")
         return logits
 
-    def _padded(self, wanted: Seq[int]) -> torch.Tensor:
+    def _padded(self, wanted: Seq[int], weight: torch.Tensor | None = None) -> torch.Tensor:
+        """The rows whose logits are asked for, padded unless the head (of this weight) computes each by itself."""
         assert self.numerics is not None
-        alone = self.numerics.kernel == "upcast" and self.vocab >= SINGLE_ROW_OUTS
+        kernel = self.numerics.kernel
+        alone = (kernel == "upcast" and self.vocab >= SINGLE_ROW_OUTS) if weight is None else by_itself(kernel, weight, len(wanted))
         short = 0 if alone else -len(wanted) % self.numerics.rows
         return torch.tensor([*wanted, *[wanted[-1]] * short], device=self.device)
 
@@ -217,7 +223,7 @@ class HFModel:
         if not wanted:
             return hidden.new_empty(0, self.vocab, dtype=torch.float32)
         head = self.model.get_output_embeddings()
-        logits = linear(self.numerics.kernel, hidden[self._padded(wanted)], head.weight, head.bias)
+        logits = linear(self.numerics.kernel, hidden[self._padded(wanted, head.weight)], head.weight, head.bias)
         return logits[: len(wanted)].float()
 
     def _generic(self, ids: torch.Tensor, positions: torch.Tensor, batch: Batch, wanted: Seq[int]) -> torch.Tensor:

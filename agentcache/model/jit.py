@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 ROWS = (1, 2, 4, 8)  # rows of one pass over a tile's weights: more need more registers than there are
 PASS = ROWS[-1]
 MOST_ROWS = 32  # above it, converting the weights first is as fast
+ALONE = 1 << 20  # multiplications of a product that is done sooner than a second thread has woken up
 _FIELDS = 9  # of the argument block, 64 bits each: weight, x, out, outs, ins, block, tiles, thread count, passes
 BINARY = {torch.bfloat16: "bfloat", torch.float16: "half"}
 
@@ -237,6 +238,10 @@ class _Kernels:
             self._compiled[name] = engine.get_function_address("share")
         return self._compiled[name]
 
+    def product(self, rows: int, element: str) -> int:
+        """The address of the product of so many rows (of `ROWS`) with weights of this type."""
+        return self.compiled(f"{rows} {element}", functools.partial(_source, self.lanes, rows, element))
+
     def team(self, share: int, args: Any, threads: int) -> None:
         """Run it on so many threads; each finds its own part."""
         self._team(share, ctypes.addressof(args), threads, 0)
@@ -257,6 +262,7 @@ def kernels() -> _Kernels | None:
     team.argtypes, team.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
+    binding.add_symbol("GOMP_parallel", ctypes.cast(team, ctypes.c_void_p).value)
     binding.add_symbol("omp_get_thread_num", ctypes.cast(runtime.omp_get_thread_num, ctypes.c_void_p).value)
     has = binding.get_host_cpu_features()
     if not (has.get("fma") and has.get("f16c")):
@@ -276,24 +282,27 @@ def takes(weight: torch.Tensor, rows: int) -> bool:
     )
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, block: int) -> torch.Tensor:
-    """x [rows, ins] fp32 times weight [outs, ins] transposed -> [rows, outs] fp32, accumulated in blocks of `block` inputs.
+def product(x: torch.Tensor, weights: Sequence[torch.Tensor], block: int) -> torch.Tensor:
+    """x [rows, ins] fp32 times each weight [outs, ins] transposed, side by side -> [rows, all outs] fp32.
 
-    Only what `takes` this weight; block is a multiple of 32.
+    Accumulated in blocks of `block` inputs. Only weights that `takes` accepts; block is a multiple of 32.
     """
     found = kernels()
     assert found is not None and block % (2 * found.lanes) == 0
-    outs, ins = weight.shape
-    rows, threads, element = x.shape[0], torch.get_num_threads(), BINARY[weight.dtype]
+    (rows, ins), element = x.shape, BINARY[weights[0].dtype]
     count = next(n for n in ROWS if n >= min(rows, PASS))
     passes = -(-rows // count)
     if short := passes * count - rows:
         x = torch.cat((x, x.new_zeros(short, ins)))
     x = x.view(passes, count, ins).transpose(1, 2).contiguous()  # as it is read: whole rows would lie on each other in the cache
-    out = torch.empty(passes * count, outs)
-    share = found.compiled(f"{count} {element}", functools.partial(_source, found.lanes, count, element))
-    args = (ctypes.c_int64 * _FIELDS)(
-        weight.data_ptr(), x.data_ptr(), out.data_ptr(), outs, ins, block, outs // found.lanes, threads, passes
-    )
-    found.team(share, args, threads)
+    outs = [weight.shape[0] for weight in weights]
+    total = sum(outs)
+    out = torch.empty(passes * count, total)
+    share = found.product(count, element)
+    at = out.data_ptr()
+    for weight, some in zip(weights, outs):
+        threads = torch.get_num_threads() if passes * count * some * ins > ALONE else 1
+        args = (ctypes.c_int64 * _FIELDS)(weight.data_ptr(), x.data_ptr(), at, total, ins, block, some // found.lanes, threads, passes)
+        found.team(share, args, threads)
+        at += 4 * some
     return out[:rows]

@@ -18,7 +18,7 @@ from string import Template
 import torch
 
 from ..kv import PAGE_TOKENS
-from .jit import BINARY, MOST_ROWS, PASS, ROWS, kernels, splat
+from .jit import ALONE, BINARY, MOST_ROWS, PASS, ROWS, kernels, splat
 
 WIDE = 16  # vectors accumulated at once
 AHEAD = 16  # stored rows between the one that is used and the one that is asked for
@@ -228,7 +228,7 @@ def _run(kind: str, stored: list[torch.Tensor], sequences: int, x: torch.Tensor,
     heads, rows = stored[0].shape[0], x.shape[-2]
     pages = (ctypes.c_int64 * (len(stored) + 1))(len(stored) // sequences, *(tensor.data_ptr() for tensor in stored))
     columns = PAGE_TOKENS if kind == "scores" else inner
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if len(stored) * heads * rows * inner * PAGE_TOKENS > ALONE else 1
     at = 0
     while at < rows:
         count = max(n for n in ROWS if n <= rows - at)

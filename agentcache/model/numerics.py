@@ -16,6 +16,7 @@ import functools
 import platform
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from ..kv import PAGE_TOKENS
 from . import jit, jit_attention
 
 Kernel = Literal["onednn", "upcast", "aten"]
+Projection = tuple[torch.Tensor, "torch.Tensor | None"]  # weight [out, in] and bias [out]
 SINGLE_ROW_OUTS = 16384  # upcast weights with more outputs (a vocabulary) see few rows: each runs alone, in the weight's own type
 UPCAST_BLOCK = 1024  # rows of a weight converted at a time: fits the second-level cache, and large enough to amortise a call
 _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
@@ -108,12 +110,21 @@ def scratch(name: str, elements: int, dtype: torch.dtype = torch.float32) -> tor
     return held[:elements]
 
 
-def _upcast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _upcast_linears(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
+    """Each product by itself has the same bits: only the work on x is shared."""
+    (rows, ins), wide_x = x.shape, x.float()
+    outs = [weight.shape[0] for weight, _ in projections]
+    if all(jit.takes(weight, rows) for weight, _ in projections) and (order := chain_block(ins, torch.get_num_threads())):
+        wide = jit.product(wide_x, [weight for weight, _ in projections], order)
+        for part, (_, bias) in zip(wide.split(outs, 1), projections):
+            if bias is not None:
+                part.add_(bias.float())
+        return list(wide.to(x.dtype).split(outs, 1))
+    return [_upcast_linear(x, wide_x, *projection) for projection in projections]
+
+
+def _upcast_linear(x: torch.Tensor, wide_x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     outs, ins = weight.shape
-    wide_x = x.float()
-    if jit.takes(weight, x.shape[0]) and (order := _chain_block(ins, torch.get_num_threads())):
-        wide = jit.product(wide_x, weight, order)
-        return (wide if bias is None else wide.add_(bias.float())).to(x.dtype)
     out = torch.empty(x.shape[0], outs, dtype=x.dtype)
     for start in range(0, outs, UPCAST_BLOCK):
         stop = min(outs, start + UPCAST_BLOCK)
@@ -125,7 +136,7 @@ def _upcast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 @functools.cache
-def _chain_block(ins: int, threads: int) -> int | None:
+def chain_block(ins: int, threads: int) -> int | None:
     """After how many inputs the fp32 product adds up what it has, if it is otherwise a plain chain of fused multiply-adds.
 
     Found by trying the sizes that such kernels use; None if none gives its bits, and then few rows run as many do.
@@ -137,7 +148,7 @@ def _chain_block(ins: int, threads: int) -> int | None:
     if not torch.equal(few, expected[:, :64]):
         return None
     likely = sorted(_BLOCKS, key=lambda block: abs(block - ins / 2.5))  # both sides of the usual rule: halves, or the cache's share
-    return next((block for block in likely if torch.equal(jit.product(x.float(), weight, block), expected)), None)
+    return next((block for block in likely if torch.equal(jit.product(x.float(), [weight], block), expected)), None)
 
 
 @functools.cache
@@ -166,20 +177,42 @@ def attention_order(dim: int, threads: int) -> tuple[int, int] | None:
 def _vocabulary(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A product with very many outputs, of which few rows are ever asked: each row by itself."""
     if jit.takes(weight, 1):
-        wide = torch.cat([jit.product(rows.float(), weight, weight.shape[1]) for rows in x.split(jit.MOST_ROWS)])
+        wide = torch.cat([jit.product(rows.float(), [weight], weight.shape[1]) for rows in x.split(jit.MOST_ROWS)])
         return (wide if bias is None else wide.add_(bias.float())).to(x.dtype)
     return torch.cat([functional.linear(row, weight, bias) for row in x.split(1)])
 
 
 def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., in] times weight [out, in] transposed, plus bias [out], with the given kernel."""
+    return linears(kernel, x, [(weight, bias)])[0]
+
+
+def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
+    """The same for several projections (weight, bias) of one x; they may come back as views of one tensor, side by side."""
+    if (
+        kernel == "upcast"
+        and x.device.type == "cpu"
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and all(weight.dtype == x.dtype and weight.shape[0] < SINGLE_ROW_OUTS for weight, _ in projections)
+    ):
+        parts = _upcast_linears(x.reshape(-1, x.shape[-1]), projections)
+        return [part.unflatten(0, x.shape[:-1]) if x.ndim != 2 else part for part in parts]
+    return [_linear(kernel, x, weight, bias) for weight, bias in projections]
+
+
+def by_itself(kernel: Kernel, weight: torch.Tensor, rows: int) -> bool:
+    """Whether the product of so many rows with this weight computes each of them by itself: none has to be padded."""
+    if kernel != "upcast" or weight.shape[0] >= SINGLE_ROW_OUTS:
+        return kernel == "upcast"
+    return jit.takes(weight, rows) and chain_block(weight.shape[1], torch.get_num_threads()) is not None
+
+
+def _linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if kernel == "aten" or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
         return functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
     if kernel == "upcast" and weight.shape[0] >= SINGLE_ROW_OUTS:
         out = _vocabulary(flat, weight, bias)
-    elif kernel == "upcast" and x.dtype in (torch.bfloat16, torch.float16):
-        out = _upcast_linear(flat, weight, bias)
     else:
         out = _product(flat.contiguous(), weight, bias)
     return out.view(*x.shape[:-1], weight.shape[0])

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from .attention import Batch, attend, attend_together
-from .numerics import linear
+from .jit_layer import Programs, programs
+from .numerics import Kernel, chain_block, linear, linears
 
 
 def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Root mean square norm as Llama's and Qwen's modules compute it."""
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+    wide = wide * wide.pow(2).mean(-1, keepdim=True).add_(module.variance_epsilon).rsqrt_()
     return module.weight * wide.to(x.dtype)  # type: ignore[no-any-return]
 
 
@@ -31,13 +32,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def _attention(block: Any, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
-    kernel, dim = batch.numerics.kernel, block.head_dim
-    query, key, value = (linear(kernel, x, p.weight, p.bias).view(x.shape[0], -1, dim) for p in (block.q_proj, block.k_proj, block.v_proj))
-    if hasattr(block, "q_norm"):
-        query, key = rms_norm(block.q_norm, query), rms_norm(block.k_norm, key)
-    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    kernel = batch.numerics.kernel
+    query, key, value = _projected(kernel, block, x, cos, sin)
     out = mix(batch, layer, query, key, value, block.scaling, window(block))
     return linear(kernel, out.view(x.shape[0], -1), block.o_proj.weight, block.o_proj.bias)
+
+
+def _projected(
+    kernel: Kernel, block: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value [rows, heads, head_dim] of normalised rows."""
+    found = linears(kernel, x, [(p.weight, p.bias) for p in (block.q_proj, block.k_proj, block.v_proj)])
+    query, key, value = (part.view(x.shape[0], -1, block.head_dim) for part in found)
+    if hasattr(block, "q_norm"):
+        query, key = rms_norm(block.q_norm, query), rms_norm(block.k_norm, key)
+    return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
 def window(block: Any) -> int:
@@ -52,6 +61,8 @@ def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value:
     for part in batch.parts:
         rows = slice(part.offset, part.offset + part.count)
         part.sequence.write(layer, part.start, key[rows], value[rows])
+    if len(batch.parts) == 1 and batch.parts[0].count == query.shape[0]:
+        return attend(batch, batch.parts[0], layer, query, scale, window)
     out = torch.zeros_like(query)
     together = len(batch.parts) > 1 and not window and query.device.type == "cpu"
     done = attend_together(batch, layer, query, scale, out) if together else ()
@@ -82,6 +93,8 @@ def hidden_states(
     ids: of the rows that start at the bottom, padded; the others follow behind them, layer by layer, as in `batch.later`.
     """
     decoder, kernel = model.model, batch.numerics.kernel
+    if layers is None and (compiled := _compiled(model, batch)):
+        return _few(decoder, ids, cos, sin, batch, compiled)
     x = decoder.embed_tokens(ids)
     all_cos, all_sin = cos[:, None], sin[:, None]
     for index, layer in enumerate(decoder.layers[:layers]):
@@ -92,10 +105,64 @@ def hidden_states(
         cos, sin = all_cos[: len(x)], all_sin[: len(x)]
         x = x + _attention(layer.self_attn, index, rms_norm(layer.input_layernorm, x), cos, sin, batch)
         mlp, h = layer.mlp, rms_norm(layer.post_attention_layernorm, x)
-        gate = mlp.act_fn(linear(kernel, h, mlp.gate_proj.weight, mlp.gate_proj.bias))
-        gate = gate * linear(kernel, h, mlp.up_proj.weight, mlp.up_proj.bias)
-        x = x + linear(kernel, gate, mlp.down_proj.weight, mlp.down_proj.bias)
+        gate, up = linears(kernel, h, [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
+        x = x + linear(kernel, mlp.act_fn(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)
     return rms_norm(decoder.norm, x)
+
+
+def _compiled(model: Any, batch: Batch) -> Programs | None:
+    """Compiled layers for these rows, if they are few, start at the bottom, and their operations have the bits of the ordinary ones."""
+    if batch.later or batch.numerics.kernel != "upcast":
+        return None
+    threads = torch.get_num_threads()
+    return programs(model, sum(part.count for part in batch.parts), lambda ins: chain_block(ins, threads), _agrees)
+
+
+def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, compiled: Programs) -> torch.Tensor:
+    """`hidden_states` by compiled layers. Rows need no padding here: each is computed by itself."""
+    rows = sum(part.count for part in batch.parts)
+    for mine, given in ((compiled.x, decoder.embed_tokens(ids[:rows])), (compiled.cos, cos[:rows]), (compiled.sin, sin[:rows])):
+        mine[:rows] = given
+    gate = None
+    for index, layer in enumerate(decoder.layers):
+        for part in batch.parts:
+            if index in part.sequence.spec.boundaries:
+                part.sequence.keep_states(index, part.start, compiled.x[part.offset : part.offset + part.count])
+        compiled.enter(index, gate)
+        block = layer.self_attn
+        out = mix(batch, index, compiled.query, compiled.key, compiled.value, block.scaling, window(block))
+        compiled.middle(index, out)
+        gate = layer.mlp.act_fn(compiled.gate)
+    compiled.enter(len(decoder.layers), gate)
+    return rms_norm(decoder.norm, compiled.x[:rows])
+
+
+def _agrees(compiled: Programs, layer: Any) -> bool:
+    """Whether a first layer's compiled functions give the bits of the ordinary operations, on numbers of many sizes."""
+    sizes, rows = compiled.sizes, max(2, compiled.rows)
+    random = torch.Generator().manual_seed(1)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        wide = torch.randn(shape, generator=random) * torch.randn(shape, generator=random).exp()
+        return wide.to(compiled.x.dtype)
+
+    x, attended = numbers(rows, sizes.hidden), numbers(rows, sizes.heads, sizes.dim)
+    cos, sin = numbers(rows, 1, sizes.dim), numbers(rows, 1, sizes.dim)
+    for mine, given in ((compiled.x, x), (compiled.cos, cos[:, 0]), (compiled.sin, sin[:, 0])):
+        mine.copy_(given[: compiled.rows])
+    compiled.enter(0)
+    found = [compiled.query.clone(), compiled.key.clone(), compiled.value.clone()]
+    compiled.middle(0, attended[: compiled.rows].contiguous())
+    found += [compiled.x.clone(), compiled.gate.clone()]
+    activated = layer.mlp.act_fn(compiled.gate)
+    compiled.enter(1, activated)
+    block, mlp = layer.self_attn, layer.mlp
+    expected = list(_projected("upcast", block, rms_norm(layer.input_layernorm, x), cos, sin))
+    x = x + linear("upcast", attended.view(rows, -1), block.o_proj.weight, block.o_proj.bias)
+    gate, up = linears("upcast", rms_norm(layer.post_attention_layernorm, x), [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
+    expected += [x, gate, x + linear("upcast", mlp.act_fn(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)]
+    pairs = zip([*found, compiled.x], expected, strict=True)
+    return all(torch.allclose(one, other[: compiled.rows], rtol=0, atol=0, equal_nan=True) for one, other in pairs)
 
 
 _LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
@@ -123,12 +190,12 @@ class Shape:
                 continue
             for name in _NORMS:
                 yield layer, name, "norm"
-            for part, linears in _LINEARS.items():
+            for part, projections in _LINEARS.items():
                 yield layer, part, "part"
                 block = layer._modules[part]
-                for name in linears:
+                for name in projections:
                     yield block, name, "linear"
-                for name in set(block._modules) - set(linears):
+                for name in set(block._modules) - set(projections):
                     yield block, name, "norm" if name in ("q_norm", "k_norm") else "activation"
 
     def _known(self, parent: Any, name: str, kind: str) -> bool:

@@ -263,6 +263,7 @@ def export(folder: Path, model: Any, tokenizer: Any) -> None:
     """A Hugging Face folder in bf16."""
     copy = build(**shape(model.config))
     copy.load_state_dict(model.state_dict())
+    copy.generation_config.strict_calls = True  # an Engine then holds calls to their schemas: names and types are hard for so small a model
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

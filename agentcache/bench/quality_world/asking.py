@@ -29,7 +29,7 @@ class Turn:
     text: str = ""
     tool: Tool | None = None
     args: Mapping[str, Value] = field(default_factory=dict)
-    thought: str = ""  # why, in the words of text ReAct
+    thought: str = ""  # what is said before a call, or between question and refusal
 
 
 def user(text: str) -> Turn:
@@ -135,8 +135,8 @@ def _by_name(world: World, tool: Tool, args: Mapping[str, Value]) -> str:
     return form.format(tool.name) + (f" with {' and '.join(parts)}." if parts else ".")
 
 
-def ask(catalog: Catalog, wish: Wish) -> tuple[Turn, Tool | str, dict[str, Value]]:
-    """A user's request for a wish; the right tool, or the refusal; its arguments."""
+def ask(catalog: Catalog, wish: Wish) -> tuple[Turn, Tool | str, dict[str, Value], str]:
+    """A user's request for a wish; the right tool, or the refusal; its arguments; and the thought that leads there."""
     world, right = catalog.world, catalog.right(wish.action, wish.thing)
     if isinstance(right, Tool):
         shape = right
@@ -147,8 +147,10 @@ def ask(catalog: Catalog, wish: Wish) -> tuple[Turn, Tool | str, dict[str, Value
     mentions: dict[str, str | None] = {name: None for name, _ in wish.given} | dict(wish.mentions)
     text = sentence(world, wish.action, wish.called or wish.thing, shape, args, mentions)
     if isinstance(right, Tool) and wish.kind == "plain" and not mentions and world.chance(0.07):
-        text = _by_name(world, right, args)
-    return user(text), right, args
+        return user(_by_name(world, right, args)), right, args, f"I need to use {right.name}."
+    reason = catalog.reason(wish.action, wish.thing) if isinstance(right, Tool) else ""
+    thought = " ".join(part for part in (purpose(wish.action, wish.called or wish.thing), reason, wish.why) if part)
+    return user(text), right, args, thought
 
 
 def purpose(action: str, thing: str) -> str:

@@ -19,7 +19,10 @@ STYLES = ("verb first",) * 12 + ("object first",) * 3 + ("camel",)
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Something to ask for. `given` are arguments that the rules fix and the request leaves out, `mentions` stands in their place."""
+    """Something to ask for. `given` are arguments that the rules fix and the request leaves out, `mentions` stands in their place.
+
+    why: what has to be recalled for those arguments, as a thought says it.
+    """
 
     action: str
     thing: str
@@ -27,6 +30,7 @@ class Wish:
     called: str = ""
     given: tuple[tuple[str, Value], ...] = ()
     mentions: tuple[tuple[str, str], ...] = ()
+    why: str = ""
 
     @property
     def context(self) -> bool:
@@ -49,6 +53,7 @@ class Catalog:
     reading_only: bool = False
     wishes: list[Wish] = field(default_factory=list)
     plans: list[tuple[str, tuple[Tool, ...]]] = field(default_factory=list)
+    reasons: dict[tuple[str, str], str] = field(default_factory=dict)  # by meaning: what decides between its tools, as a thought says it
 
     @property
     def tools(self) -> list[Tool]:
@@ -76,6 +81,13 @@ class Catalog:
             found = found[:1] if self.listed == "first" else found[-1:]
         assert len(found) <= 1, found
         return found[0] if found else NO_TOOL
+
+    def reason(self, action: str, thing: str) -> str:
+        """What decides which tool is right, as a thought says it; "" where comparing words is enough."""
+        found = [tool.name for tool in self.tools if tool.meaning == (action, thing) and not tool.replaced]
+        if len(found) > 1 and thing not in self.services and self.listed:
+            return f"{', '.join(found)}: the {self.listed}."
+        return self.reasons.get((action, thing), "")
 
     # adding
 

@@ -46,6 +46,7 @@ ASIDES = (
     "The team works from 9 to 5.",
     "Do not repeat the question.",
 )
+SILENT = ("Call tools without a word.", "No thoughts, only calls.", "Do not explain your calls.")
 SMALL_TALK = (("Hello!", "Hello! How can I help?"), ("Thanks!", "You are welcome."), ("Good morning.", "Hello! How can I help?"))
 MULTI = frozenset(MAKERS)
 
@@ -61,13 +62,17 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One catalog in one prompt style: hermes | langchain | langchain text | llamaindex."""
+    """One catalog in one prompt style: hermes | langchain | langchain text | llamaindex.
+
+    thinks: whether a Hermes call stands behind its thought; text ReAct always thinks.
+    """
 
     style: str
     system: str
     tools: tuple[Tool, ...]
     dialogues: tuple[Dialogue, ...]
     form: str = "openai"
+    thinks: bool = True
     catalog: Catalog | None = field(default=None, compare=False)
 
 
@@ -128,10 +133,10 @@ def single(catalog: Catalog, wish: Wish, whole: bool = False) -> list[Turn]:
     world, right = catalog.world, catalog.right(wish.action, wish.thing)
     if asked := _attribute_question(catalog, wish, right):
         return asked
-    turn, right, args = ask(catalog, wish)
+    turn, right, args, thought = ask(catalog, wish)
     if isinstance(right, str):
-        return [turn, says(right, "No tool fits." if right == NO_TOOL else "A rule forbids it.")]
-    turns = [turn, calls(right, args, purpose(right.action, wish.called or right.thing))]
+        return [turn, says(right, thought)]
+    turns = [turn, calls(right, args, thought)]
     return [*turns, *outcome(world, right)] if whole or world.chance(0.6) else turns
 
 
@@ -201,7 +206,10 @@ def bundle(
         if len(found) == count:
             break
     form = world.pick(("openai", "openai", "openai", "pydantic", "titled")) if style == "hermes" else "titled"
-    return Bundle(style, system_text(catalog), tuple(catalog.tools), tuple(found), form, catalog)
+    silent = style == "hermes" and not plain and world.chance(0.05)
+    if silent:
+        catalog.rule(world.pick(SILENT))
+    return Bundle(style, system_text(catalog), tuple(catalog.tools), tuple(found), form, not silent, catalog)
 
 
 # ChatML, tools and calls as Hermes models have them: what template.jinja writes, without the cost of rendering it
@@ -233,11 +241,20 @@ def kind_of(turn: Turn) -> str:
     return "refusal" if turn.text in (NO_TOOL, FORBIDDEN) else "answer"
 
 
-def completion(turn: Turn) -> Piece:
+def spoken(turn: Turn, thinks: bool) -> str:
+    """What is said in words in this turn: before a call and before a refusal, the thought that leads there."""
+    if turn.tool is not None:
+        return turn.thought if thinks else ""
+    return f"{turn.thought} {turn.text}" if thinks and kind_of(turn) == "refusal" else turn.text
+
+
+def completion(turn: Turn, thinks: bool = True) -> Piece:
     """What the model says in this turn, up to the end of the turn."""
+    said, kind = spoken(turn, thinks), kind_of(turn)
     if turn.tool is None:
-        return Piece(turn.text + END, kind_of(turn), 1)
-    head = f'<tool_call>\n{{"name": "{turn.tool.name}'
+        return Piece(said + END, kind, len(said) if kind == "refusal" else 1)
+    thought = f"{said}\n" if said else ""
+    head = f'{thought}<tool_call>\n{{"name": "{turn.tool.name}'
     return Piece(f'{head}", "arguments": {json.dumps(dict(turn.args), ensure_ascii=False)}}}\n</tool_call>{END}', "call", len(head))
 
 
@@ -249,7 +266,7 @@ def hermes(made: Bundle) -> list[Sample]:
         pieces = [first]
         for turn in talk.turns:
             if turn.role == "assistant":
-                pieces += [completion(turn), Piece("\n")]
+                pieces += [completion(turn, made.thinks), Piece("\n")]
             elif turn.role == "tool":
                 pieces.append(Piece(f"{start('user')}<tool_response>\n{turn.text}\n</tool_response>{END}\n{start('assistant')}"))
             else:
@@ -263,8 +280,8 @@ def messages(made: Bundle, turns: Sequence[Turn]) -> list[dict[str, object]]:
     out: list[dict[str, object]] = [{"role": "system", "content": made.system}] if made.system else []
     for turn in turns:
         if turn.tool is None:
-            out.append({"role": turn.role, "content": turn.text})
+            out.append({"role": turn.role, "content": spoken(turn, made.thinks) if turn.role == "assistant" else turn.text})
         else:
             call = {"type": "function", "function": {"name": turn.tool.name, "arguments": dict(turn.args)}}
-            out.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            out.append({"role": "assistant", "content": spoken(turn, made.thinks), "tool_calls": [call]})
     return out

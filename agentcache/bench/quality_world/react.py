@@ -107,7 +107,7 @@ def _plain_input(turn: Turn) -> str:
 def _thought(turn: Turn, style: str) -> str:
     if turn.tool is not None:
         return turn.thought
-    return UNKNOWN if kind_of(turn) == "refusal" else KNOWN[style]
+    return f"{turn.thought} {UNKNOWN}" if kind_of(turn) == "refusal" else KNOWN[style]
 
 
 def langchain_prefix(made: Bundle, with_args: bool = False) -> str:

@@ -33,6 +33,7 @@ def like(catalog: Catalog) -> None:
         copy = catalog.make(original.action, thing, name=catalog.opaque(), text=form.format(original.name, thing))
         catalog.add(original)
         catalog.add(copy)
+        catalog.reasons[copy.meaning] = f"{copy.name} is like {original.name}."
         catalog.wishes.append(Wish(copy.action, thing, "like"))
 
 
@@ -45,6 +46,7 @@ def above(catalog: Catalog) -> None:
             thing = _twin(catalog, group[0])
             form = world.pick(("As the tool above, but for the {}.", "Same as the previous tool, for the {}.", "As above, for the {}."))
             group.append(catalog.make(group[0].action, thing, name=catalog.opaque(), text=form.format(thing)))
+            catalog.reasons[group[-1].meaning] = f"{group[-1].name} is like {group[-2].name}."
             catalog.wishes.append(Wish(group[0].action, thing, "above"))
         catalog.add(*group)
 
@@ -66,6 +68,7 @@ def deprecated(catalog: Catalog) -> None:
     said = notes[1].format(old_name) if silent else f"{text} {notes[1].format(old_name)}".strip()
     catalog.add(old)
     catalog.add(catalog.make(action, thing, name=new_name, text=said, params=params))
+    catalog.reasons[action, thing] = f"{old_name} is old, {new_name} is new."
     catalog.wishes.append(Wish(action, thing, "deprecated"))
 
 
@@ -86,10 +89,12 @@ def services(catalog: Catalog) -> None:
     right = world.pick(names)
     catalog.services[thing] = right
     catalog.plans.append(("switch", tuple(catalog.tools[-len(names) :])))
+    catalog.reasons[action, thing] = f"Use {right}."
     if world.chance(0.6):
         catalog.rule(world.pick((f"For the {thing} use {right}.", f"Everything about the {thing} belongs to {right}.")))
     else:
         place = world.place()
+        catalog.reasons[action, thing] = f"The user is in {place}. Use {right}."
         catalog.rule(f"The user is in {place}.")
         catalog.rule(f"Users in {place} must use {right} for the {thing}.")
         if world.chance(0.5):
@@ -121,6 +126,8 @@ def glossary(catalog: Catalog) -> None:
     word = world.made_up()
     catalog.rule(world.pick((f"'{word}' means {thing}.", f"Here the {thing} is called {word}.", f"{word}: our word for the {thing}.")))
     in_tool = world.chance(0.5)
+    reason = f"The {thing} is called {word}." if in_tool else f"The {word} is the {thing}."
+    catalog.reasons[action, thing] = reason
     catalog.add(
         catalog.make(action, thing, name=catalog.name(action, word), text=description(world, action, word))
         if in_tool
@@ -130,6 +137,7 @@ def glossary(catalog: Catalog) -> None:
     rest = catalog.actions(thing)
     if rest and world.chance(0.5):
         other = world.pick(rest)
+        catalog.reasons[other, thing] = reason
         catalog.add(
             catalog.make(other, thing, name=catalog.name(other, word), text=description(world, other, word))
             if in_tool
@@ -180,7 +188,8 @@ def default(catalog: Catalog) -> None:
     else:
         catalog.rule(world.pick((f"If no {param.words} is given, use {value}.", f"The default {param.words} is {value}.")))
     mentions = ((param.name, f"my {param.words}"),) if own else ()
-    catalog.wishes.append(Wish(action, thing, "profile" if own else "default", given=((param.name, value),), mentions=mentions))
+    why = f"The {param.words} is {value}."
+    catalog.wishes.append(Wish(action, thing, "profile" if own else "default", given=((param.name, value),), mentions=mentions, why=why))
 
 
 def today(catalog: Catalog) -> None:
@@ -192,4 +201,6 @@ def today(catalog: Catalog) -> None:
     date = world.date()
     catalog.rule(world.pick((f"Today is {date}.", f"The date is {date}.", f"Today: {date}")))
     catalog.add(catalog.make(action, thing, params=params))
-    catalog.wishes.append(Wish(action, thing, "today", given=((dated.name, date),), mentions=((dated.name, "today"),)))
+    catalog.wishes.append(
+        Wish(action, thing, "today", given=((dated.name, date),), mentions=((dated.name, "today"),), why=f"Today is {date}.")
+    )

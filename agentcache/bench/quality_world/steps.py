@@ -35,9 +35,10 @@ ORDINALS = ("first", "second", "third", "last")
 BUILDINGS = "Tower Museum Bridge Garden Castle Library Harbor Institute Lake Station Theater School Market Palace Gallery Mill".split()
 
 
-def _act(world: World, tool: Tool, value: str) -> list[T]:
-    """A call with an id, its result and the answer."""
-    return [calls(tool, {tool.params[0].name: value}, purpose(*tool.meaning)), *outcome(world, tool)]
+def _act(world: World, tool: Tool, value: str, known: str = "") -> list[T]:
+    """A call with an id, its result and the answer. known: what the thought has to recall first."""
+    thought = f"{known} {purpose(*tool.meaning)}".strip()
+    return [calls(tool, {tool.params[0].name: value}, thought), *outcome(world, tool)]
 
 
 def _request(world: World, tool: Tool, value: str) -> T:
@@ -87,7 +88,7 @@ def _nickname(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     turns = [user(said), says("Understood.", "Nothing to do yet.")]
     for tool in world.shuffled(tools)[: world.number(1, 2)]:
         name, value = world.pick(names)
-        turns += [_request(world, tool, name), *_act(world, tool, value)]
+        turns += [_request(world, tool, name), *_act(world, tool, value, f"{name} is {value}.")]
     return turns
 
 
@@ -99,7 +100,11 @@ def _former(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     other = world.pick(tools)
     first = world.chance(0.5)
     which = world.pick(("first", "former") if first else ("second", "latter"))
-    return [*turns, user(f"{phrase(world, other.action)} the {which} one."), *_act(world, other, one if first else two)]
+    return [
+        *turns,
+        user(f"{phrase(world, other.action)} the {which} one."),
+        *_act(world, other, one if first else two, f"There were {one} and {two}."),
+    ]
 
 
 def _unchanged(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
@@ -133,7 +138,7 @@ def switch(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         args = arguments(world, tool, {})
         text = sentence(world, *tool.meaning, tool, args, {})
         turns += [user(text if number else f"{said} {text[:1].upper()}{text[1:]}")]
-        turns += [calls(tool, args, purpose(*tool.meaning)), *outcome(world, tool)]
+        turns += [calls(tool, args, f"{purpose(*tool.meaning)} Use {tool.service}."), *outcome(world, tool)]
     return turns
 
 
@@ -156,7 +161,7 @@ def condition(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     found = {name: actual} | (fields(world, "get") if world.chance(0.4) else {}) | {name: actual}
     turns = [user(text), calls(seen, {seen.params[0].name: value}, purpose(*seen.meaning)), results(dump(found))]
     if (actual == wanted) == positive:
-        return [*turns, *_act(world, done, value)]
+        return [*turns, *_act(world, done, value, f"The {name} is {actual}.")]
     return [*turns, says(f"Nothing to do: the {name} is {actual}.", KNOWN)]
 
 
@@ -167,13 +172,14 @@ def kth(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     found = [world.identifier() for _ in range(world.number(2, 4))]
     place = world.pick([word for word in ORDINALS if word != "third" or len(found) > 2])
     value = found[-1] if place == "last" else found[ORDINALS.index(place)]
+    known = f"The {place} one is {value}."
     call = [calls(lister, args, purpose(*lister.meaning)), results(dump({"ids": found}))]
     text = sentence(world, *lister.meaning, lister, args, {})
     do = phrase(world, actor.action)
     if world.chance(0.4):
-        return [user(f"{text.rstrip('.!?')}, and then {do} the {place} one."), *call, *_act(world, actor, value)]
+        return [user(f"{text.rstrip('.!?')}, and then {do} the {place} one."), *call, *_act(world, actor, value, known)]
     told = says(f"Found: {', '.join(found)}.", KNOWN)
-    return [user(text), *call, told, user(f"{do} the {place} one."), *_act(world, actor, value)]
+    return [user(text), *call, told, user(f"{do} the {place} one."), *_act(world, actor, value, known)]
 
 
 def chain(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
@@ -192,7 +198,7 @@ def chain(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     call = calls(seen, {key.name: name}, purpose(*seen.meaning))
     return [
         user(text), call, results(dump(shown)),
-        calls(done, {needed: value} | rest, purpose(*done.meaning)), *outcome(world, done),
+        calls(done, {needed: value} | rest, f"The {done.params[0].words} is {value}. {purpose(*done.meaning)}"), *outcome(world, done),
     ]  # fmt: skip
 
 
@@ -215,10 +221,11 @@ def _well(world: World, tool: Tool) -> list[T]:
 # Sums and searches
 
 
-def calculated(world: World, tool: Tool, expression: str, value: float) -> list[T]:
-    said = f"{value:g}"
+def calculated(world: World, tool: Tool, expression: str, value: float, known: str = "") -> list[T]:
+    """A call of the calculator, its result and the answer. known: what the thought has to recall first."""
+    said = f"{value:.12g}"
     shown = said if world.chance(0.6) else dump({"result": value})
-    call = calls(tool, {tool.params[0].name: expression}, "I need to calculate.")
+    call = calls(tool, {tool.params[0].name: expression}, f"{known} I need to calculate {expression}.".strip())
     return [call, results(shown), says(f"The answer is {said}.", KNOWN)]
 
 
@@ -249,11 +256,14 @@ def total(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         text = text.format(name, tool.thing, ", ".join(ids[:-1]) + f" and {ids[-1]}")
     turns: list[T] = [user(text)]
     numbers: list[int] = []
+    known = ""
     for key in ids:
         found = fields(world, "get") | {name: attribute(world, name)}
         found = {label: found[label] for label in world.shuffled(sorted(found))}
         numbers.append(int(found[name]))
-        turns += [calls(tool, {tool.params[0].name: key}, purpose(*tool.meaning)), results(dump(found))]
+        thought = f"{known} Next is {key}." if known else f"{purpose(*tool.meaning)} First is {key}."
+        turns += [calls(tool, {tool.params[0].name: key}, thought), results(dump(found))]
+        known = f"The {name} is {numbers[-1]}."
     sign = " - " if difference else " + "
     value = numbers[0] - numbers[1] if difference else sum(numbers)
-    return [*turns, *calculated(world, calculator, sign.join(map(str, numbers)), value)]
+    return [*turns, *calculated(world, calculator, sign.join(map(str, numbers)), value, known)]
