@@ -111,7 +111,7 @@ class Engine:
         self._closed = False
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
         self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model, self.fingerprint)
-        self._stop_ids = self.model.stop_ids | ({getattr(self.tokenizer, "eos_token_id", None)} - {None})
+        self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
 
     # -- asking ----------------------------------------------------------------------------------------------------
