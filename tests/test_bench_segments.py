@@ -56,6 +56,26 @@ def edited_line() -> dict[str, Any]:
     }
 
 
+def inserted_line() -> dict[str, Any]:
+    """Tools that come later, and a message that comes into the middle."""
+    first = [{"role": "system", "content": SYSTEM}, message("user", 1), message("assistant", 2), message("user", 3)]
+    inserted = [first[0], message("user", 9), *first[1:]]
+    answer = {"role": "assistant", "content": "Yes."}
+    steps = [{"messages": first, "completion": answer}, {"messages": inserted, "completion": answer}]
+    return {"id": "inserted", "tools": [], "steps": steps}
+
+
+def later_line() -> dict[str, Any]:
+    turns = [message("user" if at % 2 == 0 else "assistant", at) for at in range(6)]
+    return {
+        "id": "later",
+        "system": SYSTEM,
+        "tools": TOOLS,
+        "messages": turns,
+        "tools_events": [{"before_message": 3, "add_tools": [_renamed(7)]}],
+    }
+
+
 def text_line() -> dict[str, Any]:
     said = f"{SYSTEM}\nQuestion: where?\nThought: look\nAction: find[ship]\nObservation: pier 4\nThought:"
     return {"id": "text", "prompts": [said], "completions": [" done\n"]}
@@ -68,17 +88,18 @@ SOME = ("halo 8, share 0.16", "halo 8, from layer 2 to 64", "halo 8, int8", "hal
 def workload(tmp_path: Path) -> Path:
     path = tmp_path / "traces" / "trace.jsonl"
     path.parent.mkdir()
-    path.write_text("".join(json.dumps(line) + "\n" for line in (chat_line(), edited_line(), text_line())))
+    path.write_text("".join(json.dumps(line) + "\n" for line in (chat_line(), edited_line(), inserted_line(), later_line(), text_line())))
     return path
 
 
 @pytest.fixture(autouse=True)
 def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A calibration tries twenty: three kinds of them show what it does."""
+    """A calibration tries some thirty: four kinds of them show what it does."""
     monkeypatch.setattr(calibrate, "HALOS", (0, 8, 32))
     monkeypatch.setattr(calibrate, "SHARED", (8,))
     monkeypatch.setattr(calibrate, "SHARES", (0.16,))
     monkeypatch.setattr(calibrate, "WINDOWS", (16,))
+    monkeypatch.setattr(calibrate, "PROBES", (0.1,))
 
 
 @pytest.fixture
@@ -90,8 +111,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_every_family_comes_from_some_episode_and_really_shifts(workload: Path) -> None:
-    found = shifts.cases(list(read(workload)), 2)
-    assert {case.family for case in found} == set(shifts.FAMILIES)
+    found = shifts.cases(list(read(workload)), 2, shifts.EVERY)
+    assert {case.family for case in found} == set(shifts.EVERY)
     for case in found:
         [before] = case.before
         assert (before.prompt, before.tools) != (case.call.prompt, case.call.tools)
@@ -103,7 +124,28 @@ def test_every_family_comes_from_some_episode_and_really_shifts(workload: Path) 
     changed = [sum(a != b for a, b in zip(SYSTEM.split(" "), words, strict=True)) for words in said]
     assert changed[0] <= 3
     assert changed[1] > 20
-    assert shifts.cases(list(read(workload)), 2) == found, "the same seed gives the same cases"
+    inserted, later = by_name["inserted message"], by_name["held-out tool"]
+    assert [message_ for message_ in inserted.call.prompt if message_ not in inserted.before[0].prompt] == [message("user", 9)]
+    assert later.call.tools[:-1] == later.before[0].tools
+    assert shifts.cases(list(read(workload)), 2, shifts.EVERY) == found, "the same seed gives the same cases"
+
+
+def test_long_prompts_are_left_out(workload: Path) -> None:
+    def longest(most: int) -> int:
+        found = shifts.cases(list(read(workload)), 4, shifts.EVERY, most_tokens=most)
+        return max(shifts.estimated(call) for case in found for call in case.before)
+
+    assert longest(0) > 600
+    assert longest(500) <= 550, "a date may come on top"
+
+
+def test_where_nothing_repeats_there_is_nothing_to_find(workload: Path, model: Path, threads: Callable[[int], None]) -> None:
+    threads(1)
+    with Engine(str(model), store=None) as engine:
+        bench = Bench(engine, 2)
+        rows = bench.run(shifts.cases(list(read(workload)), 1, (shifts.NOTHING,)), {"ours": bench.calibration(8)}, False, lambda _: None)
+    [row] = [row.plain() for row in rows if row.method == "ours"]
+    assert (row["bound_tokens"], row["reused_tokens"], row["kl_mean"]) == (0, 0, 0.0)
 
 
 def test_the_bound_counts_every_repeat_of_at_least_so_many_tokens() -> None:

@@ -18,17 +18,19 @@ from .shifts import Case
 HALOS = (0, 4, 8, 16, 32, 64, 128)
 SHARES = (0.08, 0.16)
 SHARED = (4, 8, 32)  # halos that they are tried with
+PROBES = (0.05, 0.1, 0.2)  # with a halo of 8: what deviates more is computed, and what is left may keep bounds that all of it does not
 WINDOWS = (16, 64)  # distances behind which a token may be resumed, and taken whole
 
 
 def settings(bench: Bench) -> dict[str, Calibration]:
-    """What is tried: halos; some of them behind pages stored with fewer bits, or with the most deviating tokens computed again; resuming at
-    a quarter, half, three quarters of the layers."""
+    """What is tried: halos; some of them behind pages stored with fewer bits, or with the most deviating tokens computed again; a probe;
+    resuming at a quarter, half, three quarters of the layers. Not tau, by which text on disk is proposed: it moves no answer."""
     spec = bench.engine.model.spec
     assert spec is not None
     stepped, layers = bench.engine.model.stepped, spec.layers
     found = {f"halo {halo}": bench.calibration(halo) for halo in HALOS}
     found |= {f"halo {halo}, {stored}": bench.calibration(halo, precision=stored) for halo in SHARED for stored in PRECISIONS[1:]}
+    found |= {f"halo 8, probe {bound:g}": bench.calibration(8, probe=bound) for bound in PROBES}
     if stepped and layers > 2:
         found |= {f"halo {halo}, share {share:g}": bench.calibration(halo, share=share) for halo in SHARED for share in SHARES}
         for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):

@@ -19,22 +19,40 @@ Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: 
 Answer = Annotated[int, typer.Option("--answer", min=1, help="Tokens of the recorded answer that are compared.")]
 
 
-def _cases(
-    workload: list[Path] | None, tools_dir: Path | None, families: str, count: int, made_up: int, tools: int
+MostTokens = Annotated[int, typer.Option(min=0, help="Leave out recorded prompts of more tokens (estimated); 0: none.")]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _wanted(families: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Kinds of shifts by name; ConfigError for one that there is not."""
+    wanted = known if families == "all" else _names(families)
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigError(f"families={families!r}: {unknown[0]!r} is none of {', '.join(map(repr, known))}")
+    return wanted
+
+
+def _shifted(
+    workload: list[Path] | None,
+    tools_dir: Path | None,
+    wanted: tuple[str, ...],
+    count: int,
+    made: list[Any],
+    most_tokens: int,
+    required: bool = True,
 ) -> tuple[list[Any], list[str]]:
-    """The shifts of these traces, and texts for a tokenizer where the model brings none."""
+    """The shifts of these traces and made-up episodes, and texts for a tokenizer where the model brings none."""
     from . import shifts, workloads
 
-    wanted = shifts.FAMILIES if families == "all" else tuple(part.strip() for part in families.split(",") if part.strip())
-    if unknown := [name for name in wanted if name not in shifts.FAMILIES]:
-        raise ConfigError(f"families={families!r}: {unknown[0]!r} is none of {', '.join(map(repr, shifts.FAMILIES))}")
-    if not workload and not made_up:
+    if required and not workload and not made:
         raise ConfigError("give recorded traces with --workload, or --made-up N")
     episodes = [one for path in workload or () for one in workloads.read(path, tools_dir, episodes=max(8, 4 * count))]
-    episodes += shifts.made_up(made_up, tools)
-    found = shifts.cases(episodes, count, wanted)
-    if not found:
-        raise ConfigError(f"families={families!r}: these workloads have no such prompts")
+    episodes += made
+    found = shifts.cases(episodes, count, wanted, most_tokens=most_tokens) if count else []
+    if required and not found:
+        raise ConfigError(f"families={', '.join(wanted)!r}: these workloads have no such prompts")
     return found, workloads.texts(episodes)
 
 
@@ -47,6 +65,7 @@ def calibrate(
     cases: Cases = 4,
     answer: Answer = 16,
     families: Families = "all",
+    most_tokens: MostTokens = 8192,
     tools_dir: ToolsDir = None,
     made_up: MadeUp = 0,
     tools: Tools = 8,
@@ -64,10 +83,11 @@ def calibrate(
         from ..calibration import place
         from ..store.folder import Folder
         from . import calibrate as bench
-        from . import report
+        from . import report, shifts
         from .segments import Bench
 
-        found_cases, texts = _cases(workload, tools_dir, families, cases, made_up, tools)
+        wanted = _wanted(families, shifts.FAMILIES)
+        found_cases, texts = _shifted(workload, tools_dir, wanted, cases, shifts.made_up(made_up, tools), most_tokens)
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
             known, seen = bench.calibrate(Bench(engine, answer, model is not None), found_cases, kl, top1, say)
             found: dict[str, Any] = {
@@ -89,20 +109,37 @@ def calibrate(
         typer.echo(f"chosen: {found['chosen']}; written to {found['written']}")
 
 
+Paired = Annotated[int, typer.Option(min=0, help="Also so many made-up requests answered whole, beside their answers without reuse.")]
+Episodes = Annotated[int, typer.Option(min=0, help="Also so many made-up dialogues per style, beside reuse off and the exact prefix.")]
+Sampled = Annotated[int, typer.Option(min=0, help="Also so many requests drawn with 5 seeds; deviation of their keys and values.")]
+RowsFile = Annotated[Path | None, typer.Option("--rows", metavar="FILE.jsonl", help="Keep single results; an ended run goes on from it.")]
+Find = Annotated[int, typer.Option(min=0, help="Also what finds text, on N episodes of each trace: windows 32, 64, 128; tau 0.6 to 0.9.")]
+Halo = Annotated[int | None, typer.Option(min=0, help="This halo, and no search for a setting. Default with a --shape: 16.")]
+
+
 def segments(
     workload: Workloads = None,
     model: ModelOption = None,
     shape: ShapeOption = None,
     calibration: Annotated[Path | None, typer.Option(help="What calibrate wrote; default: the cheapest setting is found first.")] = None,
+    halo: Halo = None,
     ablations: Annotated[bool, typer.Option("--ablations/--no-ablations", help="Also halos, shares, layers, a probe, each alone.")] = True,
     off: Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt with reuse off.")] = True,
     kl: Annotated[float, typer.Option(min=0.0, help="Mean KL allowed when a calibration is to be found.")] = 0.02,
-    cases: Cases = 4,
+    cases: Annotated[int, typer.Option("--cases", min=0, help="At most so many per kind of shift; 0: no such rows.")] = 4,
     answer: Answer = 16,
     families: Families = "all",
+    most_tokens: MostTokens = 8192,
     tools_dir: ToolsDir = None,
     made_up: MadeUp = 0,
     tools: Tools = 8,
+    paired: Paired = 0,
+    episodes: Episodes = 0,
+    sampled: Sampled = 0,
+    styles: Annotated[str, typer.Option(help="Of the dialogues: hermes, langchain, langchain text, llamaindex; with commas.")] = "hermes",
+    agents: Annotated[int, typer.Option(min=1, help="Requests of --paired at a time.")] = 8,
+    rows_file: RowsFile = None,
+    find: Find = 0,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed-up against the share of reused tokens.")] = None,
@@ -110,20 +147,52 @@ def segments(
 ) -> None:
     """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
     with said_plainly():
-        from ..calibration import Calibration
-        from . import calibrate as finding
-        from . import report
+        from . import report, segments_parts, segments_show, segments_verdicts, shifts
         from . import segments as bench
 
-        found_cases, texts = _cases(workload, tools_dir, families, cases, made_up, tools)
+        wanted = _wanted(families, shifts.EVERY)
+        options = segments_parts.Options(
+            paired, episodes, sampled, _names(styles), tools, wanted, agents=agents, rows=rows_file, ablations=ablations
+        )
+        made = shifts.made_up(max(made_up, 8 if options.any and not workload else 0), tools)
+        found_cases, texts = _shifted(workload, tools_dir, wanted, cases, made, most_tokens, required=not (options.any or find))
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
             playing = bench.Bench(engine, answer, model is not None)
-            known = Calibration.load(calibration) if calibration else None
-            if known is None:
-                known = finding.calibrate(playing, found_cases, kl, 0.0, say)[0] or playing.calibration(128)
+            known = _setting(playing, calibration, segments_parts.begun(rows_file), halo, found_cases, made, kl, say, model is None)
+            found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None}
+            found |= {"steps": known.steps, "share": known.share, "moved": segments_verdicts.moved(engine), "rows": []}
+
+            def keep(part: dict[str, Any]) -> None:
+                found.update(part)
+                found["verdicts"] = segments_verdicts.verdicts(found)
+                report.save(found, json_file)
+
             methods = bench.variations(playing, known) if ablations else {"bare": playing.calibration(0), "ours": known}
-            rows = [row.plain() for row in playing.run(found_cases, methods, off, say)]
-            found: dict[str, Any] = {"bench": "segments", **described(engine), "steps": known.steps, "share": known.share, "rows": rows}
+            keep({"rows": [row.plain() for row in playing.run(found_cases, methods, off, say)]})
+            if find:
+                given = made if made_up else []
+                keep({"find": segments_parts.finding(workload or (), tools_dir, find, given, engine.tokenizer, say)})
+            single = segments_parts.run(engine, playing, known, options, say, keep)
         if plot is not None:
-            report.segments_plot(rows, plot)
-        report.finish(found, [report.segments_table("text at another position", rows)], json_file)
+            report.segments_plot(found["rows"], plot)
+            if single:
+                segments_show.paired_plot(single, plot.with_name(f"{plot.stem}-paired{plot.suffix}"))
+        report.finish(found, segments_show.tables(found), json_file)
+
+
+def _setting(
+    playing: Any, file: Path | None, begun: Any, halo: int | None, found: list[Any], made: list[Any], kl: float, say: Any, shaped: bool
+) -> Any:
+    """The setting that is measured: the one given, the one begun with, a plain halo, or the cheapest within the bound."""
+    from ..calibration import Calibration
+    from . import calibrate as finding
+    from . import shifts
+
+    if file is not None:
+        return Calibration.load(file)
+    if halo is not None or (begun is None and shaped):  # random weights: drift says nothing, so there is nothing to look for
+        return playing.calibration(16 if halo is None else halo)
+    if begun is not None:
+        return begun
+    some = [case for case in found if case.family != shifts.NOTHING] or shifts.cases(made, 1)
+    return finding.calibrate(playing, some, kl, 0.0, say)[0] or playing.calibration(128)

@@ -118,7 +118,7 @@ def _rows(ids: Ids, width: int) -> np.ndarray:
 
 
 @contextmanager
-def _nothing_kept(engine: Engine) -> Iterator[None]:
+def nothing_kept(engine: Engine) -> Iterator[None]:
     """What is kept stays and serves; nothing is added: a memory without a budget takes nothing."""
     tree = engine.store.tree
     before, tree.budget_bytes = tree.budget_bytes, 0
@@ -129,7 +129,7 @@ def _nothing_kept(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def _stored_as(engine: Engine, namespace: str, precision: Precision) -> Iterator[None]:
+def stored_as(engine: Engine, namespace: str, precision: Precision) -> Iterator[None]:
     """What a namespace keeps, the exact prefix too, is as it would come back from a store of this precision."""
     whole = [(entry, entry.page) for entry in engine.store.tree.entries(namespace) if entry.page is not None and precision != "exact"]
     try:
@@ -191,9 +191,9 @@ class Bench:
                 self.ask(call, namespace, "exact", forced)
                 kept.append(as_ids([*engine.renderer.render(call.prompt, call.tools, namespace=namespace).ids, *forced[:-1]]))
             ids = as_ids(engine.renderer.render(case.call.prompt, case.call.tools, namespace=namespace).ids)
-            prefix = max((_common(ids, other) for other in kept), default=0)
+            prefix = max((common_tokens(ids, other) for other in kept), default=0)
             if self.own:
-                with _nothing_kept(engine):
+                with nothing_kept(engine):
                     answer = self._greedy(case.call, namespace)
             else:
                 answer = tuple(self.replay.answer_ids(case.call)[: self.answer_tokens])
@@ -229,9 +229,9 @@ class Bench:
         names = list(ways)
         at = number % len(names)
         found: dict[str, Asked] = {}
-        with _nothing_kept(self.engine):
+        with nothing_kept(self.engine):
             for name in names[at:] + names[:at]:
-                with _stored_as(self.engine, namespace, methods[name].precision if name in methods else "exact"):
+                with stored_as(self.engine, namespace, methods[name].precision if name in methods else "exact"):
                     found[name] = self.ask(case.call, namespace, ways[name], answer)
         for name, asked in found.items():
             row = rows.setdefault((case.family, name), Row(case.family, name))
@@ -255,7 +255,7 @@ class Bench:
         row.decided.append(float(row.top1[-1] == 1.0))
 
 
-def _common(one: Ids, other: Ids) -> int:
+def common_tokens(one: Ids, other: Ids) -> int:
     short = min(len(one), len(other))
     differs = np.flatnonzero(one[:short] != other[:short])
     return int(differs[0]) if len(differs) else short
@@ -270,8 +270,8 @@ def variations(bench: Bench, ours: Calibration) -> dict[str, Calibration]:
         found[f"halo {halo}"] = bench.calibration(halo)
     for share in (0.08, 0.16):
         found[f"halo 8, share {share:g}"] = bench.calibration(8, share=share)
-    if half:
-        found[f"halo 8, from layer {half} to 64"] = bench.calibration(steps=((8, half), (64, layers)))
+    for layer in sorted({layers // 4, half, 3 * layers // 4} - {0}):
+        found[f"halo 8, from layer {layer} to 64"] = bench.calibration(steps=((8, layer), (64, layers)))
     found["halo 8, probe 0.1"] = bench.calibration(8, probe=0.1)
     found |= {f"halo 8, {precision}": bench.calibration(8, precision=precision) for precision in PRECISIONS[1:]}
     return {name: replace(known, kl=ours.kl) for name, known in found.items()}

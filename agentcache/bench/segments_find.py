@@ -23,7 +23,7 @@ from ..layout.windows import TokenTexts, Window, windows
 from ..store.bring import longest_run
 from ..store.entry import common
 from ..store.keys import Ids, Scope, as_ids
-from ..store.signatures import Kept, Proposal, Signature, Signatures
+from ..store.signatures import MOST, Kept, Proposal, Signature, Signatures
 from ..store.signed import exact
 from ..store.tree import Tree
 from ..types import Layout, Span
@@ -332,7 +332,8 @@ def run(
     say(f"{len(pieces)} near duplicates")
     edited = duplicates(pieces, tokenizer, sizes=sizes, taus=taus) if pieces else []
     say("a step")
-    steps = [step(pieces, tokenizer, size=size) for size in sizes] if pieces else []
+    kept = [*((size, 2048) for size in sizes), (64, MOST)]  # the last one: as many texts as are ever kept
+    steps = [step(pieces, tokenizer, size=size, texts_kept=texts) for size, texts in kept] if pieces else []
     return {"rows": rows, "duplicates": edited, "steps": steps, "verdicts": verdicts(rows, edited)}
 
 

@@ -1,17 +1,21 @@
 """Prompts that repeat text at other positions, made from recorded episodes the ways applications make them. Knows no model.
 
-edited history      as recorded: a call whose history is not the one before it continued (elided results, inserted messages)
+edited history      as recorded: a call whose history is not the one before it continued; something in it was cut short (elided results)
+inserted message    as recorded: a message came into the middle of the history, or went out again
+held-out tool       as recorded: tools that came later in an episode, behind the others
 added tool          one tool in the middle of the list was not there before
 changed tool        one in the middle is described in other words; removed tool, moved tool: alike
 dated system        the system prompt begins with another date
 second agent        the transcript is handed to an agent with another system prompt
 trimmed history     the oldest turns were cut off to save tokens
 other preamble      a text agent's prompt behind other instructions
+nothing repeats     a prompt of as many words in another order, without tools: what looking for repeats costs where there are none
 context N % other   so many of the words of the system prompt (or of the start of a text) are others: left context spoilt by degrees
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +25,11 @@ from .workloads import Call, Episode, Json
 
 PERTURBED = {f"context {percent} % other": percent / 100 for percent in (1, 10, 50, 100)}
 TOOLS = ("added tool", "changed tool", "removed tool", "moved tool")
-FAMILIES = ("edited history", *TOOLS, "dated system", "second agent", "trimmed history", "other preamble", *PERTURBED)
+RECORDED = ("edited history", "inserted message", "held-out tool")
+FAMILIES = (*RECORDED, *TOOLS, "dated system", "second agent", "trimmed history", "other preamble", *PERTURBED)
+NOTHING = "nothing repeats"
+EVERY = (*FAMILIES, NOTHING)
+CHARS = 3.5  # about so many to a token
 START_CHARS = 2000  # of a text prompt, that count as its context
 DATES = ("Today is Monday, 2 March 2026.\n", "Today is Wednesday the 30th of September 2026, week 40.\n")
 REVIEWER = "You are the supervisor. Another agent worked on this case; check its work, finish what is open and answer the user.\n\n"
@@ -37,11 +45,12 @@ class Case:
     call: Call
 
 
-def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAMILIES, seed: int = 0) -> list[Case]:
-    """At most `count` cases per family, from as many episodes as it takes."""
+def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAMILIES, seed: int = 0, most_tokens: int = 0) -> list[Case]:
+    """At most `count` cases per family, from as many episodes as it takes. most_tokens: of a prompt, estimated; 0 is any number."""
     found: dict[str, list[Case]] = {family: [] for family in families}
     for number, episode in enumerate(episodes):
-        for case in _of(episode, random.Random(f"{seed} {number}")):
+        fitting = [call for call in episode.calls if not most_tokens or estimated(call) <= most_tokens]
+        for case in _of(replace(episode, calls=tuple(fitting)), random.Random(f"{seed} {number}")):
             if case.family in found and len(found[case.family]) < count:
                 found[case.family].append(case)
         if all(len(some) == count for some in found.values()):
@@ -64,28 +73,56 @@ def made_up(count: int, tools: int = 8, seed: str = "segments") -> list[Episode]
 
 
 def _of(episode: Episode, rng: random.Random) -> Iterator[Case]:
-    calls = episode.calls
-    if episode.kind == "chat_steps":
-        for before, call in zip(calls, calls[1:], strict=False):
-            if isinstance(before.prompt, list) and call.prompt[: len(before.prompt)] != before.prompt:
-                yield Case("edited history", (before,), call)
-                break
+    calls, seen = episode.calls, set[str]()
+    for before, call in reversed(list(zip(calls, calls[1:], strict=False))):  # the longest that fits
+        family = _recorded(before, call)
+        if family and family not in seen:
+            seen.add(family)
+            yield Case(family, (before,), call)
     late = [call for call in calls if isinstance(call.prompt, str) or len(call.prompt) >= 2]
     if not late:
         return
     call = late[min(len(late) - 1, rng.randrange(len(late) // 2, len(late)))]
     for family, share in PERTURBED.items():
-        yield Case(family, (call,), replace(call, prompt=_perturbed(call.prompt, share, rng)))
+        yield Case(family, (call,), replace(call, prompt=perturbed(call.prompt, share, rng)))
+    yield Case(NOTHING, (call,), replace(call, prompt=_mixed(call, rng), tools=()))
     if isinstance(call.prompt, str):
         yield Case("other preamble", (call,), replace(call, prompt=PREAMBLE + call.prompt))
         return
     if len(call.tools) > 2:
         yield from _tools(call, len(call.tools) // 2)
-    one, two = (replace(call, prompt=_system(call.prompt, date)) for date in DATES)
+    one, two = (replace(call, prompt=system(call.prompt, date)) for date in DATES)
     yield Case("dated system", (one,), two)
-    yield Case("second agent", (call,), replace(call, prompt=_system(call.prompt, REVIEWER, instead=True)))
+    yield Case("second agent", (call,), replace(call, prompt=system(call.prompt, REVIEWER, instead=True)))
     if trimmed := _trimmed(call.prompt):
         yield Case("trimmed history", (call,), replace(call, prompt=trimmed))
+
+
+def estimated(call: Call) -> int:
+    """About how many tokens a prompt has."""
+    said = call.prompt if isinstance(call.prompt, str) else json.dumps(call.prompt)
+    return round((len(said) + len(json.dumps(call.tools))) / CHARS)
+
+
+def _recorded(before: Call, call: Call) -> str:
+    """What happened between two calls of an episode: one of RECORDED; empty if the second only goes on, or is another conversation."""
+    if not isinstance(before.prompt, list) or not isinstance(call.prompt, list) or before.prompt[:1] != call.prompt[:1]:
+        return ""
+    if before.tools != call.tools:
+        return "held-out tool" if call.prompt[: len(before.prompt)] == before.prompt else ""
+    differs = next((at for at, (one, two) in enumerate(zip(before.prompt, call.prompt, strict=False)) if one != two), None)
+    if differs is None:
+        return ""
+    inserted = before.prompt[differs] in call.prompt[differs + 1 :] or call.prompt[differs] in before.prompt[differs + 1 :]
+    return "inserted message" if inserted else "edited history"
+
+
+def _mixed(call: Call, rng: random.Random) -> list[Json] | str:
+    """All that a call says, its words in another order."""
+    parts = [call.prompt] if isinstance(call.prompt, str) else [str(message.get("content") or "") for message in call.prompt]
+    words = " ".join([*parts, *(json.dumps(tool) for tool in call.tools)]).split()
+    rng.shuffle(words)
+    return " ".join(words) if isinstance(call.prompt, str) else [{"role": "user", "content": " ".join(words)}]
 
 
 def _tools(call: Call, at: int) -> Iterator[Case]:
@@ -94,13 +131,17 @@ def _tools(call: Call, at: int) -> Iterator[Case]:
     without = replace(call, tools=(*before, *behind))
     yield Case("added tool", (without,), call)
     yield Case("removed tool", (call,), without)
-    said = str(one["function"].get("description") or "")
-    other = {**one, "function": {**one["function"], "description": f"Note: {said} See the manual."}}
-    yield Case("changed tool", (call,), replace(call, tools=(*before, other, *behind)))
+    yield Case("changed tool", (call,), replace(call, tools=(*before, changed(one), *behind)))
     yield Case("moved tool", (call,), replace(call, tools=(one, *before, *behind)))
 
 
-def _system(messages: list[Json], text: str, instead: bool = False) -> list[Json]:
+def changed(tool: Json) -> Json:
+    """The tool described in other words."""
+    said = str(tool["function"].get("description") or "")
+    return {**tool, "function": {**tool["function"], "description": f"Note: {said} See the manual."}}
+
+
+def system(messages: list[Json], text: str, instead: bool = False) -> list[Json]:
     """The messages with this before, or in place of, what the system prompt says."""
     if messages and messages[0]["role"] == "system":
         said = "" if instead else str(messages[0].get("content") or "")
@@ -108,13 +149,13 @@ def _system(messages: list[Json], text: str, instead: bool = False) -> list[Json
     return [{"role": "system", "content": text}, *messages]
 
 
-def _perturbed(prompt: list[Json] | str, share: float, rng: random.Random) -> list[Json] | str:
+def perturbed(prompt: list[Json] | str, share: float, rng: random.Random) -> list[Json] | str:
     """With that share of the words of its first part replaced by others, at least one; their number stays."""
     if isinstance(prompt, str):
         return _reworded(prompt[:START_CHARS], share, rng) + prompt[START_CHARS:]
     first = str(prompt[0].get("content") or "") if prompt and prompt[0]["role"] == "system" else ""
     if not first:
-        return _system(prompt, "You are an assistant.\n\n")
+        return system(prompt, "You are an assistant.\n\n")
     return [{**prompt[0], "content": _reworded(first, share, rng)}, *prompt[1:]]
 
 

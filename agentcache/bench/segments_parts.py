@@ -1,0 +1,108 @@
+"""The parts of `agentcache bench segments` on the made-up world, one after the other, and what they sum up to. Knows no command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..calibration import Calibration
+from ..engine import Engine
+from ..errors import ConfigError
+from . import segments_episodes, segments_find, segments_paired, segments_sampled, segments_tasks
+from .quality_cases import STYLES
+from .segments import Bench, Say
+from .segments_rows import Rows, settings_of
+from .workloads import Episode, read
+
+PROBE = 0.1
+HALO = 8
+Keep = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """paired: requests; episodes: dialogues per style; sampled: requests drawn with five seeds; agents: requests at a time.
+
+    rows: file that single results are kept in, from which an ended run goes on.
+    """
+
+    paired: int = 0
+    episodes: int = 0
+    sampled: int = 0
+    styles: Sequence[str] = ("hermes",)
+    tools: int = 8
+    families: Sequence[str] = segments_tasks.FAMILIES
+    agents: int = 8
+    rows: Path | None = None
+    ablations: bool = True
+
+    def __post_init__(self) -> None:
+        if unknown := [each for each in self.styles if each not in STYLES]:
+            raise ConfigError(f"styles={unknown[0]!r}: choose from {', '.join(map(repr, STYLES))}")
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is asked for."""
+        return bool(self.paired or self.episodes or self.sampled)
+
+
+def begun(path: Path | None) -> Calibration | None:
+    """The setting that a file of rows was begun with: an ended run goes on with it, without looking for one again."""
+    if path is None or not path.is_file() or (known := settings_of(path)) is None:
+        return None
+    ours = known["methods"]["ours"]
+    return Calibration(**{**ours, "steps": tuple((int(at), int(layer)) for at, layer in ours["steps"])})
+
+
+def methods(bench: Bench, ours: Calibration, ablations: bool) -> dict[str, Calibration]:
+    """What whole answers are compared under: ours and no repair; a halo of 8, and ours with a probe."""
+    found = {"ours": ours, "bare": bench.calibration(0)}
+    if ablations:
+        found["halo 8"] = bench.calibration(HALO)
+        found["probe"] = replace(ours if ours.steps[0][0] else found["halo 8"], probe=PROBE)  # a probe looks at the halo
+    return {name: replace(known, measured={}) for name, known in found.items()}
+
+
+def run(engine: Engine, bench: Bench, ours: Calibration, options: Options, say: Say, keep: Keep) -> list[dict[str, Any]]:
+    """All parts that are asked for; `keep` gets each one's sums. Returns the rows of single requests."""
+    if not options.any:
+        return []
+    tried = methods(bench, ours, options.ablations)
+    assert engine.fingerprint is not None
+    settings = {
+        "fingerprint": engine.fingerprint.whole,
+        "tools": options.tools,
+        "families": list(options.families),
+        "styles": list(options.styles),
+        "methods": {name: asdict(known) for name, known in tried.items()},
+    }
+    rows = Rows(options.rows, settings)
+    if options.paired or options.sampled:
+        wanted = segments_tasks.chosen(options.families)
+        tasks = segments_tasks.tasks(max(options.paired, options.sampled), options.tools, wanted)
+        segments_paired.Paired(engine, tried, options.agents).run(tasks[: options.paired], rows, say)
+        keep({"paired": segments_paired.summaries(rows.of("paired"))})
+        segments_sampled.Sampled(engine, tried["ours"]).run(tasks[: options.sampled], rows, say)
+        keep({"sampled": segments_sampled.summary(rows.of("sampled"))} if options.sampled else {})
+    if options.episodes:
+        played = segments_episodes.Episodes(engine, {name: tried[name] for name in ("ours", "bare")})
+        wanted = segments_tasks.chosen(options.families, segments_tasks.EPISODES)
+        runs = [
+            replace(run, number=at * options.episodes + run.number)
+            for at, style in enumerate(options.styles)
+            for run in segments_tasks.runs(options.episodes, options.tools, style, families=wanted)
+        ]
+        played.run(runs, rows, say)
+        keep({"episodes": segments_episodes.summaries(rows.of("episodes"))})
+    return rows.of("paired")
+
+
+def finding(
+    workload: Sequence[Path], tools_dir: Path | None, count: int, made: Sequence[Episode], tokenizer: Any, say: Say
+) -> dict[str, Any]:
+    """What finds text, on `count` episodes of each file (at most four calls of each): windows of 32, 64 and 128, thresholds 0.6 to 0.9."""
+    families: Mapping[str, list[Episode]] = {path.stem: list(read(path, tools_dir, episodes=count, calls=4)) for path in workload}
+    families = {**families, **({"made up": list(made)} if made else {})}
+    return segments_find.run(dict(families), tokenizer, say=say)

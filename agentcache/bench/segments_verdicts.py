@@ -1,0 +1,167 @@
+"""What the figures of `agentcache bench segments` say of each hypothesis: its figure, the verdict, the reason. Measures one thing itself:
+how far re-indexed keys are from keys computed at their new place.
+
+holds | fails     by the figure and its bound             not measured     with what would measure it
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..engine import Engine
+from ..model.rope import Rotary, turn
+
+SHIFTS = ((0, 50), (50, 0), (7, 120_000), (120_000, 3), (60_000, 60_001))
+TOKENS = 40
+TEMPLATE_HEAVY = ("added tool", "removed tool", "changed tool", "moved tool", "dated system", "second agent", "held-out tool")
+LATENCY, SAVED, CHANGED, KL, PRECISION, MOVED = 0.20, 0.20, 0.01, 0.1, 0.7, 2e-6
+OF_BOUND, FASTER, LONG, SLOWER, AGREED, STEP_MS = 0.8, 1.5, 1000, 1.03, 0.99, 15.0
+Report = Mapping[str, Any]
+Row = dict[str, Any]
+
+
+@torch.inference_mode()
+def moved(engine: Engine) -> float | None:
+    """Largest error of re-indexed keys over shifts to 120,000 positions, as a share of the largest key, in fp32; None without rotary.
+
+    Measured on random keys with the model's own frequencies; regimes that change with length (longrope, dynamic NTK) are None.
+    """
+    module = getattr(engine.model.model.get_decoder(), "rotary_emb", None)
+    if module is None or engine.model.rotary is None or engine.model.rotary.by_length:
+        return None
+    table = Rotary(module, engine.model.config.get_text_config(), torch.float32, torch.device("cpu"))
+    keys, pairs = torch.randn(4, table.dims, TOKENS, generator=torch.Generator().manual_seed(0)), table.dims // 2
+    worst = 0.0
+    for source, target in SHIFTS:
+        cos, sin = table.table("", max(source, target) + TOKENS)
+        here, there = (turn(keys, cos[at : at + TOKENS, :pairs].T, sin[at : at + TOKENS, :pairs].T) for at in (source, target))
+        error = (turn(here, *table.turns("", source, target, TOKENS)) - there).abs().max()
+        worst = max(worst, float(error / there.abs().max()))
+    return worst
+
+
+def _row(hypothesis: str, figure: float | None, holds: Callable[[float], bool], reason: str, unmeasured: str) -> Row:
+    if figure is None:
+        return {"hypothesis": hypothesis, "figure": None, "verdict": "not measured", "reason": unmeasured}
+    return {"hypothesis": hypothesis, "figure": figure, "verdict": "holds" if holds(figure) else "fails", "reason": reason}
+
+
+def verdicts(found: Report) -> list[Row]:
+    """One row per hypothesis of what these parts of a report say; parts that are not there are not measured."""
+    rows: list[Row] = list(found.get("rows") or ())
+    paired, episodes = list(found.get("paired") or ()), list(found.get("episodes") or ())
+    return [
+        *_times(rows, found.get("shape") is not None),
+        *_episodes(episodes),
+        *_flops(paired),
+        *_drift(rows, paired, found.get("shape") is not None),
+        *_finding(found.get("find") or {}),
+        _row("re-indexing is stable: error of keys <= 2e-6 of the largest, shifts to 120,000", found.get("moved"), lambda x: x <= MOVED,
+             "fp32, the model's own frequencies", "no rotary positions, or a regime that changes with length"),
+    ]  # fmt: skip
+
+
+def _of(rows: Sequence[Row], method: str) -> dict[str, Row]:
+    return {row["family"]: row for row in rows if row["method"] == method}
+
+
+def _times(rows: Sequence[Row], shaped: bool) -> list[Row]:
+    ours, off = _of(rows, "ours"), _of(rows, "off")
+    ran = "--workload FILE --shape qwen3-0.6b measures it"
+    both = {name: 1 - row["step_ms"] / off[name]["step_ms"] for name, row in ours.items() if name in off and row["reused_tokens"]}
+    middle = statistics.median(both.values()) if both else None
+    least = min(both.items(), key=lambda pair: pair[1], default=("", 0.0))
+    known = {name: row for name, row in ours.items() if row["bound_tokens"]}
+    share = min(((row["of_bound"], name) for name, row in known.items()), default=None)
+    long = {name: row for name, row in known.items() if row["bound_tokens"] >= LONG * row["cases"] and row["reused_tokens"]}
+    slow = min(((row["speedup"], name) for name, row in long.items()), default=None)
+    nothing = [row for name, row in ours.items() if not row["reused_tokens"] and row["speedup"] and not row["bound_tokens"]]
+    cost = max((1 / row["speedup"] for row in nothing), default=None)
+    pages = "" if shaped else " (not on a known shape)"
+    return [
+        _row("first token at least 20 % sooner than without reuse, where text has moved", middle, lambda x: x >= LATENCY,
+             f"median of {len(both)} families, least {least[1]:.2f} ({least[0]}){pages}", f"no row both ways; {ran}"),
+        _row("reused >= 0.8 x the text-match bound in each family", share[0] if share else None, lambda x: x >= OF_BOUND,
+             f"least of {len(known)} families: {share[1] if share else ''}", f"nothing repeats; {ran}"),
+        _row("first token >= 1.5 x sooner than by the exact prefix where >= 1,000 tokens are reusable", slow[0] if slow else None,
+             lambda x: x >= FASTER, f"least of {len(long)} families: {slow[1] if slow else ''}{pages}", f"no such prompts; {ran}"),
+        _row("never slower than 1.03 x the exact prefix where nothing repeats", cost, lambda x: x <= SLOWER,
+             f"median of {sum(row['cases'] for row in nothing)} prompts{pages}", f"no row; --families 'nothing repeats' {ran}"),
+    ]  # fmt: skip
+
+
+def _episodes(episodes: Sequence[Row]) -> list[Row]:
+    ours = next((row for row in episodes if row["method"] == "ours" and row["family"] == "all"), None)
+    changed = ours["changed"] if ours else None
+    return [
+        _row("whole episodes at least 20 % faster than without reuse", 1 - 1 / ours["off_over_ours"] if ours else None,
+             lambda x: x >= LATENCY, f"median of {ours['n'] if ours else 0} episodes, answers included; embedded model or --model's",
+             "--episodes N measures it"),
+        _row("episodes solved otherwise than without reuse: at most 1 %", changed, lambda x: x <= CHANGED,
+             f"{ours['n'] if ours else 0} episodes, steps as recorded", "--episodes N measures it"),
+    ]  # fmt: skip
+
+
+def _flops(paired: Sequence[Row]) -> list[Row]:
+    ours = {row["of"]: row for row in paired if row["method"] == "ours" and row["by"] == "family" and row["of"] in TEMPLATE_HEAVY}
+    n = sum(row["n"] for row in ours.values())
+    spent = sum(row["spent_flops"] for row in ours.values())
+    exact = sum(row["exact_flops"] for row in ours.values())
+    changed = sum(row["changed"] * row["n"] for row in ours.values()) / n if n else None
+    run = "--paired N measures it"
+    return [
+        _row("at least 20 % fewer prefill FLOPs than the exact prefix alone on template-heavy shifts", 1 - spent / exact if exact else None,
+             lambda x: x >= SAVED, f"{n} requests, {len(ours)} families", run),
+        _row("tasks right or wrong otherwise than with everything computed, on these: at most 1 %", changed,
+             lambda x: x <= CHANGED, f"{n} requests", run),
+    ]  # fmt: skip
+
+
+def _drift(rows: Sequence[Row], paired: Sequence[Row], shaped: bool) -> list[Row]:
+    eight = [row for row in rows if row["method"] == "halo 8" and row["reused_tokens"] and not shaped]  # random weights say nothing
+    kls = [(row["kl_mean"], f"{row['family']}, {row['cases']} cases") for row in eight]
+    some = {row["method"]: row for row in paired if row["by"] == "all"}
+    if "halo 8" in some:
+        kls.append((some["halo 8"]["kl"], f"{some['halo 8']['n']} made-up requests"))
+    worst = max(kls, default=None)
+    found = [
+        _row("KL below 0.1 nats per token of the answer with a halo of 8", worst[0] if worst else None, lambda x: x < KL,
+             f"most of {len(kls)}: {worst[1] if worst else ''}", "--ablations or --paired N measures it"),
+    ]  # fmt: skip
+    for by, of in (("all", "all"), ("share", "context"), ("share", "independent")):
+        row = next((row for row in paired if row["method"] == "ours" and (row["by"], row["of"]) == (by, of)), None)
+        low, high = row["tool_ci"] if row else (0.0, 0.0)
+        name = "all requests" if of == "all" else "requests that depend on context" if of == "context" else "independent requests"
+        found.append(
+            _row(f"same tool as with everything computed, {name}: at least 0.99", row["tool"] if row else None, lambda x: x >= AGREED,
+                 f"{row['n'] if row else 0} requests, 95 %: {low:.4f} to {high:.4f}", "--paired N measures it")
+        )  # fmt: skip
+    exact = [row["kl_mean"] for row in rows if row["method"] == "off" and row["kl_mean"] is not None]
+    why = f"KL of {len(exact)} families, the exact prefix against no reuse, asked between approximate requests"
+    found.append(_row("exact requests are untouched", max(exact, default=None), lambda x: x == 0.0, why, "rows with --off measure it"))
+    return found
+
+
+def _finding(find: Report) -> list[Row]:
+    found = []
+    for source in ("traces", "duplicates"):
+        row = next((row for row in find.get("verdicts", ()) if (row["source"], row["window"], row["tau"]) == (source, 64, 0.8)), None)
+        said = (
+            f"{row['proposals'] if row else 0} proposals, windows of 64, recall {_plain(row['recall_long'] if row else None)} of long runs"
+        )
+        name = "recorded prompts" if source == "traces" else "edited copies"
+        figure = row["precision"] if row else None
+        found.append(_row(f"precision above 0.7 at tau 0.8, {name}", figure, lambda x: x > PRECISION, said, "--find measures it"))
+    steps = find.get("steps", ())
+    most = max((row["step_ms"] for row in steps), default=None)
+    why = f"most of {len(steps)} sizes of windows, 200 new tokens, processor time"
+    found.append(_row("looking for text at most 15 ms per step of 4,096 tokens", most, lambda x: x <= STEP_MS, why, "--find measures it"))
+    return found
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
