@@ -160,7 +160,10 @@ def segments(
             playing = bench.Bench(engine, answer, model is not None)
             known = _setting(playing, calibration, segments_parts.begun(rows_file), halo, found_cases, made, kl, say, model is None)
             found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None}
-            found |= {"steps": known.steps, "share": known.share, "moved": segments_verdicts.moved(engine), "rows": []}
+            lacking = sorted(set(wanted) - {case.family for case in found_cases}) if cases else []
+            if lacking:
+                say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
+            found |= {"lacking": lacking, "steps": known.steps, "share": known.share, "moved": segments_verdicts.moved(engine), "rows": []}
 
             def keep(part: dict[str, Any]) -> None:
                 found.update(part)
