@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import shutil
 import signal
 import sqlite3
@@ -147,17 +148,23 @@ def kill_writers(folder: Path, times: int) -> tuple[int, int]:
     Disk(options).close()
     served_tokens = swept = 0
     for number in range(times):
+        began, begin = os.pipe()
 
-        def write(number: int = number) -> None:
+        def write(number: int = number, begin: int = begin) -> None:
             store = Store(1 << 24, options=options)
+            os.write(begin, b"!")
             for at in range(100):
                 admit(store, 100 * number + at)
                 store.flush()
 
         pid = fork_quietly(write)
+        if number % 4:  # the others may be killed before their store is open
+            select.select([began], [], [], 60)
         time.sleep(chance.uniform(0.0, 0.06))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        os.close(began)
+        os.close(begin)
         disk = Disk(options)
         try:
             for at in range(4):

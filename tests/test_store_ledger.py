@@ -90,13 +90,20 @@ def test_one_computes_and_the_others_know_who(index: Index, monkeypatch: pytest.
 
 @forks
 def test_of_many_who_claim_one_gets_it(folder: Folder, index: Index, tmp_path: Path) -> None:
+    tried, got = tmp_path / "tried", tmp_path / "got"
+    tried.mkdir()
+    got.mkdir()
+
     def child() -> None:
         if index.claim(b"key", "fp", process.token()) is None:
-            (tmp_path / process.token()).touch()
-        time.sleep(1)  # a lease ends with its process
+            (got / process.token()).touch()
+        (tried / process.token()).touch()
+        until = time.monotonic() + 60
+        while len(os.listdir(tried)) < 4 and time.monotonic() < until:  # a lease ends with its process
+            time.sleep(0.01)
 
     run(*[child] * 4)
-    assert len([name for name in os.listdir(tmp_path) if process.TOKEN.fullmatch(name)]) == 1
+    assert len(os.listdir(got)) == 1
     assert index.claim(b"key", "fp", ME) is None
 
 

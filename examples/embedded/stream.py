@@ -15,7 +15,7 @@ from queue import Full
 from typing import Any
 
 from agentcache.bench.quality_world.dialogues import bundle
-from agentcache.bench.quality_world.world import World
+from agentcache.bench.quality_world.world import OPAQUE, World
 
 from .packing import Encoder, Pack, pack
 
@@ -30,6 +30,7 @@ class Stage:
     context: the share of dialogues that depend on what stands before. Copying has to be learnt before it can be of use to them.
     plain: the share of bundles in which comparing words is enough. That has to be learnt before anything can make it hard.
     bare: the share, further, with synonyms and near-duplicates but without rules: what has to be learnt next.
+    opaque: the share of names that say nothing: what is told by a description only has to be found by it.
     short: the share of dialogues that end with the name of a tool: twice the choices in the same time, once arguments are known.
     """
 
@@ -42,6 +43,7 @@ class Stage:
     bare: float
     short: float
     styles: Mapping[str, float]
+    opaque: float = OPAQUE
 
 
 HERMES = {"hermes": 1.0}
@@ -54,9 +56,10 @@ STAGES = (
     Stage(8, 10, 900, 5000, 0.4, 0.12, 0.48, 0.0, SOME),
     Stage(11, 8, 900, 5000, 0.6, 0.05, 0.3, 0.6, ALL),
     Stage(15, 20, 1100, 6000, 0.55, 0.05, 0.3, 0.6, ALL),
-    Stage(30, 20, 1100, 6000, 0.55, 0.05, 0.25, 0.3, ALL),
-    Stage(40, 36, 1200, 6000, 0.55, 0.0, 0.15, 0.3, ALL),
-    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, 0.1, 0.3, ALL),
+    Stage(24.2, 20, 1100, 6000, 0.55, 0.05, 0.25, 0.3, ALL),
+    Stage(30, 20, 1100, 6000, 0.6, 0.0, 0.25, 0.3, ALL, 0.25),
+    Stage(40, 36, 1200, 6000, 0.55, 0.0, 0.15, 0.3, ALL, 0.25),
+    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, 0.1, 0.3, ALL, 0.15),
 )
 
 
@@ -75,7 +78,7 @@ def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
     at = world.rng.random()
     plain, bare = at < stage.plain, at < stage.plain + stage.bare
     count = DIALOGUES * (2 if stage.short else 1)
-    made = bundle(f"{seed} {number}", style, size, count, context_share=stage.context, plain=plain, bare=bare)
+    made = bundle(f"{seed} {number}", style, size, count, context_share=stage.context, plain=plain, bare=bare, opaque=stage.opaque)
     return pack(encoder, made, stage.tail, {dialogue for dialogue in range(count) if world.rng.random() < stage.short})
 
 

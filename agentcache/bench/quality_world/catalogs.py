@@ -142,7 +142,7 @@ class Catalog:
     ) -> Tool:
         """A tool of this meaning, not yet part of the catalog."""
         world = self.world
-        name = name or (self.opaque() if not text and not world.plain and world.chance(0.06) else self.name(action, thing))
+        name = name or (self.opaque() if not text and not world.plain and world.chance(world.opaque) else self.name(action, thing))
         params = draw_params(world, thing, draw_kinds(world)) if params is None else params
         return Tool(name, text or description(world, action, thing), params, action, thing, service, replaced)
 

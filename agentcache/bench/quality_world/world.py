@@ -55,13 +55,20 @@ def sources(held: str) -> dict[str, Source]:
     }
 
 
-class World:
-    """Everything that chance decides about words and values. plain: actions go by one word, and tools have nothing in common."""
+OPAQUE = 0.06
 
-    def __init__(self, seed: str, source: Source = TRAIN, plain: bool = False) -> None:
+
+class World:
+    """Everything that chance decides about words and values. plain: actions go by one word, and tools have nothing in common.
+
+    opaque: the share of ordinary tools whose names say nothing.
+    """
+
+    def __init__(self, seed: str, source: Source = TRAIN, plain: bool = False, opaque: float = OPAQUE) -> None:
         self.rng = random.Random(seed)
         self.source = source
         self.plain = plain
+        self.opaque = opaque
 
     def pick(self, options: Sequence[T]) -> T:
         return options[int(self.rng.random() * len(options))]
