@@ -35,6 +35,9 @@ and `<tool_call>` JSON as Hermes and Qwen models have them, and text ReAct in th
     engine = Engine("embedded")
 
 It is an ordinary Hugging Face folder too. English only; it knows nothing about the world, cannot chat, and is no use for real work.
+Before a call or a refusal it says in a sentence or two what is wanted and what decides; a system prompt can forbid that ("Do not explain
+your calls."). `strict_calls` in its generation config makes an `Engine` hold its calls to the schemas of the tools (with the extra
+`constrain` of agentcache-llm); other software decodes it freely, and gets more wrong names and types.
 
 ## Training
 
@@ -116,8 +119,8 @@ def card(state: Mapping[str, Any], size: int, found: Mapping[str, Any] | None, v
     text = HEAD.format(size=size, vocab=vocab, **numbers) + "\n## Figures\n\n"
     if found is None:
         return text + "None were measured for these weights yet.\n\n" + TAIL
-    text += f'`agentcache bench quality`, greedy decoding, split "{found["held"]}", 95 % intervals in brackets. BM25 and first tool are\n'
-    text += "baselines that choose without a model.\n\n"
+    text += f'`agentcache bench quality`, greedy decoding, calls held to their schemas, split "{found["held"]}", 95 % intervals in\n'
+    text += "brackets. BM25 and first tool are baselines that choose without a model.\n\n"
     text += "\n".join(part for part in (_requests(found), _episodes(found), _files(found)) if part)
     if short := missed(found):
         text += "\nWhat it falls short of:\n\n" + "".join(f"* {line}\n" for line in short)
