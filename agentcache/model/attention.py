@@ -17,8 +17,9 @@ import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
 from . import jit_attention
-from .numerics import Numerics, attention_order, scratch
+from .numerics import LEAST_WEIGHT, Numerics, attention_order, scratch
 
+_LEAST = -87.0  # its exponential is a normal number below LEAST_WEIGHT
 SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values
 SHARED_ELEMENTS = 1 << 23  # 32 MB of widened pages that several parts of a pack read: widened once per layer, not once per part
 
@@ -148,13 +149,13 @@ def _tile(
 
 
 def _exponentiate(scores: torch.Tensor, most: torch.Tensor) -> None:
-    """scores = exp(scores - most), in place; what would be below 2⁻¹²⁵, beside a largest one of 1, is 0.
+    """scores = exp(scores - most), in place; what would be below `LEAST_WEIGHT` is 0.
 
     The library's exponential takes a slow path where its result is subnormal or 0, and hidden keys and sharp heads are full of those:
     up to 25 times slower. So none is asked for. Not a number stays that.
     """
-    torch.threshold_(scores.sub_(most), -87.0, -87.0).exp_()
-    torch.threshold_(scores, 2.0**-125, 0.0)
+    torch.threshold_(scores.sub_(most), _LEAST, _LEAST).exp_()
+    torch.threshold_(scores, LEAST_WEIGHT, 0.0)
 
 
 def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> set[int]:

@@ -36,6 +36,7 @@ _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
 _COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
 _CHAIN_ROWS = 6
 _BLOCKS = (1 << 20, 512, 1024, 256, 384, 768, 192, 128, 1536, 2048)  # of inputs, the first one is all of them
+LEAST_WEIGHT = 2.0**-125  # of a key, beside a largest one of 1: what would be less is 0
 MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
 
 
@@ -293,7 +294,7 @@ def _probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], he
     began = time.perf_counter()
     kernel = choose_kernel(dtype, device)
     widen = kernel == "upcast"
-    seen = blake3(f"{kernel} {widen} {UPCAST_BLOCK} {MAX_ROWS}".encode())
+    seen = blake3(f"{kernel} {widen} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
     with torch.inference_mode():
         rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _ROWS)
         wide = torch.float32 if widen else dtype
