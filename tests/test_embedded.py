@@ -92,6 +92,7 @@ def test_a_damaged_folder_is_refused_by_the_name_of_the_file(folder: Path, damag
 def test_engine_loads_it_by_name_and_refuses_it_damaged(as_embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine("embedded", store=None) as engine:
         assert engine.name == "embedded"
+        assert engine.grammars.strict, "its generation config says so"
         assert engine.generate([{"role": "user", "content": "Hello!"}], sampling=Sampling(max_tokens=2)).ids
     weights = (as_embedded / "model.safetensors").read_bytes()
     (as_embedded / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))

@@ -160,8 +160,7 @@ def segments(
             playing = bench.Bench(engine, answer, model is not None)
             known = _setting(playing, calibration, segments_parts.begun(rows_file), halo, found_cases, made, kl, say, model is None)
             found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None}
-            lacking = sorted(set(wanted) - {case.family for case in found_cases}) if cases else []
-            if lacking:
+            if lacking := sorted(set(wanted) - {case.family for case in found_cases}) if cases else []:
                 say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
             found |= {"lacking": lacking, "steps": known.steps, "share": known.share, "moved": segments_verdicts.moved(engine), "rows": []}
 
@@ -173,14 +172,20 @@ def segments(
             methods = bench.variations(playing, known) if ablations else {"bare": playing.calibration(0), "ours": known}
             keep({"rows": [row.plain() for row in playing.run(found_cases, methods, off, say)]})
             if find:
-                given = made if made_up else []
-                keep({"find": segments_parts.finding(workload or (), tools_dir, find, given, engine.tokenizer, say)})
+                some = made if made_up else []
+                keep({"find": segments_parts.finding(workload or (), tools_dir, find, some, engine.tokenizer, say)})
             single = segments_parts.run(engine, playing, known, options, say, keep)
-        if plot is not None:
-            report.segments_plot(found["rows"], plot)
-            if single:
-                segments_show.paired_plot(single, plot.with_name(f"{plot.stem}-paired{plot.suffix}"))
+        _draw(found["rows"], single, plot)
         report.finish(found, segments_show.tables(found), json_file)
+
+
+def _draw(rows: list[Any], single: Any, plot: Path | None) -> None:
+    from . import report, segments_show
+
+    if plot is not None:
+        report.segments_plot(rows, plot)
+        if single:
+            segments_show.paired_plot(single, plot.with_name(f"{plot.stem}-paired{plot.suffix}"))
 
 
 def _setting(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from .packing import Pack
 
@@ -263,7 +263,8 @@ def export(folder: Path, model: Any, tokenizer: Any) -> None:
     """A Hugging Face folder in bf16."""
     copy = build(**shape(model.config))
     copy.load_state_dict(model.state_dict())
-    copy.generation_config.strict_calls = True  # an Engine then holds calls to their schemas: names and types are hard for so small a model
+    # an Engine then holds calls to their schemas: names and types are hard for so small a model
+    copy.generation_config = GenerationConfig(eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id, strict_calls=True)
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
