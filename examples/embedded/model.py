@@ -264,7 +264,8 @@ def export(folder: Path, model: Any, tokenizer: Any) -> None:
     copy = build(**shape(model.config))
     copy.load_state_dict(model.state_dict())
     # an Engine then holds calls to their schemas: names and types are hard for so small a model
-    copy.generation_config = GenerationConfig(eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id, strict_calls=True)
+    ends = {"eos_token_id": model.config.eos_token_id, "pad_token_id": model.config.pad_token_id}
+    copy.generation_config = GenerationConfig(**ends, strict_calls=True)
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
