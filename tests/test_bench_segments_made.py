@@ -159,11 +159,12 @@ def test_an_answer_that_differs_is_decoded_to_its_end_and_counted(engine: Engine
     for row in rows.of("paired"):
         near = row["methods"]["ours"]
         assert near["kl"] > 0.5
-        assert (near["same"], near["arguments"]) == (False, False)
+        assert not near["same"]  # calls held to few schemas may be alike all the same
         assert near["top1"] < 1.0
         assert 0 < near["distance"] <= 1
     [whole] = [row for row in segments_paired.summaries(rows.of("paired")) if row["by"] == "all"]
-    assert whole["arguments"] == whole["decision"] == 0.0
+    assert whole["same"] == 0.0
+    assert whole["decision"] == 0.0
 
 
 def test_episodes_are_played_by_each_method(engine: Engine) -> None:
