@@ -243,6 +243,12 @@ def segments_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         right.scatter(shares, [max(r["kl_mean"], 1e-9) for r in mine], **mark)
     left.axhline(1.0, color="tab:gray", linewidth=1)
     left.set_ylabel("first token: times faster than the exact prefix alone")
+    finish_drift(figure, left, right, path)
+    pyplot.close(figure)
+
+
+def finish_drift(figure: Any, left: Any, right: Any, path: Path) -> None:
+    """Labels, legend and file of a picture of two panels over the share of reused text; the right one shows KL."""
     right.set_ylabel("KL, nats per token of the answer (log scale)")
     right.set_yscale("log")
     for axes in (left, right):
@@ -250,7 +256,6 @@ def segments_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.3, which="both")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from .report import _pyplot as pyplot
-from .report import number, segments_table, table
+from .report import finish_drift, number, segments_table, table
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -134,11 +134,5 @@ def paired_plot(rows: Rows, path: Path) -> None:
         left.scatter(shares, [near["exact_flops"] / near["spent_flops"] for _, near in mine], s=8, alpha=0.5, label=method)
         right.scatter(shares, [max(near["kl"], 1e-9) for _, near in mine], s=8, alpha=0.5)
     left.set_ylabel("prefill: times fewer FLOPs than the exact prefix alone")
-    right.set_ylabel("KL, nats per token of the answer (log scale)")
-    right.set_yscale("log")
-    for axes in (left, right):
-        axes.set_xlabel("share of the prompt taken from other positions")
-        axes.grid(alpha=0.3, which="both")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=130)
+    finish_drift(figure, left, right, path)
     drawing.close(figure)

@@ -4,7 +4,7 @@ Every function does what PyTorch's operations do, one rounding for each of their
 `Tensor.mean` adds it (four accumulators of whole vectors, sixteen steps at a time, then lane by lane). `jit_layer.py` compares the
 results with PyTorch's before it relies on them. Sizes are constants of the code: there is a function for each size of a model.
 
-Rows of activations are 16-bit numbers [rows, n]. What a product reads (`wide_rows`) is fp32 [n, rows], as jit.py wants it.
+Rows of activations are 16-bit numbers [rows, n]. What a product reads is fp32 [n, rows], as jit.py wants it.
 """
 
 from __future__ import annotations
