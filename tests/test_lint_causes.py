@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import time
+from difflib import SequenceMatcher
 from typing import Any
 
 import pytest
 
 from agentcache.lint import Cause, lint
-from agentcache.lint.texts import causes
+from agentcache.lint.texts import causes, pieces
+from agentcache.lint.volatile import values
 from tests.test_lint import conversation, only, report, with_system
 
 
@@ -131,3 +134,20 @@ def test_a_window_without_ids_is_found_by_its_last_message() -> None:
         body["messages"][1:-3] = [{"role": "user", "content": f"Summary of it all: {long} {body['messages'][-1]['content'][:4]}"}]
     found = lint(bodies)
     assert found.conversations == 2
+
+
+def test_texts_that_say_the_same_words_over_and_over_are_not_compared_to_the_end() -> None:
+    was = " ".join(f"tide {at % 7} reed" for at in range(90))
+    now = " ".join(f"reed {at % 5} tide" for at in range(88))
+    began = time.process_time()
+    found = pieces(was, now)
+    between = time.process_time()
+    SequenceMatcher(None, values(was), values(now), autojunk=False).get_opcodes()
+    assert between - began < 0.5 * (time.process_time() - between), "seconds of it were spent in requests that only asked why they missed"
+    assert all(piece.was in was and piece.now in now for piece in found)
+
+
+def test_differences_far_apart_are_found_one_by_one() -> None:
+    was = f"Today is Monday. {'Mind the gap between the boat and the quay. ' * 60}It is the 4th call."
+    now = was.replace("Monday", "Friday").replace("4th", "5th")
+    assert [(piece.was, piece.now) for piece in pieces(was, now)] == [("Monday", "Friday"), ("4", "5")]

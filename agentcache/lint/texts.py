@@ -6,7 +6,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from difflib import SequenceMatcher
+from difflib import Match, SequenceMatcher
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..layout.tokenise import common_chars
@@ -15,6 +16,25 @@ from .volatile import Value, kind_of, values
 
 WINDOW = 160  # characters around the difference that are cut into values, so that values are whole
 MOST = 1_500  # values on each side up to which pieces are aligned; longer differences are one piece
+PAIRS = 1_000_000  # of equal values that aligning may look at; what is not aligned by then is one piece, not a second of waiting
+
+
+class Aligner(SequenceMatcher[Value]):
+    """difflib's, for texts that say the same words over and over: there its time grows with the square of the text, or the cube.
+
+    Here no more than PAIRS pairs of equal values are looked at.
+    """
+
+    def __init__(self, before: list[Value], after: list[Value]) -> None:
+        super().__init__(None, before, after, autojunk=False)
+        there = Counter(after)
+        self._pairs = list(accumulate((there[value] for value in before), initial=0))  # of the values before each one
+        self._left = PAIRS
+
+    def find_longest_match(self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None) -> Match:
+        """The longest common run of these ranges; an empty one if looking for it would go beyond what may be looked at."""
+        self._left -= self._pairs[len(self._pairs) - 1 if ahi is None else ahi] - self._pairs[alo]
+        return super().find_longest_match(alo, ahi, blo, bhi) if self._left >= 0 else Match(alo, blo, 0)
 
 
 class Piece(NamedTuple):
@@ -54,8 +74,7 @@ def pieces(was: str, now: str, in_system: bool = False) -> list[Piece]:
     if max(len(before), len(after)) > MOST:
         return [Piece(was[start:was_stop], now[start:now_stop], None)]
     out, rest = [], now[now_stop : now_stop + WINDOW]
-    matcher = SequenceMatcher(None, before, after, autojunk=False)
-    for kind, i, j, k, m in _joined(matcher.get_opcodes(), before):
+    for kind, i, j, k, m in _joined(Aligner(before, after).get_opcodes(), before):
         if kind != "equal":
             left, right = "".join(v.text for v in after[:k]), "".join(v.text for v in after[m:]) + rest
             cause = kind_of(before[i:j], after[k:m], now[max(0, start - WINDOW) : start] + left, right, in_system)
