@@ -22,9 +22,9 @@ from .watch import Watch
 
 __all__ = ["Chunk", "Done", "Progress", "Request", "Scheduler"]
 
-STEP_MS = 400.0  # a round that also decodes should take about this long
+STEP_MS = 330.0  # a round that also decodes should take about this long: nineteen of twenty then stay below half a second
 POLL_S = 0.002  # how often a request whose pages are on their way is looked at while nothing else runs
-MIN_FILL = 7  # tokens of a prompt that go along in any case: with one that decodes, as many as one pass over the weights takes
+MIN_FILL = 4  # tokens of a prompt that go along in any case
 PATIENCE = 4  # rounds that a prompt gives way to shorter ones
 MAX_DECODING = MAX_ROWS // 2  # requests that get a token in one round; with more, they take turns
 
