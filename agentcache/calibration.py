@@ -32,6 +32,7 @@ class Calibration:
     fingerprint: of the weights. layers: how many the model has. steps: (distance, layer), both ascending, the last layer is `layers`.
     least: shortest run that is attached. share: of a run's whole tokens, how many are computed again: those whose values differ most in
     layer 1. probe: largest relative difference of the halo's last keys, as stored and as computed, in the middle layer; 0: no probe.
+    margin: a greedy choice that is ahead of the next best by less (nats) is not made behind moved text: the prompt is computed; 0: it is.
     kl, top1: mean KL (nats per token) allowed, and share of equal first choices asked for. watch_one_in: one in so many requests served
     with segments is computed again in idle time. precision: the fewest bits of stored pages that a segment may come from. measured: what
     was seen.
@@ -44,6 +45,7 @@ class Calibration:
     kl: float
     share: float = 0.0
     probe: float = 0.0
+    margin: float = 0.0
     top1: float = 0.0
     watch_one_in: int = 32
     model: str = ""
@@ -62,7 +64,7 @@ class Calibration:
             refuse("steps", "above layer 0: what is taken nowhere is no segment")
         if self.least <= self.steps[-1][0]:
             refuse("least", f"more than the distance {self.steps[-1][0]!r} behind which tokens are taken whole")
-        for name in ("kl", "share", "probe", "top1"):
+        for name in ("kl", "share", "probe", "margin", "top1"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 refuse(name, "a finite number of at least 0")

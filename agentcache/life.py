@@ -189,10 +189,14 @@ class Life:
         return now
 
     def _choose(self, request: Request, logits: torch.Tensor) -> AgentCacheError | FinishReason | None:
-        if request.on_logits is not None:
-            request.on_logits(logits)
         guide = request.guide
         masked = guide.mask(logits) if guide else logits
+        if masked is not None and self.segments.unsure(request, masked):
+            self._attach(request)
+            self.segments.settle(request)
+            return None
+        if request.on_logits is not None:
+            request.on_logits(logits)
         if masked is None:
             return "stop"
         token = request.forced.popleft() if request.forced else request.sampler(masked, request.ids)

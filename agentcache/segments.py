@@ -4,12 +4,15 @@ look      what is new in the prompt; which pages on disk say the same is asked, 
 find      repeated runs behind the exact prefix, in the same namespace and under the same weights
 attach    moved to where they are wanted; their heads (halo) are left to be computed
 decide    at each junction, once the halo is computed: does it agree with what was stored? which tokens differ most?
+unsure    at each greedy choice: is it clear enough to be the choice behind everything computed, too?
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+
+import torch
 
 from .inflight import Request
 from .kv import PAGE_TOKENS, Ahead, Sequence
@@ -111,6 +114,36 @@ class Segments:
             elif request.calibration is not None and request.calibration.share and self.runner.model.stepped:
                 spans = self._repair(request, sequence, spans, request.calibration.share)
             sequence.settle([replace(span, held=False) for span in spans])
+
+    def unsure(self, request: Request, logits: torch.Tensor) -> bool:
+        """Whether the next choice is too close to be made behind moved text: what is kept here may have tipped it.
+
+        Then the request is made ready to begin anew without segments, with the ids that it has.
+        """
+        near = request.near is not None or (request.scope is not None and request.scope.precision == "approximate")
+        margin = request.calibration.margin if request.calibration is not None and near and not request.forced else 0.0
+        if not margin or (gap := request.sampler.gap(logits, request.ids)) >= margin:
+            return False
+        assert request.sequence is not None
+        receipt, at = request.receipt, len(request.ids)
+        why = f"first choices behind token {at} are {gap:.3f} nats apart, asked for are {margin:.3f}"
+        receipt.refusals = (
+            *(known for known in receipt.refusals if known.reason != Reason.APPROXIMATE),
+            Refusal(Reason.UNSURE, 0, at, why),
+        )
+        request.sequence.close()
+        request.calibration, request.near, request.sources, request.near_kept = None, None, [], 0
+        return True
+
+    def settle(self, request: Request) -> None:
+        """The account of a request that has begun anew: its prompt's exact prefix is cached, the rest computed."""
+        assert request.plan is not None
+        receipt = request.receipt
+        receipt.cached_tokens = min(request.plan.cached_tokens, request.prompt - 1)
+        receipt.computed_tokens = request.prompt - receipt.cached_tokens
+        receipt.segments, receipt.segment_tokens, receipt.halo_tokens = (), 0, 0
+        if receipt.completion_tokens:  # chosen behind moved text, with room to spare: near, not exact
+            receipt.precision, receipt.bitwise = "approximate", False
 
     def _disagrees(self, request: Request, sequence: Sequence, junction: Ahead) -> str:
         assert request.calibration is not None and request.plan is not None and request.scope is not None

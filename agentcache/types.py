@@ -174,6 +174,7 @@ class Reason(str, Enum):
     LOSSY = "LOSSY"  # stored with fewer bits than computed: not lent to an exact request
     NON_FINITE = "NON_FINITE"  # a computation produced NaN or infinity and was not kept
     PROBE = "PROBE"  # a segment's recomputed head differs too much from its stored one
+    UNSURE = "UNSURE"  # a choice behind moved text was closer than the calibrated margin: made again behind everything computed
     DRIFT = "DRIFT"  # segment reuse is switched off: sampled answers drifted beyond the calibrated bound
 
     __str__ = str.__str__

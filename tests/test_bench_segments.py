@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from agentcache import Engine
 from agentcache.bench import calibrate, shifts
-from agentcache.bench.segments import Bench, bound, variations
+from agentcache.bench.segments import Bench, bound, first_unsure, variations
 from agentcache.bench.workloads import Call, Episode, read
 from agentcache.calibration import Calibration
 from agentcache.cli import app
@@ -199,18 +200,27 @@ def test_the_cheapest_setting_within_the_bounds_is_chosen(workload: Path, model:
     cases = shifts.cases(list(read(workload)), 1, ("dated system", "removed tool"))
     with Engine(str(model), store=None) as engine:
         bench = Bench(engine, 4)
-        loose, seen = calibrate.calibrate(bench, cases, 1e9, 0.0, lambda _: None)
+        seen = calibrate.measure(bench, cases, lambda _: None)
+        loose = calibrate.choose(seen, 1e9, 0.0)
         assert loose is not None
-        assert loose.measured["work_tokens"] == min(row["work_tokens"] for row in seen if row["reused_tokens"])
-        kls = sorted(row["kl_mean"] for row in seen if row["reused_tokens"])
-        tight, _ = calibrate.calibrate(bench, cases, kls[1], 0.0, lambda _: None)
+        reused = [plain for _, _, plain in seen if plain["reused_tokens"]]
+        assert loose.measured["work_tokens"] == min(plain["work_tokens"] for plain in reused)
+        kls = sorted(plain["kl_mean"] for plain in reused)
+        tight = calibrate.choose(seen, kls[1], 0.0)
         assert tight is not None
         assert tight.measured["kl_mean"] <= kls[1] < loose.measured["kl_mean"]
-        assert calibrate.calibrate(bench, cases, kls[0] / 2, 0.0, lambda _: None)[0] is None
-        assert calibrate.calibrate(bench, cases, 1e9, 1.1, lambda _: None)[0] is None
+        assert calibrate.choose(seen, kls[0] / 2, 0.0) is None
+        assert calibrate.choose(seen, 1e9, 1.1) is None
+        sure = calibrate.measure(bench, cases[:1], lambda _: None, 1e9)
+        assert all(plain["unsure"] == plain["cases"] and plain["kl_mean"] == 0 for _, _, plain in sure if plain["reused_tokens"])
         fresh = Call([message("user", 1)], (), message("assistant", 2))
         with pytest.raises(ConfigError, match="no case repeats"):
             calibrate.calibrate(bench, [shifts.Case("x", (), fresh)], 1.0, 0.0, lambda _: None)
+
+
+def test_what_follows_a_close_choice_is_not_counted() -> None:
+    logits = [torch.tensor([5.0, 1.0, 4.5]), torch.tensor([0.0, 9.0, 1.0]), torch.tensor([2.0, 2.1, 0.0])]
+    assert [first_unsure(logits, margin) for margin in (0.0, 0.05, 0.2, 1.0)] == [3, 3, 2, 0]
 
 
 def test_what_calibrate_writes_serves_an_engine(workload: Path, model: Path, tmp_path: Path) -> None:

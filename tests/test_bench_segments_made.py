@@ -109,6 +109,7 @@ def test_flops_are_those_of_the_tokens_that_were_computed(engine: Engine) -> Non
 def test_paired_requests_are_held_against_everything_computed(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, path = Bench(engine), tmp_path / "rows.jsonl"
     methods = {"ours": bench.calibration(8), "all": bench.calibration(8, share=1.0), "probe": bench.calibration(8, probe=1e-9)}
+    methods["margin"] = bench.calibration(8, margin=1e9)
     tasks = made.tasks(3, 3, ("dated system", "context 100 % other", "added tool"))
     rows = Rows(path, {})
     segments_paired.Paired(engine, methods, 2).run(tasks, rows, quiet)
@@ -119,12 +120,14 @@ def test_paired_requests_are_held_against_everything_computed(engine: Engine, tm
         for near in row["methods"].values():
             assert near["prefix_tokens"] + near["reused_tokens"] + near["computed_tokens"] == row["prompt_tokens"]
             assert near["reused_tokens"] <= row["bound_tokens"]
-        ours, all_, probe = (row["methods"][name] for name in methods)
+        ours, all_, probe, margin = (row["methods"][name] for name in methods)
         assert ours["tier"] == "calibrated"
         assert ours["kl"] > 0
         assert ours["spent_flops"] < ours["exact_flops"] <= ours["off_flops"]
         assert (all_["kl"], all_["same"], all_["tool"], all_["reused_tokens"]) == (0.0, True, True, 0), "computing it all again is exact"
         assert (probe["tier"], probe["kl"], probe["refused"] > 0) == ("refused", 0.0, True)
+        assert (margin["tier"], margin["same"], margin["tool"], margin["refused"] > 0) == ("refused", True, True, True)
+        assert margin["spent_flops"] == pytest.approx(ours["spent_flops"] + ours["exact_flops"]), "both were paid for"
     sums = {(row["by"], row["of"], row["method"]): row for row in segments_paired.summaries(found)}
     whole = sums["all", "all", "ours"]
     assert whole["n"] == 3

@@ -278,6 +278,68 @@ def test_a_probe_that_fails_refuses_the_segment_and_computes() -> None:
         assert running.generate(OTHER, sampling=GREEDY).receipt.segments
 
 
+def gaps(logits: list[torch.Tensor]) -> list[float]:
+    return [float(first - second) for first, second in (row.topk(2).values for row in logits)]
+
+
+def test_a_first_choice_that_is_too_close_is_made_behind_everything_computed() -> None:
+    with engine("off") as running:
+        clean = running.generate(OTHER, sampling=GREEDY)
+    with engine(margin=1e9) as running:
+        running.generate(FIRST, sampling=GREEDY)
+        for _ in range(2):  # the second time there are pages near the exact ones, and exact ones
+            seen: list[torch.Tensor] = []
+            done = running.generate(OTHER, sampling=GREEDY, on_logits=seen.append)
+            receipt = done.receipt
+            assert done.ids == clean.ids
+            assert len(seen) == len(done.ids), "what was not chosen from is not shown"
+            assert (receipt.segments, receipt.segment_tokens, receipt.halo_tokens) == ((), 0, 0)
+            assert (receipt.precision, receipt.bitwise) == ("exact", True)
+            assert receipt.cached_tokens + receipt.computed_tokens == receipt.prompt_tokens
+        assert receipt.computed_tokens == 1
+        first = running.generate(prompt("You are one more.", "Why?"), sampling=GREEDY).receipt
+        [why] = [refusal for refusal in first.refusals if refusal.reason is Reason.UNSURE]
+        assert "nats apart" in why.detail
+        assert first.computed_tokens > 500
+        assert Reason.APPROXIMATE not in {refusal.reason for refusal in first.refusals}
+
+
+def test_a_later_choice_that_is_too_close_is_made_behind_everything_computed() -> None:
+    seen: list[torch.Tensor] = []
+    with engine() as running:
+        running.generate(FIRST, sampling=GREEDY)
+        near = running.generate(OTHER, sampling=GREEDY, on_logits=lambda row: seen.append(row.clone()))
+    ahead = gaps(seen)
+    at = min(range(1, len(ahead)), key=ahead.__getitem__)
+    margin = ahead[at] * 1.0001
+    at = next(n for n, gap in enumerate(ahead) if gap < margin)
+    assert at, "the first one is not the closest, else this test shows nothing"
+    forced = replace(GREEDY, forced=near.ids[:at])
+    with engine("off") as running:
+        right = running.generate(OTHER, sampling=forced)
+        clean = running.generate(OTHER, sampling=GREEDY)
+    with engine(margin=margin) as running:
+        running.generate(FIRST, sampling=GREEDY)
+        done = running.generate(OTHER, sampling=GREEDY)
+        receipt = done.receipt
+        assert done.ids == right.ids
+        assert (receipt.segments, receipt.precision, receipt.bitwise) == ((), "approximate", False)
+        assert receipt.cached_tokens + receipt.computed_tokens == receipt.prompt_tokens
+        assert [refusal.stop - receipt.prompt_tokens for refusal in receipt.refusals if refusal.reason is Reason.UNSURE] == [at]
+        again = running.generate(OTHER, sampling=GREEDY, reuse="exact")
+        assert (again.ids, again.receipt.bitwise) == (clean.ids, True), "what is kept of it is exact"
+        assert again.receipt.cached_tokens > receipt.cached_tokens
+
+
+def test_choices_that_chance_or_the_caller_makes_are_not_held_against_the_margin() -> None:
+    for sampling in (replace(GREEDY, temperature=0.8, seed=3), replace(GREEDY, forced=(5,) * 12)):
+        with engine(margin=1e9) as running:
+            running.generate(FIRST, sampling=GREEDY)
+            receipt = running.generate(OTHER, sampling=sampling).receipt
+            assert receipt.segments
+            assert Reason.UNSURE not in {refusal.reason for refusal in receipt.refusals}
+
+
 def test_computing_everything_again_is_exact_and_less_comes_nearer() -> None:
     """The share of deviating tokens, from none to all."""
     with engine("off") as running:
@@ -322,6 +384,7 @@ def test_without_a_calibration_approximate_reuse_says_what_to_run(tmp_path: Path
         ({"kl": float("nan")}, "kl"),
         ({"share": 1.5}, "share"),
         ({"probe": -1.0}, "probe"),
+        ({"margin": float("inf")}, "margin"),
         ({"watch_one_in": 0}, "watch_one_in"),
         ({"precision": "int2"}, "precision"),
     ],

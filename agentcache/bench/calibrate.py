@@ -21,10 +21,13 @@ SHARED = (4, 8, 32)  # halos that they are tried with
 PROBES = (0.05, 0.1, 0.2)  # with a halo of 8: what deviates more is computed, and what is left may keep bounds that all of it does not
 WINDOWS = (16, 64)  # distances behind which a token may be resumed, and taken whole
 
+Seen = tuple[Calibration, Row, dict[str, Any]]  # a setting, its row over all families, and the same in plain numbers
 
-def settings(bench: Bench) -> dict[str, Calibration]:
+
+def settings(bench: Bench, margin: float = 0.0) -> dict[str, Calibration]:
     """What is tried: halos; some of them behind pages stored with fewer bits, or with the most deviating tokens computed again; a probe;
-    resuming at a quarter, half, three quarters of the layers. Not tau, by which text on disk is proposed: it moves no answer."""
+    resuming at a quarter, half, three quarters of the layers. Not tau, by which text on disk is proposed: it moves no answer. All of them
+    with this margin."""
     spec = bench.engine.model.spec
     assert spec is not None
     stepped, layers = bench.engine.model.stepped, spec.layers
@@ -37,7 +40,7 @@ def settings(bench: Bench) -> dict[str, Calibration]:
             for window in WINDOWS:
                 steps = ((window // 4, layer), (window * 2, layers))
                 found[f"halo {window // 4}, from layer {layer} to {window * 2}"] = bench.calibration(steps=steps)
-    return found
+    return {name: replace(known, margin=margin) for name, known in found.items()}
 
 
 def together(rows: Sequence[Row], method: str) -> Row:
@@ -52,21 +55,30 @@ def together(rows: Sequence[Row], method: str) -> Row:
     return whole
 
 
-def calibrate(bench: Bench, cases: Sequence[Case], kl: float, top1: float, say: Say) -> tuple[Calibration | None, list[dict[str, Any]]]:
+def calibrate(
+    bench: Bench, cases: Sequence[Case], kl: float, top1: float, say: Say, margin: float = 0.0
+) -> tuple[Calibration | None, list[dict[str, Any]]]:
     """The cheapest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and what was seen of each."""
-    tried = settings(bench)
+    seen = measure(bench, cases, say, margin)
+    return choose(seen, kl, top1), [plain for _, _, plain in seen]
+
+
+def measure(bench: Bench, cases: Sequence[Case], say: Say, margin: float = 0.0) -> list[Seen]:
+    """What each setting does to these cases."""
+    tried = settings(bench, margin)
     rows = bench.run(cases, tried, False, say)
     if not any(row.reused_tokens for row in rows):
         raise ConfigError("no case repeats text at another position: give a --workload whose prompts do")
-    seen, best = [], None
-    for name, known in tried.items():
-        row = together(rows, name)
-        plain = {**row.plain(), "method": name}
-        seen.append(plain)
+    whole = {name: together(rows, name) for name in tried}
+    return [(known, whole[name], {**whole[name].plain(), "method": name}) for name, known in tried.items()]
+
+
+def choose(seen: Sequence[Seen], kl: float, top1: float) -> Calibration | None:
+    """The cheapest setting within the bounds."""
+    best = None
+    for known, row, plain in seen:
         within = plain["kl_mean"] is not None and plain["kl_mean"] <= kl and plain["top1"] >= top1 and row.reused_tokens > 0
         rank = (row.work_tokens, -PRECISIONS.index(known.precision))  # of equally cheap ones the one that may take the most
         if within and (best is None or rank < best[0]):
             best = (rank, known, plain)
-    if best is None:
-        return None, seen
-    return replace(best[1], kl=max(kl, 1e-9), top1=top1, measured=best[2]), seen
+    return None if best is None else replace(best[1], kl=max(kl, 1e-9), top1=top1, measured=best[2])

@@ -19,6 +19,9 @@ Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: 
 Answer = Annotated[int, typer.Option("--answer", min=1, help="Tokens of the recorded answer that are compared.")]
 
 
+Margin = Annotated[
+    float, typer.Option(min=0.0, help="A greedy choice closer than this (nats) is made behind everything computed; 0: never.")
+]
 MostTokens = Annotated[int, typer.Option(min=0, help="Leave out recorded prompts of more tokens (estimated); 0: none.")]
 
 
@@ -62,6 +65,7 @@ def calibrate(
     shape: ShapeOption = None,
     kl: Annotated[float, typer.Option(min=0.0, help="Mean KL allowed, in nats per token of the answer.")] = 0.02,
     top1: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of equal first choices asked for.")] = 0.98,
+    margin: Margin = 0.0,
     cases: Cases = 4,
     answer: Answer = 16,
     families: Families = "all",
@@ -89,13 +93,14 @@ def calibrate(
         wanted = _wanted(families, shifts.FAMILIES)
         found_cases, texts = _shifted(workload, tools_dir, wanted, cases, shifts.made_up(made_up, tools), most_tokens)
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            known, seen = bench.calibrate(Bench(engine, answer, model is not None), found_cases, kl, top1, say)
+            known, seen = bench.calibrate(Bench(engine, answer, model is not None), found_cases, kl, top1, say, margin)
             found: dict[str, Any] = {
                 "bench": "calibrate",
                 **described(engine),
                 "cases": len(found_cases),
                 "kl": kl,
                 "top1": top1,
+                "margin": margin,
                 "tried": seen,
             }
             found["chosen"] = known.measured["method"] if known else None
@@ -126,6 +131,7 @@ def segments(
     ablations: Annotated[bool, typer.Option("--ablations/--no-ablations", help="Also halos, shares, layers, a probe, each alone.")] = True,
     off: Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt with reuse off.")] = True,
     kl: Annotated[float, typer.Option(min=0.0, help="Mean KL allowed when a calibration is to be found.")] = 0.02,
+    margin: Margin = 0.0,
     cases: Annotated[int, typer.Option("--cases", min=0, help="At most so many per kind of shift; 0: no such rows.")] = 4,
     answer: Answer = 16,
     families: Families = "all",
@@ -151,18 +157,16 @@ def segments(
         from . import segments as bench
 
         wanted = _wanted(families, shifts.EVERY)
-        options = segments_parts.Options(
-            paired, episodes, sampled, _names(styles), tools, wanted, agents=agents, rows=rows_file, ablations=ablations
-        )
+        options = segments_parts.Options(paired, episodes, sampled, _names(styles), tools, wanted, agents, rows_file, ablations)
         made = shifts.made_up(max(made_up, 8 if options.any and not workload else 0), tools)
         found_cases, texts = _shifted(workload, tools_dir, wanted, cases, made, most_tokens, required=not (options.any or find))
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
             playing = bench.Bench(engine, answer, model is not None)
-            known = _setting(playing, calibration, segments_parts.begun(rows_file), halo, found_cases, made, kl, say, model is None)
+            known = _setting(playing, calibration, segments_parts.begun(rows_file), halo, found_cases, made, kl, margin, say, model is None)
             found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None}
             if lacking := sorted(set(wanted) - {case.family for case in found_cases}) if cases else []:
                 say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
-            found |= {"lacking": lacking, "steps": known.steps, "share": known.share, "moved": segments_verdicts.moved(engine), "rows": []}
+            found |= {"lacking": lacking, **_said(known), "moved": segments_verdicts.moved(engine), "rows": []}
 
             def keep(part: dict[str, Any]) -> None:
                 found.update(part)
@@ -179,6 +183,11 @@ def segments(
         report.finish(found, segments_show.tables(found), json_file)
 
 
+def _said(known: Any) -> dict[str, Any]:
+    """What of a setting the JSON line has."""
+    return {"steps": known.steps, "share": known.share, "margin": known.margin}
+
+
 def _draw(rows: list[Any], single: Any, plot: Path | None) -> None:
     from . import report, segments_show
 
@@ -189,18 +198,30 @@ def _draw(rows: list[Any], single: Any, plot: Path | None) -> None:
 
 
 def _setting(
-    playing: Any, file: Path | None, begun: Any, halo: int | None, found: list[Any], made: list[Any], kl: float, say: Any, shaped: bool
+    playing: Any,
+    file: Path | None,
+    begun: Any,
+    halo: int | None,
+    found: list[Any],
+    made: list[Any],
+    kl: float,
+    margin: float,
+    say: Any,
+    shaped: bool,
 ) -> Any:
     """The setting that is measured: the one given, the one begun with, a plain halo, or the cheapest within the bound."""
+    from dataclasses import replace
+
     from ..calibration import Calibration
     from . import calibrate as finding
     from . import shifts
 
     if file is not None:
-        return Calibration.load(file)
+        known = Calibration.load(file)
+        return replace(known, margin=margin) if margin else known
     if halo is not None or (begun is None and shaped):  # random weights: drift says nothing, so there is nothing to look for
-        return playing.calibration(16 if halo is None else halo)
+        return playing.calibration(16 if halo is None else halo, margin=margin)
     if begun is not None:
         return begun
     some = [case for case in found if case.family != shifts.NOTHING] or shifts.cases(made, 1)
-    return finding.calibrate(playing, some, kl, 0.0, say)[0] or playing.calibration(128)
+    return finding.calibrate(playing, some, kl, 0.0, say, margin)[0] or playing.calibration(128, margin=margin)

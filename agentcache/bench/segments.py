@@ -50,7 +50,8 @@ class Asked:
 class Row:
     """Sums and means over the cases of one family under one method. kl: nats per token; decided: same first choice at every token.
 
-    work_tokens: what was computed, in tokens through all layers.
+    unsure: cases with a choice closer than the calibration's margin; what follows is computed anew, and alike. work_tokens: what was
+    computed, in tokens through all layers.
     """
 
     family: str
@@ -62,6 +63,7 @@ class Row:
     reused_tokens: int = 0
     computed_tokens: int = 0
     refused: int = 0
+    unsure: int = 0
     work_tokens: float = 0.0
     step_ms: list[float] = field(default_factory=list)
     exact_step_ms: list[float] = field(default_factory=list)
@@ -84,6 +86,7 @@ class Row:
             "work_tokens": self.work_tokens,
             "of_bound": self.reused_tokens / self.bound_tokens if self.bound_tokens else None,
             "refused": self.refused,
+            "unsure": self.unsure,
             "step_ms": statistics.median(self.step_ms) if self.step_ms else None,
             "exact_step_ms": statistics.median(self.exact_step_ms) if self.exact_step_ms else None,
             "speedup": statistics.median(pairs) if pairs else None,
@@ -250,9 +253,19 @@ class Bench:
         row.step_ms.append(asked.ms)
         row.exact_step_ms.append(exact.ms)
         pairs = list(zip(exact.logits, asked.logits, strict=True))
-        row.kl.append(sum(divergence(one, other) for one, other in pairs) / len(pairs))
-        row.top1.append(sum(int(one.argmax() == other.argmax()) for one, other in pairs) / len(pairs))
+        sure = first_unsure(asked.logits, known.margin if known and receipt.segments else 0.0)
+        if sure < len(pairs):
+            row.unsure += 1
+            row.work_tokens += receipt.prompt_tokens - exact.receipt.cached_tokens
+        row.kl.append(sum(divergence(one, other) for one, other in pairs[:sure]) / len(pairs))
+        row.top1.append(1 - sum(int(one.argmax() != other.argmax()) for one, other in pairs[:sure]) / len(pairs))
         row.decided.append(float(row.top1[-1] == 1.0))
+
+
+def first_unsure(logits: Logits, margin: float) -> int:
+    """The first token whose first choice is ahead by less than the margin; their number if none is."""
+    gaps = (float(two[0] - two[1]) for two in (row.topk(2).values for row in logits))
+    return next((at for at, gap in enumerate(gaps) if gap < margin), len(logits)) if margin else len(logits)
 
 
 def common_tokens(one: Ids, other: Ids) -> int:

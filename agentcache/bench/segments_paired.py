@@ -29,7 +29,7 @@ from .segments import bound, common_tokens, nothing_kept, stored_as
 from .segments_rows import Row, Rows
 from .segments_tasks import Prompt, Task
 
-REFUSED = (Reason.PROBE, Reason.DRIFT, Reason.NON_FINITE)
+REFUSED = (Reason.PROBE, Reason.UNSURE, Reason.DRIFT, Reason.NON_FINITE)
 TIERS = ("exact", "calibrated", "refused")
 Say = Callable[[str], None]
 
@@ -143,9 +143,13 @@ class Paired:
         along = ask(self.engine, task.asked, namespace, known, forced)
         pairs = list(zip(off.logits, along.logits, strict=True))
         equal = [bool(one.argmax() == other.argmax()) for one, other in pairs]
-        free = off if all(equal) else ask(self.engine, task.asked, namespace, known)
+        free = off if all(equal) and not known.margin else ask(self.engine, task.asked, namespace, known)
         kl = [divergence(one, other) for one, other in pairs]
-        receipt, (tool, arguments) = along.receipt, agree(off.said, free.said)
+        unsure = any(refusal.reason == Reason.UNSURE for refusal in free.receipt.refusals)
+        receipt, (tool, arguments) = free.receipt if unsure else along.receipt, agree(off.said, free.said)
+        spent = flops(self.engine.model, along.receipt, known)
+        if unsure:  # both were paid for: what was computed behind moved text, and all of it
+            spent["spent"] += spent["exact"]
         return {
             "tier": tier(receipt),
             "prefix_tokens": receipt.cached_tokens - receipt.segment_tokens,
@@ -153,7 +157,7 @@ class Paired:
             "halo_tokens": receipt.halo_tokens,
             "computed_tokens": receipt.computed_tokens,
             "refused": sum(refusal.reason in REFUSED for refusal in receipt.refusals),
-            **{f"{name}_flops": value for name, value in flops(self.engine.model, receipt, known).items()},
+            **{f"{name}_flops": value for name, value in spent.items()},
             "kl": sum(kl) / len(kl),
             "kl_first": kl[0],
             "kl_most": max(kl),

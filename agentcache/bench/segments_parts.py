@@ -57,8 +57,10 @@ def begun(path: Path | None) -> Calibration | None:
 
 
 def methods(bench: Bench, ours: Calibration, ablations: bool) -> dict[str, Calibration]:
-    """What whole answers are compared under: ours and no repair; a halo of 8, and ours with a probe."""
+    """What whole answers are compared under: ours and no repair; ours without its margin; a halo of 8, and ours with a probe."""
     found = {"ours": ours, "bare": bench.calibration(0)}
+    if ours.margin:
+        found["no margin"] = replace(ours, margin=0.0)
     if ablations:
         found["halo 8"] = bench.calibration(HALO)
         found["probe"] = replace(ours if ours.steps[0][0] else found["halo 8"], probe=PROBE)  # a probe looks at the halo

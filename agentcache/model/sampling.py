@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from typing import Any
 
 import torch
@@ -50,10 +51,19 @@ class Sampler:
                 steps.append(MinPLogitsWarper(float(sampling.min_p)))
         self._steps = LogitsProcessorList(steps)
 
+    def gap(self, logits: torch.Tensor, ids: list[int]) -> float:
+        """By how much the choice is ahead of the next best, in nats; infinite where chance decides."""
+        if not self._greedy or len(logits) < 2:
+            return math.inf
+        first, second = self._processed(logits, ids).topk(2).values.tolist()
+        return float(first - second)
+
+    def _processed(self, logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
+        return self._steps(self._known(ids, logits.device), logits[None])[0] if self._steps else logits
+
     def __call__(self, logits: torch.Tensor, ids: list[int]) -> int:
         """The next id from logits [vocab] (fp32) behind all ids so far: `ids` must be the list of the last call, grown."""
-        if self._steps:
-            logits = self._steps(self._known(ids, logits.device), logits[None])[0]
+        logits = self._processed(logits, ids)
         if self._greedy:
             return int(logits.argmax())
         return int(torch.multinomial(torch.softmax(logits, -1), 1, generator=self._generator))
