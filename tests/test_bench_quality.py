@@ -172,14 +172,18 @@ def test_a_perfect_model_gets_it_all_and_a_silent_one_nothing(monkeypatch: pytes
 
 
 def test_one_wrong_value_spoils_the_exact_match_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt = [0]
+
     def nearly(case: Case) -> Said:
         said = knows(case)
-        return replace(said, arguments=dict.fromkeys(said.arguments, "wrong"))
+        spoilt[0] += bool(said.arguments)
+        wrong = said.arguments and spoilt[0] % 2 == 0
+        return replace(said, arguments=dict.fromkeys(said.arguments, "wrong")) if wrong else said
 
     row = asked(nearly, monkeypatch)["rows"][0]
     assert row["tsa"] == 1
-    assert row["pf1"] == 0
-    assert 0 < row["em"] < 1  # calls without arguments
+    assert 0 < row["pf1"] < 1
+    assert 0.3 < row["em"] < 0.7
 
 
 def test_an_answer_must_say_what_the_result_says() -> None:

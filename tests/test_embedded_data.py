@@ -273,9 +273,9 @@ def test_pieces_are_tokenised_as_the_whole_text_is(tokenizer: Any, style: str) -
             ids, found = encoder.sample(sample)
             assert ids.tolist() == tokenizer("".join(piece.text for piece in sample.pieces), add_special_tokens=False)["input_ids"]
             said = [piece for piece in sample.pieces if piece.loss]
-            for (first, last, pick), piece in zip(found, said):
-                assert tokenizer.decode(ids[first:last]) == piece.text
-                assert tokenizer.decode(ids[first : first + pick]).startswith(piece.text[: piece.pick])
+            for place, piece in zip(found, said, strict=True):
+                assert tokenizer.decode(ids[place.first : place.end]) == piece.text
+                assert tokenizer.decode(ids[place.first : place.first + place.pick]).startswith(piece.text[: piece.pick])
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -293,11 +293,11 @@ def test_a_pack_computes_what_its_samples_compute_alone(tokenizer: Any, style: s
         for sample in samples_of(one):
             ids, found = encoder.sample(sample)
             alone = model(input_ids=torch.from_numpy(ids)[None]).logits[0]
-            for first, last, _ in found:
+            for place in found:
                 completion = next(completions)
-                assert packed.ids[completion.rows].tolist() == ids[first:last].tolist()
+                assert packed.ids[completion.rows].tolist() == ids[place.first : place.end].tolist()
                 ours = torch.stack([together[row] for row in completion.rows.tolist()])
-                assert torch.allclose(ours, alone[first - 1 : last - 1], atol=1e-4)
+                assert torch.allclose(ours, alone[place.first - 1 : place.end - 1], atol=1e-4)
 
 
 def test_a_full_pack_leaves_dialogues_out(tokenizer: Any) -> None:
@@ -322,6 +322,26 @@ def test_a_short_dialogue_ends_with_the_name_of_its_last_tool(tokenizer: Any) ->
         assert tokenizer.decode(cut.ids[last[number].rows]).endswith(turns[-1].tool.name)
     assert [c.kind for c in cut.completions if c.dialogue not in calls] == [c.kind for c in whole.completions if c.dialogue not in calls]
     assert len(cut.ids) < len(whole.ids)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_forks_are_where_a_rule_begins_to_matter_and_where_a_name_begins(tokenizer: Any, style: str) -> None:
+    encoder, seen = Encoder(tokenizer), 0
+    for one in made(style, 4):
+        packed = pack(encoder, one, 1_000_000)
+        for completion in packed.completions:
+            rows = completion.rows.tolist()
+            words = [tokenizer.decode([token]) for token in packed.ids[completion.rows]]
+            forks = [rows.index(row) for row in completion.forks.tolist()]
+            assert all(fork < completion.pick for fork in forks)
+            if completion.kind == "call":
+                name = "".join(words[forks[-1] :])
+                assert any(name.startswith((f'{tool.name}"', f"{tool.name}\n")) for tool in one.tools), name
+            if completion.kind == "call" and (one.thinks or style != "hermes"):
+                assert any("".join(words[:fork]).endswith((".", ". ")) for fork in forks[:-1]), words
+            seen += len(forks)
+        assert set(packed.forks()) <= set(packed.choices()) <= set(packed.targets())
+    assert seen > 20
 
 
 def test_thoughts_stand_before_calls_and_refusals_unless_the_system_prompt_forbids_them() -> None:
@@ -351,7 +371,7 @@ def test_reasons_name_what_decides() -> None:
             if dialogue.kind in ("like", "above", "deprecated", "listed"):
                 last = [turn for turn in dialogue.turns if turn.tool is not None][-1]
                 assert last.tool.name in last.thought
-            elif dialogue.kind in ("default", "profile"):
+            elif dialogue.kind == "profile":
                 given = [str(value) for turn in dialogue.turns if turn.tool for value in turn.args.values()]
                 assert any(value in turn.thought for turn in dialogue.turns if turn.tool for value in given)
             elif dialogue.kind == "service":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentcache.bench.quality_world.dialogues import bundle
-from examples.embedded import initial, stream
+from examples.embedded import evaluate, initial, stream
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 from examples.embedded.packing import Encoder, pack, samples_of
@@ -120,9 +120,9 @@ def test_a_pack_learns_what_its_samples_learn_alone(tokenizer: Any, style: str) 
     for sample in samples_of(one):
         ids, spans = Encoder(tokenizer).sample(sample)
         logits = model(input_ids=torch.from_numpy(ids)[None]).logits[0]
-        for first, _, _ in spans:
+        for place in spans:
             rows = next(completions).rows.tolist()
-            fresh = [first + n for n, row in enumerate(rows) if row not in known]  # a row that samples share counts once
+            fresh = [place.first + n for n, row in enumerate(rows) if row not in known]  # a row that samples share counts once
             known.update(rows)
             places = torch.tensor(fresh, dtype=torch.long)
             total = total + torch.nn.functional.cross_entropy(logits[places - 1], torch.from_numpy(ids)[places], reduction="sum")
@@ -130,3 +130,10 @@ def test_a_pack_learns_what_its_samples_learn_alone(tokenizer: Any, style: str) 
     total.backward()
     for name, parameter in model.named_parameters():
         assert torch.allclose(found[name], parameter.grad, rtol=1e-3, atol=1e-3 * float(parameter.grad.abs().max())), name
+
+
+def test_decoding_gives_the_verdict_of_scoring(tokenizer: Any) -> None:
+    model = models.build(len(tokenizer), layers=2, hidden=64, mlp=64)
+    model.set_attn_implementation(models.NAME)
+    same = evaluate.agreement(model, Encoder(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>"), 2)
+    assert (same.right, same.n) == (2, 2)

@@ -131,9 +131,10 @@ def agreement(model: Any, encoder: Encoder, stop: int, count: int = 12) -> Score
     number = 0
     for sample in samples_of(made):
         ids, found = encoder.sample(sample)
-        for first, last, _ in found:
+        for place in found:
             if out.n < count:
-                out.add((greedy(model, ids[:first], stop) == ids[first:last].tolist()) == wholes[number])
+                alone = greedy(model, ids[: place.first], stop) == ids[place.first : place.end].tolist()
+                out.add(alone == wholes[number])
             number += 1
     model.set_attn_implementation(models.NAME)
     model.train()

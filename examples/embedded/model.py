@@ -146,11 +146,15 @@ def logits(model: Any, made: Pack, rows: Any) -> torch.Tensor:
     return out
 
 
-def loss(model: Any, made: Pack, choice: float = 1.0) -> tuple[torch.Tensor, float]:
-    """The sum of the cross entropies of all tokens with loss, and their number; tokens that decide between tools count `choice` times."""
+def loss(model: Any, made: Pack, choice: float = 1.0, fork: float = 1.0) -> tuple[torch.Tensor, float]:
+    """The sum of the cross entropies of all tokens with loss, and their number.
+
+    Tokens that decide between tools count `choice` times; those of them on which all else hangs count `fork` times.
+    """
     rows = made.targets()
     losses = F.cross_entropy(logits(model, made, rows).float(), torch.from_numpy(made.ids[rows]), reduction="none")
     weights = torch.where(torch.from_numpy(np.isin(rows, made.choices())), choice, 1.0)
+    weights = torch.where(torch.from_numpy(np.isin(rows, made.forks())), fork, weights)
     return (losses * weights).sum(), float(weights.sum())
 
 

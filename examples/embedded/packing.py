@@ -10,8 +10,9 @@ for a fraction of the work. Samples that go on from each other (text ReAct) shar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,32 @@ from agentcache.bench.quality_world.react import langchain, llamaindex
 
 Ints = npt.NDArray[np.int64]
 
+# Behind these, all hangs on one token: whether a rule applies (behind a sentence of a thought), which rule, and which tool.
+FORKS = re.compile(r'(?<=\.)|(?<=\. )|(?<="name": ")|(?<=Action: )')
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a completion stands in its sample: first and last+1 index, how many tokens decide between tools, the indices of its forks."""
+
+    first: int
+    end: int
+    pick: int
+    forks: tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Where one completion stands in the pack: its tokens, and how many of them decide between tools. kind: see Piece."""
+    """Where one completion stands in the pack: its tokens, and how many of them decide between tools. kind: see Piece.
+
+    forks: those of them where the answer takes one way or another (see FORKS).
+    """
 
     rows: Ints
     pick: int
     kind: str
     dialogue: int
+    forks: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +69,10 @@ class Pack:
     def choices(self) -> Ints:
         """Those of them that decide between tools: one or two in a completion, and the last thing to be learnt."""
         return np.unique(np.concatenate([completion.rows[: completion.pick] for completion in self.completions]))
+
+    def forks(self) -> Ints:
+        """Those of them where the answer takes one way or another."""
+        return np.unique(np.concatenate([completion.forks for completion in self.completions]))
 
 
 def samples_of(made: Bundle) -> list[Sample]:
@@ -78,17 +100,19 @@ class Encoder:
         """Tokens of the first piece: the catalog."""
         return len(self._ids(sample.pieces[0].text))
 
-    def sample(self, sample: Sample) -> tuple[Ints, list[tuple[int, int, int]]]:
-        """Ids, and for each completion its first and last+1 index and how many of its tokens decide between tools."""
+    def sample(self, sample: Sample) -> tuple[Ints, list[Place]]:
+        """Ids, and where its completions stand."""
         ids: list[int] = []
-        found: list[tuple[int, int, int]] = []
+        found: list[Place] = []
         for number, piece in enumerate(sample.pieces):
             if not piece.loss:
                 ids += self._ids(piece.text) if number == 0 else self._backend.encode(piece.text, add_special_tokens=False).ids
                 continue
             coded = self._backend.encode(piece.text, add_special_tokens=False)
             pick = sum(first < piece.pick for first, _ in coded.offsets)
-            found.append((len(ids), len(ids) + len(coded.ids), pick))
+            after = {match.end() for match in FORKS.finditer(piece.text[: piece.pick])} - {piece.pick}
+            forks = tuple(len(ids) + at for at, (first, _) in enumerate(coded.offsets) if first in after)
+            found.append(Place(len(ids), len(ids) + len(coded.ids), pick, forks))
             ids += coded.ids
         return np.asarray(ids, dtype=np.int64), found
 
@@ -99,13 +123,14 @@ def _common(one: Ints, other: Ints) -> int:
     return int(differs[0]) if len(differs) else short
 
 
-def _until_choice(ids: Ints, found: list[tuple[int, int, int]], kinds: list[str]) -> tuple[Ints, list[tuple[int, int, int]]]:
+def _until_choice(ids: Ints, found: list[Place], kinds: list[str]) -> tuple[Ints, list[Place]]:
     """A sample up to the name of the last tool that it calls; whole, if it calls none."""
     last = max((number for number, kind in enumerate(kinds) if kind == "call"), default=None)
     if last is None:
         return ids, found
-    begin, _, pick = found[last]
-    return ids[: begin + pick], [*found[:last], (begin, begin + pick, pick)]
+    place = found[last]
+    end = place.first + place.pick
+    return ids[:end], [*found[:last], replace(place, end=end)]
 
 
 def pack(encoder: Encoder, made: Bundle, limit: int, short: Container[int] = ()) -> Pack:
@@ -126,7 +151,7 @@ def pack(encoder: Encoder, made: Bundle, limit: int, short: Container[int] = ())
         kinds = [piece.kind for piece in sample.pieces if piece.loss]
         if sample.dialogue in short:
             ids, found = _until_choice(ids, found, kinds)
-        ids = ids[: found[-1][1]]
+        ids = ids[: found[-1].end]
         shared, nearest = max(((_common(ids, other), n) for n, (other, _) in enumerate(paths)), default=(0, -1))
         fresh = len(ids) - shared
         if sample.dialogue in full or (paths and rows + fresh > limit):
@@ -138,7 +163,9 @@ def pack(encoder: Encoder, made: Bundle, limit: int, short: Container[int] = ())
             parents = np.concatenate([path[shared - 1 : shared] if shared else np.asarray([-1]), path[shared:-1]])
             chunks.append((ids[shared:], np.arange(shared, len(ids)), parents))
             branches.append((rows, rows + fresh, before))
-        completions += [Completion(path[a:b], pick, kind, sample.dialogue) for (a, b, pick), kind in zip(found, kinds)]
+        for at, kind in zip(found, kinds):
+            forks = path[[row for row in at.forks if row < at.end]]
+            completions.append(Completion(path[at.first : at.end], at.pick, kind, sample.dialogue, forks))
         trunk = trunk or fresh
         rows += fresh
         paths.append((ids, path))

@@ -15,7 +15,7 @@ from queue import Full
 from typing import Any
 
 from agentcache.bench.quality_world.dialogues import bundle
-from agentcache.bench.quality_world.world import OPAQUE, World
+from agentcache.bench.quality_world.world import VAGUE, World
 
 from .packing import Encoder, Pack, pack
 
@@ -30,7 +30,7 @@ class Stage:
     context: the share of dialogues that depend on what stands before. Copying has to be learnt before it can be of use to them.
     plain: the share of bundles in which comparing words is enough. That has to be learnt before anything can make it hard.
     bare: the share, further, with synonyms and near-duplicates but without rules: what has to be learnt next.
-    opaque: the share of names that say nothing: what is told by a description only has to be found by it.
+    vague: the share of names that do not say what a tool does: what is told by a description only has to be found by it.
     short: the share of dialogues that end with the name of a tool: twice the choices in the same time, once arguments are known.
     """
 
@@ -43,12 +43,13 @@ class Stage:
     bare: float
     short: float
     styles: Mapping[str, float]
-    opaque: float = OPAQUE
+    vague: float = VAGUE
 
 
 HERMES = {"hermes": 1.0}
 SOME = {"hermes": 0.76, "langchain": 0.08, "langchain text": 0.06, "llamaindex": 0.1}
 ALL = {"hermes": 0.68, "langchain": 0.11, "langchain text": 0.07, "llamaindex": 0.14}
+MORE = {"hermes": 0.6, "langchain": 0.14, "langchain text": 0.1, "llamaindex": 0.16}
 STAGES = (
     Stage(1, 4, 600, 3000, 0.1, 1.0, 0.0, 0.0, HERMES),
     Stage(2, 8, 800, 4000, 0.3, 0.6, 0.0, 0.0, SOME),
@@ -57,9 +58,9 @@ STAGES = (
     Stage(11, 8, 900, 5000, 0.6, 0.05, 0.3, 0.6, ALL),
     Stage(15, 20, 1100, 6000, 0.55, 0.05, 0.3, 0.6, ALL),
     Stage(24.2, 20, 1100, 6000, 0.55, 0.05, 0.25, 0.3, ALL),
-    Stage(30, 20, 1100, 6000, 0.6, 0.0, 0.25, 0.3, ALL, 0.25),
-    Stage(40, 36, 1200, 6000, 0.55, 0.0, 0.15, 0.3, ALL, 0.25),
-    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, 0.1, 0.3, ALL, 0.15),
+    Stage(30, 24, 1200, 6000, 0.6, 0.0, 0.25, 0.3, MORE, 0.12),
+    Stage(34, 36, 1300, 6000, 0.6, 0.0, 0.2, 0.3, MORE, 0.12),
+    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, 0.1, 0.3, MORE, 0.1),
 )
 
 
@@ -78,7 +79,7 @@ def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
     at = world.rng.random()
     plain, bare = at < stage.plain, at < stage.plain + stage.bare
     count = DIALOGUES * (2 if stage.short else 1)
-    made = bundle(f"{seed} {number}", style, size, count, context_share=stage.context, plain=plain, bare=bare, opaque=stage.opaque)
+    made = bundle(f"{seed} {number}", style, size, count, context_share=stage.context, plain=plain, bare=bare, vague=stage.vague)
     return pack(encoder, made, stage.tail, {dialogue for dialogue in range(count) if world.rng.random() < stage.short})
 
 

@@ -29,6 +29,7 @@ from .packing import Encoder, Pack
 from .tokenizer import load
 
 CHOICE = 3.0  # how much a token that decides between tools counts: they are few, and the last thing to be learnt
+FORK = 8.0  # how much one counts on which all else hangs: whether a rule applies, the beginning of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Learner:
         self.gradients.zero_()
         total, count = 0.0, 0.0
         for pack in packs:
-            value, rows = models.loss(self.model, pack, CHOICE)
+            value, rows = models.loss(self.model, pack, CHOICE, FORK)
             value.backward()
             total, count = total + value.item(), count + rows
         return total, count

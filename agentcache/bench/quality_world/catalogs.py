@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .tools import Names, Param, Tool, description, draw_kinds, draw_params, tool_name
+from .tools import Names, Param, Tool, description, draw_kinds, draw_params, snake, tool_name
 from .words import ACTIONS, MODIFIERS, READING
 from .world import Value, World, split_of
 
 NO_TOOL = "I have no tool for that."
 FORBIDDEN = "That is not allowed here."
+ENDINGS = ("tool", "helper", "service", "task", "job", "a", "b", "v2", "one", "two", "new", "alt")
+NONSENSE = 0.15  # of the vague names do not even say what they are about
 STYLES = ("verb first",) * 12 + ("object first",) * 3 + ("camel",)
 
 
@@ -114,10 +116,11 @@ class Catalog:
             if actions and not action:
                 return self.world.pick(actions), thing
 
-    def opaque(self) -> str:
-        """A tool name that says nothing."""
+    def vague(self, thing: str) -> str:
+        """A tool name that says what it is about at most, never what the tool does."""
         while True:
-            name = self.world.made_up() + self.world.pick(("", "", "_a", "_v2", "_one"))
+            about = self.world.made_up() if self.world.chance(NONSENSE) else snake(thing)
+            name = f"{about}_{self.world.pick(ENDINGS)}"
             if self.names.claim(name):
                 return name
 
@@ -127,7 +130,7 @@ class Catalog:
             name = prefix + tool_name(self.world, action, thing, style or self.world.pick(STYLES))
             if self.names.claim(name):
                 return name
-        return self.opaque()
+        return self.vague(thing)
 
     def make(
         self,
@@ -142,7 +145,7 @@ class Catalog:
     ) -> Tool:
         """A tool of this meaning, not yet part of the catalog."""
         world = self.world
-        name = name or (self.opaque() if not text and not world.plain and world.chance(world.opaque) else self.name(action, thing))
+        name = name or (self.vague(thing) if not text and not world.plain and world.chance(world.vague) else self.name(action, thing))
         params = draw_params(world, thing, draw_kinds(world)) if params is None else params
         return Tool(name, text or description(world, action, thing), params, action, thing, service, replaced)
 

@@ -18,7 +18,7 @@ from .plans import add_some
 from .steps import KNOWN, chain, condition, fallback, kth, siblings, switch, total
 from .tools import Tool
 from .words import ATTRIBUTES, CHOICES
-from .world import OPAQUE, TRAIN, Source, World
+from .world import TRAIN, VAGUE, Source, World
 
 MAKERS = {
     "siblings": siblings,
@@ -190,14 +190,14 @@ def bundle(
     context_share: float = 0.55,
     plain: bool = False,
     bare: bool = False,
-    opaque: float = OPAQUE,
+    vague: float = VAGUE,
 ) -> Bundle:
     """The bundle that a seed stands for. LangChain's text agents have no history: their dialogues have one user turn.
 
-    plain: no scenarios, no near-duplicates, one word for each action: what is left is to compare words. bare: no scenarios. opaque: the
-    share of tools that no rule is about and whose names say nothing all the same.
+    plain: no scenarios, no near-duplicates, one word for each action: what is left is to compare words. bare: no scenarios. vague: the
+    share of tools that no rule is about and whose names do not say what they do all the same.
     """
-    world = World(seed, source, plain, opaque)
+    world = World(seed, source, plain, vague)
     catalog = make_catalog(world, size, exact, bare)
     alone = style.startswith("langchain")
     found: list[Dialogue] = []

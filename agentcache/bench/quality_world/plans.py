@@ -78,7 +78,7 @@ def fallback(catalog: Catalog) -> None:
     action, thing = catalog.meaning()
     params = draw_params(world, thing, [world.pick(("id", "person", "text"))], 0.0)
     first = catalog.make(action, thing, params=params)
-    second = catalog.make(action, thing, name=catalog.opaque(), text=f"For when {first.name} fails.", params=params, replaced=True)
+    second = catalog.make(action, thing, name=catalog.vague(thing), text=f"For when {first.name} fails.", params=params, replaced=True)
     if world.chance(0.5):
         second = catalog.make(action, thing, params=params, replaced=True)
         catalog.rule(f"If {first.name} fails, use {second.name}.")
@@ -95,7 +95,7 @@ def calculator(catalog: Catalog) -> Tool:
         if tool.action == "calculate":
             return tool
     name = world.pick(("calculator", "calculate", "compute", "calc", "evaluate", "arithmetic"))
-    name = name if world.chance(0.8) and catalog.names.claim(name) else catalog.opaque()
+    name = name if world.chance(0.8) and catalog.names.claim(name) else catalog.vague("number")
     text = world.pick(
         ("Evaluate an arithmetic expression.", "Calculate the value of an expression.", "Do arithmetic.", "Work out a formula.")
     )
@@ -119,7 +119,7 @@ def facts(catalog: Catalog) -> None:
     if any(tool.action == "search" for tool in catalog.tools):
         return
     name = world.pick(("search", "lookup", "search_corpus", "wiki", "search_notes", "knowledge_search", "find_facts"))
-    name = name if world.chance(0.8) and catalog.names.claim(name) else catalog.opaque()
+    name = name if world.chance(0.8) and catalog.names.claim(name) else catalog.vague("fact")
     text = world.pick(("Search the knowledge base.", "Look up facts.", "Search the encyclopedia.", "Search a collection of texts."))
     tool = catalog.make(
         "search", "fact", name=name, text=text, params=(Param(world.pick(("query", "q", "text", "topic", "input")), "text"),)

@@ -22,7 +22,7 @@ def _twin(catalog: Catalog, tool: Tool, head: str = "") -> str:
 
 
 def like(catalog: Catalog) -> None:
-    """Tools described by another tool: "Like X, but for Y." Their own names say nothing."""
+    """Tools described by another tool: "Like X, but for Y." Their own names do not say what they do."""
     world = catalog.world
     thing = ""
     for _ in range(world.pick((1, 2, 2))):
@@ -30,7 +30,7 @@ def like(catalog: Catalog) -> None:
         if not thing or original.action not in catalog.actions(thing):  # else only the reference tells the two copies apart
             thing = _twin(catalog, original)
         form = world.pick(("Like {}, but for the {}.", "Same as {}, for the {} instead.", "Does what {} does, for the {}."))
-        copy = catalog.make(original.action, thing, name=catalog.opaque(), text=form.format(original.name, thing))
+        copy = catalog.make(original.action, thing, name=catalog.vague(thing), text=form.format(original.name, thing))
         catalog.add(original)
         catalog.add(copy)
         catalog.reasons[copy.meaning] = f"{copy.name} is like {original.name}."
@@ -45,7 +45,7 @@ def above(catalog: Catalog) -> None:
         for _ in range(world.pick((1, 1, 2))):
             thing = _twin(catalog, group[0])
             form = world.pick(("As the tool above, but for the {}.", "Same as the previous tool, for the {}.", "As above, for the {}."))
-            group.append(catalog.make(group[0].action, thing, name=catalog.opaque(), text=form.format(thing)))
+            group.append(catalog.make(group[0].action, thing, name=catalog.vague(thing), text=form.format(thing)))
             catalog.reasons[group[-1].meaning] = f"{group[-1].name} is like {group[-2].name}."
             catalog.wishes.append(Wish(group[0].action, thing, "above"))
         catalog.add(*group)
@@ -55,7 +55,7 @@ def deprecated(catalog: Catalog) -> None:
     """A tool that another one replaces; the new one says so, or the old one does, or both."""
     world = catalog.world
     action, thing = catalog.meaning()
-    old_name, new_name = catalog.name(action, thing), catalog.opaque()
+    old_name, new_name = catalog.name(action, thing), catalog.vague(thing)
     if world.chance(0.5):
         new_name = catalog.name(action, thing)
     params = draw_params(world, thing, [world.pick(("id", "person", "text"))])
@@ -83,7 +83,7 @@ def services(catalog: Catalog) -> None:
     text = description(world, action, thing)
     hidden = world.chance(0.4)  # the service stands in the description only
     for name in names:
-        made = catalog.opaque() if hidden else catalog.name(action, thing, "verb first", service=name)
+        made = catalog.vague(thing) if hidden else catalog.name(action, thing, "verb first", service=name)
         said = f"{text[:-1]}, for {name}." if hidden or world.chance(0.4) else text
         catalog.add(catalog.make(action, thing, name=made, text=said, params=params, service=name))
     right = world.pick(names)
@@ -188,7 +188,7 @@ def default(catalog: Catalog) -> None:
     else:
         catalog.rule(world.pick((f"If no {param.words} is given, use {value}.", f"The default {param.words} is {value}.")))
     mentions = ((param.name, f"my {param.words}"),) if own else ()
-    why = f"The {param.words} is {value}."
+    why = f"The {param.words} is {value}." if own else ""  # that a value is missing shows where it is to be filled in, not before
     catalog.wishes.append(Wish(action, thing, "profile" if own else "default", given=((param.name, value),), mentions=mentions, why=why))
 
 

@@ -55,20 +55,20 @@ def sources(held: str) -> dict[str, Source]:
     }
 
 
-OPAQUE = 0.06
+VAGUE = 0.06
 
 
 class World:
     """Everything that chance decides about words and values. plain: actions go by one word, and tools have nothing in common.
 
-    opaque: the share of ordinary tools whose names say nothing.
+    vague: the share of ordinary tools whose names do not say what they do.
     """
 
-    def __init__(self, seed: str, source: Source = TRAIN, plain: bool = False, opaque: float = OPAQUE) -> None:
+    def __init__(self, seed: str, source: Source = TRAIN, plain: bool = False, vague: float = VAGUE) -> None:
         self.rng = random.Random(seed)
         self.source = source
         self.plain = plain
-        self.opaque = opaque
+        self.vague = vague
 
     def pick(self, options: Sequence[T]) -> T:
         return options[int(self.rng.random() * len(options))]
