@@ -93,7 +93,7 @@ def play(model: str, store: str, seed: str, seconds: str, expected: str, go: str
     print(json.dumps({"asked": asked, "wrong": wrong, "disk_tokens": disk_tokens}))
 
 
-@pytest.mark.parametrize(("count", "seconds"), [(3, 4), pytest.param(8, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "seconds"), [(2, 2), pytest.param(8, 60, marks=pytest.mark.slow)])
 def test_many_processes_admit_evict_and_match(model_folder: Path, tmp_path: Path, count: int, seconds: int) -> None:
     expected, go, store = tmp_path / "expected", tmp_path / "go", tmp_path / "store"
     with Engine(str(model_folder), store=None, reuse="off") as running:
