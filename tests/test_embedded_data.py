@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentcache.bench.quality_world.catalogs import FORBIDDEN, NO_TOOL
-from agentcache.bench.quality_world.dialogues import END, SILENT, Bundle, Dialogue, bundle, hermes, messages, spoken
+from agentcache.bench.quality_world.dialogues import END, MULTI, SILENT, Bundle, Dialogue, bundle, hermes, messages, spoken
 from agentcache.bench.quality_world.tools import Tool
 from agentcache.bench.quality_world.words import MODIFIERS
 from agentcache.bench.quality_world.world import SPLITS, sources, split_of
@@ -359,22 +359,31 @@ def test_thoughts_stand_before_calls_and_refusals_unless_the_system_prompt_forbi
     assert silent
 
 
-def test_reasons_name_what_decides() -> None:
-    """A rule's or a reference's thought holds the words that a reader would need: the tool, the service, the value."""
+def test_thoughts_recall_what_decides_word_for_word() -> None:
+    """Behind the thing stands what has to be known: a sentence of the system prompt, of a description, or of the user."""
     seen: set[str] = set()
     for number in range(120):
         one = bundle(f"reasons {number}", "hermes", 3 + number % 15, 8)
         for dialogue in one.dialogues:
-            first = next((turn for turn in dialogue.turns if turn.tool is not None), None)
-            if first is None or not one.thinks or sum(turn.role == "user" for turn in dialogue.turns) > 1:
+            said = [turn.text for turn in dialogue.turns if turn.role == "user"]
+            if len(said) > 1 or dialogue.kind in MULTI - {"switch"}:
                 continue
-            if dialogue.kind in ("like", "above", "deprecated", "listed"):
-                last = [turn for turn in dialogue.turns if turn.tool is not None][-1]
-                assert last.tool.name in last.thought
-            elif dialogue.kind == "profile":
-                given = [str(value) for turn in dialogue.turns if turn.tool for value in turn.args.values()]
-                assert any(value in turn.thought for turn in dialogue.turns if turn.tool for value in given)
-            elif dialogue.kind == "service":
-                assert "Use " in [turn.thought for turn in dialogue.turns if turn.tool is not None][-1]
-            seen.add(dialogue.kind)
-    assert {"like", "above", "deprecated", "listed", "default", "profile", "service"} <= seen
+            there = [one.system, *said, *(tool.description for tool in one.tools)]
+            for turn in (turn for turn in dialogue.turns if turn.thought.startswith("I need to ") and ": " in turn.thought):
+                known = turn.thought.partition(": ")[2]
+                if dialogue.kind == "listed":
+                    assert turn.tool.name in known
+                    continue
+                parts = known.replace(". ", ".\n").split("\n") if known not in "\n".join(there) else [known]
+                assert all(any(part in text for text in there) for part in parts), (known, one.system)
+                seen.add(dialogue.kind)
+    assert {"like", "above", "deprecated", "profile", "today", "service", "switch", "glossary", "forbidden"} <= seen
+
+
+def test_what_decides_is_recalled_for_every_call_that_needs_it() -> None:
+    for number in range(60):
+        one = bundle(f"recalled {number}", "hermes", 3 + number % 15, 8)
+        for dialogue in one.dialogues:
+            if dialogue.kind in ("like", "above", "deprecated", "service", "glossary", "listed", "forbidden", "reading only"):
+                mine = [turn.thought for turn in dialogue.turns if turn.role == "assistant" and ": " in turn.thought]
+                assert mine or any("I need to use" in turn.thought for turn in dialogue.turns), dialogue

@@ -23,8 +23,8 @@ from agentcache.bench.quality_world.react import langchain, llamaindex
 
 Ints = npt.NDArray[np.int64]
 
-# Behind these, all hangs on one token: whether a rule applies (behind a sentence of a thought), which rule, and which tool.
-FORKS = re.compile(r'(?<=\.)|(?<=\. )|(?<="name": ")|(?<=Action: )')
+# Here all hangs on one token: whether there is something to recall (the sign behind the thing), which sentence, and which tool.
+FORKS = re.compile(r'(?=[.:]\s)|(?<=[.:])(?=\s)|(?<=[.:]\s)|(?<="name": ")')
 
 
 @dataclass(frozen=True, slots=True)

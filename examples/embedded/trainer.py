@@ -28,8 +28,8 @@ from . import model as models
 from .packing import Encoder, Pack
 from .tokenizer import load
 
-CHOICE = 3.0  # how much a token that decides between tools counts: they are few, and the last thing to be learnt
-FORK = 8.0  # how much one counts on which all else hangs: whether a rule applies, the beginning of a name
+CHOICE = 2.0  # how much a token on the way to a tool counts: they are few, and the last thing to be learnt
+FORK = 6.0  # how much one counts on which all else hangs: whether a rule applies, the beginning of a name
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Turn:
     text: str = ""
     tool: Tool | None = None
     args: Mapping[str, Value] = field(default_factory=dict)
-    thought: str = ""  # what is said before a call, or between question and refusal
+    thought: str = ""  # what is said before a call, or before the words of a refusal
 
 
 def user(text: str) -> Turn:
@@ -148,14 +148,18 @@ def ask(catalog: Catalog, wish: Wish) -> tuple[Turn, Tool | str, dict[str, Value
     text = sentence(world, wish.action, wish.called or wish.thing, shape, args, mentions)
     if isinstance(right, Tool) and wish.kind == "plain" and not mentions and world.chance(0.07):
         return user(_by_name(world, right, args)), right, args, f"I need to use {right.name}."
-    reason = catalog.reason(wish.action, wish.thing) if isinstance(right, Tool) else ""
-    thought = " ".join(part for part in (purpose(wish.action, wish.called or wish.thing), reason, wish.why) if part)
-    return user(text), right, args, thought
+    return user(text), right, args, thought(catalog, wish)
 
 
-def purpose(action: str, thing: str) -> str:
-    """The thought before a call: what is wanted, in the plainest words."""
-    return f"I need to {action} the {thing}."
+def thought(catalog: Catalog, wish: Wish) -> str:
+    """What leads from a wish to its tool or refusal: what is wanted, and word for word what has to be known for it."""
+    known = " ".join(part for part in (catalog.quote(wish.action, wish.thing), wish.why) if part)
+    return purpose(wish.action, wish.called or wish.thing, known)
+
+
+def purpose(action: str, thing: str, known: str = "") -> str:
+    """What is wanted, in the plainest words. What has to be known stands right behind the thing: there it is looked up by the thing."""
+    return f"I need to {action} the {thing}: {known}" if known else f"I need to {action} the {thing}."
 
 
 # Answering

@@ -14,6 +14,7 @@ from .world import Value, World, split_of
 
 NO_TOOL = "I have no tool for that."
 FORBIDDEN = "That is not allowed here."
+READ_ONLY = ("Read-only mode: nothing may be changed.", "Only reading is allowed.")
 ENDINGS = ("tool", "helper", "service", "task", "job", "a", "b", "v2", "one", "two", "new", "alt")
 NONSENSE = 0.15  # of the vague names do not even say what they are about
 STYLES = ("verb first",) * 12 + ("object first",) * 3 + ("camel",)
@@ -23,7 +24,7 @@ STYLES = ("verb first",) * 12 + ("object first",) * 3 + ("camel",)
 class Wish:
     """Something to ask for. `given` are arguments that the rules fix and the request leaves out, `mentions` stands in their place.
 
-    why: what has to be recalled for those arguments, as a thought says it.
+    why: the sentence that says what those arguments are, as a thought recalls it.
     """
 
     action: str
@@ -55,7 +56,7 @@ class Catalog:
     reading_only: bool = False
     wishes: list[Wish] = field(default_factory=list)
     plans: list[tuple[str, tuple[Tool, ...]]] = field(default_factory=list)
-    reasons: dict[tuple[str, str], str] = field(default_factory=dict)  # by meaning: what decides between its tools, as a thought says it
+    notes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by thing: an action, and the sentence that decides about it
 
     @property
     def tools(self) -> list[Tool]:
@@ -84,12 +85,23 @@ class Catalog:
         assert len(found) <= 1, found
         return found[0] if found else NO_TOOL
 
-    def reason(self, action: str, thing: str) -> str:
-        """What decides which tool is right, as a thought says it; "" where comparing words is enough."""
+    def note(self, action: str, thing: str, sentence: str) -> None:
+        """What has to be read before a tool for this can be chosen: a sentence of the system prompt or of a description."""
+        self.notes.setdefault(thing, []).append((action, sentence))
+
+    def quote(self, action: str, thing: str) -> str:
+        """What a thought about this recalls, word for word; "" where comparing words is enough.
+
+        A sentence about the thing is recalled for any action: whether it matters can be told once it has been read.
+        """
+        if self.reading_only and action not in READING:
+            return next(rule for rule in self.rules if rule in READ_ONLY)
         found = [tool.name for tool in self.tools if tool.meaning == (action, thing) and not tool.replaced]
         if len(found) > 1 and thing not in self.services and self.listed:
-            return f"{', '.join(found)}: the {self.listed}."
-        return self.reasons.get((action, thing), "")
+            return f"{', '.join(found)}, the {self.listed}."
+        notes = self.notes.get(thing, [])
+        mine = [sentence for meant, sentence in notes if meant == action or len(notes) == 1]
+        return mine[0] if mine else ""
 
     # adding
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .asking import Turn, ask, calls, outcome, purpose, says, user
+from .asking import Turn, ask, calls, outcome, says, thought, user
 from .catalogs import FORBIDDEN, NO_TOOL, Catalog, Wish
 from .facts import facts
 from .plans import add_some
@@ -133,10 +133,10 @@ def single(catalog: Catalog, wish: Wish, whole: bool = False) -> list[Turn]:
     world, right = catalog.world, catalog.right(wish.action, wish.thing)
     if asked := _attribute_question(catalog, wish, right):
         return asked
-    turn, right, args, thought = ask(catalog, wish)
+    turn, right, args, known = ask(catalog, wish)
     if isinstance(right, str):
-        return [turn, says(right, thought)]
-    turns = [turn, calls(right, args, thought)]
+        return [turn, says(right, known)]
+    turns = [turn, calls(right, args, known)]
     return [*turns, *outcome(world, right)] if whole or world.chance(0.6) else turns
 
 
@@ -152,7 +152,7 @@ def _attribute_question(catalog: Catalog, wish: Wish, right: Tool | str) -> list
     name, value = world.pick([*ATTRIBUTES, *CHOICES]), key.draw(world)
     thing = wish.called or wish.thing
     form = world.pick(("What is the {} of the {} {}?", "Which {} has the {} {}?", "Tell me the {} of the {} {}."))
-    turns = [user(form.format(name, thing, value)), calls(right, {key.name: value}, purpose("get", thing))]
+    turns = [user(form.format(name, thing, value)), calls(right, {key.name: value}, thought(catalog, wish))]
     return [*turns, *outcome(world, right, name)]
 
 

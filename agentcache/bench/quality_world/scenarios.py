@@ -5,7 +5,7 @@ Each scenario adds tools and rules to a catalog, and wishes whose right answer t
 
 from __future__ import annotations
 
-from .catalogs import Catalog, Wish
+from .catalogs import READ_ONLY, Catalog, Wish
 from .tools import Tool, description, draw_params
 from .words import ACTIONS, READING
 from .world import World
@@ -30,10 +30,11 @@ def like(catalog: Catalog) -> None:
         if not thing or original.action not in catalog.actions(thing):  # else only the reference tells the two copies apart
             thing = _twin(catalog, original)
         form = world.pick(("Like {}, but for the {}.", "Same as {}, for the {} instead.", "Does what {} does, for the {}."))
-        copy = catalog.make(original.action, thing, name=catalog.vague(thing), text=form.format(original.name, thing))
+        text = form.format(original.name, thing)
+        copy = catalog.make(original.action, thing, name=catalog.vague(thing), text=text)
         catalog.add(original)
         catalog.add(copy)
-        catalog.reasons[copy.meaning] = f"{copy.name} is like {original.name}."
+        catalog.note(*copy.meaning, text)
         catalog.wishes.append(Wish(copy.action, thing, "like"))
 
 
@@ -45,8 +46,9 @@ def above(catalog: Catalog) -> None:
         for _ in range(world.pick((1, 1, 2))):
             thing = _twin(catalog, group[0])
             form = world.pick(("As the tool above, but for the {}.", "Same as the previous tool, for the {}.", "As above, for the {}."))
-            group.append(catalog.make(group[0].action, thing, name=catalog.vague(thing), text=form.format(thing)))
-            catalog.reasons[group[-1].meaning] = f"{group[-1].name} is like {group[-2].name}."
+            text = form.format(thing)
+            group.append(catalog.make(group[0].action, thing, name=catalog.vague(thing), text=text))
+            catalog.note(*group[-1].meaning, text)
             catalog.wishes.append(Wish(group[0].action, thing, "above"))
         catalog.add(*group)
 
@@ -68,7 +70,7 @@ def deprecated(catalog: Catalog) -> None:
     said = notes[1].format(old_name) if silent else f"{text} {notes[1].format(old_name)}".strip()
     catalog.add(old)
     catalog.add(catalog.make(action, thing, name=new_name, text=said, params=params))
-    catalog.reasons[action, thing] = f"{old_name} is old, {new_name} is new."
+    catalog.note(action, thing, notes[0].format(new_name) or notes[1].format(old_name))
     catalog.wishes.append(Wish(action, thing, "deprecated"))
 
 
@@ -89,14 +91,16 @@ def services(catalog: Catalog) -> None:
     right = world.pick(names)
     catalog.services[thing] = right
     catalog.plans.append(("switch", tuple(catalog.tools[-len(names) :])))
-    catalog.reasons[action, thing] = f"Use {right}."
     if world.chance(0.6):
-        catalog.rule(world.pick((f"For the {thing} use {right}.", f"Everything about the {thing} belongs to {right}.")))
+        rule = world.pick((f"For the {thing} use {right}.", f"Everything about the {thing} belongs to {right}."))
+        catalog.rule(rule)
+        catalog.note(action, thing, rule)
     else:
         place = world.place()
-        catalog.reasons[action, thing] = f"The user is in {place}. Use {right}."
-        catalog.rule(f"The user is in {place}.")
-        catalog.rule(f"Users in {place} must use {right} for the {thing}.")
+        there, rule = f"The user is in {place}.", f"Users in {place} must use {right} for the {thing}."
+        catalog.rule(there)
+        catalog.rule(rule)
+        catalog.note(action, thing, f"{there} {rule}")
         if world.chance(0.5):
             other = world.pick([name for name in names if name != right])
             elsewhere = world.place()
@@ -124,10 +128,10 @@ def glossary(catalog: Catalog) -> None:
     world = catalog.world
     action, thing = catalog.meaning()
     word = world.made_up()
-    catalog.rule(world.pick((f"'{word}' means {thing}.", f"Here the {thing} is called {word}.", f"{word}: our word for the {thing}.")))
+    rule = world.pick((f"'{word}' means {thing}.", f"Here the {thing} is called {word}.", f"{word}: our word for the {thing}."))
+    catalog.rule(rule)
+    catalog.note(action, thing, rule)
     in_tool = world.chance(0.5)
-    reason = f"The {thing} is called {word}." if in_tool else f"The {word} is the {thing}."
-    catalog.reasons[action, thing] = reason
     catalog.add(
         catalog.make(action, thing, name=catalog.name(action, word), text=description(world, action, word))
         if in_tool
@@ -137,7 +141,6 @@ def glossary(catalog: Catalog) -> None:
     rest = catalog.actions(thing)
     if rest and world.chance(0.5):
         other = world.pick(rest)
-        catalog.reasons[other, thing] = reason
         catalog.add(
             catalog.make(other, thing, name=catalog.name(other, word), text=description(world, other, word))
             if in_tool
@@ -153,9 +156,9 @@ def forbid(catalog: Catalog) -> None:
     catalog.add(catalog.make(action, thing))
     catalog.forbidden.add((action, thing))
     verb = phrase(world, action)
-    catalog.rule(
-        world.pick((f"Never {verb} the {thing}.", f"It is forbidden to {verb} the {thing}.", f"Users may not {verb} the {thing}."))
-    )
+    rule = world.pick((f"Never {verb} the {thing}.", f"It is forbidden to {verb} the {thing}.", f"Users may not {verb} the {thing}."))
+    catalog.rule(rule)
+    catalog.note(action, thing, rule)
     catalog.wishes.append(Wish(action, thing, "forbidden"))
     for other in catalog.actions(thing)[:1]:
         catalog.add(catalog.make(other, thing))
@@ -166,7 +169,7 @@ def reading(catalog: Catalog) -> None:
     """Nothing may be changed: half of the tools are refused."""
     world = catalog.world
     catalog.reading_only = True
-    catalog.rule(world.pick(("Read-only mode: nothing may be changed.", "Only reading is allowed.")))
+    catalog.rule(world.pick(READ_ONLY))
     while len(catalog) < 4:
         action = world.pick(sorted(READING)) if len(catalog) % 2 else ""
         action, thing = catalog.meaning(action)
@@ -184,11 +187,12 @@ def default(catalog: Catalog) -> None:
     catalog.add(catalog.make(action, thing, params=params))
     own = world.chance(0.5)
     if own:
-        catalog.rule(world.pick((f"The {param.words} of the user is {value}.", f"The user's {param.words} is {value}.")))
+        rule = world.pick((f"The {param.words} of the user is {value}.", f"The user's {param.words} is {value}."))
     else:
-        catalog.rule(world.pick((f"If no {param.words} is given, use {value}.", f"The default {param.words} is {value}.")))
+        rule = world.pick((f"If no {param.words} is given, use {value}.", f"The default {param.words} is {value}."))
+    catalog.rule(rule)
     mentions = ((param.name, f"my {param.words}"),) if own else ()
-    why = f"The {param.words} is {value}." if own else ""  # that a value is missing shows where it is to be filled in, not before
+    why = rule if own else ""  # that a value is missing shows where it is to be filled in, not before
     catalog.wishes.append(Wish(action, thing, "profile" if own else "default", given=((param.name, value),), mentions=mentions, why=why))
 
 
@@ -199,8 +203,7 @@ def today(catalog: Catalog) -> None:
     params = draw_params(world, thing, ["date"] + (["id"] if world.chance(0.4) else []), 0.0)
     dated = next(param for param in params if param.kind == "date")
     date = world.date()
-    catalog.rule(world.pick((f"Today is {date}.", f"The date is {date}.", f"Today: {date}")))
+    rule = world.pick((f"Today is {date}.", f"The date is {date}.", f"Today: {date}."))
+    catalog.rule(rule)
     catalog.add(catalog.make(action, thing, params=params))
-    catalog.wishes.append(
-        Wish(action, thing, "today", given=((dated.name, date),), mentions=((dated.name, "today"),), why=f"Today is {date}.")
-    )
+    catalog.wishes.append(Wish(action, thing, "today", given=((dated.name, date),), mentions=((dated.name, "today"),), why=rule))

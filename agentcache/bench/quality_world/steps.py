@@ -138,7 +138,7 @@ def switch(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         args = arguments(world, tool, {})
         text = sentence(world, *tool.meaning, tool, args, {})
         turns += [user(text if number else f"{said} {text[:1].upper()}{text[1:]}")]
-        turns += [calls(tool, args, f"{purpose(*tool.meaning)} Use {tool.service}."), *outcome(world, tool)]
+        turns += [calls(tool, args, purpose(*tool.meaning, said)), *outcome(world, tool)]
     return turns
 
 
