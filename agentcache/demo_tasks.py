@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
@@ -105,7 +105,7 @@ class Live:
 
     def spec(self) -> dict[str, Any]:
         """What another process needs to make the same task."""
-        return {"kind": "live"}
+        return {"kind": "live", "questions": self.questions, "answers": self.answers}
 
     def build(self, store: StoreOptions) -> Engine:
         """The engine with the embedded model."""
@@ -159,9 +159,8 @@ def live() -> Live:
 def made(spec: Mapping[str, Any]) -> Live | Recorded:
     """The task that `spec` describes."""
     if spec["kind"] == "live":
-        return live()
-    from dataclasses import replace
-
+        questions, answers = (tuple(map(tuple, spec[name])) for name in ("questions", "answers"))
+        return replace(live(), questions=questions, answers=answers)
     episode = replace(load_episode(), steps=tuple((text, tuple(results)) for text, results in spec["steps"]))
     return Recorded(spec["layers"], spec["hidden"], episode)
 

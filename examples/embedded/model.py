@@ -98,8 +98,9 @@ def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, pack: Any = None, **_: Any
 ) -> tuple[torch.Tensor, None]:
     _, heads, rows, dim = query.shape
-    grouped = (query[0] * scaling).view(key.shape[1], -1, rows, dim)
-    out = Attention.apply(grouped, key[0].contiguous(), value[0].contiguous(), pack)
+    with torch.autocast("cpu", enabled=False):  # in bf16 it would be no faster: its products are small
+        grouped = (query[0].float() * scaling).view(key.shape[1], -1, rows, dim)
+        out = Attention.apply(grouped, key[0].float().contiguous(), value[0].float().contiguous(), pack)
     return out.view(heads, rows, dim).transpose(0, 1)[None].contiguous(), None
 
 
