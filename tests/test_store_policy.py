@@ -110,11 +110,15 @@ def test_the_write_budget_refills(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- a throttled disk --------------------------------------------------------------------------------------------------
 
 
+def wide(layers: int) -> Any:
+    """A page has megabytes, and a prompt takes a fraction of a second with two layers."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    return models.build("qwen3", num_hidden_layers=layers, **sizes)
+
+
 @pytest.fixture(scope="module")
 def large() -> Any:
-    """Wide enough that a prompt takes half a second and a page has megabytes."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    return models.build("qwen3", num_hidden_layers=2, **sizes)
+    return wide(2)
 
 
 @pytest.fixture
@@ -137,21 +141,26 @@ def throttle(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return lambda value: rate.__setitem__(0, value)
 
 
-@pytest.fixture(scope="module")
-def remembered(large: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, tuple[int, ...]]:
+def remember(model: Any, folder: Path) -> tuple[Path, float, tuple[int, ...]]:
     """A store that holds LONG; how long computing it takes, and what comes of it."""
-    folder = tmp_path_factory.mktemp("policy") / "store"
-    with engine(model=large, store=folder) as running:
+    with engine(model=model, store=folder) as running:
         times = [running.generate(LONG, sampling=decode(2), reuse="off").receipt.ttft_ms for _ in range(2)]
         ids = running.generate(LONG, sampling=decode(2)).ids
     return folder, min(times), ids
 
 
+@pytest.fixture(scope="module")
+def remembered(large: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, tuple[int, ...]]:
+    return remember(large, tmp_path_factory.mktemp("policy") / "store")
+
+
 @pytest.mark.impatient
 @pytest.mark.slow  # it compares times, and another process on the same cores may turn them around
-def test_a_slow_disk_costs_next_to_nothing(large: Any, remembered: Any, throttle: Any) -> None:
-    folder, off_ms, ids = remembered
-    with engine(model=large, store=folder) as running:
+def test_a_slow_disk_costs_next_to_nothing(tmp_path: Path, throttle: Any) -> None:
+    """The first request finds out, which takes a while: its prompt is one of seconds, as those are that a disk is for."""
+    model = wide(16)
+    folder, off_ms, ids = remember(model, tmp_path / "store")
+    with engine(model=model, store=folder) as running:
         size = sum(row.bytes for row in running.store.disk.index.rows())
         throttle(size / (3 * off_ms))
         lost: list[float] = []
@@ -171,7 +180,7 @@ def test_a_slow_disk_costs_next_to_nothing(large: Any, remembered: Any, throttle
         assert any(known), "the first request found it out"
         assert min(lost) < 0.03 * off_ms + 6 * LEAST_WAIT_MS, lost
         assert max(lost) < 0.5 * off_ms, lost
-    with engine(model=large, store=folder) as second:
+    with engine(model=model, store=folder) as second:
         receipt = second.generate(LONG, sampling=decode(2)).receipt
         (slow,) = [refusal for refusal in receipt.refusals if refusal.reason == Reason.SLOW_DISK]
         assert "takes about" in slow.detail, "the rate outlives the process"
