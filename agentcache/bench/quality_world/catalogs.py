@@ -92,16 +92,18 @@ class Catalog:
     def quote(self, action: str, thing: str) -> str:
         """What a thought about this recalls, word for word; "" where comparing words is enough.
 
-        A sentence about the thing is recalled for any action: whether it matters can be told once it has been read.
+        A sentence about the thing is recalled for any action, one about all of them always: whether it matters can be told once it has been
+        read.
         """
-        if self.reading_only and action not in READING:
-            return next(rule for rule in self.rules if rule in READ_ONLY)
+        general = [rule for rule in self.rules if rule in READ_ONLY]
+        return " ".join((*general, *self._about(action, thing)))
+
+    def _about(self, action: str, thing: str) -> list[str]:
         found = [tool.name for tool in self.tools if tool.meaning == (action, thing) and not tool.replaced]
         if len(found) > 1 and thing not in self.services and self.listed:
-            return f"{', '.join(found)}, the {self.listed}."
+            return [f"{', '.join(found)}, the {self.listed}."]
         notes = self.notes.get(thing, [])
-        mine = [sentence for meant, sentence in notes if meant == action or len(notes) == 1]
-        return mine[0] if mine else ""
+        return [sentence for meant, sentence in notes if meant == action or len(notes) == 1][:1]
 
     # adding
 

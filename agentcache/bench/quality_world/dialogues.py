@@ -160,7 +160,8 @@ def dialogue(catalog: Catalog, context_share: float = 0.55, hold: bool = True) -
     """One dialogue: about half of them depend on context. hold: sometimes behind others that do not matter."""
     world = catalog.world
     at = world.rng.random()
-    options: list[Wish | tuple[str, tuple[Tool, ...]]] = [*catalog.wishes, *catalog.plans]
+    plans = [] if catalog.reading_only else catalog.plans  # most of them change something
+    options: list[Wish | tuple[str, tuple[Tool, ...]]] = [*catalog.wishes, *plans]
     if at < context_share and options:
         option = world.pick(options)
         if isinstance(option, Wish):
