@@ -91,7 +91,8 @@ class Page:
         self.spec = spec
         self.tier: Tier = tier
         place = spec if tier == "device" else replace(spec, device=torch.device("cpu"))
-        self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), place, whole)
+        # a token's keys lie a kilobyte apart: the first one touches all of the memory, the last one no more
+        self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), place, True)
         self.values = _zeros((spec.layers, spec.kv_heads, PAGE_TOKENS, spec.head_dim), place, whole)
         self._views()
         self.boundaries: dict[int, torch.Tensor] = {}

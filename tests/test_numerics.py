@@ -44,7 +44,7 @@ def test_the_probe_is_deterministic_and_remembered(dtype: torch.dtype, forgetful
     )
     assert first.pure
     assert first.rows >= 2
-    assert first.query_rows >= 2
+    assert first.query_rows >= (1 if first.pairs else 2)
     assert (first.threads, first.probe_ms > 0) == (1, True)
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
-from . import jit_attention
+from . import jit_attention, jit_pairs
 from .numerics import LEAST_WEIGHT, Numerics, attention_order, scratch
 
 _LEAST = -87.0  # its exponential is a normal number below LEAST_WEIGHT
@@ -214,6 +215,10 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, scale: flo
     kv_heads = part.sequence.spec.kv_heads
     group = heads // kv_heads
     blocks = (part.start + count - 1) // PAGE_TOKENS + 1
+    if batch.numerics.pairs:
+        pages = part.sequence.pages[:blocks]
+        keys, values = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
+        return jit_pairs.attend(query, keys, values, part.start, scale, window, partial(scratch, "scores"))
     if count == 1 and blocks * PAGE_TOKENS * heads <= SCORE_ELEMENTS:  # a decoding step: the same without the loops
         q = query.view(kv_heads, group, dim)
         q = q.float() * scale if batch.numerics.widen else q

@@ -224,8 +224,13 @@ class _Kernels:
         self._machine = binding.Target.from_default_triple().create_target_machine(
             cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3
         )
+        self._features = binding.get_host_cpu_features()
         self._engines: list[Any] = []
         self._compiled: dict[str, int] = {}
+
+    def has(self, feature: str) -> bool:
+        """Whether the processor has it, by LLVM's name."""
+        return bool(self._features.get(feature))
 
     def compiled(self, name: str, source: Callable[[], str]) -> int:
         """The address of `share` in this module, compiled once."""

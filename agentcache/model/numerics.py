@@ -25,7 +25,7 @@ from blake3 import blake3
 from torch.nn import functional
 
 from ..kv import PAGE_TOKENS
-from . import jit, jit_attention
+from . import jit, jit_attention, jit_pairs
 
 Kernel = Literal["onednn", "upcast", "aten"]
 Projection = tuple[torch.Tensor, "torch.Tensor | None"]  # weight [out, in] and bias [out]
@@ -45,11 +45,12 @@ class Numerics:
     """What the probe found. Equal digests on equal weights mean equal bits.
 
     rows, query_rows: multiples to which rows of linear layers and of attention are padded.
-    widen: 16-bit attention is computed in fp32. pure: row purity holds with these paddings.
+    widen: 16-bit attention is computed in fp32. pairs: attention is compiled (jit_pairs.py). pure: row purity holds with these paddings.
     """
 
     kernel: Kernel
     widen: bool
+    pairs: bool
     rows: int
     query_rows: int
     pure: bool
@@ -289,19 +290,38 @@ def _probe_attention(heads: int, head_dim: int, dtype: torch.dtype, device: torc
     return impure
 
 
+def _probe_pairs(heads: int, head_dim: int, seen: Any) -> set[int]:
+    keys, values = (torch.stack([_pattern(*shape, torch.bfloat16, torch.device("cpu"), salt + h) for h in range(heads)])
+                    for salt, shape in ((11, (head_dim, PAGE_TOKENS)), (31, (PAGE_TOKENS, head_dim))))  # fmt: skip
+    queries = torch.stack([_pattern(_ROWS[-1], head_dim, torch.bfloat16, torch.device("cpu"), 51 + h) for h in range(2 * heads)], 1)
+
+    def run(start: int, stop: int) -> torch.Tensor:
+        done = jit_pairs.attend(queries[start:stop], [keys], [values], start, head_dim**-0.5, 0, torch.empty)
+        return done.transpose(0, 1).float()
+
+    full = run(0, _ROWS[-1])
+    seen.update(full.contiguous().numpy().tobytes())
+    return _impure(run, full, _ROWS)
+
+
 @functools.cache
 def _probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int, threads: int) -> Numerics:
     began = time.perf_counter()
     kernel = choose_kernel(dtype, device)
     widen = kernel == "upcast"
-    seen = blake3(f"{kernel} {widen} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
+    pairs = not widen and jit_pairs.takes(dtype, device, head_dim)
+    seen = blake3(f"{kernel} {widen} {pairs} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
     with torch.inference_mode():
         rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _ROWS)
-        wide = torch.float32 if widen else dtype
-        query_rows = _safe_multiple(_probe_attention(min(heads, 4), head_dim, wide, device, seen), _ROWS)
+        if pairs:
+            query_rows = None if _probe_pairs(min(heads, 4), head_dim, seen) else 1
+        else:
+            wide = torch.float32 if widen else dtype
+            query_rows = _safe_multiple(_probe_attention(min(heads, 4), head_dim, wide, device, seen), _ROWS)
     return Numerics(
         kernel=kernel,
         widen=widen,
+        pairs=pairs,
         rows=rows or 8,
         query_rows=query_rows or 8,
         pure=device.type == "cpu" and rows is not None and query_rows is not None,
@@ -332,6 +352,7 @@ def describe() -> dict[str, Any]:
         report[str(dtype).removeprefix("torch.")] = {
             "bitwise": found.pure,
             "kernel": found.kernel,
+            "attention": "compiled" if found.pairs else "batched products",
             "linear rows padded to": found.rows,
             "attention rows padded to": found.query_rows,
             "numerics": found.digest,

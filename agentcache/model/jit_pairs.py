@@ -1,0 +1,358 @@
+"""Attention on processors that multiply pairs of bf16 numbers, compiled at run time. Knows nothing of models.
+
+What `attention.py` defines, for any number of rows, over keys and values as they are stored in pages:
+
+    s[r, j] = scale · (chain over pairs of channels of q[r] · K[:, j])          e[r, j] = exp(s[r, j] - max of s[r] over what r sees)
+    out[r]  = (chain over pairs of slots of bf16(e[r, j]) · V[j]) / Σ e[r, j]   the sum in 16 lanes, slots ascending, then lane by lane
+
+A chain is fp32 and adds one pair of products after the other, so a row's bits depend neither on the rows beside it nor on how many slots
+are looked at that it does not see: those add exact zeros. A task is one head and some rows, whose scores stay in the second-level cache.
+Needs llvmlite (the extra `cpu`) and AVX-512 with bf16; processors with matrix units (AMX) are faster by their library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..kv import PAGE_TOKENS
+from .jit import ALONE, kernels, splat
+from .jit_ir import Code, Names
+
+ROWS = (1, 2, 4, 6)  # accumulated at once: what registers hold beside the loaded keys
+WIDE = {1: 8, 2: 8, 4: 4, 6: 4}  # by rows: vectors of 16 slots or channels
+SPAN = 128  # slots: what is looked at begins and ends at a multiple of it
+TASK_BYTES = 1 << 20  # of a task's scores
+LEAST_PASSES, MOST_PASSES = 2, 16  # of a task: keys and values are read once for all of them
+LEAST = -87.0  # of a score, less the largest: its exponential is a normal number
+_FIELDS = 18
+_W = "<16 x i32>"
+_BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
+_DECLARATIONS = f"""
+declare <16 x float> {_BOTH}(<16 x float>, {_W}, {_W})
+declare <16 x float> @llvm.rint.v16f32(<16 x float>)
+declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
+declare float @llvm.vector.reduce.fmax.v16f32(<16 x float>)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare i32 @omp_get_thread_num()
+"""
+_LOG2E = 1.4426950408889634
+# 2^f for |f| <= 0.5: Taylor's coefficients, lowest first
+_TAYLOR = tuple(math.log(2) ** n / math.factorial(n) for n in range(8))
+
+
+def _single(value: float) -> float:
+    """The nearest fp32 number."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _all(value: float) -> str:
+    """A constant vector, as LLVM reads it."""
+    return splat(16, f"float 0x{struct.unpack('<Q', struct.pack('<d', _single(value)))[0]:016X}")
+
+
+class _Task:
+    """Writes the function for so many rows at once and a head dimension. Its fields stand in the order of `_FIELDS`.
+
+    keys, values: lists of addresses. row0: the first row; passes: times `rows` of them, `per` of which are a task, `chunks` tasks a head.
+    own: bytes of a thread's scratch; line: bytes of a row in it. scale: the bits of an fp32 number.
+    """
+
+    def __init__(self, rows: int, dim: int) -> None:
+        self.rows, self.dim = rows, dim
+        self.code = code = Code(16, "bfloat")
+        self.wide = WIDE[rows]
+        self.mixed = next(u for u in (8, 4, 2, 1) if u <= self.wide and dim % (16 * u) == 0)
+        self.keys, self.values, self.q, self.out = (code.pointer(number) for number in range(4))
+        fields = [code.field(number) for number in range(4, _FIELDS)]
+        self.heads, self.row0, self.passes, self.per, self.first, self.group, self.window = fields[:7]
+        self.scale, self.tasks, self.threads, self.scratch, self.own, self.line, self.chunks = fields[7:]
+
+    def text(self) -> str:
+        """The module: `share` does the tasks of one thread."""
+        code = self.code
+        bits = code.do(f"trunc i64 {self.scale} to i32")
+        self.factor = code.all_lanes(code.do(f"bitcast i32 {bits} to float"))
+        number = code.do("call i32 @omp_get_thread_num()")
+        me = code.do(f"sext i32 {number} to i64")
+        self.buffer = code.do(f"inttoptr i64 {code.plus(self.scratch, code.do(f'mul i64 {me}, {self.own}'))} to ptr")
+        start, stop = (code.do(f"udiv i64 {code.do(f'mul i64 {one}, {self.tasks}')}, {self.threads}") for one in (me, code.plus(me, 1)))
+        count = code.do(f"sub i64 {stop}, {start}")
+        code.loop(count, 1, [], lambda i, _: self._task(code.plus(start, i)))
+        return code.module(_DECLARATIONS)
+
+    def _less(self, one: str, other: str) -> str:
+        code = self.code
+        return code.do(f"select i1 {code.do(f'icmp slt i64 {one}, {other}')}, i64 {one}, i64 {other}")
+
+    def _task(self, task: str) -> Names:
+        code = self.code
+        self.head = code.do(f"udiv i64 {task}, {self.chunks}")
+        begin = code.do(f"mul i64 {code.do(f'urem i64 {task}, {self.chunks}')}, {self.per}")
+        self.count = self._less(code.do(f"sub i64 {self.passes}, {begin}"), self.per)
+        self.row = code.plus(code.times(begin, self.rows), self.row0)  # the first one of the task
+        last = code.plus(self.row, code.plus(code.times(self.count, self.rows), -1))
+        from_ = self._seen_from(self._position(self.row))
+        self.low = code.do(f"and i64 {from_}, {-SPAN}")
+        high = code.do(f"and i64 {code.plus(self._position(last), SPAN)}, {-SPAN}")
+        self.slots = code.do(f"sub i64 {high}, {self.low}")
+        self.high = high
+        code.loop(self.slots, 16 * self.wide, [], self._score)
+        code.loop(code.times(self.count, self.rows), 1, [], self._weigh)
+        first = code.do(f"lshr i64 {self.low}, 9")
+        pages = code.plus(code.do(f"sub i64 {code.do(f'lshr i64 {code.plus(high, -1)}, 9')}, {first}"), 1)
+        code.loop(pages, 1, [], lambda i, _: self._mix(code.plus(first, i)))
+        code.loop(code.times(self.count, self.rows), 1, [], self._divide)
+        return []
+
+    def _position(self, row: str) -> str:
+        return self.code.plus(self.first, self.code.do(f"udiv i64 {row}, {self.group}"))
+
+    def _seen_from(self, position: str) -> str:
+        """The first position that one at `position` sees."""
+        code = self.code
+        start = code.plus(code.do(f"sub i64 {position}, {self.window}"), 1)
+        none = code.do(f"icmp eq i64 {self.window}, 0")
+        before = code.do(f"icmp slt i64 {start}, 0")
+        return code.do(f"select i1 {code.do(f'or i1 {none}, {before}')}, i64 0, i64 {start}")
+
+    def _stored(self, pages: str, page: str, index: str) -> str:
+        """The address of a 16-bit number of this head in a page."""
+        code = self.code
+        address = code.at(pages, "i64", page)
+        base = code.do(f"inttoptr i64 {code.do(f'load i64, ptr {address}, align 8')} to ptr")
+        return code.at(base, "i16", code.plus(code.times(self.head, self.dim * PAGE_TOKENS), index))
+
+    def _chains(self, source: str, columns: int, wide: int, words: Sequence[str], sums: Names) -> Names:
+        """One more pair: two stored rows, `columns` apart, times one word of each row of x."""
+        code, unit = self.code, 16 if wide == 1 else 32
+        kind, pieces = f"<{unit} x i16>", []
+        for u in range(0, 16 * wide, unit):
+            pair = [code.do(f"load {kind}, ptr {code.at(source, 'i16', str(u + half * columns))}, align 2") for half in (0, 1)]
+            for part in range(0, unit, 16):
+                order = ", ".join(f"i32 {part + i}, i32 {unit + part + i}" for i in range(16))
+                woven = code.do(f"shufflevector {kind} {pair[0]}, {kind} {pair[1]}, <32 x i32> <{order}>")
+                pieces.append(code.do(f"bitcast <32 x i16> {woven} to {_W}"))
+        out = []
+        for m, address in enumerate(words):
+            word = code.do(f"load i32, ptr {address}, align 2")
+            one = code.do(f"insertelement {_W} poison, i32 {word}, i32 0")
+            x = code.do(f"shufflevector {_W} {one}, {_W} poison, {_W} zeroinitializer")
+            for u, piece in enumerate(pieces):
+                out.append(code.do(f"call <16 x float> {_BOTH}(<16 x float> {sums[m * wide + u]}, {_W} {x}, {_W} {piece})"))
+        return out
+
+    def _line(self, index: str) -> str:
+        """The address of a row's scores, in the thread's own memory."""
+        return self.code.at(self._sums(index), "float", str(self.dim))
+
+    def _row(self, base: str, index: str) -> str:
+        """The address of row `index` of the task in q or out [tokens, query heads, dim] of 16-bit numbers."""
+        code = self.code
+        row = code.plus(self.row, index)
+        token, member = code.do(f"udiv i64 {row}, {self.group}"), code.do(f"urem i64 {row}, {self.group}")
+        head = code.plus(code.do(f"mul i64 {code.plus(code.do(f'mul i64 {token}, {self.heads}'), self.head)}, {self.group}"), member)
+        return code.at(base, "i16", code.times(head, self.dim))
+
+    def _sums(self, index: str) -> str:
+        """The address of what a row mixes, in the thread's own memory: fp32, before its scores."""
+        return self.code.at(self.buffer, "i8", self.code.do(f"mul i64 {index}, {self.line}"))
+
+    def _score(self, slot: str, _: Names) -> Names:
+        code = self.code
+        position = code.plus(self.low, slot)
+        page, within = code.do(f"lshr i64 {position}, 9"), code.do(f"and i64 {position}, {PAGE_TOKENS - 1}")
+        source = self._stored(self.keys, page, within)
+
+        def some(turn: str, _: Names) -> Names:
+            first = code.times(turn, self.rows)
+            queries = [self._row(self.q, code.plus(first, m)) for m in range(self.rows)]
+
+            def pair(k: str, sums: Names) -> Names:
+                at = code.at(source, "i16", code.times(k, PAGE_TOKENS))
+                return self._chains(at, PAGE_TOKENS, self.wide, [code.at(query, "i16", k) for query in queries], sums)
+
+            sums = code.loop(self.dim, 2, [(code.floats, "zeroinitializer")] * (self.rows * self.wide), pair)
+            for m in range(self.rows):
+                line = code.at(self._line(code.plus(first, m)), "float", slot)
+                for u in range(self.wide):
+                    scaled = code.both("fmul", sums[m * self.wide + u], self.factor)
+                    code.say(f"store {code.floats} {scaled}, ptr {code.at(line, 'float', str(16 * u))}, align 4")
+            return []
+
+        code.loop(self.count, 1, [], some)
+        return []
+
+    def _weigh(self, index: str, _: Names) -> Names:
+        """Scores become weights: bf16 at the beginning of the row's line, their sum behind its scores."""
+        code = self.code
+        line, sums = self._line(index), self._sums(index)
+        for channel in range(0, self.dim, 16):
+            code.say(f"store {code.floats} zeroinitializer, ptr {code.at(sums, 'float', str(channel))}, align 4")
+        position = self._position(code.plus(self.row, index))
+        since = self._seen_from(position)
+
+        def ints(value: str) -> str:
+            narrow = code.do(f"trunc i64 {value} to i32")
+            one = code.do(f"insertelement {_W} poison, i32 {narrow}, i32 0")
+            return code.do(f"shufflevector {_W} {one}, {_W} poison, {_W} zeroinitializer")
+
+        upper, lower = ints(position), ints(since)
+        lanes = "<" + ", ".join(f"i32 {lane}" for lane in range(16)) + ">"
+
+        def seen(slot: str) -> str:
+            at = code.do(f"add {_W} {ints(code.plus(self.low, slot))}, {lanes}")
+            below, above = code.do(f"icmp sle {_W} {at}, {upper}"), code.do(f"icmp sge {_W} {at}, {lower}")
+            both = code.do(f"and <16 x i1> {below}, {above}")
+            score = code.load(code.at(line, "float", slot))
+            return code.do(f"select <16 x i1> {both}, {code.floats} {score}, {code.floats} {_all(-math.inf)}")
+
+        def larger(slot: str, carried: Names) -> Names:
+            value = seen(slot)
+            more = code.do(f"fcmp ogt {code.floats} {value}, {carried[0]}")
+            return [code.do(f"select <16 x i1> {more}, {code.floats} {value}, {code.floats} {carried[0]}")]
+
+        most = code.loop(self.slots, 16, [(code.floats, _all(-math.inf))], larger)[0]
+        top = code.all_lanes(code.do(f"call float @llvm.vector.reduce.fmax.v16f32({code.floats} {most})"))
+
+        def weight(slot: str, carried: Names) -> Names:
+            value = self._exponential(code.both("fsub", seen(slot), top))
+            half = code.do(f"fptrunc {code.floats} {value} to <16 x bfloat>")
+            code.say(f"store <16 x bfloat> {half}, ptr {code.at(line, 'i16', slot)}, align 2")
+            return [code.both("fadd", carried[0], value)]
+
+        total = code.loop(self.slots, 16, [(code.floats, "zeroinitializer")], weight)[0]
+        sum_ = code.do(f"extractelement {code.floats} {total}, i32 0")
+        for lane in range(1, 16):
+            sum_ = code.do(f"fadd float {sum_}, {code.do(f'extractelement {code.floats} {total}, i32 {lane}')}")
+        code.say(f"store float {sum_}, ptr {code.at(line, 'float', self.slots)}, align 4")
+        return []
+
+    def _exponential(self, x: str) -> str:
+        """exp(x) for x <= 0; 0 where it would be less than 2^-125, or x is -inf. Not a number stays that."""
+        code = self.code
+
+        def fma(a: str, b: str, c: str) -> str:
+            return code.do(f"call {code.floats} @llvm.fma.v16f32({code.floats} {a}, {code.floats} {b}, {code.floats} {c})")
+
+        small = code.do(f"fcmp olt {code.floats} {x}, {_all(LEAST)}")
+        x = code.do(f"select <16 x i1> {small}, {code.floats} {_all(LEAST)}, {code.floats} {x}")
+        whole = code.do(f"call {code.floats} @llvm.rint.v16f32({code.floats} {code.both('fmul', x, _all(_LOG2E))})")
+        rest = fma(x, _all(_LOG2E), code.do(f"fneg {code.floats} {whole}"))
+        rest = fma(x, _all(_LOG2E - _single(_LOG2E)), rest)
+        value = _all(_TAYLOR[-1])
+        for factor in reversed(_TAYLOR[:-1]):
+            value = fma(value, rest, _all(factor))
+        lost = code.do(f"fcmp uno {code.floats} {x}, {x}")
+        safe = code.do(f"select <16 x i1> {lost}, {code.floats} zeroinitializer, {code.floats} {whole}")
+        power = code.do(f"shl {_W} {code.do(f'fptosi {code.floats} {safe} to {_W}')}, {splat(16, 'i32 23')}")
+        bits = code.do(f"add {_W} {code.do(f'bitcast {code.floats} {value} to {_W}')}, {power}")
+        value = code.do(f"bitcast {_W} {bits} to {code.floats}")
+        tiny = code.do(f"fcmp olt {code.floats} {value}, {_all(2.0**-125)}")
+        value = code.do(f"select <16 x i1> {tiny}, {code.floats} zeroinitializer, {code.floats} {value}")
+        return code.do(f"select <16 x i1> {lost}, {code.floats} {x}, {code.floats} {value}")
+
+    def _mix(self, page: str) -> Names:
+        code = self.code
+        base = code.times(page, PAGE_TOKENS)
+        over = code.do(f"icmp ugt i64 {self.low}, {base}")
+        start = code.do(f"select i1 {over}, i64 {self.low}, i64 {base}")
+        count = code.do(f"sub i64 {self._less(self.high, code.plus(base, PAGE_TOKENS))}, {start}")
+        source = self._stored(self.values, page, code.times(code.do(f"and i64 {start}, {PAGE_TOKENS - 1}"), self.dim))
+        weights = code.do(f"sub i64 {start}, {self.low}")
+
+        def some(channel: str, _: Names) -> Names:
+            def turn(number: str, _: Names) -> Names:
+                first = code.times(number, self.rows)
+                lines = [code.at(self._line(code.plus(first, m)), "i16", weights) for m in range(self.rows)]
+                targets = [code.at(self._sums(code.plus(first, m)), "float", channel) for m in range(self.rows)]
+                cells = [code.at(target, "float", str(16 * u)) for target in targets for u in range(self.mixed)]
+
+                def pair(slot: str, sums: Names) -> Names:
+                    at = code.at(source, "i16", code.plus(code.times(slot, self.dim), channel))
+                    return self._chains(at, self.dim, self.mixed, [code.at(line, "i16", slot) for line in lines], sums)
+
+                sums = code.loop(count, 2, [(code.floats, code.load(cell)) for cell in cells], pair)
+                for cell, value in zip(cells, sums):
+                    code.say(f"store {code.floats} {value}, ptr {cell}, align 4")
+                return []
+
+            code.loop(self.count, 1, [], turn)
+            return []
+
+        code.loop(self.dim, 16 * self.mixed, [], some)
+        return []
+
+    def _divide(self, index: str, _: Names) -> Names:
+        code = self.code
+        behind = code.at(self._line(index), "float", self.slots)
+        total = code.all_lanes(code.do(f"load float, ptr {behind}, align 4"))
+        sums, target = self._sums(index), self._row(self.out, index)
+        for channel in range(0, self.dim, 16):
+            mean = code.both("fdiv", code.load(code.at(sums, "float", str(channel))), total)
+            half = code.do(f"fptrunc {code.floats} {mean} to <16 x bfloat>")
+            code.say(f"store <16 x bfloat> {half}, ptr {code.at(target, 'i16', str(channel))}, align 2")
+        return []
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this processor has what it needs, and no matrix units besides."""
+    found = kernels()
+    return found is not None and found.has("avx512bf16") and not found.has("amx-bf16")
+
+
+def takes(dtype: torch.dtype, device: torch.device, dim: int) -> bool:
+    """Whether attention over pages of this type can run here; dim: channels of a head."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and dim % 16 == 0 and available()
+
+
+def attend(
+    q: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    first: int,
+    scale: float,
+    window: int,
+    room: Callable[[int], torch.Tensor],
+) -> torch.Tensor:
+    """q [tokens, query heads, dim] bf16 at positions from `first` on; keys [kv heads, dim, 512] and values [kv heads, 512, dim] of all
+    pages up to the last one -> as q.
+
+    window: how many positions a token sees, 0 for all before it. room(n): n fp32 numbers to work in.
+    """
+    found = kernels()
+    assert found is not None
+    q = q.contiguous()
+    tokens, dim = q.shape[0], q.shape[2]
+    heads = keys[0].shape[0]
+    group = q.shape[1] // heads
+    rows = tokens * group  # of one kv head
+    out = torch.empty_like(q)
+    addresses = [(ctypes.c_int64 * len(pages))(*(page.data_ptr() for page in pages)) for pages in (keys, values)]
+    slots = min(len(keys) * PAGE_TOKENS, window + tokens + 2 * SPAN if window else len(keys) * PAGE_TOKENS)
+    line = 4 * (slots + dim) + 128  # what is mixed, the sum, and so that lines do not lie on each other in the cache
+    bits = struct.unpack("I", struct.pack("f", scale))[0]
+    at = 0
+    while at < rows:
+        count = max(n for n in ROWS if n <= rows - at)
+        passes = (rows - at) // count if count == ROWS[-1] else 1
+        per = max(LEAST_PASSES, min(MOST_PASSES, TASK_BYTES // (count * line)))
+        chunks = -(-passes // per)
+        tasks = heads * chunks
+        threads = min(torch.get_num_threads(), tasks) if heads * rows * slots * dim > ALONE else 1
+        own = per * count * line
+        scratch = room(threads * own // 4)
+        share = found.compiled(f"pairs {count} {dim}", _Task(count, dim).text)
+        where = (*(ctypes.addressof(each) for each in addresses), q.data_ptr(), out.data_ptr())
+        what = (heads, at, passes, per, first, group, window, bits)
+        # fields of the function, see _Task
+        args = (ctypes.c_int64 * _FIELDS)(*where, *what, tasks, threads, scratch.data_ptr(), own, line, chunks)
+        found.team(share, args, threads)
+        at += passes * count
+    return out
