@@ -92,7 +92,7 @@ def _examine(model: str | None, shape: str | None) -> dict[str, Any]:
     import agentcache_llm
 
     from .bench.load import versions
-    from .model.numerics import describe
+    from .model.machine import describe
 
     report: dict[str, Any] = {
         "installation": agentcache_llm.conflict() or "ok",

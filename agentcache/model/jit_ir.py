@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Callable, Sequence
 
 from .jit import splat
 
 Names = list[str]
+LEAST = -87.0  # its exponential is a normal number
+_LOG2E = 1.4426950408889634
+_TAYLOR = tuple(math.log(2) ** n / math.factorial(n) for n in range(8))  # of 2^f for |f| <= 0.5, lowest first
+
+
+def _single(value: float) -> float:
+    """The nearest fp32 number."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def every(lanes: int, value: float) -> str:
+    """A constant fp32 vector."""
+    return splat(lanes, f"float {_constant(_single(value))}")
 
 
 class Code:
@@ -142,6 +156,29 @@ class Code:
     def all_lanes(self, value: str) -> str:
         first = self.do(f"insertelement {self.floats} poison, float {value}, i32 0")
         return self.do(f"shufflevector {self.floats} {first}, {self.floats} poison, {self.words} zeroinitializer")
+
+    def exponential(self, x: str) -> str:
+        """exp(x) for x <= 0; 0 where it would be less than 2^-125, or x is -inf. Not a number stays that."""
+
+        def fma(a: str, b: str, c: str) -> str:
+            return self.do(f"call {self.floats} @llvm.fma.v{self.lanes}f32({self.floats} {a}, {self.floats} {b}, {self.floats} {c})")
+
+        small = self.do(f"fcmp olt {self.floats} {x}, {every(self.lanes, LEAST)}")
+        x = self.do(f"select <{self.lanes} x i1> {small}, {self.floats} {every(self.lanes, LEAST)}, {self.floats} {x}")
+        whole = self.do(f"call {self.floats} @llvm.rint.v{self.lanes}f32({self.floats} {self.both('fmul', x, every(self.lanes, _LOG2E))})")
+        rest = fma(x, every(self.lanes, _LOG2E), self.do(f"fneg {self.floats} {whole}"))
+        rest = fma(x, every(self.lanes, _LOG2E - _single(_LOG2E)), rest)
+        value = every(self.lanes, _TAYLOR[-1])
+        for factor in reversed(_TAYLOR[:-1]):
+            value = fma(value, rest, every(self.lanes, factor))
+        lost = self.do(f"fcmp uno {self.floats} {x}, {x}")
+        safe = self.do(f"select <{self.lanes} x i1> {lost}, {self.floats} zeroinitializer, {self.floats} {whole}")
+        power = self.do(f"shl {self.words} {self.do(f'fptosi {self.floats} {safe} to {self.words}')}, {splat(self.lanes, 'i32 23')}")
+        bits = self.do(f"add {self.words} {self.do(f'bitcast {self.floats} {value} to {self.words}')}, {power}")
+        value = self.do(f"bitcast {self.words} {bits} to {self.floats}")
+        tiny = self.do(f"fcmp olt {self.floats} {value}, {every(self.lanes, 2.0**-125)}")
+        value = self.do(f"select <{self.lanes} x i1> {tiny}, {self.floats} zeroinitializer, {self.floats} {value}")
+        return self.do(f"select <{self.lanes} x i1> {lost}, {self.floats} {x}, {self.floats} {value}")
 
     def with_bias(self, value: str, bias: str, index: str) -> str:
         """Plus a 16-bit bias, which is added in fp32; bias: a pointer, "" for none."""

@@ -21,15 +21,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..kv import PAGE_TOKENS
-from .jit import ALONE, kernels, splat
-from .jit_ir import Code, Names
+from .jit import ALONE, kernels
+from .jit_ir import Code, Names, every
 
 ROWS = (1, 2, 4, 6)  # accumulated at once: what registers hold beside the loaded keys
 WIDE = {1: 8, 2: 8, 4: 4, 6: 4}  # by rows: vectors of 16 slots or channels
 SPAN = 128  # slots: what is looked at begins and ends at a multiple of it
 TASK_BYTES = 1 << 20  # of a task's scores
 LEAST_PASSES, MOST_PASSES = 2, 16  # of a task: keys and values are read once for all of them
-LEAST = -87.0  # of a score, less the largest: its exponential is a normal number
 _FIELDS = 18
 _W = "<16 x i32>"
 _BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
@@ -41,19 +40,6 @@ declare float @llvm.vector.reduce.fmax.v16f32(<16 x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare i32 @omp_get_thread_num()
 """
-_LOG2E = 1.4426950408889634
-# 2^f for |f| <= 0.5: Taylor's coefficients, lowest first
-_TAYLOR = tuple(math.log(2) ** n / math.factorial(n) for n in range(8))
-
-
-def _single(value: float) -> float:
-    """The nearest fp32 number."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-def _all(value: float) -> str:
-    """A constant vector, as LLVM reads it."""
-    return splat(16, f"float 0x{struct.unpack('<Q', struct.pack('<d', _single(value)))[0]:016X}")
 
 
 class _Task:
@@ -210,18 +196,18 @@ class _Task:
             below, above = code.do(f"icmp sle {_W} {at}, {upper}"), code.do(f"icmp sge {_W} {at}, {lower}")
             both = code.do(f"and <16 x i1> {below}, {above}")
             score = code.load(code.at(line, "float", slot))
-            return code.do(f"select <16 x i1> {both}, {code.floats} {score}, {code.floats} {_all(-math.inf)}")
+            return code.do(f"select <16 x i1> {both}, {code.floats} {score}, {code.floats} {every(16, -math.inf)}")
 
         def larger(slot: str, carried: Names) -> Names:
             value = seen(slot)
             more = code.do(f"fcmp ogt {code.floats} {value}, {carried[0]}")
             return [code.do(f"select <16 x i1> {more}, {code.floats} {value}, {code.floats} {carried[0]}")]
 
-        most = code.loop(self.slots, 16, [(code.floats, _all(-math.inf))], larger)[0]
+        most = code.loop(self.slots, 16, [(code.floats, every(16, -math.inf))], larger)[0]
         top = code.all_lanes(code.do(f"call float @llvm.vector.reduce.fmax.v16f32({code.floats} {most})"))
 
         def weight(slot: str, carried: Names) -> Names:
-            value = self._exponential(code.both("fsub", seen(slot), top))
+            value = code.exponential(code.both("fsub", seen(slot), top))
             half = code.do(f"fptrunc {code.floats} {value} to <16 x bfloat>")
             code.say(f"store <16 x bfloat> {half}, ptr {code.at(line, 'i16', slot)}, align 2")
             return [code.both("fadd", carried[0], value)]
@@ -232,30 +218,6 @@ class _Task:
             sum_ = code.do(f"fadd float {sum_}, {code.do(f'extractelement {code.floats} {total}, i32 {lane}')}")
         code.say(f"store float {sum_}, ptr {code.at(line, 'float', self.slots)}, align 4")
         return []
-
-    def _exponential(self, x: str) -> str:
-        """exp(x) for x <= 0; 0 where it would be less than 2^-125, or x is -inf. Not a number stays that."""
-        code = self.code
-
-        def fma(a: str, b: str, c: str) -> str:
-            return code.do(f"call {code.floats} @llvm.fma.v16f32({code.floats} {a}, {code.floats} {b}, {code.floats} {c})")
-
-        small = code.do(f"fcmp olt {code.floats} {x}, {_all(LEAST)}")
-        x = code.do(f"select <16 x i1> {small}, {code.floats} {_all(LEAST)}, {code.floats} {x}")
-        whole = code.do(f"call {code.floats} @llvm.rint.v16f32({code.floats} {code.both('fmul', x, _all(_LOG2E))})")
-        rest = fma(x, _all(_LOG2E), code.do(f"fneg {code.floats} {whole}"))
-        rest = fma(x, _all(_LOG2E - _single(_LOG2E)), rest)
-        value = _all(_TAYLOR[-1])
-        for factor in reversed(_TAYLOR[:-1]):
-            value = fma(value, rest, _all(factor))
-        lost = code.do(f"fcmp uno {code.floats} {x}, {x}")
-        safe = code.do(f"select <16 x i1> {lost}, {code.floats} zeroinitializer, {code.floats} {whole}")
-        power = code.do(f"shl {_W} {code.do(f'fptosi {code.floats} {safe} to {_W}')}, {splat(16, 'i32 23')}")
-        bits = code.do(f"add {_W} {code.do(f'bitcast {code.floats} {value} to {_W}')}, {power}")
-        value = code.do(f"bitcast {_W} {bits} to {code.floats}")
-        tiny = code.do(f"fcmp olt {code.floats} {value}, {_all(2.0**-125)}")
-        value = code.do(f"select <16 x i1> {tiny}, {code.floats} zeroinitializer, {code.floats} {value}")
-        return code.do(f"select <16 x i1> {lost}, {code.floats} {x}, {code.floats} {value}")
 
     def _mix(self, page: str) -> Names:
         code = self.code

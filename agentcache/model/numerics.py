@@ -13,7 +13,6 @@ so each product is padded to a safe multiple of rows. What is safe differs by pr
 from __future__ import annotations
 
 import functools
-import platform
 import threading
 import time
 from collections.abc import Sequence
@@ -59,7 +58,8 @@ class Numerics:
     probe_ms: float
 
 
-def _has_16bit_units(dtype: torch.dtype) -> bool:
+def has_16bit_units(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies 16-bit numbers of this type."""
     asks = {torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"), torch.float16: ("_is_amx_fp16_supported",)}
     return any(getattr(torch.cpu, ask, lambda: False)() for ask in asks.get(dtype, ()))
 
@@ -68,7 +68,7 @@ def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:
     """The kernel for linear layers: a pure function of the machine, so that two processes choose alike."""
     if device.type != "cpu":
         return "aten"
-    if dtype in (torch.bfloat16, torch.float16) and not _has_16bit_units(dtype):
+    if dtype in (torch.bfloat16, torch.float16) and not has_16bit_units(dtype):
         return "upcast"
     return "onednn" if _onednn_takes(dtype) else "aten"
 
@@ -337,33 +337,3 @@ def probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], hea
     Takes up to 200 ms, is remembered for the process per thread count and shape.
     """
     return _probe(dtype, device, tuple(sorted(set(widths))), heads, head_dim, torch.get_num_threads())
-
-
-def describe() -> dict[str, Any]:
-    """What is bitwise on this machine, with which kernels, paddings and threads, and what is not: for `agentcache doctor`."""
-    report: dict[str, Any] = {
-        "processor": platform.processor() or platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "16-bit matrix units": {str(d).removeprefix("torch."): _has_16bit_units(d) for d in (torch.bfloat16, torch.float16)},
-    }
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        found = probe(dtype, torch.device("cpu"), (1024,), 4, 128)
-        report[str(dtype).removeprefix("torch.")] = {
-            "bitwise": found.pure,
-            "kernel": found.kernel,
-            "attention": "compiled" if found.pairs else "batched products",
-            "linear rows padded to": found.rows,
-            "attention rows padded to": found.query_rows,
-            "numerics": found.digest,
-            "probe_ms": round(found.probe_ms, 1),
-        }
-    report["few rows of 16-bit weights"] = (
-        "compiled, in the order of larger products" if jit.kernels() else "not compiled: pip install 'agentcache-llm[cpu]' decodes faster"
-    )
-    report["not bitwise"] = {
-        "mixture of experts": "experts see few rows, whose bits depend on the other requests in the pack: tokens are promised",
-        "bitsandbytes": "its own kernels choose by row count: tokens are promised",
-        "cuda": "scaled dot product attention chooses kernels by shape: tokens are promised",
-    }
-    return report

@@ -1,0 +1,41 @@
+"""What is bitwise on this machine, with which kernels, and what is not and why: for `agentcache doctor`. Computes no requests."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from . import jit
+from .numerics import has_16bit_units, probe
+
+
+def describe() -> dict[str, Any]:
+    """What is bitwise on this machine, with which kernels, paddings and threads, and what is not: for `agentcache doctor`."""
+    report: dict[str, Any] = {
+        "processor": platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "16-bit matrix units": {str(d).removeprefix("torch."): has_16bit_units(d) for d in (torch.bfloat16, torch.float16)},
+    }
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = probe(dtype, torch.device("cpu"), (1024,), 4, 128)
+        report[str(dtype).removeprefix("torch.")] = {
+            "bitwise": found.pure,
+            "kernel": found.kernel,
+            "attention": "compiled" if found.pairs else "batched products",
+            "linear rows padded to": found.rows,
+            "attention rows padded to": found.query_rows,
+            "numerics": found.digest,
+            "probe_ms": round(found.probe_ms, 1),
+        }
+    report["few rows of 16-bit weights"] = (
+        "compiled, in the order of larger products" if jit.kernels() else "not compiled: pip install 'agentcache-llm[cpu]' decodes faster"
+    )
+    report["not bitwise"] = {
+        "mixture of experts": "experts see few rows, whose bits depend on the other requests in the pack: tokens are promised",
+        "bitsandbytes": "its own kernels choose by row count: tokens are promised",
+        "cuda": "scaled dot product attention chooses kernels by shape: tokens are promised",
+    }
+    return report
