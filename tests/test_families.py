@@ -80,8 +80,11 @@ def decode(run: Run, count: int, *company: Run) -> list[int]:
     return run.ids[-count:]
 
 
-def episode(model: HFModel, reuse: bool) -> list[int]:
-    """Three steps of an agent, each 30 new tokens behind the last answer: with reuse from the last step's pages, in company."""
+def episode(model: HFModel, reuse: bool) -> list[torch.Tensor]:
+    """Three steps of an agent, each 30 new tokens behind the last answer: with reuse from the last step's pages, in company.
+
+    Returns the logits before each token.
+    """
     ids, said, last = tokens(540), [], None
     for step in range(3):
         ids = ids + tokens(30, seed=step)
@@ -92,9 +95,21 @@ def episode(model: HFModel, reuse: bool) -> list[int]:
         else:
             run = Run(model, ids)
         run.chunks()
-        said += decode(run, 6, *([company] if reuse else []))
+        before = len(run.ids)
+        decode(run, 6, *([company] if reuse else []))
+        said += [run.logits[at - 1].float() for at in range(before, before + 6)]
         ids, last = list(run.ids), run
     return said
+
+
+def assert_same_tokens(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """The same greedy tokens, up to a tie: where rows are not by themselves, as in int8 with outliers, logits differ by their rounding."""
+    for at, (one, other) in enumerate(zip(some, others, strict=True)):
+        drift = float((one - other).abs().max())
+        assert drift < 0.03 * float(one.max() - one.min()), f"token {at}: logits differ by {drift}"
+        if one.argmax() != other.argmax():
+            assert float(one.max() - one[other.argmax()]) <= 2 * drift, f"token {at}: another one, and no tie"
+            return  # from here on they answer different prompts
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -107,7 +122,7 @@ def test_experts_give_the_same_tokens(family: str, dtype: torch.dtype) -> None:
     if dtype == FP32:
         run = Run(held, ids).chunks(130, 1)
         assert max(float((row - stock[at]).abs().max()) for at, row in run.logits.items()) < 1e-4
-    assert episode(held, reuse=True) == episode(held, reuse=False)
+    assert_same_tokens(episode(held, reuse=True), episode(held, reuse=False))
 
 
 @BITSANDBYTES
@@ -127,7 +142,7 @@ def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, t
     assert (held.bitwise, held.stepped, held.support.paged, held.quantized) == (False, False, True, True)
     known = Fingerprint(held.model, "aten")
     before = known.layers
-    assert episode(held, reuse=True) == episode(held, reuse=False)
+    assert_same_tokens(episode(held, reuse=True), episode(held, reuse=False))
     assert known.layers == before, "the first use repacked the weights"
     again, _ = load(tmp_path, object(), bits=bits)
     assert Fingerprint(HFModel(again).model, "aten").layers == before, "another process would not find these pages"
