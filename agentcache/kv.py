@@ -16,16 +16,14 @@ A sequence may have tokens *ahead* of its length: their KV was taken from anothe
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Literal
 
 import torch
 
+from .memory import ready, zeros
 from .types import PAGE_TOKENS
 
 Tier = Literal["device", "host"]
@@ -47,6 +45,14 @@ class KVSpec:
     hidden: int = 0
 
     @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a page's keys and values."""
+        return (
+            (self.layers, self.kv_heads, self.head_dim, PAGE_TOKENS),
+            (self.layers, self.kv_heads, PAGE_TOKENS, self.head_dim),
+        )
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
@@ -62,21 +68,6 @@ class KVSpec:
         return PAGE_TOKENS * (self.token_bytes + self.boundary_bytes)
 
 
-def _zeros(shape: tuple[int, ...], spec: KVSpec, whole: bool) -> torch.Tensor:
-    """Zeroed memory that a CPU only commits when it is written (an anonymous map), so that a half empty page costs half.
-
-    whole: all of it will be written: in large pieces, if the system has them, which takes half the time.
-    """
-    if spec.device.type != "cpu":
-        return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-    # private: Python's default is a shared map, which a forked child would write into, and which has no large pieces
-    memory = mmap.mmap(-1, prod(shape) * spec.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=spec.dtype).view(shape)
-
-
 class Page:
     """KV of up to 512 tokens: keys [layers, kv_heads, head_dim, 512], values [layers, kv_heads, 512, head_dim].
 
@@ -90,10 +81,11 @@ class Page:
     def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False) -> None:
         self.spec = spec
         self.tier: Tier = tier
-        place = spec if tier == "device" else replace(spec, device=torch.device("cpu"))
+        device = spec.device if tier == "device" else torch.device("cpu")
+        kept = ready.take(spec.shapes, spec.dtype) if device.type == "cpu" and not whole else None
         # a token's keys lie a kilobyte apart: the first one touches all of the memory, the last one no more
-        self.keys = _zeros((spec.layers, spec.kv_heads, spec.head_dim, PAGE_TOKENS), place, True)
-        self.values = _zeros((spec.layers, spec.kv_heads, PAGE_TOKENS, spec.head_dim), place, whole)
+        made = kept or tuple(zeros(shape, spec.dtype, device, keys or whole) for shape, keys in zip(spec.shapes, (True, False)))
+        self.keys, self.values = made
         self._views()
         self.boundaries: dict[int, torch.Tensor] = {}
         self.filled = 0

@@ -11,10 +11,13 @@ import queue
 import threading
 import time
 
+import torch
+
 from .audit import Audit
 from .errors import AgentCacheError, CancelledError, EngineClosedError
 from .inflight import Chunk, Done, Progress, Request
 from .life import Life
+from .memory import Shapes, ready
 from .model.numerics import MAX_ROWS
 from .runner import FAULTS, Outcome, Runner, StockSequence, Work, as_failure
 from .store.store import Store
@@ -84,6 +87,8 @@ class Scheduler:
         finally:  # also if a fault nobody foresaw ends this thread: no caller may wait forever
             with self._gate:
                 self._closed.set()
+            if spec := self.runner.model.spec:
+                ready.take(spec.shapes, spec.dtype)
             self._collect(0.0)
             for request in (*self._live, *self._waiting):
                 self._fail(request, EngineClosedError("the engine was closed while this request ran"))
@@ -100,11 +105,20 @@ class Scheduler:
         elif not self._live and not self._waiting and not self._closed.is_set():
             self.audit.step()
             self.watch.step()
+            if shape := self._page_to_commit():
+                ready.step(*shape)
         self.store.note_busy(bool(self._live))  # before this thread waits for requests
+
+    def _page_to_commit(self) -> tuple[Shapes, torch.dtype] | None:
+        """Of what shape and type the next request's page is, as long as its memory is not ready."""
+        spec = self.runner.model.spec
+        if spec is None or spec.device.type != "cpu" or not ready.lacks(spec.shapes, spec.dtype):
+            return None
+        return spec.shapes, spec.dtype
 
     def _patience(self) -> float | None:
         """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""
-        if self._live or (not self._waiting and (self.audit.pending or self.watch.pending)):
+        if self._live or (not self._waiting and (self.audit.pending or self.watch.pending or self._page_to_commit())):
             return 0.0
         return POLL_S if self._waiting else None
 

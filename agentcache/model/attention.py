@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
-from . import jit_attention, jit_pairs
+from . import jit_attention, jit_pages, jit_pairs
 from .numerics import LEAST_WEIGHT, Numerics, attention_order, scratch
 
 _LEAST = -87.0  # its exponential is a normal number below LEAST_WEIGHT
@@ -157,6 +157,16 @@ def _exponentiate(scores: torch.Tensor, most: torch.Tensor) -> None:
     """
     torch.threshold_(scores.sub_(most), _LEAST, _LEAST).exp_()
     torch.threshold_(scores, LEAST_WEIGHT, 0.0)
+
+
+def write(part: Part, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Store the new keys and values [count, kv_heads, head_dim] of one part."""
+    if not jit_pages.takes(keys):
+        part.sequence.write(layer, part.start, keys, values)
+        return
+    for page, slot, count, offset in part.sequence.slots(part.start, part.start + len(keys)):
+        rows = slice(offset, offset + count)
+        jit_pages.store(keys[rows], values[rows], page.layer_keys[layer], page.layer_values[layer], slot)
 
 
 def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> set[int]:

@@ -100,6 +100,32 @@ def scales(lanes: int, element: str, rows: int, n: int) -> str:
     return code.module()
 
 
+def _normed(code: Code, values: Names, weight: str, epsilon: str) -> Names:
+    """One head's vectors, normalised."""
+    pieces = [code.part(value, SUM_LANES, first) for value in values for first in range(0, code.lanes, SUM_LANES)]
+    eight, dim = code.of(SUM_LANES), len(values) * code.lanes
+    scale = code.all_lanes(eight.scale(_squares(eight, lambda at: pieces[int(at) // SUM_LANES], dim), dim, epsilon))
+    out = []
+    for number, value in enumerate(values):
+        value = code.rounded(code.both("fmul", value, scale))
+        factor = code.load_half(code.at(weight, "i16", str(number * code.lanes)))
+        out.append(code.rounded(code.both("fmul", factor, value)))
+    return out
+
+
+def _turned(code: Code, values: Names, cos: str, sin: str, angles: str) -> Names:
+    """One head's vectors, its halves rotated by the cosines and sines from `angles` on: fp32 that is not rounded yet."""
+    half = len(values) // 2
+    minus = [code.do(f"fneg {code.floats} {value}") for value in values[half:]]
+    turned = []
+    for number, (value, other) in enumerate(zip(values, [*minus, *values[:half]])):
+        place = code.plus(angles, number * code.lanes)
+        one = code.rounded(code.both("fmul", value, code.load_half(code.at(cos, "i16", place))))
+        two = code.rounded(code.both("fmul", other, code.load_half(code.at(sin, "i16", place))))
+        turned.append(code.both("fadd", one, two))
+    return turned
+
+
 def heads(lanes: int, element: str, rows: int, total: int, count: int, dim: int, bias: bool, normed: bool, rotated: bool) -> str:
     """Products become heads. Fields: wide fp32 [rows, total] from the first of these heads on, bias [count · dim], norm's weight [dim],
     epsilon, cos and sin [rows, dim], out [rows, count, dim].
@@ -116,23 +142,8 @@ def heads(lanes: int, element: str, rows: int, total: int, count: int, dim: int,
             value = code.load(code.at(mine, "float", str(at)))
             values.append(code.rounded(code.with_bias(value, biases, code.plus(first, at) if bias else "")))
         if normed:
-            pieces = [code.part(value, SUM_LANES, first) for value in values for first in range(0, lanes, SUM_LANES)]
-            eight = code.of(SUM_LANES)
-            scale = code.all_lanes(eight.scale(_squares(eight, lambda at: pieces[int(at) // SUM_LANES], dim), dim, epsilon))
-            for number, at in enumerate(parts):
-                value = code.rounded(code.both("fmul", values[number], scale))
-                values[number] = code.rounded(code.both("fmul", code.load_half(code.at(weight, "i16", str(at))), value))
-        turned = values
-        if rotated:
-            half = len(values) // 2
-            minus = [code.do(f"fneg {code.floats} {value}") for value in values[half:]]
-            turned = []
-            angles = code.times(row, dim)
-            for value, other, at in zip(values, [*minus, *values[:half]], parts):
-                place = code.plus(angles, at)
-                one = code.rounded(code.both("fmul", value, code.load_half(code.at(cos, "i16", place))))
-                two = code.rounded(code.both("fmul", other, code.load_half(code.at(sin, "i16", place))))
-                turned.append(code.both("fadd", one, two))
+            values = _normed(code, values, weight, epsilon)
+        turned = _turned(code, values, cos, sin, code.times(row, dim)) if rotated else values
         target = code.at(out, "i16", code.plus(code.times(row, count * dim), first))
         for value, at in zip(turned, parts):
             code.store_half(value, code.at(target, "i16", str(at)))
@@ -146,6 +157,62 @@ def heads(lanes: int, element: str, rows: int, total: int, count: int, dim: int,
 
     code.loop(rows, 1, [], row)
     return code.module()
+
+
+def shared(code: Code, count: str, threads: str, body: Callable[[str], None], declarations: str = "") -> str:
+    """A function whose threads do their part of `count` things each; the last two fields of its arguments."""
+    me = code.do(f"sext i32 {code.do('call i32 @omp_get_thread_num()')} to i64")
+    start, stop = (code.do(f"udiv i64 {code.do(f'mul i64 {one}, {count}')}, {threads}") for one in (me, code.plus(me, 1)))
+
+    def one(index: str, _: Names) -> Names:
+        body(code.plus(start, index))
+        return []
+
+    code.loop(code.do(f"sub i64 {stop}, {start}"), 1, [], one)
+    return code.module(f"declare i32 @omp_get_thread_num()\n{declarations}")
+
+
+def norm_rows(lanes: int, element: str, n: int) -> str:
+    """Fields: x [rows, n], weight [n], epsilon, out [rows, n], rows, threads."""
+    code = Code(lanes, element)
+    x, weight, epsilon, out = code.pointer(0), code.pointer(1), _epsilon(code, 2), code.pointer(3)
+
+    def row(number: str) -> None:
+        mine, target = (code.at(base, "i16", code.times(number, n)) for base in (x, out))
+        scale = code.all_lanes(_scale(code, mine, n, epsilon))
+
+        def part(index: str, _: Names) -> Names:
+            value = code.rounded(code.both("fmul", code.load_half(code.at(mine, "i16", index)), scale))
+            factor = code.load_half(code.at(weight, "i16", index))
+            code.store_half(code.both("fmul", factor, value), code.at(target, "i16", index))
+            return []
+
+        code.loop(n, lanes, [], part)
+
+    return shared(code, code.field(4), code.field(5), row)
+
+
+def head_rows(lanes: int, element: str, count: int, dim: int, normed: bool) -> str:
+    """Fields: x [rows, count, dim], norm's weight [dim], epsilon, cos and sin [rows, dim], out [rows, count, dim], rows, threads."""
+    code = Code(lanes, element)
+    x, weight, epsilon = code.pointer(0), code.pointer(1), _epsilon(code, 2)
+    cos, sin, out = code.pointer(3), code.pointer(4), code.pointer(5)
+
+    def row(number: str) -> None:
+        angles, base = code.times(number, dim), code.times(number, count * dim)
+
+        def head(first: str, _: Names) -> Names:
+            at = code.plus(base, first)
+            values = [code.load_half(code.at(x, "i16", code.plus(at, part))) for part in range(0, dim, lanes)]
+            if normed:
+                values = _normed(code, values, weight, epsilon)
+            for number, value in enumerate(_turned(code, values, cos, sin, angles)):
+                code.store_half(value, code.at(out, "i16", code.plus(at, number * lanes)))
+            return []
+
+        code.loop(count * dim, dim, [], head)
+
+    return shared(code, code.field(6), code.field(7), row)
 
 
 def _each(code: Code, rows: int, n: int, body: Callable[[str, str, str], None]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,8 +23,8 @@ import torch
 
 from . import jit_code
 from .jit import ALONE, BINARY, ROWS, kernels
+from .jit_rows import bits_of, sums_agree
 
-MOST_LINES = 1024  # vectors of a row that is normalised: longer ones are added up in more levels than jit_code.py has
 _Block = Any  # a ctypes array of 64-bit fields
 _Step = tuple[int, _Block, int]  # the address of a function, its argument block, threads
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -61,10 +60,6 @@ class Sizes:
 
 def _block(*fields: int) -> _Block:
     return (ctypes.c_int64 * len(fields))(*fields)
-
-
-def _bits(epsilon: float) -> int:
-    return int(struct.unpack("<I", struct.pack("<f", epsilon))[0])
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:
@@ -153,7 +148,7 @@ class Programs:
         return found.product(self.rows, self._element), block, threads
 
     def _norm(self, module: Any) -> _Step:
-        block = _block(_pointer(self.x), _pointer(module.weight), _bits(module.variance_epsilon), _pointer(self._input))
+        block = _block(_pointer(self.x), _pointer(module.weight), bits_of(module.variance_epsilon), _pointer(self._input))
         return self._function(jit_code.norm, self.sizes.hidden), block, 1
 
     def _queries(self, layer: Any) -> list[_Step]:
@@ -168,7 +163,7 @@ class Programs:
             steps.append(self._product(projection, at, total))
             normed, rotated = sizes.normed and name != "v", name != "v"
             module = getattr(block, f"{name}_norm") if normed else None
-            weight, epsilon = (_pointer(module.weight), _bits(module.variance_epsilon)) if module is not None else (0, 0)
+            weight, epsilon = (_pointer(module.weight), bits_of(module.variance_epsilon)) if module is not None else (0, 0)
             fields = _block(at, _pointer(projection.bias), weight, epsilon, _pointer(self.cos), _pointer(self.sin), _pointer(out))
             has_bias = projection.bias is not None
             finish.append((self._function(jit_code.heads, total, count, sizes.dim, has_bias, normed, rotated), fields, 1))
@@ -202,20 +197,6 @@ class Programs:
         return [(gated, self._activated[-1], 1), self._product(mlp.down_proj, wide, sizes.hidden), self._residual(mlp.down_proj)]
 
 
-def sums_agree(dtype: torch.dtype, n: int, rows: int = 64) -> bool:
-    """Whether a row's sum of squares is added up as PyTorch adds it. One order of additions differs from another in the last bit of fp32:
-    rounded to 16 bits that would hardly ever be seen, but it would be there.
-    """
-    found = kernels()
-    assert found is not None
-    wide = torch.randn(rows, n, generator=torch.Generator().manual_seed(n))
-    x, out = (wide * wide.exp()).to(dtype), torch.zeros(rows)
-    source = functools.partial(jit_code.scales, found.lanes, BINARY[dtype], rows, n)
-    block = _block(_pointer(x), _bits(1e-6), _pointer(out))
-    found.team(found.compiled(f"scales {dtype} {rows} {n}", source), block, 1)
-    return torch.equal(out, x.float().pow(2).mean(-1).add_(1e-6).rsqrt_())
-
-
 def _fit(layers: Any, lanes: int) -> bool:
     """Whether these layers are of one size, which the functions can take."""
     if not len(layers) or any(Sizes.of(layer) != Sizes.of(layers[0]) for layer in layers):
@@ -223,8 +204,7 @@ def _fit(layers: Any, lanes: int) -> bool:
     sizes, tensors = Sizes.of(layers[0]), _tensors(layers)
     widths = (sizes.hidden, sizes.inner, sizes.heads * sizes.dim, sizes.kv_heads * sizes.dim, sizes.dim)
     alike = all(t.dtype == tensors[0].dtype and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    short = max(sizes.hidden, sizes.dim) < MOST_LINES * jit_code.SUM_LANES
-    if not (alike and short and tensors[0].dtype in BINARY and all(n % (2 * lanes) == 0 for n in widths)):
+    if not (alike and tensors[0].dtype in BINARY and all(n % (2 * lanes) == 0 for n in widths)):
         return False
     return all(sums_agree(tensors[0].dtype, n) for n in ({sizes.hidden, sizes.dim} if sizes.normed else {sizes.hidden}))
 

@@ -7,6 +7,7 @@ What `attention.py` defines, for any number of rows, over keys and values as the
 
 A chain is fp32 and adds one pair of products after the other, so a row's bits depend neither on the rows beside it nor on how many slots
 are looked at that it does not see: those add exact zeros. A task is one head and some rows, whose scores stay in the second-level cache.
+Where it has many rows, a tile of keys or values is woven into pairs once and read from the first-level cache for all of them.
 Needs llvmlite (the extra `cpu`) and AVX-512 with bf16; processors with matrix units (AMX) are faster by their library.
 """
 
@@ -29,6 +30,7 @@ WIDE = {1: 8, 2: 8, 4: 4, 6: 4}  # by rows: vectors of 16 slots or channels
 SPAN = 128  # slots: what is looked at begins and ends at a multiple of it
 TASK_BYTES = 1 << 20  # of a task's scores
 LEAST_PASSES, MOST_PASSES = 2, 16  # of a task: keys and values are read once for all of them
+_TOGETHER = 64  # slots of a row whose scores are looked at in one turn
 _FIELDS = 18
 _W = "<16 x i32>"
 _BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
@@ -36,6 +38,7 @@ _DECLARATIONS = f"""
 declare <16 x float> {_BOTH}(<16 x float>, {_W}, {_W})
 declare <16 x float> @llvm.rint.v16f32(<16 x float>)
 declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
+declare <16 x float> @llvm.x86.avx512.mask.scalef.ps.512(<16 x float>, <16 x float>, <16 x float>, i16, i32)
 declare float @llvm.vector.reduce.fmax.v16f32(<16 x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare i32 @omp_get_thread_num()
@@ -46,7 +49,7 @@ class _Task:
     """Writes the function for so many rows at once and a head dimension. Its fields stand in the order of `_FIELDS`.
 
     keys, values: lists of addresses. row0: the first row; passes: times `rows` of them, `per` of which are a task, `chunks` tasks a head.
-    own: bytes of a thread's scratch; line: bytes of a row in it. scale: the bits of an fp32 number.
+    own: bytes of a thread's scratch: first a woven tile, then the rows; line: bytes of a row. scale: the bits of an fp32 number.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
@@ -54,6 +57,8 @@ class _Task:
         self.code = code = Code(16, "bfloat")
         self.wide = WIDE[rows]
         self.mixed = next(u for u in (8, 4, 2, 1) if u <= self.wide and dim % (16 * u) == 0)
+        self.weaves = rows == ROWS[-1]  # others are the few rows behind the last whole pass
+        self.tile = _tile_bytes(dim)
         self.keys, self.values, self.q, self.out = (code.pointer(number) for number in range(4))
         fields = [code.field(number) for number in range(4, _FIELDS)]
         self.heads, self.row0, self.passes, self.per, self.first, self.group, self.window = fields[:7]
@@ -114,8 +119,8 @@ class _Task:
         base = code.do(f"inttoptr i64 {code.do(f'load i64, ptr {address}, align 8')} to ptr")
         return code.at(base, "i16", code.plus(code.times(self.head, self.dim * PAGE_TOKENS), index))
 
-    def _chains(self, source: str, columns: int, wide: int, words: Sequence[str], sums: Names) -> Names:
-        """One more pair: two stored rows, `columns` apart, times one word of each row of x."""
+    def _woven(self, source: str, columns: int, wide: int) -> Names:
+        """Two stored rows, `columns` apart, as vectors of pairs."""
         code, unit = self.code, 16 if wide == 1 else 32
         kind, pieces = f"<{unit} x i16>", []
         for u in range(0, 16 * wide, unit):
@@ -124,7 +129,41 @@ class _Task:
                 order = ", ".join(f"i32 {part + i}, i32 {unit + part + i}" for i in range(16))
                 woven = code.do(f"shufflevector {kind} {pair[0]}, {kind} {pair[1]}, <32 x i32> <{order}>")
                 pieces.append(code.do(f"bitcast <32 x i16> {woven} to {_W}"))
-        out = []
+        return pieces
+
+    def _weave(self, rows: int, source: str, columns: int, wide: int) -> Callable[[str], Names]:
+        """Weaves `rows` stored rows into the thread's memory; returns what reads a pair of them. For few rows that reads what is stored."""
+        code = self.code
+
+        def stored(k: str) -> Names:
+            return self._woven(code.at(source, "i16", code.times(k, columns)), columns, wide)
+
+        def place(k: str, u: int) -> str:
+            return code.at(code.at(self.buffer, "i32", code.times(k, 8 * wide)), "i32", str(16 * u))
+
+        def one(k: str, _: Names) -> Names:
+            for u, piece in enumerate(stored(k)):
+                code.say(f"store {_W} {piece}, ptr {place(k, u)}, align 4")
+            return []
+
+        if not self.weaves:
+            return stored
+        code.loop(rows, 2, [], one)
+        return lambda k: [code.do(f"load {_W}, ptr {place(k, u)}, align 4") for u in range(wide)]
+
+    def _fetch(self, tile: str, columns: int, turn: str, k: str) -> None:
+        """Asks for a line of this tile, another one for each pair in each of the first turns: memory is waited for while it is computed."""
+        if not self.weaves:
+            return
+        code = self.code
+        number = code.plus(code.times(turn, SPAN // 2), code.do(f"lshr i64 {k}, 1"))
+        row = code.times(code.do(f"and i64 {code.do(f'lshr i64 {number}, 1')}, {SPAN - 1}"), columns)
+        line = code.plus(row, code.times(code.do(f"and i64 {number}, 1"), 32))
+        code.say(f"call void @llvm.prefetch.p0(ptr {code.at(tile, 'i16', line)}, i32 0, i32 2, i32 1)")
+
+    def _chains(self, pieces: Names, words: Sequence[str], sums: Names) -> Names:
+        """One more pair: its vectors times one word of each row of x."""
+        code, wide, out = self.code, len(pieces), []
         for m, address in enumerate(words):
             word = code.do(f"load i32, ptr {address}, align 2")
             one = code.do(f"insertelement {_W} poison, i32 {word}, i32 0")
@@ -147,21 +186,23 @@ class _Task:
 
     def _sums(self, index: str) -> str:
         """The address of what a row mixes, in the thread's own memory: fp32, before its scores."""
-        return self.code.at(self.buffer, "i8", self.code.do(f"mul i64 {index}, {self.line}"))
+        return self.code.at(self.buffer, "i8", self.code.plus(self.code.do(f"mul i64 {index}, {self.line}"), self.tile))
 
     def _score(self, slot: str, _: Names) -> Names:
         code = self.code
         position = code.plus(self.low, slot)
         page, within = code.do(f"lshr i64 {position}, 9"), code.do(f"and i64 {position}, {PAGE_TOKENS - 1}")
         source = self._stored(self.keys, page, within)
+        read = self._weave(self.dim, source, PAGE_TOKENS, self.wide)
+        following = code.at(source, "i16", str(16 * self.wide))
 
         def some(turn: str, _: Names) -> Names:
             first = code.times(turn, self.rows)
             queries = [self._row(self.q, code.plus(first, m)) for m in range(self.rows)]
 
             def pair(k: str, sums: Names) -> Names:
-                at = code.at(source, "i16", code.times(k, PAGE_TOKENS))
-                return self._chains(at, PAGE_TOKENS, self.wide, [code.at(query, "i16", k) for query in queries], sums)
+                self._fetch(following, PAGE_TOKENS, turn, k)
+                return self._chains(read(k), [code.at(query, "i16", k) for query in queries], sums)
 
             sums = code.loop(self.dim, 2, [(code.floats, "zeroinitializer")] * (self.rows * self.wide), pair)
             for m in range(self.rows):
@@ -198,21 +239,45 @@ class _Task:
             score = code.load(code.at(line, "float", slot))
             return code.do(f"select <16 x i1> {both}, {code.floats} {score}, {code.floats} {every(16, -math.inf)}")
 
-        def larger(slot: str, carried: Names) -> Names:
-            value = seen(slot)
-            more = code.do(f"fcmp ogt {code.floats} {value}, {carried[0]}")
-            return [code.do(f"select <16 x i1> {more}, {code.floats} {value}, {code.floats} {carried[0]}")]
+        whole = code.do(f"and i64 {code.do(f'sub i64 {code.plus(position, 1)}, {self.low}')}, {-_TOGETHER}")  # slots that are all seen
+        whole = code.do(f"select i1 {code.do(f'icmp sgt i64 {since}, {self.low}')}, i64 0, i64 {whole}")
+        rest = code.do(f"sub i64 {self.slots}, {whole}")
 
-        most = code.loop(self.slots, 16, [(code.floats, every(16, -math.inf))], larger)[0]
+        def larger(value: str, most: str) -> str:
+            return code.do(
+                f"select <16 x i1> {code.do(f'fcmp ogt {code.floats} {value}, {most}')}, {code.floats} {value}, {code.floats} {most}"
+            )
+
+        def plainly(slot: str, carried: Names) -> Names:
+            return [larger(code.load(code.at(line, "float", code.plus(slot, 16 * u))), most) for u, most in enumerate(carried)]
+
+        def masked(slot: str, carried: Names) -> Names:
+            return [larger(seen(code.plus(whole, slot)), carried[0])]
+
+        least = (code.floats, every(16, -math.inf))
+        most, *others = code.loop(whole, _TOGETHER, [least] * (_TOGETHER // 16), plainly)
+        for other in others:
+            most = larger(other, most)
+        most = code.loop(rest, 16, [(code.floats, most)], masked)[0]
         top = code.all_lanes(code.do(f"call float @llvm.vector.reduce.fmax.v16f32({code.floats} {most})"))
 
-        def weight(slot: str, carried: Names) -> Names:
-            value = code.exponential(code.both("fsub", seen(slot), top))
+        def weight(slot: str, score: str, total: str) -> str:
+            value = code.exponential(code.both("fsub", score, top))
             half = code.do(f"fptrunc {code.floats} {value} to <16 x bfloat>")
             code.say(f"store <16 x bfloat> {half}, ptr {code.at(line, 'i16', slot)}, align 2")
-            return [code.both("fadd", carried[0], value)]
+            return code.both("fadd", total, value)
 
-        total = code.loop(self.slots, 16, [(code.floats, "zeroinitializer")], weight)[0]
+        def plain_weight(slot: str, carried: Names) -> Names:
+            for at in [code.plus(slot, 16 * u) for u in range(_TOGETHER // 16)]:
+                carried = [weight(at, code.load(code.at(line, "float", at)), carried[0])]
+            return carried
+
+        def masked_weight(slot: str, carried: Names) -> Names:
+            at = code.plus(whole, slot)
+            return [weight(at, seen(at), carried[0])]
+
+        total = code.loop(whole, _TOGETHER, [(code.floats, "zeroinitializer")], plain_weight)[0]
+        total = code.loop(rest, 16, [(code.floats, total)], masked_weight)[0]
         sum_ = code.do(f"extractelement {code.floats} {total}, i32 0")
         for lane in range(1, 16):
             sum_ = code.do(f"fadd float {sum_}, {code.do(f'extractelement {code.floats} {total}, i32 {lane}')}")
@@ -227,27 +292,41 @@ class _Task:
         count = code.do(f"sub i64 {self._less(self.high, code.plus(base, PAGE_TOKENS))}, {start}")
         source = self._stored(self.values, page, code.times(code.do(f"and i64 {start}, {PAGE_TOKENS - 1}"), self.dim))
         weights = code.do(f"sub i64 {start}, {self.low}")
+        span: str | int = SPAN if self.weaves else count  # of slots that are woven at once
 
-        def some(channel: str, _: Names) -> Names:
+        def block(channel: str, offset: str) -> None:
+            at = code.at(source, "i16", code.plus(code.times(offset, self.dim), channel))
+            read = self._weave(SPAN, at, self.dim, self.mixed)
+            following = code.at(at, "i16", str(SPAN * self.dim))
+
             def turn(number: str, _: Names) -> Names:
                 first = code.times(number, self.rows)
-                lines = [code.at(self._line(code.plus(first, m)), "i16", weights) for m in range(self.rows)]
+                lines = [code.at(self._line(code.plus(first, m)), "i16", code.plus(weights, offset)) for m in range(self.rows)]
                 targets = [code.at(self._sums(code.plus(first, m)), "float", channel) for m in range(self.rows)]
                 cells = [code.at(target, "float", str(16 * u)) for target in targets for u in range(self.mixed)]
 
                 def pair(slot: str, sums: Names) -> Names:
-                    at = code.at(source, "i16", code.plus(code.times(slot, self.dim), channel))
-                    return self._chains(at, self.dim, self.mixed, [code.at(line, "i16", slot) for line in lines], sums)
+                    self._fetch(following, self.dim, number, slot)
+                    return self._chains(read(slot), [code.at(line, "i16", slot) for line in lines], sums)
 
-                sums = code.loop(count, 2, [(code.floats, code.load(cell)) for cell in cells], pair)
+                sums = code.loop(span, 2, [(code.floats, code.load(cell)) for cell in cells], pair)
                 for cell, value in zip(cells, sums):
                     code.say(f"store {code.floats} {value}, ptr {cell}, align 4")
                 return []
 
             code.loop(self.count, 1, [], turn)
-            return []
 
-        code.loop(self.dim, 16 * self.mixed, [], some)
+        def channels(offset: str, _: Names) -> Names:
+            def some(channel: str, _: Names) -> Names:
+                block(channel, offset)
+                return []
+
+            return code.loop(self.dim, 16 * self.mixed, [], some)
+
+        if self.weaves:
+            code.loop(count, SPAN, [], channels)
+        else:
+            channels("0", [])
         return []
 
     def _divide(self, index: str, _: Names) -> Names:
@@ -260,6 +339,11 @@ class _Task:
             half = code.do(f"fptrunc {code.floats} {mean} to <16 x bfloat>")
             code.say(f"store <16 x bfloat> {half}, ptr {code.at(target, 'i16', str(channel))}, align 2")
         return []
+
+
+def _tile_bytes(dim: int) -> int:
+    """Of woven keys (all channels) or values (a span of slots)."""
+    return 2 * 16 * WIDE[ROWS[-1]] * max(dim, SPAN)
 
 
 @functools.cache
@@ -308,7 +392,7 @@ def attend(
         chunks = -(-passes // per)
         tasks = heads * chunks
         threads = min(torch.get_num_threads(), tasks) if heads * rows * slots * dim > ALONE else 1
-        own = per * count * line
+        own = _tile_bytes(dim) + per * count * line
         scratch = room(threads * own // 4)
         share = found.compiled(f"pairs {count} {dim}", _Task(count, dim).text)
         where = (*(ctypes.addressof(each) for each in addresses), q.data_ptr(), out.data_ptr())

@@ -12,23 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import Batch, attend, attend_together
+from . import jit_rows
+from .attention import Batch, attend, attend_together, write
 from .jit_layer import Programs, programs
 from .numerics import Kernel, chain_block, linear, linears
 
 
 def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Root mean square norm as Llama's and Qwen's modules compute it."""
-    wide = x.float()
-    wide = wide * wide.pow(2).mean(-1, keepdim=True).add_(module.variance_epsilon).rsqrt_()
-    return module.weight * wide.to(x.dtype)  # type: ignore[no-any-return]
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate halves of x [tokens, heads, head_dim] by cos and sin [tokens, 1, head_dim]."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos) + (turned * sin)
+    """A norm of rows by its module's weight."""
+    return jit_rows.norm(x, module.weight, module.variance_epsilon)
 
 
 def _attention(block: Any, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -44,9 +36,14 @@ def _projected(
     """Query, key and value [rows, heads, head_dim] of normalised rows."""
     found = linears(kernel, x, [(p.weight, p.bias) for p in (block.q_proj, block.k_proj, block.v_proj)])
     query, key, value = (part.view(x.shape[0], -1, block.head_dim) for part in found)
-    if hasattr(block, "q_norm"):
-        query, key = rms_norm(block.q_norm, query), rms_norm(block.k_norm, key)
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
+    query = jit_rows.heads(query, *_scale(block, "q_norm"), cos, sin)
+    return query, jit_rows.heads(key, *_scale(block, "k_norm"), cos, sin), value
+
+
+def _scale(block: Any, name: str) -> tuple[torch.Tensor | None, float]:
+    """What heads are normalised with, if the model does that."""
+    norm = getattr(block, name, None)
+    return (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
 
 
 def window(block: Any) -> int:
@@ -60,7 +57,7 @@ def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value:
     """Write the new keys and values of every part, then attend. All tensors [rows, heads, head_dim]; padding rows give zeros."""
     for part in batch.parts:
         rows = slice(part.offset, part.offset + part.count)
-        part.sequence.write(layer, part.start, key[rows], value[rows])
+        write(part, layer, key[rows], value[rows])
     if len(batch.parts) == 1 and batch.parts[0].count == query.shape[0]:
         return attend(batch, batch.parts[0], layer, query, scale, window)
     out = torch.zeros_like(query)
@@ -103,10 +100,10 @@ def hidden_states(
             if not len(x):
                 continue  # everybody resumes further up
         cos, sin = all_cos[: len(x)], all_sin[: len(x)]
-        x = x + _attention(layer.self_attn, index, rms_norm(layer.input_layernorm, x), cos, sin, batch)
+        x = _attention(layer.self_attn, index, rms_norm(layer.input_layernorm, x), cos, sin, batch).add_(x)
         mlp, h = layer.mlp, rms_norm(layer.post_attention_layernorm, x)
         gate, up = linears(kernel, h, [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
-        x = x + linear(kernel, mlp.act_fn(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)
+        x = linear(kernel, mlp.act_fn(gate).mul_(up), mlp.down_proj.weight, mlp.down_proj.bias).add_(x)
     return rms_norm(decoder.norm, x)
 
 

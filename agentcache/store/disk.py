@@ -327,6 +327,6 @@ def _shape(spec: KVSpec) -> tuple[str, int, int, int]:
     return str(spec.dtype).removeprefix("torch."), spec.layers, spec.kv_heads, spec.head_dim
 
 
-def cpu_page(spec: KVSpec) -> Page:
-    """An empty page in the computer's own memory, where blobs are read to."""
-    return Page(spec, "device" if spec.device.type == "cpu" else "host", whole=True)
+def cpu_page(spec: KVSpec, tokens: int) -> Page:
+    """An empty page in the computer's own memory, where a blob of so many tokens is read to."""
+    return Page(spec, "device" if spec.device.type == "cpu" else "host", whole=tokens == PAGE_TOKENS)

@@ -112,7 +112,7 @@ class Fetch:
             )
             self._state = "ready"
             return
-        self._pages = pages = [cpu_page(self.spec) for _ in found.rows]
+        self._pages = pages = [cpu_page(self.spec, row.tokens) for row in found.rows]
         self._over.clear()
         self._stop = stop = threading.Event()
         self._failed, self._read_bytes, self._read_began = None, 0, 0.0

@@ -3,8 +3,9 @@
 One layer is one unit of work: threads take layers in turn, so that one reads while another hashes what it has just read. A page counts
 as filled only when the macs of all its layers, and the one over everything else, were right.
 
-A file that the system's page cache holds already is mapped and checked there; a full page then keeps that memory, which other processes
-share, and nothing is copied.
+A full page keeps the memory of the system's page cache, mapped, which other processes share: nothing is copied, and no new memory has
+to be found, which can take longer than reading. What the cache holds already is checked there; the rest is read through a small buffer
+while it comes in, and is mapped after that.
 """
 
 from __future__ import annotations
@@ -91,6 +92,18 @@ class Blob:
         self._check(layer, pieces(), done)
         assert at == self.plan.at(layer + 1)
 
+    def come(self, layer: int, scratch: memoryview, done: Progress) -> None:
+        """Have the system read a layer into its page cache, and check it on the way."""
+        first, last = self.plan.at(layer), self.plan.at(layer + 1)
+
+        def pieces() -> Iterator[memoryview]:
+            for at in range(first, last, len(scratch)):
+                piece = scratch[: min(last - at, len(scratch))]
+                files.read_into(self.fd, piece, at, self.row.blob)
+                yield piece
+
+        self._check(layer, pieces(), done)
+
     def check(self, layer: int, whole: memoryview, done: Progress) -> None:
         """Check a layer of a file that is mapped."""
         first, last = self.plan.at(layer), self.plan.at(layer + 1)
@@ -164,6 +177,7 @@ class Filling:
         self.row, self.page, self.tokens = row, page, tokens
         self.blob: Blob | None = None
         self.mapped: memoryview | None = None  # the whole file, where the page will lie in it
+        self.here = False  # whether the system's page cache holds it already
         self.next = self.active = 0  # layers handed out, layers being read
         self.error: StoreError | None = None
         self.ended = False
@@ -172,7 +186,10 @@ class Filling:
         self.blob = open_blob(folder, self.row.blob)
         same(self.row, self.blob.row)
         size = self.blob.plan.bytes
-        if files.local(folder.path) and files.in_memory(self.blob.fd, size):
+        if not files.local(folder.path):
+            return
+        self.here = files.in_memory(self.blob.fd, size)
+        if self.here or (self.lies and self.tokens == PAGE_TOKENS):
             with suppress(OSError):  # a limit on maps: read instead
                 self.mapped = memoryview(files.map_file(self.blob.fd, size))
 
@@ -192,7 +209,12 @@ class Filling:
         blob, row, page = self.blob, self.row, self.page
         assert blob is not None
         if self.mapped is not None:
-            blob.check(layer, self.mapped, done)
+            if self.here:
+                files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.layer_bytes)
+                blob.check(layer, self.mapped, done)
+            else:
+                blob.come(layer, scratch(PIECE), done)
+                files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.layer_bytes)
             if self.stays:
                 return
             stored = self.mapped[blob.plan.at(layer) : blob.plan.at(layer + 1)]
