@@ -379,7 +379,7 @@ def test_other_pages_are_copied(folder: Folder, tmp_path: Path, tokens: int) -> 
     assert own_memory(fill(encrypted, blob.write(encrypted, row(), original)))
 
 
-def test_only_what_is_in_memory_on_a_local_file_system_is_mapped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_whole_pages_and_what_is_in_memory_are_mapped_and_only_on_a_local_file_system(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     original = page()
     written = blob.write(folder, row(), original)
     fd, size = files.open_file(folder, written.blob)
@@ -391,12 +391,24 @@ def test_only_what_is_in_memory_on_a_local_file_system_is_mapped(folder: Folder,
     finally:
         monkeypatch.undo()
         os.close(fd)
-    for local, cached in ((False, True), (True, False)):
+    short = blob.write(folder, row(tokens=100), original)
+    read: list[str] = []
+    monkeypatch.setattr(reading.Blob, "come", lambda self, *rest, come=reading.Blob.come: (read.append("come"), come(self, *rest))[1])
+    monkeypatch.setattr(reading.Blob, "check", lambda self, *rest, check=reading.Blob.check: (read.append("check"), check(self, *rest))[1])
+    cases: list[tuple[bool, bool, list[str]]] = [(False, True, []), (False, False, []), (True, False, ["come"]), (True, True, ["check"])]
+    for local, cached, which in cases:
         monkeypatch.setattr(files, "local", lambda path, local=local: local)
         monkeypatch.setattr(files, "in_memory", lambda fd, size, cached=cached: cached)
+        read.clear()
         found = fill(folder, written)
-        assert own_memory(found)
+        assert own_memory(found) == (not local)
+        assert sorted(set(read)) == which
         assert same(found, original, 512)
+        read.clear()
+        part = fill(folder, short, 100)
+        assert own_memory(part)
+        assert sorted(set(read)) == (["check"] if local and cached else [])
+        assert same(part, original, 100)
 
 
 def test_which_file_systems_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
