@@ -379,7 +379,7 @@ def test_other_pages_are_copied(folder: Folder, tmp_path: Path, tokens: int) -> 
     assert own_memory(fill(encrypted, blob.write(encrypted, row(), original)))
 
 
-def test_only_whole_pages_and_what_is_in_memory_are_mapped_and_only_on_a_local_file_system(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_pages_and_what_is_in_memory_are_mapped_on_local_file_systems(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     original = page()
     written = blob.write(folder, row(), original)
     fd, size = files.open_file(folder, written.blob)

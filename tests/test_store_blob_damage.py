@@ -313,9 +313,10 @@ def test_a_name_is_never_a_path(folder: Folder, name: str) -> None:
         blob.describe(folder, name)
 
 
-@pytest.mark.parametrize("after", range(2, 9))
-def test_a_file_that_shrinks_while_it_is_read(folder: Folder, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("local", "after"), [*((True, n) for n in range(2, 6)), *((False, n) for n in range(2, 9))])
+def test_a_file_that_shrinks_while_it_is_read(folder: Folder, local: bool, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "in_memory", lambda fd, size: False)
+    monkeypatch.setattr(files, "local", lambda path: local)
     written = blob.write(folder, row(), page())
     real, calls = os.preadv, iter(range(1000))
 
