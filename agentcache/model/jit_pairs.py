@@ -69,7 +69,7 @@ def attend(
     at = 0
     while at < rows:
         count = max(n for n in ROWS if n <= rows - at)
-        passes = (rows - at) // count if count == ROWS[-1] else 1
+        passes = -(-(rows - at) // count) if count == ROWS[-1] else 1
         per = max(LEAST_PASSES, min(MOST_PASSES, TASK_BYTES // (count * line)))
         chunks = -(-passes // per)
         tasks = heads * chunks
@@ -80,7 +80,7 @@ def attend(
         where = (*(ctypes.addressof(each) for each in addresses), q.data_ptr(), out.data_ptr())
         what = (heads, at, passes, per, first, group, window, bits)
         # fields of the function, see Task
-        args = (ctypes.c_int64 * FIELDS)(*where, *what, tasks, threads, scratch.data_ptr(), own, line, chunks)
+        args = (ctypes.c_int64 * FIELDS)(*where, *what, tasks, threads, scratch.data_ptr(), own, line, chunks, rows - 1)
         found.team(share, args, threads)
         at += passes * count
     return out

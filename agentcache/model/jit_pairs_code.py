@@ -12,7 +12,7 @@ ROWS = (1, 2, 4, 6)  # accumulated at once: what registers hold beside the loade
 WIDE = {1: 8, 2: 8, 4: 4, 6: 4}  # by rows: vectors of 16 slots or channels
 SPAN = 128  # slots: what is looked at begins and ends at a multiple of it
 _TOGETHER = 64  # slots of a row whose scores are looked at in one turn
-FIELDS = 18
+FIELDS = 19
 _W = "<16 x i32>"
 _BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
 _DECLARATIONS = f"""
@@ -34,7 +34,8 @@ def tile_bytes(dim: int) -> int:
 class Task:
     """Writes the function for so many rows at once and a head dimension. Its fields stand in the order of `FIELDS`.
 
-    keys, values: lists of addresses. row0: the first row; passes: times `rows` of them, `per` of which are a task, `chunks` tasks a head.
+    keys, values: lists of addresses. row0: the first row; passes: times `rows` of them, `per` of which are a task, `chunks` tasks a head;
+    end: the last row, which the last pass computes again where it has fewer of its own.
     own: bytes of a thread's scratch: first a woven tile, then the rows; line: bytes of a row. scale: the bits of an fp32 number.
     """
 
@@ -48,7 +49,7 @@ class Task:
         self.keys, self.values, self.q, self.out = (code.pointer(number) for number in range(4))
         fields = [code.field(number) for number in range(4, FIELDS)]
         self.heads, self.row0, self.passes, self.per, self.first, self.group, self.window = fields[:7]
-        self.scale, self.tasks, self.threads, self.scratch, self.own, self.line, self.chunks = fields[7:]
+        self.scale, self.tasks, self.threads, self.scratch, self.own, self.line, self.chunks, self.end = fields[7:]
 
     def text(self) -> str:
         """The module: `share` does the tasks of one thread."""
@@ -73,7 +74,7 @@ class Task:
         begin = code.do(f"mul i64 {code.do(f'urem i64 {task}, {self.chunks}')}, {self.per}")
         self.count = self._less(code.do(f"sub i64 {self.passes}, {begin}"), self.per)
         self.row = code.plus(code.times(begin, self.rows), self.row0)  # the first one of the task
-        last = code.plus(self.row, code.plus(code.times(self.count, self.rows), -1))
+        last = self._at(code.plus(code.times(self.count, self.rows), -1))
         from_ = self._seen_from(self._position(self.row))
         self.low = code.do(f"and i64 {from_}, {-SPAN}")
         high = code.do(f"and i64 {code.plus(self._position(last), SPAN)}, {-SPAN}")
@@ -86,6 +87,10 @@ class Task:
         code.loop(pages, 1, [], lambda i, _: self._mix(code.plus(first, i)))
         code.loop(code.times(self.count, self.rows), 1, [], self._divide)
         return []
+
+    def _at(self, index: str) -> str:
+        """Row `index` of the task."""
+        return self._less(self.code.plus(self.row, index), self.end)
 
     def _position(self, row: str) -> str:
         return self.code.plus(self.first, self.code.do(f"udiv i64 {row}, {self.group}"))
@@ -165,7 +170,7 @@ class Task:
     def _row(self, base: str, index: str) -> str:
         """The address of row `index` of the task in q or out [tokens, query heads, dim] of 16-bit numbers."""
         code = self.code
-        row = code.plus(self.row, index)
+        row = self._at(index)
         token, member = code.do(f"udiv i64 {row}, {self.group}"), code.do(f"urem i64 {row}, {self.group}")
         head = code.plus(code.do(f"mul i64 {code.plus(code.do(f'mul i64 {token}, {self.heads}'), self.head)}, {self.group}"), member)
         return code.at(base, "i16", code.times(head, self.dim))
@@ -207,7 +212,7 @@ class Task:
         line, sums = self._line(index), self._sums(index)
         for channel in range(0, self.dim, 16):
             code.say(f"store {code.floats} zeroinitializer, ptr {code.at(sums, 'float', str(channel))}, align 4")
-        position = self._position(code.plus(self.row, index))
+        position = self._position(self._at(index))
         since = self._seen_from(position)
         whole = code.do(f"and i64 {code.do(f'sub i64 {code.plus(position, 1)}, {self.low}')}, {-_TOGETHER}")  # slots that are all seen
         whole = code.do(f"select i1 {code.do(f'icmp sgt i64 {since}, {self.low}')}, i64 0, i64 {whole}")
