@@ -17,7 +17,7 @@ from . import jit_code
 from .jit import BINARY, kernels
 
 MOST_LINES = 1024  # vectors of a row that is normalised: longer ones are added up in more levels than jit_code.py has
-_ALONE = 1 << 14  # numbers: less is done by one thread before two have met
+_ALONE = 1 << 18  # numbers: less is done by one thread before two have met
 
 
 def bits_of(epsilon: float) -> int:
