@@ -153,18 +153,13 @@ def ask(catalog: Catalog, wish: Wish) -> tuple[Turn, Tool | str, dict[str, Value
 
 def thought(catalog: Catalog, wish: Wish) -> str:
     """What leads from a wish to its tool or refusal: what is wanted, and word for word what has to be known for it."""
-    known = (*catalog.rules_about(wish.thing), wish.why, catalog.line_about(wish.action, wish.thing))
-    return purpose(wish.action, wish.called or wish.thing, *known)
+    known = " ".join(part for part in (catalog.quote(wish.action, wish.thing), wish.why) if part)
+    return purpose(wish.action, wish.called or wish.thing, known)
 
 
-def purpose(action: str, thing: str, *known: str) -> str:
+def purpose(action: str, thing: str, known: str = "") -> str:
     """What is wanted, in the plainest words. What has to be known stands right behind the thing: there it is looked up by the thing."""
-    return f"I need to {action} the {thing}: {' '.join(part for part in known if part)}"
-
-
-def use(tool: Tool, *known: str) -> str:
-    """The thought that leads to this tool."""
-    return purpose(*tool.meaning, *known, tool.line)
+    return f"I need to {action} the {thing}: {known}" if known else f"I need to {action} the {thing}."
 
 
 # Answering

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .tools import Names, Param, Tool, description, draw_kinds, draw_params, first_sentence, snake, tool_name
+from .tools import Names, Param, Tool, description, draw_kinds, draw_params, snake, tool_name
 from .words import ACTIONS, MODIFIERS, READING
 from .world import Value, World, split_of
 
 NO_TOOL = "I have no tool for that."
-NOTHING = "Nothing fits."  # what a thought says where a tool's line would stand
 FORBIDDEN = "That is not allowed here."
 READ_ONLY = ("Read-only mode: nothing may be changed.", "Only reading is allowed.")
 ENDINGS = ("tool", "helper", "service", "task", "job", "a", "b", "v2", "one", "two", "new", "alt")
@@ -53,10 +52,11 @@ class Catalog:
     heads: set[str] = field(default_factory=set)  # things are disjoint between scenarios: no rule touches another's
     services: dict[str, str] = field(default_factory=dict)
     forbidden: set[tuple[str, str]] = field(default_factory=set)
+    listed: str = ""  # "first" | "last": which of several that do the same
     reading_only: bool = False
     wishes: list[Wish] = field(default_factory=list)
     plans: list[tuple[str, tuple[Tool, ...]]] = field(default_factory=list)
-    notes: dict[str, str] = field(default_factory=dict)  # by thing: the sentences of the system prompt about it
+    notes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by thing: an action, and the sentence that decides about it
 
     @property
     def tools(self) -> list[Tool]:
@@ -80,26 +80,30 @@ class Catalog:
         found = [tool for tool in self.tools if tool.meaning == (action, thing) and not tool.replaced]
         if len(found) > 1 and thing in self.services:
             found = [tool for tool in found if tool.service == self.services[thing]]
+        if len(found) > 1 and self.listed:
+            found = found[:1] if self.listed == "first" else found[-1:]
         assert len(found) <= 1, found
         return found[0] if found else NO_TOOL
 
-    def rules_about(self, thing: str) -> list[str]:
-        """What a thought recalls of the system prompt, word for word, for any action: whether it matters can be told once it is read."""
+    def note(self, action: str, thing: str, sentence: str) -> None:
+        """What has to be read before a tool for this can be chosen: a sentence of the system prompt or of a description."""
+        self.notes.setdefault(thing, []).append((action, sentence))
+
+    def quote(self, action: str, thing: str) -> str:
+        """What a thought about this recalls, word for word; "" where comparing words is enough.
+
+        A sentence about the thing is recalled for any action, one about all of them always: whether it matters can be told once it has been
+        read.
+        """
         general = [rule for rule in self.rules if rule in READ_ONLY]
-        return [*general, self.notes[thing]] if thing in self.notes else general
+        return " ".join((*general, *self._about(action, thing)))
 
-    def line_about(self, action: str, thing: str) -> str:
-        """What a thought quotes of the tools: the line of the right one, or of one about the thing that only says what another does."""
-        right = self.right(action, thing)
-        if isinstance(right, Tool):
-            return right.line
-        if right == FORBIDDEN:
-            return ""
-        referring = [tool.line for tool in self.tools if tool.thing == thing and tool.line != first_sentence(tool.description)]
-        return " ".join((*(line for line in referring[:1] if not self._replaced(thing)), NOTHING))
-
-    def _replaced(self, thing: str) -> bool:
-        return any(tool.thing == thing and tool.replaced for tool in self.tools)
+    def _about(self, action: str, thing: str) -> list[str]:
+        found = [tool.name for tool in self.tools if tool.meaning == (action, thing) and not tool.replaced]
+        if len(found) > 1 and thing not in self.services and self.listed:
+            return [f"{', '.join(found)}, the {self.listed}."]
+        notes = self.notes.get(thing, [])
+        return [sentence for meant, sentence in notes if meant == action or len(notes) == 1][:1]
 
     # adding
 
@@ -152,14 +156,12 @@ class Catalog:
         params: tuple[Param, ...] | None = None,
         service: str = "",
         replaced: bool = False,
-        line: str = "",
     ) -> Tool:
         """A tool of this meaning, not yet part of the catalog."""
         world = self.world
         name = name or (self.vague(thing) if not text and not world.plain and world.chance(world.vague) else self.name(action, thing))
         params = draw_params(world, thing, draw_kinds(world)) if params is None else params
-        text = text or description(world, action, thing)
-        return Tool(name, text, params, action, thing, service, replaced, line or first_sentence(text))
+        return Tool(name, text or description(world, action, thing), params, action, thing, service, replaced)
 
     def add(self, *tools: Tool) -> None:
         """Tools that stay neighbours, in this order."""
@@ -210,7 +212,7 @@ class Catalog:
         """A tool that only a rule or another tool explains keeps its scenario's name, also when it is asked for by chance."""
         if self.reading_only and tool.action not in READING:
             return "reading only"
-        kept = ("like", "above", "deprecated", "service", "glossary")
+        kept = ("like", "above", "deprecated", "service", "listed", "glossary")
         named = [wish for wish in self.wishes if (wish.action, wish.thing) == tool.meaning]
         return next((wish.kind for wish in named if wish.kind in kept and not wish.called), "plain")
 

@@ -1,7 +1,4 @@
-"""Questions whose answers stand in short texts that a search finds. Knows nothing of catalogs' rules or formats.
-
-An answer, and a thought that goes on from a result, quotes the sentence that was asked for, word for word.
-"""
+"""Questions whose answers stand in short texts that a search finds. Knows nothing of catalogs' rules or formats."""
 
 from __future__ import annotations
 
@@ -46,21 +43,19 @@ def _entity(world: World) -> str:
     return f"{world.person()} {world.pick(BUILDINGS)}"
 
 
-def _texts(world: World, entity: str, known: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """A short text with these relations and some others, in any order, and the sentence of each."""
+def _text(world: World, entity: str, known: dict[str, str]) -> str:
+    """A short text with these relations and some others, in any order."""
     known = dict(known)
     for name in world.sample(sorted(RELATIONS), world.number(0, 2)):
         known.setdefault(name, RELATIONS[name][2](world))
-    told = {}
+    lines = []
     for name in world.shuffled(sorted(known)):
-        told[name] = world.pick(RELATIONS[name][1]).format(e=f"the {entity}", E=f"The {entity}", v=known[name])
-    return " ".join(told.values()), told
+        lines.append(world.pick(RELATIONS[name][1]).format(e=f"the {entity}", E=f"The {entity}", v=known[name]))
+    return " ".join(lines)
 
 
-def _look_up(tool: Tool, query: str, text: str, known: str = "") -> list[T]:
-    """A search and what it finds. known: what the thought has to recall first."""
-    thought = f"{known} I need to search for {query}: {tool.line}".strip()
-    return [calls(tool, {tool.params[0].name: query}, thought), results(text)]
+def _look_up(tool: Tool, query: str, text: str) -> list[T]:
+    return [calls(tool, {tool.params[0].name: query}, f"I need to search for {query}."), results(text)]
 
 
 def facts(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
@@ -81,27 +76,25 @@ def _one(world: World, tool: Tool) -> list[T]:
     turns: list[T] = []
     for number, name in enumerate(names):
         question = world.pick(RELATIONS[name][0]).format(e="it" if number else f"the {entity}")
-        text, told = _texts(world, entity, {name: known[name]} if number == 0 else known)
-        turns += [user(question), *_look_up(tool, entity, text), says(told[name], KNOWN)]
+        told = {name: known[name]} if number == 0 else known
+        turns += [user(question), *_look_up(tool, entity, _text(world, entity, told)), says(f"The answer is {known[name]}.", KNOWN)]
     return turns
 
 
 def _born(world: World, tool: Tool) -> list[T]:
     entity, role, person, place = _entity(world), world.pick(("founder", "owner")), world.full_name(), world.place()
     question = world.pick(("Where was the {r} of {e} born?", "What is the birthplace of the {r} of {e}?")).format(r=role, e=f"the {entity}")
-    text, told = _texts(world, entity, {role: person})
-    found = world.pick(BORN[1]).format(e=person, v=place)
-    return [user(question), *_look_up(tool, entity, text), *_look_up(tool, person, found, told[role]), says(found, KNOWN)]
+    first = _look_up(tool, entity, _text(world, entity, {role: person}))
+    second = _look_up(tool, person, world.pick(BORN[1]).format(e=person, v=place))
+    return [user(question), *first, *second, says(f"The answer is {place}.", KNOWN)]
 
 
 def _compare(world: World, tools: tuple[Tool, ...]) -> list[T]:
     name = world.pick(sorted(NUMERIC))
     a, b = _entity(world), _entity(world)
     one, two = RELATIONS[name][2](world), RELATIONS[name][2](world)
-    turns = [user(world.pick(NUMERIC[name]).format(a=f"the {a}", b=f"the {b}"))]
-    recalled = ""
+    question = world.pick(NUMERIC[name]).format(a=f"the {a}", b=f"the {b}")
+    turns = [user(question)]
     for entity, value in ((a, one), (b, two)):
-        text, told = _texts(world, entity, {name: value})
-        turns += _look_up(tools[0], entity, text, recalled)
-        recalled = told[name]
-    return [*turns, *calculated(world, tools[-1], f"{one} - {two}", int(one) - int(two), recalled)]
+        turns += _look_up(tools[0], entity, _text(world, entity, {name: value}))
+    return [*turns, *calculated(world, tools[-1], f"{one} - {two}", int(one) - int(two))]

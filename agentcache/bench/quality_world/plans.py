@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .catalogs import Catalog
-from .scenarios import above, default, deprecated, forbid, glossary, like, reading, services, today
+from .scenarios import above, default, deprecated, forbid, glossary, like, listed, reading, services, today
 from .tools import Param, Tool, draw_params, snake
 from .words import READING
 
@@ -133,6 +133,7 @@ SCENARIOS: dict[str, tuple[float, Callable[[Catalog], None]]] = {  # name -> how
     "above": (1.2, above),
     "deprecated": (1.0, deprecated),
     "service": (1.2, services),
+    "listed": (0.6, listed),
     "glossary": (1.2, glossary),
     "forbidden": (0.7, forbid),
     "reading only": (0.15, reading),
@@ -154,5 +155,5 @@ def add_some(catalog: Catalog, count: int) -> None:
     for _ in range(count):
         name = catalog.world.rng.choices(list(weights), list(weights.values()))[0]
         SCENARIOS[name][1](catalog)
-        if name in ("reading only", "today"):
+        if name in ("listed", "reading only", "today"):
             del weights[name]

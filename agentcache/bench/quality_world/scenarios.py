@@ -6,7 +6,7 @@ Each scenario adds tools and rules to a catalog, and wishes whose right answer t
 from __future__ import annotations
 
 from .catalogs import READ_ONLY, Catalog, Wish
-from .tools import Tool, description, draw_params, first_sentence
+from .tools import Tool, description, draw_params
 from .words import ACTIONS, READING
 from .world import World
 
@@ -31,9 +31,10 @@ def like(catalog: Catalog) -> None:
             thing = _twin(catalog, original)
         form = world.pick(("Like {}, but for the {}.", "Same as {}, for the {} instead.", "Does what {} does, for the {}."))
         text = form.format(original.name, thing)
-        copy = catalog.make(original.action, thing, name=catalog.vague(thing), text=text, line=f"{text} {original.line}")
+        copy = catalog.make(original.action, thing, name=catalog.vague(thing), text=text)
         catalog.add(original)
         catalog.add(copy)
+        catalog.note(*copy.meaning, text)
         catalog.wishes.append(Wish(copy.action, thing, "like"))
 
 
@@ -46,8 +47,8 @@ def above(catalog: Catalog) -> None:
             thing = _twin(catalog, group[0])
             form = world.pick(("As the tool above, but for the {}.", "Same as the previous tool, for the {}.", "As above, for the {}."))
             text = form.format(thing)
-            line = f"{text} {group[-1].line}"
-            group.append(catalog.make(group[0].action, thing, name=catalog.vague(thing), text=text, line=line))
+            group.append(catalog.make(group[0].action, thing, name=catalog.vague(thing), text=text))
+            catalog.note(*group[-1].meaning, text)
             catalog.wishes.append(Wish(group[0].action, thing, "above"))
         catalog.add(*group)
 
@@ -65,9 +66,11 @@ def deprecated(catalog: Catalog) -> None:
         (("Deprecated, use {}.", "Replaces {}."), ("Deprecated, use {}.", ""), ("", "Replaces {}."), ("Old: see {}.", "New {}."))
     )
     old = catalog.make(action, thing, name=old_name, text=f"{text} {notes[0].format(new_name)}".strip(), params=params, replaced=True)
-    said = f"{text} {notes[1].format(old_name)}".strip()
+    silent = bool(notes[1]) and world.chance(0.5)
+    said = notes[1].format(old_name) if silent else f"{text} {notes[1].format(old_name)}".strip()
     catalog.add(old)
-    catalog.add(catalog.make(action, thing, name=new_name, text=said, params=params, line=said if notes[1] else old.description))
+    catalog.add(catalog.make(action, thing, name=new_name, text=said, params=params))
+    catalog.note(action, thing, notes[0].format(new_name) or notes[1].format(old_name))
     catalog.wishes.append(Wish(action, thing, "deprecated"))
 
 
@@ -83,7 +86,7 @@ def services(catalog: Catalog) -> None:
     hidden = world.chance(0.4)  # the service stands in the description only
     for name in names:
         made = catalog.vague(thing) if hidden else catalog.name(action, thing, "verb first", service=name)
-        said = f"{first_sentence(text)[:-1]}, for {name}."
+        said = f"{text[:-1]}, for {name}." if hidden or world.chance(0.4) else text
         catalog.add(catalog.make(action, thing, name=made, text=said, params=params, service=name))
     right = world.pick(names)
     catalog.services[thing] = right
@@ -91,19 +94,33 @@ def services(catalog: Catalog) -> None:
     if world.chance(0.6):
         rule = world.pick((f"For the {thing} use {right}.", f"Everything about the {thing} belongs to {right}."))
         catalog.rule(rule)
-        catalog.notes[thing] = rule
+        catalog.note(action, thing, rule)
     else:
         place = world.place()
         there, rule = f"The user is in {place}.", f"Users in {place} must use {right} for the {thing}."
         catalog.rule(there)
         catalog.rule(rule)
-        catalog.notes[thing] = f"{there} {rule}"
+        catalog.note(action, thing, f"{there} {rule}")
         if world.chance(0.5):
             other = world.pick([name for name in names if name != right])
             elsewhere = world.place()
             if elsewhere != place:
                 catalog.rule(f"Users in {elsewhere} must use {other} for the {thing}.")
     catalog.wishes.append(Wish(action, thing, "service"))
+
+
+def listed(catalog: Catalog) -> None:
+    """Several tools that do the same; a rule says that the one listed first, or last, is right."""
+    world = catalog.world
+    if catalog.listed:
+        return
+    action, thing = catalog.meaning()
+    params = draw_params(world, thing, [world.pick(("id", "person", "text"))])
+    for _ in range(world.pick((2, 2, 3))):
+        catalog.add(catalog.make(action, thing, name=catalog.name(action, thing), params=params, text=description(world, action, thing)))
+    catalog.listed = world.pick(("first", "last"))
+    catalog.rule(f"If several tools do the same, use the one listed {catalog.listed}.")
+    catalog.wishes.append(Wish(action, thing, "listed"))
 
 
 def glossary(catalog: Catalog) -> None:
@@ -113,7 +130,7 @@ def glossary(catalog: Catalog) -> None:
     word = world.made_up()
     rule = world.pick((f"'{word}' means {thing}.", f"Here the {thing} is called {word}.", f"{word}: our word for the {thing}."))
     catalog.rule(rule)
-    catalog.notes[thing] = rule
+    catalog.note(action, thing, rule)
     in_tool = world.chance(0.5)
     catalog.add(
         catalog.make(action, thing, name=catalog.name(action, word), text=description(world, action, word))
@@ -141,7 +158,7 @@ def forbid(catalog: Catalog) -> None:
     verb = phrase(world, action)
     rule = world.pick((f"Never {verb} the {thing}.", f"It is forbidden to {verb} the {thing}.", f"Users may not {verb} the {thing}."))
     catalog.rule(rule)
-    catalog.notes[thing] = rule
+    catalog.note(action, thing, rule)
     catalog.wishes.append(Wish(action, thing, "forbidden"))
     for other in catalog.actions(thing)[:1]:
         catalog.add(catalog.make(other, thing))

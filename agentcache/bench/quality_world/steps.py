@@ -16,10 +16,10 @@ from .asking import (
     dump,
     fields,
     outcome,
+    purpose,
     results,
     says,
     sentence,
-    use,
     user,
 )
 from .asking import Turn as T
@@ -37,7 +37,7 @@ BUILDINGS = "Tower Museum Bridge Garden Castle Library Harbor Institute Lake Sta
 
 def _act(world: World, tool: Tool, value: str, known: str = "") -> list[T]:
     """A call with an id, its result and the answer. known: what the thought has to recall first."""
-    thought = f"{known} {use(tool)}".strip()
+    thought = f"{known} {purpose(*tool.meaning)}".strip()
     return [calls(tool, {tool.params[0].name: value}, thought), *outcome(world, tool)]
 
 
@@ -111,7 +111,7 @@ def _unchanged(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     """A result that says what it says only together with an earlier one."""
     world, tool, value = catalog.world, catalog.world.pick(tools), catalog.world.identifier()
     found = {"status": world.choice("status")}
-    call = calls(tool, {tool.params[0].name: value}, use(tool))
+    call = calls(tool, {tool.params[0].name: value}, purpose(*tool.meaning))
     told = says(answer(tool, found), KNOWN)
     again = user(world.pick(("Once more, please.", "Again.", "And now?", "Do it again.")))
     same = dump({"status": world.pick(("unchanged", "as before", "same"))})
@@ -138,7 +138,7 @@ def switch(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         args = arguments(world, tool, {})
         text = sentence(world, *tool.meaning, tool, args, {})
         turns += [user(text if number else f"{said} {text[:1].upper()}{text[1:]}")]
-        turns += [calls(tool, args, use(tool, said)), *outcome(world, tool)]
+        turns += [calls(tool, args, purpose(*tool.meaning, said)), *outcome(world, tool)]
     return turns
 
 
@@ -159,7 +159,7 @@ def condition(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         )
     )
     found = {name: actual} | (fields(world, "get") if world.chance(0.4) else {}) | {name: actual}
-    turns = [user(text), calls(seen, {seen.params[0].name: value}, use(seen)), results(dump(found))]
+    turns = [user(text), calls(seen, {seen.params[0].name: value}, purpose(*seen.meaning)), results(dump(found))]
     if (actual == wanted) == positive:
         return [*turns, *_act(world, done, value, f"The {name} is {actual}.")]
     return [*turns, says(f"Nothing to do: the {name} is {actual}.", KNOWN)]
@@ -173,7 +173,7 @@ def kth(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     place = world.pick([word for word in ORDINALS if word != "third" or len(found) > 2])
     value = found[-1] if place == "last" else found[ORDINALS.index(place)]
     known = f"The {place} one is {value}."
-    call = [calls(lister, args, use(lister)), results(dump({"ids": found}))]
+    call = [calls(lister, args, purpose(*lister.meaning)), results(dump({"ids": found}))]
     text = sentence(world, *lister.meaning, lister, args, {})
     do = phrase(world, actor.action)
     if world.chance(0.4):
@@ -195,10 +195,10 @@ def chain(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     text = f"{world.pick(OPENERS)}{phrase(world, done.action)} the {done.thing} {of}{tail}."
     found = {needed: value} | fields(world, "get")
     shown = {label: found[label] for label in world.shuffled(sorted(found))}
-    call = calls(seen, {key.name: name}, use(seen))
+    call = calls(seen, {key.name: name}, purpose(*seen.meaning))
     return [
         user(text), call, results(dump(shown)),
-        calls(done, {needed: value} | rest, f"The {done.params[0].words} is {value}. {use(done)}"), *outcome(world, done),
+        calls(done, {needed: value} | rest, f"The {done.params[0].words} is {value}. {purpose(*done.meaning)}"), *outcome(world, done),
     ]  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def fallback(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     """When the first tool fails, the second one is for the same."""
     world, (first, second) = catalog.world, tools
     args = arguments(world, first, {})
-    turns = [user(sentence(world, *first.meaning, first, args, {})), calls(first, args, use(first))]
+    turns = [user(sentence(world, *first.meaning, first, args, {})), calls(first, args, purpose(*first.meaning))]
     if world.chance(0.3):
         return [*turns, *_well(world, first)]
     failed = results(dump({"error": world.pick(("timed out", "service unavailable", "out of order"))}))
@@ -225,7 +225,7 @@ def calculated(world: World, tool: Tool, expression: str, value: float, known: s
     """A call of the calculator, its result and the answer. known: what the thought has to recall first."""
     said = f"{value:.12g}"
     shown = said if world.chance(0.6) else dump({"result": value})
-    call = calls(tool, {tool.params[0].name: expression}, f"{known} I need to calculate {expression}: {tool.line}".strip())
+    call = calls(tool, {tool.params[0].name: expression}, f"{known} I need to calculate {expression}.".strip())
     return [call, results(shown), says(f"The answer is {said}.", KNOWN)]
 
 
@@ -261,7 +261,7 @@ def total(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         found = fields(world, "get") | {name: attribute(world, name)}
         found = {label: found[label] for label in world.shuffled(sorted(found))}
         numbers.append(int(found[name]))
-        thought = f"{known} Next is {key}." if known else f"{use(tool)} First is {key}."
+        thought = f"{known} Next is {key}." if known else f"{purpose(*tool.meaning)} First is {key}."
         turns += [calls(tool, {tool.params[0].name: key}, thought), results(dump(found))]
         known = f"The {name} is {numbers[-1]}."
     sign = " - " if difference else " + "

@@ -84,10 +84,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool and what it means. service: whose it is, where several do the same. replaced: deprecated in favour of another.
-
-    line: what a thought quotes to find it, word for word: the first sentence of its description, or what that refers to as well.
-    """
+    """A tool and what it means. service: whose it is, where several do the same. replaced: deprecated in favour of another."""
 
     name: str
     description: str
@@ -96,7 +93,6 @@ class Tool:
     thing: str
     service: str = ""
     replaced: bool = False
-    line: str = ""
 
     @property
     def meaning(self) -> tuple[str, str]:
@@ -204,11 +200,6 @@ def tool_name(world: World, action: str, thing: str, style: str) -> str:
 def _verbs(world: World, action: str) -> list[str]:
     words = list(ACTIONS[action])
     return words if world.plain or world.chance(0.6) else world.shuffled(words)
-
-
-def first_sentence(text: str) -> str:
-    """The first sentence of a description."""
-    return text.partition(". ")[0].removesuffix(".") + "."
 
 
 def description(world: World, action: str, thing: str) -> str:
