@@ -39,7 +39,8 @@ test: $(STAMP)  ## the whole check: lint, types, import contracts, tests
 	@$(call CHECK,"not slow","alone and not slow")
 
 test-all: $(STAMP)  ## the check with the slow tests
-	@$(call CHECK,"slow or not slow","slow or alone")
+	@$(call CHECK,"not slow","slow or alone") && \
+	echo "make: slow tests of the integrations, which measure time" && $(MAKE) -j1 $(SUITES) KINDS=slow
 
 $(SUITES): tests-of/%: $(STAMP)
 	@echo "make: tests of $*" && cd "$*" && $(PYTEST) -m "$(KINDS)"
