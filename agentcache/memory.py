@@ -39,6 +39,13 @@ class _Page:
     committed: int = 0  # numbers, of all tensors one after another
 
 
+def _new(shapes: Shapes, dtype: torch.dtype) -> _Page:
+    try:
+        return _Page(tuple(zeros(shape, dtype, torch.device("cpu"), True) for shape in shapes))
+    except (OSError, MemoryError):  # nobody has asked for it: whoever needs it is told
+        return _Page((), sum(prod(shape) for shape in shapes))
+
+
 class Ready:
     """At most one page's memory for each shape of pages. From any thread."""
 
@@ -47,12 +54,11 @@ class Ready:
         self._kept: dict[tuple[Shapes, torch.dtype], _Page] = {}
 
     def step(self, shapes: Shapes, dtype: torch.dtype) -> None:
-        """Commit a piece of the next page of this shape, unless all of it is."""
+        """Commit a piece of the next page of this shape, unless all of it is. Without memory for it, that page is not made ready."""
         with self._lock:
             page = self._kept.get((shapes, dtype))
             if page is None:
-                made = tuple(zeros(shape, dtype, torch.device("cpu"), True) for shape in shapes)
-                page = self._kept[shapes, dtype] = _Page(made)
+                page = self._kept[shapes, dtype] = _new(shapes, dtype)
             at, count = page.committed, PIECE_BYTES // dtype.itemsize
             for tensor in page.tensors:
                 if 0 <= at < tensor.numel():
@@ -71,7 +77,7 @@ class Ready:
         """What there is for this shape, however much of it is committed: all of it is zero. None: nothing was begun."""
         with self._lock:
             page = self._kept.pop((shapes, dtype), None)
-        return page.tensors if page is not None else None
+        return page.tensors or None if page is not None else None
 
 
 ready = Ready()

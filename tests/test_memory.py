@@ -55,3 +55,19 @@ def test_an_idle_engine_makes_its_next_page_ready_and_a_closed_one_keeps_nothing
         again = engine.generate("Hello", sampling=Sampling(max_tokens=2))
         assert again.text
     assert ready.take(spec.shapes, spec.dtype) is None
+
+
+def test_without_memory_for_it_nothing_is_ready_and_an_idle_engine_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> torch.Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    kept = Ready()
+    monkeypatch.setattr("agentcache.memory.zeros", refuse)
+    kept.step(SHAPES, torch.bfloat16)
+    assert not kept.lacks(SHAPES, torch.bfloat16)  # else it would be tried without end
+    kept.step(SHAPES, torch.bfloat16)
+    assert kept.take(SHAPES, torch.bfloat16) is None
+    assert kept.lacks(SHAPES, torch.bfloat16)  # for the next page it is worth another try
+    with Engine("embedded", store=None) as engine:
+        assert engine.generate("Hello", sampling=Sampling(max_tokens=2)).receipt.computed_tokens
+        assert engine.generate("Again", sampling=Sampling(max_tokens=2)).receipt.computed_tokens
