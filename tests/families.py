@@ -78,8 +78,8 @@ class Run:
         self.sequence.close()
 
 
-def pack(*members: tuple[Run, int]) -> None:
-    """One forward over the next `count` tokens of each member; the logits of every row are kept."""
+def pack(*members: tuple[Run, int], last: bool = False) -> None:
+    """One forward over the next `count` tokens of each member; the logits of every row are kept, or of each member's last one."""
     model = members[0][0].model
     parts, regimes, ids = [], [], []
     for run, count in members:
@@ -88,11 +88,13 @@ def pack(*members: tuple[Run, int]) -> None:
         parts.append(Part(run.sequence, start, count, len(ids)))
         regimes.append(run.regime)
         ids += run.ids[start : start + count]
-    logits = model.forward(torch.tensor(ids), parts, regimes, range(len(ids)))
+    wanted = [row for part in parts for row in range(part.offset + (part.count - 1 if last else 0), part.offset + part.count)]
+    logits = dict(zip(wanted, model.forward(torch.tensor(ids), parts, regimes, wanted), strict=True))
     for (run, count), part in zip(members, parts, strict=True):
         part.sequence.advance(count)
         for row in range(count):
-            run.logits[part.start + row] = logits[part.offset + row]
+            if part.offset + row in logits:
+                run.logits[part.start + row] = logits[part.offset + row]
 
 
 def differing(one: Run, other: Run, upto: int | None = None) -> list[str]:

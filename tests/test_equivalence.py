@@ -10,6 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentcache.model import steps
+from agentcache.model.attention import Part
 from agentcache.model.hf import HFModel
 from tests import models
 from tests.families import DENSE, STEPPED, Run, differing, pack, tokens
@@ -72,6 +74,34 @@ def test_company_does_not_matter(name: str, dtype: torch.dtype) -> None:
         for run in decoding:
             assert differing(whole, run) == [], f"{members} members"
         assert differing(Run(whole.model, stranger.ids[:36]).chunks(), stranger, 36) == [], f"the stranger among {members}"
+
+
+@EVERYWHERE
+def test_asking_for_few_logits_changes_none(name: str, dtype: torch.dtype) -> None:
+    """In the last layer only the rows go on whose logits are asked for."""
+    whole = miss(name, dtype, 1)
+    one, other = whole.branch(600), whole.branch(1000)
+    for counts in ((70, 1), (200, 40), (100, 17)):
+        pack((one, counts[0]), (other, counts[1]), last=True)
+    for run, asked in ((one, {669, 869, 969}), (other, {1000, 1040, 1057})):
+        assert set(run.logits) == asked
+        assert differing(whole, run) == []
+
+
+def test_rows_that_nobody_asks_for_end_below_the_last_layers_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = miss("qwen3", BF16, 1).model
+    rows: list[int] = []
+    kept, down = steps.linear, model.model.model.layers[-1].mlp.down_proj.weight
+    monkeypatch.setattr(
+        steps, "linear", lambda kernel, x, weight, bias: rows.append(len(x) * (weight is down)) or kept(kernel, x, weight, bias)
+    )
+    run = Run(model, tokens(300))
+    run.sequence.reserve(200)
+    part = Part(run.sequence, 0, 200)
+    assert len(model.forward(torch.tensor(run.ids[:200]), [part], [run.regime], [])) == 0
+    assert max(rows) == 0
+    model.forward(torch.tensor(run.ids[:200]), [part], [run.regime], [199, 3])
+    assert 0 < max(rows) < 100
 
 
 @pytest.mark.alone

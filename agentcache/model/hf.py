@@ -195,8 +195,8 @@ class HFModel:
         batch = Batch(first, rows, numerics, later)
         if self.stepped:
             below = sum(p.count for p in first)
-            hidden = steps.hidden_states(self.model, ids[: -(-below // numerics.rows) * numerics.rows], *tables, batch, layers)
-            return self._head(hidden, wanted)
+            hidden = steps.hidden_states(self.model, ids[: -(-below // numerics.rows) * numerics.rows], *tables, batch, wanted, layers)
+            return self._head(hidden)
         if later or layers is not None:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
@@ -218,13 +218,14 @@ class HFModel:
         short = 0 if alone else -len(wanted) % self.numerics.rows
         return torch.tensor([*wanted, *[wanted[-1]] * short], device=self.device)
 
-    def _head(self, hidden: torch.Tensor, wanted: Seq[int]) -> torch.Tensor:
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of rows [rows, hidden]."""
         assert self.numerics is not None
-        if not wanted:
+        if not len(hidden):
             return hidden.new_empty(0, self.vocab, dtype=torch.float32)
         head = self.model.get_output_embeddings()
-        logits = linear(self.numerics.kernel, hidden[self._padded(wanted, head.weight)], head.weight, head.bias)
-        return logits[: len(wanted)].float()
+        logits = linear(self.numerics.kernel, hidden[self._padded(range(len(hidden)), head.weight)], head.weight, head.bias)
+        return logits[: len(hidden)].float()
 
     def _generic(self, ids: torch.Tensor, positions: torch.Tensor, batch: Batch, wanted: Seq[int]) -> torch.Tensor:
         call = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "batch": batch}

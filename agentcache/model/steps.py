@@ -7,13 +7,14 @@ Llama, Mistral, Qwen2, Qwen3. Tested bit-equal to the generic path. Knows nothin
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import jit_rows
-from .attention import Batch, attend, attend_together, write
+from .attention import Batch, Part, attend, attend_together, write
 from .jit_layer import Programs, programs
 from .numerics import Kernel, chain_block, linear, linears
 
@@ -34,10 +35,15 @@ def _projected(
     kernel: Kernel, block: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value [rows, heads, head_dim] of normalised rows."""
-    found = linears(kernel, x, [(p.weight, p.bias) for p in (block.q_proj, block.k_proj, block.v_proj)])
-    query, key, value = (part.view(x.shape[0], -1, block.head_dim) for part in found)
+    query, key, value = _heads(kernel, x, block, "qkv")
     query = jit_rows.heads(query, *_scale(block, "q_norm"), cos, sin)
     return query, jit_rows.heads(key, *_scale(block, "k_norm"), cos, sin), value
+
+
+def _heads(kernel: Kernel, x: torch.Tensor, block: Any, names: str) -> list[torch.Tensor]:
+    """Some of the q, k and v projections of normalised rows, [rows, heads, head_dim] each."""
+    projections = [getattr(block, f"{name}_proj") for name in names]
+    return [part.view(len(x), -1, block.head_dim) for part in linears(kernel, x, [(p.weight, p.bias) for p in projections])]
 
 
 def _scale(block: Any, name: str) -> tuple[torch.Tensor | None, float]:
@@ -55,9 +61,17 @@ def window(block: Any) -> int:
 
 def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     """Write the new keys and values of every part, then attend. All tensors [rows, heads, head_dim]; padding rows give zeros."""
+    _write(batch, layer, key, value)
+    return _attended(batch, layer, query, scale, window)
+
+
+def _write(batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     for part in batch.parts:
         rows = slice(part.offset, part.offset + part.count)
         write(part, layer, key[rows], value[rows])
+
+
+def _attended(batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     if len(batch.parts) == 1 and batch.parts[0].count == query.shape[0]:
         return attend(batch, batch.parts[0], layer, query, scale, window)
     out = torch.zeros_like(query)
@@ -83,28 +97,60 @@ def _join(batch: Batch, layer: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def hidden_states(
-    model: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, layers: int | None = None
+    model: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, wanted: Seq[int], layers: int | None = None
 ) -> torch.Tensor:
-    """Run all layers (or the first `layers`) over packed ids [rows] -> normalised hidden states; cos, sin [all rows, head_dim].
+    """Run all layers (or the first `layers`) over packed ids [rows] -> normalised hidden states of the wanted rows [len(wanted), hidden].
 
     ids: of the rows that start at the bottom, padded; the others follow behind them, layer by layer, as in `batch.later`.
+    cos, sin [all rows, head_dim].
     """
     decoder, kernel = model.model, batch.numerics.kernel
     if layers is None and (compiled := _compiled(model, batch)):
-        return _few(decoder, ids, cos, sin, batch, compiled)
+        return _few(decoder, ids, cos, sin, batch, compiled)[torch.tensor(wanted, dtype=torch.long)]
+    chosen = torch.tensor(wanted, dtype=torch.long, device=ids.device)
     x = decoder.embed_tokens(ids)
     all_cos, all_sin = cos[:, None], sin[:, None]
+    last = len(decoder.layers) - 1
     for index, layer in enumerate(decoder.layers[:layers]):
         if batch.later or batch.parts[0].sequence.spec.boundaries:
             x = _join(batch, index, x)
             if not len(x):
                 continue  # everybody resumes further up
         cos, sin = all_cos[: len(x)], all_sin[: len(x)]
+        if index == last and 2 * len(wanted) < len(x):
+            return rms_norm(decoder.norm, _top(layer, index, x, cos, sin, batch, chosen))
         x = _attention(layer.self_attn, index, rms_norm(layer.input_layernorm, x), cos, sin, batch).add_(x)
-        mlp, h = layer.mlp, rms_norm(layer.post_attention_layernorm, x)
-        gate, up = linears(kernel, h, [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
-        x = linear(kernel, mlp.act_fn(gate).mul_(up), mlp.down_proj.weight, mlp.down_proj.bias).add_(x)
-    return rms_norm(decoder.norm, x)
+        x = _mlp(layer, x, kernel)
+    return rms_norm(decoder.norm, x[chosen])
+
+
+def _mlp(layer: Any, x: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    mlp, h = layer.mlp, rms_norm(layer.post_attention_layernorm, x)
+    gate, up = linears(kernel, h, [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
+    return linear(kernel, mlp.act_fn(gate).mul_(up), mlp.down_proj.weight, mlp.down_proj.bias).add_(x)
+
+
+def _top(layer: Any, index: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
+    """The last layer -> its output for the wanted rows. The others leave their keys and values: nobody reads what else they would be."""
+    kernel, block, rows = batch.numerics.kernel, layer.self_attn, len(wanted)
+    h = rms_norm(layer.input_layernorm, x)
+    key, value = _heads(kernel, h, block, "kv")
+    _write(batch, index, jit_rows.heads(key, *_scale(block, "k_norm"), cos, sin), value)
+    if not rows:
+        return x[:0]
+    chosen = torch.cat([wanted, wanted[-1:].expand(-rows % batch.numerics.rows)])
+    (query,) = _heads(kernel, h[chosen], block, "q")
+    query = jit_rows.heads(query, *_scale(block, "q_norm"), cos[chosen], sin[chosen])
+    parts = [_only(batch, row, at) for at, row in enumerate(wanted.tolist())]
+    out = _attended(Batch(parts, len(chosen), batch.numerics), index, query, block.scaling, window(block))
+    x = linear(kernel, out.view(len(chosen), -1), block.o_proj.weight, block.o_proj.bias).add_(x[chosen])
+    return _mlp(layer, x, kernel)[:rows]
+
+
+def _only(batch: Batch, row: int, offset: int) -> Part:
+    """One row of a batch as a part of its own, at `offset` of another batch."""
+    part = next(part for part in batch.parts if part.offset <= row < part.offset + part.count)
+    return Part(part.sequence, part.start + row - part.offset, 1, offset)
 
 
 def _compiled(model: Any, batch: Batch) -> Programs | None:
