@@ -208,10 +208,9 @@ def _check(one: Bundle, dialogue: Dialogue) -> None:
         assert tool is not None
         assert not re.search(r"Deprecated|Old:", tool.description)
         assert not any(re.search(rf"(Replaces|New) {tool.name}\b", other.description) for other in one.tools)
-    elif dialogue.kind == "listed" and reply != FORBIDDEN:
-        place = re.search("use the one listed (first|last)", one.system)
-        assert place is not None
-        assert tool == (same[0] if place[1] == "first" else same[-1])
+    elif dialogue.kind == "preferred" and reply != FORBIDDEN:
+        assert tool is not None
+        assert [other for other in same if re.search(rf"\b{other.name}\b", one.system)] == [tool]
     elif dialogue.kind == "service" and reply != FORBIDDEN:
         assert tool is not None
         assert tool.service in one.system
@@ -248,7 +247,7 @@ def test_right_answers_follow_from_the_prompt() -> None:
         for dialogue in one.dialogues:
             seen[dialogue.kind] = seen.get(dialogue.kind, 0) + 1
             _check(one, dialogue)
-    wanted = {"forbidden", "decline", "like", "above", "deprecated", "listed", "service", "default", "profile", "today", "plain"}
+    wanted = {"forbidden", "decline", "like", "above", "deprecated", "preferred", "service", "default", "profile", "today", "plain"}
     assert wanted <= set(seen)
 
 
@@ -371,19 +370,16 @@ def test_thoughts_recall_what_decides_word_for_word() -> None:
             there = [one.system, *said, *(tool.description for tool in one.tools)]
             for turn in (turn for turn in dialogue.turns if turn.thought.startswith("I need to ") and ": " in turn.thought):
                 known = turn.thought.partition(": ")[2]
-                if dialogue.kind == "listed":
-                    assert turn.tool.name in known
-                    continue
                 parts = known.replace(". ", ".\n").split("\n") if known not in "\n".join(there) else [known]
                 assert all(any(part in text for text in there) for part in parts), (known, one.system)
                 seen.add(dialogue.kind)
-    assert {"like", "above", "deprecated", "profile", "today", "service", "switch", "glossary", "forbidden"} <= seen
+    assert {"like", "above", "deprecated", "profile", "today", "service", "switch", "glossary", "forbidden", "preferred"} <= seen
 
 
 def test_what_decides_is_recalled_for_every_call_that_needs_it() -> None:
     for number in range(60):
         one = bundle(f"recalled {number}", "hermes", 3 + number % 15, 8)
         for dialogue in one.dialogues:
-            if dialogue.kind in ("like", "above", "deprecated", "service", "glossary", "listed", "forbidden", "reading only"):
+            if dialogue.kind in ("like", "above", "deprecated", "service", "glossary", "preferred", "forbidden", "reading only"):
                 mine = [turn.thought for turn in dialogue.turns if turn.role == "assistant" and ": " in turn.thought]
                 assert mine or any("I need to use" in turn.thought for turn in dialogue.turns), dialogue

@@ -25,7 +25,7 @@ STYLES = ("hermes", "langchain", "langchain text", "llamaindex")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """until: in millions of tokens. tools: the most in a catalog. tail: tokens of dialogues behind the catalog. batch: tokens per step.
+    """until: in millions of tokens. tools, least: the most and fewest in a catalog. tail: tokens of dialogues behind it. batch: of a step.
 
     context: the share of dialogues that depend on what stands before. Copying has to be learnt before it can be of use to them.
     plain: the share of bundles in which comparing words is enough. That has to be learnt before anything can make it hard.
@@ -44,6 +44,7 @@ class Stage:
     short: float
     styles: Mapping[str, float]
     vague: float = VAGUE
+    least: int = 2
 
 
 HERMES = {"hermes": 1.0}
@@ -60,7 +61,8 @@ STAGES = (
     Stage(24.2, 20, 1100, 6000, 0.55, 0.05, 0.25, 0.3, ALL),
     Stage(30, 24, 1200, 6000, 0.6, 0.0, 0.25, 0.3, MORE, 0.12),
     Stage(34, 36, 1300, 6000, 0.6, 0.0, 0.2, 0.3, MORE, 0.12),
-    Stage(math.inf, 50, 1400, 8000, 0.55, 0.0, 0.1, 0.3, MORE, 0.1),
+    Stage(38.9, 50, 1400, 8000, 0.55, 0.0, 0.1, 0.3, MORE, 0.1),
+    Stage(math.inf, 50, 1800, 8000, 0.5, 0.0, 0.1, 0.45, MORE, 0.1, 4),
 )
 
 
@@ -73,7 +75,7 @@ def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
     stage = stage_at(tokens)
     world = World(f"{seed} {number} plan")
     style = world.rng.choices(list(stage.styles), list(stage.styles.values()))[0]
-    size = round(math.exp(world.rng.uniform(math.log(2), math.log(stage.tools + 0.49))))
+    size = round(math.exp(world.rng.uniform(math.log(stage.least), math.log(stage.tools + 0.49))))
     if style == "llamaindex":
         size = min(size, 16)  # its schemas are twice as long
     at = world.rng.random()

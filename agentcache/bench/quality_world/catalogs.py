@@ -52,7 +52,6 @@ class Catalog:
     heads: set[str] = field(default_factory=set)  # things are disjoint between scenarios: no rule touches another's
     services: dict[str, str] = field(default_factory=dict)
     forbidden: set[tuple[str, str]] = field(default_factory=set)
-    listed: str = ""  # "first" | "last": which of several that do the same
     reading_only: bool = False
     wishes: list[Wish] = field(default_factory=list)
     plans: list[tuple[str, tuple[Tool, ...]]] = field(default_factory=list)
@@ -80,8 +79,6 @@ class Catalog:
         found = [tool for tool in self.tools if tool.meaning == (action, thing) and not tool.replaced]
         if len(found) > 1 and thing in self.services:
             found = [tool for tool in found if tool.service == self.services[thing]]
-        if len(found) > 1 and self.listed:
-            found = found[:1] if self.listed == "first" else found[-1:]
         assert len(found) <= 1, found
         return found[0] if found else NO_TOOL
 
@@ -92,18 +89,13 @@ class Catalog:
     def quote(self, action: str, thing: str) -> str:
         """What a thought about this recalls, word for word; "" where comparing words is enough.
 
-        A sentence about the thing is recalled for any action, one about all of them always: whether it matters can be told once it has been
-        read.
+        A sentence about the thing is recalled for any action: whether it matters can be told once it has been read. Where nothing may be
+        changed, that is all there is to know about a change.
         """
-        general = [rule for rule in self.rules if rule in READ_ONLY]
-        return " ".join((*general, *self._about(action, thing)))
-
-    def _about(self, action: str, thing: str) -> list[str]:
-        found = [tool.name for tool in self.tools if tool.meaning == (action, thing) and not tool.replaced]
-        if len(found) > 1 and thing not in self.services and self.listed:
-            return [f"{', '.join(found)}, the {self.listed}."]
+        if self.reading_only and action not in READING:
+            return next(rule for rule in self.rules if rule in READ_ONLY)
         notes = self.notes.get(thing, [])
-        return [sentence for meant, sentence in notes if meant == action or len(notes) == 1][:1]
+        return next((sentence for meant, sentence in notes if meant == action or len(notes) == 1), "")
 
     # adding
 
@@ -212,7 +204,7 @@ class Catalog:
         """A tool that only a rule or another tool explains keeps its scenario's name, also when it is asked for by chance."""
         if self.reading_only and tool.action not in READING:
             return "reading only"
-        kept = ("like", "above", "deprecated", "service", "listed", "glossary")
+        kept = ("like", "above", "deprecated", "service", "preferred", "glossary")
         named = [wish for wish in self.wishes if (wish.action, wish.thing) == tool.meaning]
         return next((wish.kind for wish in named if wish.kind in kept and not wish.called), "plain")
 

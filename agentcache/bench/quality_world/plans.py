@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .catalogs import Catalog
-from .scenarios import above, default, deprecated, forbid, glossary, like, listed, reading, services, today
+from .scenarios import above, default, deprecated, forbid, glossary, like, preferred, reading, services, today
 from .tools import Param, Tool, draw_params, snake
 from .words import READING
 
@@ -95,7 +95,7 @@ def calculator(catalog: Catalog) -> Tool:
         if tool.action == "calculate":
             return tool
     name = world.pick(("calculator", "calculate", "compute", "calc", "evaluate", "arithmetic"))
-    name = name if world.chance(0.8) and catalog.names.claim(name) else catalog.vague("number")
+    name = name if world.chance(0.95) and catalog.names.claim(name) else catalog.vague("number")
     text = world.pick(
         ("Evaluate an arithmetic expression.", "Calculate the value of an expression.", "Do arithmetic.", "Work out a formula.")
     )
@@ -119,7 +119,7 @@ def facts(catalog: Catalog) -> None:
     if any(tool.action == "search" for tool in catalog.tools):
         return
     name = world.pick(("search", "lookup", "search_corpus", "wiki", "search_notes", "knowledge_search", "find_facts"))
-    name = name if world.chance(0.8) and catalog.names.claim(name) else catalog.vague("fact")
+    name = name if world.chance(0.95) and catalog.names.claim(name) else catalog.vague("fact")
     text = world.pick(("Search the knowledge base.", "Look up facts.", "Search the encyclopedia.", "Search a collection of texts."))
     tool = catalog.make(
         "search", "fact", name=name, text=text, params=(Param(world.pick(("query", "q", "text", "topic", "input")), "text"),)
@@ -133,7 +133,7 @@ SCENARIOS: dict[str, tuple[float, Callable[[Catalog], None]]] = {  # name -> how
     "above": (1.2, above),
     "deprecated": (1.0, deprecated),
     "service": (1.2, services),
-    "listed": (0.6, listed),
+    "preferred": (0.6, preferred),
     "glossary": (1.2, glossary),
     "forbidden": (0.7, forbid),
     "reading only": (0.15, reading),
@@ -155,5 +155,5 @@ def add_some(catalog: Catalog, count: int) -> None:
     for _ in range(count):
         name = catalog.world.rng.choices(list(weights), list(weights.values()))[0]
         SCENARIOS[name][1](catalog)
-        if name in ("listed", "reading only", "today"):
+        if name in ("reading only", "today"):
             del weights[name]

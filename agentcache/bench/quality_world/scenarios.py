@@ -66,7 +66,7 @@ def deprecated(catalog: Catalog) -> None:
         (("Deprecated, use {}.", "Replaces {}."), ("Deprecated, use {}.", ""), ("", "Replaces {}."), ("Old: see {}.", "New {}."))
     )
     old = catalog.make(action, thing, name=old_name, text=f"{text} {notes[0].format(new_name)}".strip(), params=params, replaced=True)
-    silent = bool(notes[1]) and world.chance(0.5)
+    silent = all(notes) and world.chance(0.5)  # what replaces it is found by the old one's words only
     said = notes[1].format(old_name) if silent else f"{text} {notes[1].format(old_name)}".strip()
     catalog.add(old)
     catalog.add(catalog.make(action, thing, name=new_name, text=said, params=params))
@@ -83,7 +83,7 @@ def services(catalog: Catalog) -> None:
         return
     params = draw_params(world, thing, [world.pick(("id", "person", "text"))])
     text = description(world, action, thing)
-    hidden = world.chance(0.4)  # the service stands in the description only
+    hidden = world.chance(0.2)  # the service stands in the description only
     for name in names:
         made = catalog.vague(thing) if hidden else catalog.name(action, thing, "verb first", service=name)
         said = f"{text[:-1]}, for {name}." if hidden or world.chance(0.4) else text
@@ -109,18 +109,23 @@ def services(catalog: Catalog) -> None:
     catalog.wishes.append(Wish(action, thing, "service"))
 
 
-def listed(catalog: Catalog) -> None:
-    """Several tools that do the same; a rule says that the one listed first, or last, is right."""
+def preferred(catalog: Catalog) -> None:
+    """Several tools that do the same; a rule says which of them is right."""
     world = catalog.world
-    if catalog.listed:
-        return
     action, thing = catalog.meaning()
     params = draw_params(world, thing, [world.pick(("id", "person", "text"))])
-    for _ in range(world.pick((2, 2, 3))):
-        catalog.add(catalog.make(action, thing, name=catalog.name(action, thing), params=params, text=description(world, action, thing)))
-    catalog.listed = world.pick(("first", "last"))
-    catalog.rule(f"If several tools do the same, use the one listed {catalog.listed}.")
-    catalog.wishes.append(Wish(action, thing, "listed"))
+    names = [catalog.vague(thing) if world.chance(0.3) else catalog.name(action, thing) for _ in range(world.pick((2, 2, 3)))]
+    right = world.pick(names)
+    for name in names:
+        text = description(world, action, thing)
+        catalog.add(catalog.make(action, thing, name=name, params=params, text=text, replaced=name != right))
+    verb = phrase(world, action)
+    rule = world.pick(
+        (f"To {verb} the {thing} use {right}.", f"For the {thing} prefer {right}.", f"For the {thing}, {right} is the right tool.")
+    )
+    catalog.rule(rule)
+    catalog.note(action, thing, rule)
+    catalog.wishes.append(Wish(action, thing, "preferred"))
 
 
 def glossary(catalog: Catalog) -> None:

@@ -142,6 +142,11 @@ def switch(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     return turns
 
 
+def look_up(tool: Tool) -> str:
+    """The purpose of a step that the request does not name: whichever tool reads the thing will do."""
+    return purpose("look up", tool.thing)
+
+
 def condition(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     """What to do depends on a result, and what the result means depends on the request."""
     world, (seen, done) = catalog.world, tools
@@ -159,7 +164,7 @@ def condition(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         )
     )
     found = {name: actual} | (fields(world, "get") if world.chance(0.4) else {}) | {name: actual}
-    turns = [user(text), calls(seen, {seen.params[0].name: value}, purpose(*seen.meaning)), results(dump(found))]
+    turns = [user(text), calls(seen, {seen.params[0].name: value}, look_up(seen)), results(dump(found))]
     if (actual == wanted) == positive:
         return [*turns, *_act(world, done, value, f"The {name} is {actual}.")]
     return [*turns, says(f"Nothing to do: the {name} is {actual}.", KNOWN)]
@@ -195,7 +200,7 @@ def chain(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     text = f"{world.pick(OPENERS)}{phrase(world, done.action)} the {done.thing} {of}{tail}."
     found = {needed: value} | fields(world, "get")
     shown = {label: found[label] for label in world.shuffled(sorted(found))}
-    call = calls(seen, {key.name: name}, purpose(*seen.meaning))
+    call = calls(seen, {key.name: name}, look_up(seen))
     return [
         user(text), call, results(dump(shown)),
         calls(done, {needed: value} | rest, f"The {done.params[0].words} is {value}. {purpose(*done.meaning)}"), *outcome(world, done),
@@ -261,7 +266,7 @@ def total(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         found = fields(world, "get") | {name: attribute(world, name)}
         found = {label: found[label] for label in world.shuffled(sorted(found))}
         numbers.append(int(found[name]))
-        thought = f"{known} Next is {key}." if known else f"{purpose(*tool.meaning)} First is {key}."
+        thought = f"{known} Next is {key}." if known else f"{look_up(tool)} First is {key}."
         turns += [calls(tool, {tool.params[0].name: key}, thought), results(dump(found))]
         known = f"The {name} is {numbers[-1]}."
     sign = " - " if difference else " + "
