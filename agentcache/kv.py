@@ -84,7 +84,7 @@ class Page:
         device = spec.device if tier == "device" else torch.device("cpu")
         kept = ready.take(spec.shapes, spec.dtype) if device.type == "cpu" and not whole else None
         # a token's keys lie a kilobyte apart: the first one touches all of the memory, the last one no more
-        made = kept or tuple(zeros(shape, spec.dtype, device, keys or whole) for shape, keys in zip(spec.shapes, (True, False)))
+        made = kept or tuple(zeros(s, spec.dtype, device, keys or whole, not whole) for s, keys in zip(spec.shapes, (True, False)))
         self.keys, self.values = made
         self._views()
         self.boundaries: dict[int, torch.Tensor] = {}

@@ -17,7 +17,7 @@ from .audit import Audit
 from .errors import AgentCacheError, CancelledError, EngineClosedError
 from .inflight import Chunk, Done, Progress, Request
 from .life import Life
-from .memory import Shapes, ready
+from .memory import Shapes, ready, used
 from .model.numerics import MAX_ROWS
 from .runner import FAULTS, Outcome, Runner, StockSequence, Work, as_failure
 from .store.store import Store
@@ -81,6 +81,7 @@ class Scheduler:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        used.open()
         try:
             while not self._closed.is_set():
                 self._turn()
@@ -89,6 +90,7 @@ class Scheduler:
                 self._closed.set()
             if spec := self.runner.model.spec:
                 ready.take(spec.shapes, spec.dtype)
+            used.close()
             self._collect(0.0)
             for request in (*self._live, *self._waiting):
                 self._fail(request, EngineClosedError("the engine was closed while this request ran"))

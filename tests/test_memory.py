@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from agentcache import Engine, Sampling
+from agentcache import Engine, Sampling, memory
 from agentcache.kv import KVSpec, Page
-from agentcache.memory import PIECE_BYTES, Ready, ready
+from agentcache.memory import PIECE_BYTES, Ready, Used, ready
 
 SHAPES = ((2, 1, 32, 512), (2, 1, 512, 32))
 
@@ -41,6 +41,71 @@ def test_a_page_takes_what_is_ready_once() -> None:
     first.keys.fill_(1)
     assert not second.keys.any()
     assert not second.values.any()
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Used:
+    """As while an engine is open, with nothing kept."""
+    fresh = Used()
+    fresh.open()
+    monkeypatch.setattr(memory, "used", fresh)
+    return fresh
+
+
+def spoilt(spec: KVSpec, whole: bool = False) -> Page:
+    page = Page(spec, whole=whole)
+    page.keys.fill_(float("nan"))
+    page.values.fill_(float("inf"))
+    return page
+
+
+def test_the_memory_of_pages_that_are_gone_serves_the_next_and_is_zero(used: Used) -> None:
+    spec = KVSpec(2, 1, 32, torch.bfloat16)
+    page = spoilt(spec)
+    places = {page.keys.data_ptr(), page.values.data_ptr()}
+    assert used.bytes == 0
+    del page
+    assert used.bytes == spec.page_bytes
+    again = Page(spec)
+    assert {again.keys.data_ptr(), again.values.data_ptr()} == places
+    assert used.bytes == 0
+    assert not again.keys.any()
+    assert not again.values.any()
+
+
+def test_memory_that_somebody_looks_at_is_not_taken(used: Used) -> None:
+    spec = KVSpec(2, 1, 32, torch.bfloat16)
+    page = spoilt(spec)
+    layer, raw = page.layer_keys[1], page.values.view(torch.uint8).numpy()
+    del page
+    assert used.bytes == 0
+    del layer
+    assert used.bytes == spec.page_bytes // 2
+    assert raw.any()
+    del raw
+    assert used.bytes == spec.page_bytes
+
+
+def test_no_more_is_kept_than_was_stated_and_nothing_without_an_engine(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = KVSpec(2, 1, 32, torch.bfloat16)
+    monkeypatch.setattr(memory, "USED_BYTES", spec.page_bytes * 3 // 2)
+    pages = [spoilt(spec), spoilt(spec)]
+    pages.clear()
+    assert used.bytes == spec.page_bytes * 3 // 2
+    used.close()
+    assert used.bytes == 0
+    page = spoilt(spec)
+    del page
+    assert used.bytes == 0
+
+
+def test_pages_that_are_read_to_whole_take_other_memory(used: Used) -> None:
+    """They will lie in the blob's own: zeroing would be for nothing."""
+    spec = KVSpec(2, 1, 32, torch.bfloat16)
+    page = spoilt(spec)
+    del page
+    Page(spec, whole=True)
+    assert used.bytes == 2 * spec.page_bytes
 
 
 def test_an_idle_engine_makes_its_next_page_ready_and_a_closed_one_keeps_nothing() -> None:
