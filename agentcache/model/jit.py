@@ -1,10 +1,12 @@
-"""Products of few rows with 16-bit weights on processors without 16-bit matrix units, compiled at run time. Knows nothing of models.
+"""Products of few rows with 16-bit weights, compiled at run time. Knows nothing of models.
 
-A decoding step multiplies one row per request with every weight. Converting the weights to fp32 first, as larger products do, reads and
-writes three times their bytes. Here each weight is read once, converted in a register and accumulated in the very order of oneDNN's fp32
+A decoding step multiplies one row per request with every weight, and waits for memory: each weight is read once here. On processors without
+16-bit matrix units larger products convert the weights to fp32 first, which reads and writes three times their bytes; on those that
+multiply pairs of bf16 numbers the library reads weights at half of what memory gives. Accumulated in the very order of oneDNN's
 product, which `Numerics` finds out: so the bits are those of the large products, and rows never depend on each other.
 
-    out[m, n] = Σ over blocks b, in order, of chain(b)        chain(b) = fma(x[m, k], w[n, k], ...) for k of the block, ascending, from 0
+    out[m, n] = Σ over blocks b, in order, of chain(b)        chain(b) = fma(x[m, k], w[n, k], ...) for k of the block, ascending, from 0;
+                                                              "pairs": the same of x[m, k] w[n, k] + x[m, k + 1] w[n, k + 1], k even
 
 A tile is `lanes` outputs: per step one 64 byte line of each of their weight rows is loaded, the lines are transposed in registers,
 and each lane then runs its own chain. More rows than registers hold are further passes over the tile, which lies in the cache by then.
@@ -25,6 +27,7 @@ import torch
 ROWS = (1, 2, 4, 8)  # rows of one pass over a tile's weights: more need more registers than there are
 PASS = ROWS[-1]
 MOST_ROWS = 32  # above it, converting the weights first is as fast
+PAIRS = "pairs"  # of bf16 numbers, multiplied by one instruction
 ALONE = 1 << 20  # multiplications of a product that is done sooner than a second thread has woken up
 _FIELDS = 9  # of the argument block, 64 bits each: weight, x, out, outs, ins, block, tiles, thread count, passes
 BINARY = {torch.bfloat16: "bfloat", torch.float16: "half"}
@@ -79,18 +82,31 @@ def _wide(lanes: int, element: str, word: str, name: str) -> list[str]:
 
 def _step(lanes: int, rows: int, element: str) -> tuple[list[str], list[str]]:
     """IR of one step: 2 * lanes products for each lane and row; also the names of the chains behind it."""
-    floats = f"<{lanes} x float>"
+    floats, ints = f"<{lanes} x float>", f"<{lanes} x i32>"
     lines = []
     for i in range(lanes):
-        lines += [
-            f"%p{i} = getelementptr i8, ptr %w{i}, i64 %kb",
-            f"%f{i} = getelementptr i8, ptr %p{i}, i64 512",
-            f"call void @llvm.prefetch.p0(ptr %f{i}, i32 0, i32 3, i32 1)",
-            f"%r{i} = load <{lanes} x i32>, ptr %p{i}, align 2",
-        ]
+        lines += [f"%p{i} = getelementptr i8, ptr %w{i}, i64 %kb", f"%r{i} = load {ints}, ptr %p{i}, align 2"]
+        if element == PAIRS:  # the next tile, line after line: a fifth more than memory gives for sixteen rows at once
+            lines += [f"%g{i} = add i64 %behind0, {64 * i}", f"%f{i} = getelementptr i8, ptr %w0, i64 %g{i}"]
+        else:
+            lines.append(f"%f{i} = getelementptr i8, ptr %p{i}, i64 512")
+        lines.append(f"call void @llvm.prefetch.p0(ptr %f{i}, i32 0, i32 {2 if element == PAIRS else 3}, i32 1)")
     moves, words = _shuffles(lanes)
     lines += moves
     chains = [f"%acc{m}" for m in range(rows)]
+    if element == PAIRS:
+        for j, word in enumerate(words):
+            for m in range(rows):
+                at = f"{m}_{j}"
+                lines += [
+                    f"%xp{at} = getelementptr i32, ptr %xk, i64 {j * rows + m}",
+                    f"%xs{at} = load i32, ptr %xp{at}, align 4",
+                    f"%xi{at} = insertelement {ints} poison, i32 %xs{at}, i32 0",
+                    f"%xv{at} = shufflevector {ints} %xi{at}, {ints} poison, {ints} zeroinitializer",
+                    f"%a{at} = call {floats} {_BOTH}({floats} {chains[m]}, {ints} %xv{at}, {ints} {word})",
+                ]
+                chains[m] = f"%a{at}"
+        return lines, chains
     for j, word in enumerate(words):
         lines += _wide(lanes, element, word, f"v{j}_")
         for half in (0, 1):
@@ -107,7 +123,9 @@ def _step(lanes: int, rows: int, element: str) -> tuple[list[str], list[str]]:
     return lines, chains
 
 
+_BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
 _MODULE = Template("""
+${both}
 declare i32 @omp_get_thread_num()
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare ${floats} @llvm.fma.v${lanes}f32(${floats}, ${floats}, ${floats})
@@ -138,8 +156,9 @@ ${weights}
 pass:
   %pn = phi i64 [ 0, %tile ], [ %pnext, %stored ]
   %prow = mul i64 %pn, ${rows}
-  %pxo = mul i64 %prow, %ins
-  %px = getelementptr float, ptr %x, i64 %pxo
+  %pall = mul i64 %prow, %ins
+  %pxo = lshr i64 %pall, ${halves}
+  %px = getelementptr i32, ptr %x, i64 %pxo
   %poo = mul i64 %prow, %outs
   %po = getelementptr float, ptr %out, i64 %poo
   br label %block
@@ -154,8 +173,11 @@ step:
   %k = phi i64 [ %kstart, %block ], [ %knext, %step ]
 ${starts}
   %kb = mul i64 %k, 2
-  %xo = mul i64 %k, ${rows}
-  %xk = getelementptr float, ptr %px, i64 %xo
+  %here = add i64 %line, %kb
+  %behind0 = mul i64 %here, ${lanes}
+  %kx = lshr i64 %k, ${halves}
+  %xo = mul i64 %kx, ${rows}
+  %xk = getelementptr i32, ptr %px, i64 %xo
   ${steps}
   %knext = add i64 %k, ${stride}
   %more = icmp ult i64 %knext, %kend
@@ -200,6 +222,8 @@ def _source(lanes: int, rows: int, element: str) -> str:
     )
     steps = "\n  ".join(body)
     return _MODULE.substitute(
+        both=f"declare {floats} {_BOTH}({floats}, <{lanes} x i32>, <{lanes} x i32>)" if element == PAIRS else "",
+        halves=int(element == PAIRS),
         floats=floats,
         lanes=lanes,
         rows=rows,
@@ -287,19 +311,28 @@ def takes(weight: torch.Tensor, rows: int) -> bool:
     )
 
 
-def product(x: torch.Tensor, weights: Sequence[torch.Tensor], block: int) -> torch.Tensor:
-    """x [rows, ins] fp32 times each weight [outs, ins] transposed, side by side -> [rows, all outs] fp32.
+def multiplies_pairs() -> bool:
+    """Whether this processor has the instruction for pairs of bf16 numbers, and no matrix units besides."""
+    found = kernels()
+    return found is not None and found.has("avx512bf16") and not found.has("amx-bf16")
 
-    Accumulated in blocks of `block` inputs. Only weights that `takes` accepts; block is a multiple of 32.
+
+def product(x: torch.Tensor, weights: Sequence[torch.Tensor], block: int) -> torch.Tensor:
+    """x [rows, ins] times each weight [outs, ins] transposed, side by side -> [rows, all outs] fp32.
+
+    x: fp32, or bf16 to be multiplied in pairs where `multiplies_pairs`. Accumulated in blocks of `block` inputs. Only weights that `takes`
+    accepts; block is a multiple of 32.
     """
     found = kernels()
     assert found is not None and block % (2 * found.lanes) == 0
     (rows, ins), element = x.shape, BINARY[weights[0].dtype]
+    if x.dtype == torch.bfloat16:
+        x, element = x.contiguous().view(torch.int32), PAIRS
     count = next(n for n in ROWS if n >= min(rows, PASS))
     passes = -(-rows // count)
     if short := passes * count - rows:
-        x = torch.cat((x, x.new_zeros(short, ins)))
-    x = x.view(passes, count, ins).transpose(1, 2).contiguous()  # as it is read: whole rows would lie on each other in the cache
+        x = torch.cat((x, x.new_zeros(short, x.shape[1])))
+    x = x.view(passes, count, -1).transpose(1, 2).contiguous()  # as it is read: whole rows would lie on each other in the cache
     outs = [weight.shape[0] for weight in weights]
     total = sum(outs)
     out = torch.empty(passes * count, total)

@@ -14,30 +14,22 @@ Needs llvmlite (the extra `cpu`) and AVX-512 with bf16; processors with matrix u
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ..kv import PAGE_TOKENS
-from .jit import ALONE, kernels
+from .jit import ALONE, kernels, multiplies_pairs
 from .jit_pairs_code import FIELDS, ROWS, SPAN, Task, tile_bytes
 
 TASK_BYTES = 1 << 20  # of a task's scores
 LEAST_PASSES, MOST_PASSES = 2, 16  # of a task: keys and values are read once for all of them
 
 
-@functools.cache
-def available() -> bool:
-    """Whether this processor has what it needs, and no matrix units besides."""
-    found = kernels()
-    return found is not None and found.has("avx512bf16") and not found.has("amx-bf16")
-
-
 def takes(dtype: torch.dtype, device: torch.device, dim: int) -> bool:
     """Whether attention over pages of this type can run here; dim: channels of a head."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and dim % 16 == 0 and available()
+    return dtype == torch.bfloat16 and device.type == "cpu" and dim % 16 == 0 and multiplies_pairs()
 
 
 def attend(

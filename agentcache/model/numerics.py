@@ -4,7 +4,8 @@ Row purity: one row of a matrix product must not change when other rows stand be
 so each product is padded to a safe multiple of rows. What is safe differs by processor, type and threads: `probe` finds out.
 
     kernel    product of activations x with a weight w [out, in]
-    onednn    oneDNN's inner product: chosen wherever PyTorch has it; pure from 2 rows on where it was tried
+    onednn    oneDNN's inner product: chosen wherever PyTorch has it; pure from 2 rows on where it was tried. Few bf16 rows: jit.py, with
+              the same bits, on processors that multiply pairs of bf16 numbers
     upcast    the same in fp32, w converted block by block: for 16-bit weights on processors without 16-bit matrix units,
               where it is 2 to 10 times faster than the emulation and rounds once, at the end. Few rows: jit.py, with the same bits
     aten      torch.nn.functional.linear
@@ -34,6 +35,7 @@ _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
 _COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
 _CHAIN_ROWS = 6
+_PAIR_ROWS = 16  # more of them read the weights once per eight: the library is as fast
 _BLOCKS = (1 << 20, 512, 1024, 256, 384, 768, 192, 128, 1536, 2048)  # of inputs, the first one is all of them
 LEAST_WEIGHT = 2.0**-125  # of a key, beside a largest one of 1: what would be less is 0
 MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
@@ -153,6 +155,33 @@ def chain_block(ins: int, threads: int) -> int | None:
     return next((block for block in likely if torch.equal(jit.product(x.float(), [weight], block), expected)), None)
 
 
+def _pairs(weight: torch.Tensor, rows: int) -> int | None:
+    """In which blocks the compiled product of so few rows adds up, if it can take their place here."""
+    if weight.dtype != torch.bfloat16 or rows > _PAIR_ROWS or not jit.takes(weight, rows) or not jit.multiplies_pairs():
+        return None
+    return pair_block(*weight.shape, torch.get_num_threads())
+
+
+@functools.cache
+def pair_block(outs: int, ins: int, threads: int) -> int | None:
+    """`chain_block` of oneDNN's bf16 product, as a chain over pairs of inputs; None if no size gives its bits.
+
+    The second half of the inputs takes away what the first one adds, so that rounding is all that is left: no other order has its bits.
+    """
+    x, weight = (_pattern(rows, ins // 2, torch.bfloat16, torch.device("cpu"), salt) for rows, salt in ((_CHAIN_ROWS, 3), (_COLUMNS, 5)))
+    x, weight = torch.cat((x, x), 1), torch.cat((weight, -weight), 1)
+    weight = weight.repeat(-(-min(outs, SINGLE_ROW_OUTS) // _COLUMNS), 1)[:outs].contiguous()
+    bias = _pattern(1, len(weight), torch.bfloat16, torch.device("cpu"), 7)[0] * 2.0**-20
+    expected = _product(x, weight, None), _product(x, weight, bias)
+
+    def agrees(block: int) -> bool:
+        wide = jit.product(x, [weight], block)
+        return torch.equal(wide.to(x.dtype), expected[0]) and torch.equal(wide.add_(bias).to(x.dtype), expected[1])
+
+    likely = sorted(_BLOCKS, key=lambda block: abs(block - ins / 2.5))
+    return next((block for block in likely if agrees(block)), None)
+
+
 @functools.cache
 def attention_order(dim: int, threads: int) -> tuple[int, int] | None:
     """The same for attention: after how many channels the scores, and after how many keys the mixed values, add up what they have."""
@@ -204,6 +233,8 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection]) 
 
 def by_itself(kernel: Kernel, weight: torch.Tensor, rows: int) -> bool:
     """Whether the product of so many rows with this weight computes each of them by itself: none has to be padded."""
+    if kernel == "onednn":
+        return _pairs(weight, rows) is not None
     if kernel != "upcast" or weight.shape[0] >= SINGLE_ROW_OUTS:
         return kernel == "upcast"
     return jit.takes(weight, rows) and chain_block(weight.shape[1], torch.get_num_threads()) is not None
@@ -215,6 +246,9 @@ def _linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
     flat = x.reshape(-1, x.shape[-1])
     if kernel == "upcast" and weight.shape[0] >= SINGLE_ROW_OUTS:
         out = _vocabulary(flat, weight, bias)
+    elif kernel == "onednn" and (block := _pairs(weight, len(flat))):
+        wide = jit.product(flat, [weight], block)
+        out = (wide if bias is None else wide.add_(bias)).to(x.dtype)
     else:
         out = _product(flat.contiguous(), weight, bias)
     return out.view(*x.shape[:-1], weight.shape[0])
