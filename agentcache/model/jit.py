@@ -33,10 +33,9 @@ _FIELDS = 9  # of the argument block, 64 bits each: weight, x, out, outs, ins, b
 BINARY = {torch.bfloat16: "bfloat", torch.float16: "half"}
 
 
-def _shuffles(lanes: int) -> tuple[list[str], list[str]]:
-    """IR that transposes lanes vectors %r0.. of lanes 32-bit words by exchanging halves, quarters, ... between pairs of vectors."""
-    lines: list[str] = []
-    names = [f"%r{i}" for i in range(lanes)]
+def transposed(do: Callable[[str], str], rows: Sequence[str]) -> list[str]:
+    """As many vectors of 32-bit words, transposed by exchanging halves, quarters, ... between pairs of them. do: names a value."""
+    names, lanes = list(rows), len(rows)
     kind = f"<{lanes} x i32>"
     step = 1
     while step < lanes:
@@ -44,15 +43,13 @@ def _shuffles(lanes: int) -> tuple[list[str], list[str]]:
         high = [lane + step if not lane & step else lane + lanes for lane in range(lanes)]
         after = list(names)
         for i in range(lanes):
-            if i & step:
-                continue
-            for name, mask, at in ((f"%t{step}_{i}", low, i), (f"%t{step}_{i + step}", high, i + step)):
-                lanes_of = ", ".join(f"i32 {m}" for m in mask)
-                lines.append(f"{name} = shufflevector {kind} {names[i]}, {kind} {names[i + step]}, <{lanes} x i32> <{lanes_of}>")
-                after[at] = name
+            if not i & step:
+                for mask, at in ((low, i), (high, i + step)):
+                    order = ", ".join(f"i32 {m}" for m in mask)
+                    after[at] = do(f"shufflevector {kind} {names[i]}, {kind} {names[i + step]}, <{lanes} x i32> <{order}>")
         names = after
         step *= 2
-    return lines, names
+    return names
 
 
 def splat(lanes: int, value: str) -> str:
@@ -91,8 +88,12 @@ def _step(lanes: int, rows: int, element: str) -> tuple[list[str], list[str]]:
         else:
             lines.append(f"%f{i} = getelementptr i8, ptr %p{i}, i64 512")
         lines.append(f"call void @llvm.prefetch.p0(ptr %f{i}, i32 0, i32 {2 if element == PAIRS else 3}, i32 1)")
-    moves, words = _shuffles(lanes)
-    lines += moves
+
+    def named(operation: str) -> str:
+        lines.append(f"%t{len(lines)} = {operation}")
+        return f"%t{len(lines) - 1}"
+
+    words = transposed(named, [f"%r{i}" for i in range(lanes)])
     chains = [f"%acc{m}" for m in range(rows)]
     if element == PAIRS:
         for j, word in enumerate(words):

@@ -94,6 +94,17 @@ class Code:
         self._blocks.append(out)
         return carried
 
+    def mine(self, tasks: str, threads: str) -> tuple[str, str, str]:
+        """This thread of a team: its number, its first task, and how many it has."""
+        number = self.do("call i32 @omp_get_thread_num()")
+        me = self.do(f"sext i32 {number} to i64")
+        start, stop = (self.do(f"udiv i64 {self.do(f'mul i64 {one}, {tasks}')}, {threads}") for one in (me, self.plus(me, 1)))
+        return me, start, self.do(f"sub i64 {stop}, {start}")
+
+    def twice(self, pair: Callable[[str, Names], Names]) -> Callable[[str, Names], Names]:
+        """The body of a loop over pairs of numbers that takes two pairs at a time: with one, the compiler keeps moving chains about."""
+        return lambda index, carried: pair(self.plus(index, 2), pair(index, carried))
+
     def either(self, condition: str, one: str, other: str) -> None:
         """One of two statements."""
         number = self._fresh()
@@ -152,6 +163,21 @@ class Code:
         """`lanes` lanes of this vector, from `first` on."""
         chosen = ", ".join(f"i32 {first + lane}" for lane in range(lanes))
         return self.do(f"shufflevector {self.floats} {value}, {self.floats} poison, <{lanes} x i32> <{chosen}>")
+
+    def chains(self, both: str, pieces: Sequence[str], words: Sequence[str], sums: Names) -> Names:
+        """One more pair in chains over bf16 pairs: its vectors `pieces` times the word at each address, added to sums [words, pieces].
+
+        both: the function that multiplies and adds pairs.
+        """
+        out = []
+        for m, address in enumerate(words):
+            word = self.do(f"load i32, ptr {address}, align 2")
+            one = self.do(f"insertelement {self.words} poison, i32 {word}, i32 0")
+            x = self.do(f"shufflevector {self.words} {one}, {self.words} poison, {self.words} zeroinitializer")
+            for u, piece in enumerate(pieces):
+                given = f"{self.floats} {sums[m * len(pieces) + u]}, {self.words} {x}, {self.words} {piece}"
+                out.append(self.do(f"call {self.floats} {both}({given})"))
+        return out
 
     def all_lanes(self, value: str) -> str:
         first = self.do(f"insertelement {self.floats} poison, float {value}, i32 0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ..kv import PAGE_TOKENS
 from .jit_ir import Code, Names, every
@@ -56,11 +56,8 @@ class Task:
         code = self.code
         bits = code.do(f"trunc i64 {self.scale} to i32")
         self.factor = code.all_lanes(code.do(f"bitcast i32 {bits} to float"))
-        number = code.do("call i32 @omp_get_thread_num()")
-        me = code.do(f"sext i32 {number} to i64")
+        me, start, count = code.mine(self.tasks, self.threads)
         self.buffer = code.do(f"inttoptr i64 {code.plus(self.scratch, code.do(f'mul i64 {me}, {self.own}'))} to ptr")
-        start, stop = (code.do(f"udiv i64 {code.do(f'mul i64 {one}, {self.tasks}')}, {self.threads}") for one in (me, code.plus(me, 1)))
-        count = code.do(f"sub i64 {stop}, {start}")
         code.loop(count, 1, [], lambda i, _: self._task(code.plus(start, i)))
         return code.module(_DECLARATIONS)
 
@@ -152,17 +149,6 @@ class Task:
         line = code.plus(row, code.times(code.do(f"and i64 {number}, 1"), 32))
         code.say(f"call void @llvm.prefetch.p0(ptr {code.at(tile, 'i16', line)}, i32 0, i32 2, i32 1)")
 
-    def _chains(self, pieces: Names, words: Sequence[str], sums: Names) -> Names:
-        """One more pair: its vectors times one word of each row of x."""
-        code, wide, out = self.code, len(pieces), []
-        for m, address in enumerate(words):
-            word = code.do(f"load i32, ptr {address}, align 2")
-            one = code.do(f"insertelement {_W} poison, i32 {word}, i32 0")
-            x = code.do(f"shufflevector {_W} {one}, {_W} poison, {_W} zeroinitializer")
-            for u, piece in enumerate(pieces):
-                out.append(code.do(f"call <16 x float> {_BOTH}(<16 x float> {sums[m * wide + u]}, {_W} {x}, {_W} {piece})"))
-        return out
-
     def _line(self, index: str) -> str:
         """The address of a row's scores, in the thread's own memory."""
         return self.code.at(self._sums(index), "float", str(self.dim))
@@ -193,7 +179,7 @@ class Task:
 
             def pair(k: str, sums: Names) -> Names:
                 self._fetch(following, PAGE_TOKENS, turn, k)
-                return self._chains(read(k), [code.at(query, "i16", k) for query in queries], sums)
+                return code.chains(_BOTH, read(k), [code.at(query, "i16", k) for query in queries], sums)
 
             sums = code.loop(self.dim, 2, [(code.floats, "zeroinitializer")] * (self.rows * self.wide), pair)
             for m in range(self.rows):
@@ -302,7 +288,7 @@ class Task:
 
                 def pair(slot: str, sums: Names) -> Names:
                     self._fetch(following, self.dim, number, slot)
-                    return self._chains(read(slot), [code.at(line, "i16", slot) for line in lines], sums)
+                    return code.chains(_BOTH, read(slot), [code.at(line, "i16", slot) for line in lines], sums)
 
                 sums = code.loop(span, 2, [(code.floats, code.load(cell)) for cell in cells], pair)
                 for cell, value in zip(cells, sums):

@@ -5,7 +5,7 @@ so each product is padded to a safe multiple of rows. What is safe differs by pr
 
     kernel    product of activations x with a weight w [out, in]
     onednn    oneDNN's inner product: chosen wherever PyTorch has it; pure from 2 rows on where it was tried. Few bf16 rows: jit.py, with
-              the same bits, on processors that multiply pairs of bf16 numbers
+              the same bits, on processors that multiply pairs of bf16 numbers, more of them jit_tiles.py
     upcast    the same in fp32, w converted block by block: for 16-bit weights on processors without 16-bit matrix units,
               where it is 2 to 10 times faster than the emulation and rounds once, at the end. Few rows: jit.py, with the same bits
     aten      torch.nn.functional.linear
@@ -25,7 +25,7 @@ from blake3 import blake3
 from torch.nn import functional
 
 from ..kv import PAGE_TOKENS
-from . import jit, jit_attention, jit_pairs
+from . import jit, jit_attention, jit_pairs, jit_tiles
 
 Kernel = Literal["onednn", "upcast", "aten"]
 Projection = tuple[torch.Tensor, "torch.Tensor | None"]  # weight [out, in] and bias [out]
@@ -35,7 +35,6 @@ _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
 _COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
 _CHAIN_ROWS = 6
-_PAIR_ROWS = 16  # more of them read the weights once per eight: the library is as fast
 _BLOCKS = (1 << 20, 512, 1024, 256, 384, 768, 192, 128, 1536, 2048)  # of inputs, the first one is all of them
 LEAST_WEIGHT = 2.0**-125  # of a key, beside a largest one of 1: what would be less is 0
 MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
@@ -156,20 +155,32 @@ def chain_block(ins: int, threads: int) -> int | None:
 
 
 def _pairs(weight: torch.Tensor, rows: int) -> int | None:
-    """In which blocks the compiled product of so few rows adds up, if it can take their place here."""
-    if weight.dtype != torch.bfloat16 or rows > _PAIR_ROWS or not jit.takes(weight, rows) or not jit.multiplies_pairs():
+    """In which blocks the compiled product of so many rows adds up, if it can take the library's place here."""
+    if weight.dtype != torch.bfloat16 or not jit.takes(weight, 1) or not jit.multiplies_pairs():
         return None
-    return pair_block(*weight.shape, torch.get_num_threads())
+    block = pair_block(*weight.shape, torch.get_num_threads())
+    return block if block and (rows <= jit.PASS or jit_tiles.takes(weight, block)) else None
+
+
+def _paired(flat: torch.Tensor, projections: Sequence[Projection], block: int) -> list[torch.Tensor]:
+    """Compiled products of flat [rows, ins]: few rows for their own sake, more of them by tiles."""
+    if len(flat) > jit.PASS:
+        return jit_tiles.products(flat, projections, block)
+    outs = [weight.shape[0] for weight, _ in projections]
+    wide = jit.product(flat, [weight for weight, _ in projections], block)
+    parts = wide.split(outs, 1)
+    return [(part if bias is None else part.add_(bias)).to(flat.dtype) for part, (_, bias) in zip(parts, projections)]
 
 
 @functools.cache
 def pair_block(outs: int, ins: int, threads: int) -> int | None:
     """`chain_block` of oneDNN's bf16 product, as a chain over pairs of inputs; None if no size gives its bits.
 
-    The second half of the inputs takes away what the first one adds, so that rounding is all that is left: no other order has its bits.
+    The second half of the inputs takes away what the first one adds, in another order (halves may be blocks), so that rounding is all that
+    is left: no other order has its bits.
     """
     x, weight = (_pattern(rows, ins // 2, torch.bfloat16, torch.device("cpu"), salt) for rows, salt in ((_CHAIN_ROWS, 3), (_COLUMNS, 5)))
-    x, weight = torch.cat((x, x), 1), torch.cat((weight, -weight), 1)
+    x, weight = torch.cat((x, x.roll(7, 1)), 1), torch.cat((weight, -weight.roll(7, 1)), 1)
     weight = weight.repeat(-(-min(outs, SINGLE_ROW_OUTS) // _COLUMNS), 1)[:outs].contiguous()
     bias = _pattern(1, len(weight), torch.bfloat16, torch.device("cpu"), 7)[0] * 2.0**-20
     expected = _product(x, weight, None), _product(x, weight, bias)
@@ -179,7 +190,7 @@ def pair_block(outs: int, ins: int, threads: int) -> int | None:
         return torch.equal(wide.to(x.dtype), expected[0]) and torch.equal(wide.add_(bias).to(x.dtype), expected[1])
 
     likely = sorted(_BLOCKS, key=lambda block: abs(block - ins / 2.5))
-    return next((block for block in likely if agrees(block)), None)
+    return next((block for block in likely if agrees(block)), None) if expected[0].any() else None
 
 
 @functools.cache
@@ -228,6 +239,11 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection]) 
     ):
         parts = _upcast_linears(x.reshape(-1, x.shape[-1]), projections)
         return [part.unflatten(0, x.shape[:-1]) if x.ndim != 2 else part for part in parts]
+    if kernel == "onednn" and x.device.type == "cpu" and x.dtype == torch.bfloat16:
+        flat = x.reshape(-1, x.shape[-1])
+        blocks = {_pairs(weight, len(flat)) for weight, _ in projections}
+        if len(blocks) == 1 and (block := blocks.pop()):
+            return [part.unflatten(0, x.shape[:-1]) if x.ndim != 2 else part for part in _paired(flat, projections, block)]
     return [_linear(kernel, x, weight, bias) for weight, bias in projections]
 
 
@@ -246,9 +262,6 @@ def _linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
     flat = x.reshape(-1, x.shape[-1])
     if kernel == "upcast" and weight.shape[0] >= SINGLE_ROW_OUTS:
         out = _vocabulary(flat, weight, bias)
-    elif kernel == "onednn" and (block := _pairs(weight, len(flat))):
-        wide = jit.product(flat, [weight], block)
-        out = (wide if bias is None else wide.add_(bias)).to(x.dtype)
     else:
         out = _product(flat.contiguous(), weight, bias)
     return out.view(*x.shape[:-1], weight.shape[0])
