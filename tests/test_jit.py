@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from agentcache.model import jit, jit_attention, numerics
-from agentcache.model.numerics import linear
+from agentcache.model import jit, jit_attention, numerics, products
+from agentcache.model.products import linear
 
 pytestmark = pytest.mark.skipif(jit.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
 TYPES = [torch.bfloat16, torch.float16]
@@ -16,7 +16,7 @@ TYPES = [torch.bfloat16, torch.float16]
 
 def large(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product that more rows take: in fp32, with the weight converted first."""
-    return numerics._product(x.float(), weight.float(), None)
+    return products.product_of_library(x.float(), weight.float(), None)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -27,7 +27,7 @@ def test_any_few_rows_equal_the_same_rows_of_a_large_product(
 ) -> None:
     threads(count)
     torch.manual_seed(ins)
-    block = numerics.chain_block(ins, count)
+    block = products.chain_block(ins, count)
     assert block is not None
     for outs in (64, 256, 1024):
         weight, x = torch.randn(outs, ins).to(dtype), torch.randn(128, ins).to(dtype)
@@ -69,7 +69,7 @@ def test_large_and_special_values() -> None:
     """Infinity and NaN come out where they belong, and nowhere else."""
     weight, x = torch.randn(64, 512).bfloat16(), torch.randn(3, 512).bfloat16()
     weight[7, 3], weight[9, 4] = float("inf"), float("nan")
-    block = numerics.chain_block(512, torch.get_num_threads())
+    block = products.chain_block(512, torch.get_num_threads())
     assert block
     out, expected = jit.product(x.float(), [weight], block), large(x, weight)
     assert torch.equal(out.nan_to_num(1.5, 2.5, 3.5), expected.nan_to_num(1.5, 2.5, 3.5))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentcache.model import jit, jit_code, jit_layer, jit_rows, numerics, steps
+from agentcache.model import jit, jit_code, jit_layer, jit_rows, products, steps
 
 pytestmark = pytest.mark.skipif(jit.kernels() is None, reason="products cannot be compiled here")
 SIZES: dict[str, Any] = {
@@ -30,7 +30,7 @@ def qwen3(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
 def made(model: Any, rows: int, agrees: jit_layer.Check = steps._agrees) -> jit_layer.Programs | None:
     with torch.inference_mode():
         threads = torch.get_num_threads()
-        return jit_layer.programs(model, rows, lambda ins: numerics.chain_block(ins, threads), agrees)
+        return jit_layer.programs(model, rows, lambda ins: products.chain_block(ins, threads), agrees)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])

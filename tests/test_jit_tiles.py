@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from agentcache.model import jit, jit_tiles, numerics
-from agentcache.model.numerics import linear, linears, pair_block
+from agentcache.model import jit, jit_tiles, products
+from agentcache.model.products import linear, linears, pair_block
 
 if not jit.multiplies_pairs():
     pytest.skip("this processor has no products of bf16 pairs, or has matrix units", allow_module_level=True)
@@ -39,12 +39,12 @@ def test_any_rows_equal_the_librarys(
     torch.manual_seed(outs)
     weight, bias = turned(outs, ins), torch.randn(outs).bfloat16() * 1e-6
     x = opposed(512, ins)
-    expected = {added is not None: numerics._product(x, weight, added) for added in (None, bias)}
+    expected = {added is not None: products.product_of_library(x, weight, added) for added in (None, bias)}
     assert expected[False].count_nonzero() > expected[False].numel() // 8
     block = pair_block(outs, ins, count)
     assert block is not None
-    monkeypatch.setattr(numerics, "_product", refuse)
-    for rows in (1, 2, 3, 8, 9, 12, 13, 70, 512) if jit_tiles.takes(weight, block) else (1, 2, 8):
+    monkeypatch.setattr(products, "product_of_library", refuse)
+    for rows in (1, 2, 3, 8, 9, 12, 13, 70, 512):
         for added in (None, bias):
             assert torch.equal(linear("onednn", x[-rows:], weight, added), expected[added is not None][-rows:]), rows
 
@@ -54,10 +54,12 @@ def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(jit.product(x[:4], [weight], 512), jit.product(x[:4], [weight], 1024))
     assert not torch.equal(jit_tiles.products(x, [(weight, None)], 512)[0], jit_tiles.products(x, [(weight, None)], 1024)[0])
     pair_block.cache_clear()
-    kept = numerics._product
-    monkeypatch.setattr(numerics, "_product", lambda x, weight, bias: kept(x.flip(1), weight.flip(1), bias))  # a library that begins behind
+    kept = products.product_of_library
+    monkeypatch.setattr(
+        products, "product_of_library", lambda x, weight, bias: kept(x.flip(1), weight.flip(1), bias)
+    )  # a library that begins behind
     assert pair_block(64, 2048, 1) is None
-    assert torch.equal(linear("onednn", x, weight), numerics._product(x, weight, None))
+    assert torch.equal(linear("onednn", x, weight), products.product_of_library(x, weight, None))
     pair_block.cache_clear()
 
 
@@ -67,7 +69,7 @@ def test_several_products_of_the_same_rows() -> None:
     for rows in (2, 40):
         x = torch.randn(rows, 256).bfloat16()
         for found, weight, bias in zip(linears("onednn", x, list(zip(weights, biases))), weights, biases):
-            assert torch.equal(found, numerics._product(x, weight, bias))
+            assert torch.equal(found, products.product_of_library(x, weight, bias))
             assert found.is_contiguous()  # heads are normalised in one pass where they lie together
 
 
@@ -76,11 +78,11 @@ def test_what_tiles_do_not_take_runs_as_before() -> None:
     assert jit_tiles.takes(weight, 512)
     for other in (weight[:100], weight[:, :1000], weight.t(), weight.float(), weight.half()):
         assert not jit_tiles.takes(other, 512)
-    assert not jit_tiles.takes(weight, 384)
+    assert not jit_tiles.takes(weight, 400)
     x = torch.randn(30, 1024).bfloat16()
     for odd in (weight[:100], weight[:, :1000].contiguous()):
         mine = x[:, : odd.shape[1]]
-        assert torch.equal(linear("onednn", mine, odd), numerics._product(mine, odd, None))
+        assert torch.equal(linear("onednn", mine, odd), products.product_of_library(mine, odd, None))
 
 
 def test_large_and_special_values() -> None:
@@ -90,7 +92,7 @@ def test_large_and_special_values() -> None:
         out = linear("onednn", x[:rows], weight)
         assert out[:, 9].isnan().all()
         assert out[[0, 1, 3], :7].isfinite().all()
-        assert torch.equal(out.isfinite(), numerics._product(x[:rows], weight, None).isfinite())
+        assert torch.equal(out.isfinite(), products.product_of_library(x[:rows], weight, None).isfinite())
 
 
 def test_many_threads_at_once() -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from agentcache.model import machine, numerics
+from agentcache.model import machine, numerics, products
 from agentcache.model.hf import HFModel
-from agentcache.model.numerics import Numerics, RowPureLinear, linear, probe
+from agentcache.model.numerics import Numerics, probe
+from agentcache.model.products import RowPureLinear, linear
 from tests import models
 
 CPU = torch.device("cpu")
@@ -107,7 +108,7 @@ def test_impure_attention_is_not_called_pure(forgetful: None, monkeypatch: pytes
 @pytest.mark.parametrize("kernel", ["onednn", "upcast", "aten"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_kernels_compute_a_product(kernel: Any, dtype: torch.dtype, biased: bool) -> None:
-    if kernel == "onednn" and not numerics._onednn_takes(dtype):
+    if kernel == "onednn" and not products.onednn_takes(dtype):
         pytest.skip("oneDNN has no code for this type here")
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(1100, 96).to(dtype)
     bias = torch.randn(1100).to(dtype) if biased else None
@@ -119,8 +120,8 @@ def test_kernels_compute_a_product(kernel: Any, dtype: torch.dtype, biased: bool
 
 def test_modules_run_on_the_kernel_only_inside_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    original = numerics.linear
-    monkeypatch.setattr(numerics, "linear", lambda kernel, *args, **kw: calls.append(kernel) or original(kernel, *args, **kw))
+    original = products.linear
+    monkeypatch.setattr(products, "linear", lambda kernel, *args, **kw: calls.append(kernel) or original(kernel, *args, **kw))
     module, x = torch.nn.Linear(16, 8), torch.ones(4, 16)
     with RowPureLinear("onednn"):
         module(x)

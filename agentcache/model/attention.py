@@ -18,7 +18,8 @@ import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
 from . import jit_attention, jit_pages, jit_pairs
-from .numerics import LEAST_WEIGHT, Numerics, attention_order, scratch
+from .numerics import LEAST_WEIGHT, Numerics, attention_order
+from .products import scratch
 
 _LEAST = -87.0  # its exponential is a normal number below LEAST_WEIGHT
 SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values

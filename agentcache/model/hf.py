@@ -25,7 +25,8 @@ from . import steps
 from .attention import Batch, Part
 from .family import Support, examine, support
 from .loading import load, one_device, unwrap
-from .numerics import SINGLE_ROW_OUTS, Numerics, RowPureLinear, by_itself, linear, probe
+from .numerics import Numerics, probe
+from .products import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .rope import Rotary
 
 __all__ = ["ATTENTION", "HFModel", "load"]

@@ -34,8 +34,7 @@ declare i32 @omp_get_thread_num()
 def takes(weight: torch.Tensor, block: int) -> bool:
     """Whether products with this weight, added up in such blocks of inputs, can run here."""
     outs, ins = weight.shape
-    block = min(block, ins)
-    fits = outs % TILE == 0 and ins % 32 == 0 and block & (block - 1) == 0 and block >= 32
+    fits = outs % TILE == 0 and ins % 32 == 0 and block % 32 == 0
     return fits and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous() and multiplies_pairs()
 
 
@@ -161,7 +160,7 @@ class _Product:
     def _fetch(self, line: str) -> None:
         """Asks for one line of the next block; the passes go over them again and again."""
         code = self.code
-        each = max(1, self.block // 32)  # lines of an output
+        each = 1 << (self.block // 32 - 1).bit_length()  # lines of an output, or some more
         row = code.do(f"and i64 {code.do(f'lshr i64 {line}, {each.bit_length() - 1}')}, {TILE - 1}")
         number = code.plus(code.do(f"mul i64 {row}, {self.ins}"), code.times(code.do(f"and i64 {line}, {each - 1}"), 32))
         code.say(f"call void @llvm.prefetch.p0(ptr {code.at(self.following, 'i16', number)}, i32 0, i32 2, i32 1)")

@@ -16,7 +16,7 @@ from torch import nn
 from . import jit_rows
 from .attention import Batch, Part, attend, attend_together, write
 from .jit_layer import Programs, programs
-from .numerics import Kernel, chain_block, linear, linears
+from .products import Kernel, chain_block, linear, linears
 
 
 def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
