@@ -505,3 +505,25 @@ def test_what_runs_with_reuse_off_leaves_nothing_on_disk_and_a_sorted_group_its_
         running.flush()
         (group,) = running.store.disk.index.groups()
         assert group.tools == ("alum", "zinc")
+
+
+def test_what_ends_in_another_prompt_is_read_as_far_as_it_is_ours(model: Any, tmp_path: Path) -> None:
+    """The last page of a stored prompt holds its own tail too: ours begins where that begins, in the page that was read, without a copy."""
+    mine = [*TURNS[:-1], {"role": "user", "content": "Another question. " + long_text(10, 5)}]
+    with engine(model=model, store=tmp_path / "store") as first:
+        first.generate(TURNS, sampling=decode())
+        assert first.flush()
+        spy = Spy(first)
+        first.generate(mine, sampling=decode(), reuse="off")
+        wanted = list(spy.logits)
+    with engine(model=model, store=tmp_path / "store") as second:
+        spy = Spy(second)
+        receipt = second.generate(mine, sampling=decode()).receipt
+        assert receipt.disk_tokens == receipt.cached_tokens > 512
+        assert receipt.cached_tokens % 512
+        assert receipt.copied_tokens == 0
+        assert equal(wanted, spy.logits)
+        spy.logits.clear()
+        again = second.generate(TURNS, sampling=decode()).receipt  # the other one's tail is still on disk
+        assert again.cached_tokens == again.prompt_tokens - 1
+        assert again.bitwise

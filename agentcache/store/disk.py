@@ -45,6 +45,11 @@ class Found:
     def bytes(self) -> int:
         return sum(row.bytes for row in self.rows)
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many tokens of each row continue the prompt: all but of the last one, which may end in another one's."""
+        return tuple(min(PAGE_TOKENS, self.tokens - at * PAGE_TOKENS) for at, _ in enumerate(self.rows, self.place))
+
 
 class Disk:
     """One process's hold on a store's folder. Thread safe. A folder that cannot be written is read."""
@@ -81,9 +86,10 @@ class Disk:
             tokens += run
         return Found(tuple(rows), whole, tokens) if tokens > known.tokens else None
 
-    def read(self, rows: Sequence[Row], pages: Sequence[Page], stop: threading.Event, progress: Callable[[int], None]) -> StoreError | None:
+    def read(self, found: Found, pages: Sequence[Page], stop: threading.Event, progress: Callable[[int], None]) -> StoreError | None:
         """Fill pages, every byte verified, and return the first thing that went wrong. Bad blobs are quarantined."""
-        jobs = [(row, page, row.tokens) for row, page in zip(rows, pages, strict=True)]
+        rows = found.rows
+        jobs = list(zip(rows, pages, found.counts, strict=True))
         errors = blob.read_many(self.folder, jobs, stop=stop, progress=progress)
         if stop.is_set():
             return None

@@ -112,7 +112,7 @@ class Fetch:
             )
             self._state = "ready"
             return
-        self._pages = pages = [cpu_page(self.spec, row.tokens) for row in found.rows]
+        self._pages = pages = [cpu_page(self.spec, count) for count in found.counts]
         self._over.clear()
         self._stop = stop = threading.Event()
         self._failed, self._read_bytes, self._read_began = None, 0, 0.0
@@ -130,7 +130,7 @@ class Fetch:
         """On a reading thread: fill the pages."""
         self._read_began = time.perf_counter()
         try:
-            self._failed = self.disk.read(found.rows, pages, stop, self._progress)
+            self._failed = self.disk.read(found, pages, stop, self._progress)
         except (OSError, MemoryError, RuntimeError) as error:  # a StoreError too: the index could not be told what was wrong
             self._failed = error
         finally:
@@ -163,12 +163,12 @@ class Fetch:
         found, took = self._found, (time.perf_counter() - self._read_began) * 1e3
         assert found is not None
         good = 0
-        while good < len(self._pages) and self._pages[good].filled == found.rows[good].tokens:
+        while good < len(self._pages) and self._pages[good].filled == found.counts[good]:
             good += 1
         stopped = self._stop.is_set()
         self._stop.set()
         if good:
-            self._keep(found, good, stopped)
+            self._keep(found, good)
             if not stopped:
                 self.disk.read_rate.learn(sum(row.bytes for row in found.rows[:good]), took)
         failed, self._failed, self._pages, self._found = self._failed, None, [], None
@@ -184,17 +184,16 @@ class Fetch:
         else:
             self._claim(self._known())
 
-    def _keep(self, found: Found, good: int, partial: bool) -> None:
+    def _keep(self, found: Found, good: int) -> None:
         known = self._known()
         if known.tokens // PAGE_TOKENS < found.place:
             return  # what they continue was evicted meanwhile
         rows, pages = found.rows[:good], self._pages[:good]
         before = found.place * PAGE_TOKENS
-        ids = self.ids[:before].tolist() + [token for row in rows for token in row.ids.tolist()]
-        entries = self.store.adopt(self.scope, ids, [*known.pages[: found.place], *pages], rows)
+        end = before + sum(found.counts[:good])
+        entries = self.store.adopt(self.scope, self.ids[:end].tolist(), [*known.pages[: found.place], *pages], rows)
         assert len(entries) == len(rows) or not entries
-        gained = found.tokens if not partial and good == len(found.rows) else before + sum(row.tokens for row in rows)
-        self.tokens += max(0, min(gained, len(self.ids) - 1) - known.tokens)
+        self.tokens += max(0, min(end, len(self.ids) - 1) - known.tokens)
         self.bytes += sum(row.bytes for row in rows)
 
     # -- from another process --------------------------------------------------------------------------------------

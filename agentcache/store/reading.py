@@ -237,7 +237,8 @@ class Filling:
             at += part.bytes
         keys, values = self.page.layer_keys[layer][:, :, : row.tokens], self.page.layer_values[layer][:, : row.tokens]
         if row.precision == "exact":
-            for target, stored_part in ((keys, found["keys"]), (values, found["values"])):
+            some = slice(self.tokens)
+            for target, stored_part in ((keys[..., some], found["keys"][..., some]), (values[:, some], found["values"][:, some])):
                 _bits(target)[...] = _bits(stored_part)  # not copy_: it would wake a team of threads in each of these threads
         else:
             lossy.dequantise(found, row.precision, keys, values)
@@ -253,7 +254,7 @@ class Filling:
         if self.blob is not None and self.stays:
             if keep:
                 self._take()
-        elif self.next:  # else nothing was written
+        elif self.next and (self.error or self.lies or self.row.precision != "exact"):  # else nothing was written behind them
             self.page.keys[..., keep : self.row.tokens] = 0
             self.page.values[..., keep : self.row.tokens, :] = 0
         self.page.filled = keep
