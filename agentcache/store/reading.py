@@ -32,6 +32,7 @@ from .keys import page_key
 from .schema import Row
 
 PIECE = 1 << 20  # bytes read, then hashed while they are still in a core's cache
+MAPPED_PIECE = 1 << 23  # what is mapped is hashed in larger ones: between two of them a thread waits for the interpreter
 TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # whole numbers of so many bytes
 Progress = Callable[[int], None]
@@ -107,7 +108,7 @@ class Blob:
     def check(self, layer: int, whole: memoryview, done: Progress) -> None:
         """Check a layer of a file that is mapped."""
         first, last = self.plan.at(layer), self.plan.at(layer + 1)
-        self._check(layer, (whole[at : min(last, at + PIECE)] for at in range(first, last, PIECE)), done)
+        self._check(layer, (whole[at : min(last, at + MAPPED_PIECE)] for at in range(first, last, MAPPED_PIECE)), done)
 
     def _check(self, layer: int, pieces: Iterable[memoryview], done: Progress) -> None:
         mac = blake3(layer_context(self.row, layer, self.plan.sealed), key=self.folder.key)
