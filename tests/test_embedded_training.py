@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from agentcache.bench.quality_world.dialogues import bundle
 from examples.embedded import evaluate, initial, stream
@@ -93,6 +94,21 @@ def test_a_resumed_run_steps_as_if_it_had_never_stopped(tmp_path: Path, muon: bo
     for (name, one), (_, other) in zip(whole[0].named_parameters(), again[0].named_parameters()):
         assert torch.equal(one, other), name
         assert torch.equal(whole[2].values[name], again[2].values[name]), name
+
+
+def test_what_is_exported_lies_between_the_mean_and_the_last_weights(tokenizer: Any, tmp_path: Path) -> None:
+    model = models.build(len(tokenizer), layers=1, hidden=64, mlp=64)
+    average = models.Average(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    models.save(tmp_path / "checkpoint.safetensors", model, [], average, {"step": 3})
+    for last, moved in ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0)):
+        state = models.export_checkpoint(tmp_path / "checkpoint.safetensors", tmp_path / str(last), tokenizer, last)
+        assert state == {"step": 3}
+        with safe_open(tmp_path / str(last) / "model.safetensors", "pt") as file:
+            for name in average.values:
+                assert torch.equal(file.get_tensor(name), (average.values[name] + moved).bfloat16()), name
 
 
 def test_an_update_of_muon_has_even_singular_values() -> None:

@@ -1,6 +1,7 @@
 """Makes the package's model folder from a training: python examples/embedded/export.py FOLDER [--quality quality.json] [--to DIR]
 
-FOLDER is what train.py writes to. The averaged weights go out in bf16 with tokenizer, chat template, model card and checksums.
+FOLDER is what train.py writes to. The mean of the last and the averaged weights goes out in bf16, with tokenizer, chat template, model card
+and checksums.
 --quality: what `agentcache bench quality --json` wrote for these weights; without it the card says that nothing was measured yet.
 """
 

@@ -275,10 +275,14 @@ def export(folder: Path, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def export_checkpoint(path: Path, folder: Path, tokenizer: Any) -> dict[str, Any]:
-    """A Hugging Face folder in bf16 of a checkpoint's averaged weights; returns the training's state."""
+def export_checkpoint(path: Path, folder: Path, tokenizer: Any, last: float = 0.5) -> dict[str, Any]:
+    """A Hugging Face folder in bf16 of a checkpoint; returns the training's state.
+
+    last: the share of its last weights in what is exported; the rest is the running mean, which lags where the rate has just fallen.
+    """
     with safe_open(path, "pt") as file:
-        tensors = {name.removeprefix("average."): file.get_tensor(name) for name in file.keys() if name.startswith("average.")}  # noqa: SIM118
+        names = [name.removeprefix("average.") for name in file.keys() if name.startswith("average.")]  # noqa: SIM118
+        tensors = {name: file.get_tensor(f"average.{name}").lerp(file.get_tensor(f"model.{name}"), last) for name in names}
         state: dict[str, Any] = json.loads(file.metadata()["state"])
     model = build(**_shape_of(tensors))
     model.load_state_dict(tensors, strict=False)  # the head is the embedding
