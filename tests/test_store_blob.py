@@ -119,7 +119,8 @@ def test_a_full_page_is_read_without_a_second_copy(folder: Folder, monkeypatch: 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_many_pages_by_several_threads(folder: Folder, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE", 1000)  # several pieces per layer
+    for name in ("PIECE", "MAPPED_PIECE"):
+        monkeypatch.setattr(reading, name, 1000)  # several pieces per layer
     originals = [page(seed=seed) for seed in range(4)]
     rows = [blob.write(folder, row(tokens=tokens, first=tokens), p) for tokens, p in zip((512, 512, 300, 7), originals)]
     edit(path(folder, rows[1]), lambda b: b.__setitem__(9000, b[9000] ^ 1))
