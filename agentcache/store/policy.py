@@ -17,6 +17,7 @@ SLACK = 0.005  # share of the computing time that may go into finding out that a
 LEAST_WAIT_MS = 10.0
 FIRST_BYTES = 2 << 20  # what is read before the first progress is heard of
 HUNG_MS = 5000.0  # nothing read at all for so long, where nobody knows what computing costs
+NOISE = 1.25  # by how much computing the same may take longer another time: what was given up shall not look worth it then
 SMALL_BYTES = 1 << 20  # a smaller load tells of latencies and not of a rate
 
 
@@ -39,7 +40,7 @@ class Rate:
     def forbid(self, load_bytes: int, compute_ms: float) -> None:
         """A load was given up: at most so fast that it is not worth trying again at once."""
         if load_bytes >= SMALL_BYTES:
-            most = load_bytes / (1.01 * compute_ms)
+            most = load_bytes / (NOISE * compute_ms)
             self.value, self.at = min(self.value or most, most), time.monotonic()
 
     @property
