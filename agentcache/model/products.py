@@ -34,6 +34,7 @@ BLOCKS = (1 << 20, 512, 1024, 256, 384, 768, 192, 128, 1536, 2048)  # of inputs,
 
 @functools.cache
 def onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's inner product has code for this type on this processor."""
     inner = _onednn_linear()
     if inner is None:
         return False
@@ -52,6 +53,7 @@ def _onednn_linear() -> Any:
 
 
 def product_of_library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [rows, ins] times weight [outs, ins] transposed, plus bias, by oneDNN; by PyTorch's own where that is not there."""
     inner = _onednn_linear()
     if inner is None:
         return functional.linear(x, weight, bias)
