@@ -55,6 +55,13 @@ def test_a_rate_that_forbids_is_tried_again_some_day() -> None:
     assert too_slow(1000, 1, Rate(1.0))
 
 
+def test_what_was_given_up_is_not_tried_again_because_computing_took_longer_once() -> None:
+    rate = Rate()
+    rate.forbid(100 * MB, 1000)
+    assert too_slow(100 * MB, 1200, rate)
+    assert not too_slow(100 * MB, 1300, rate)
+
+
 @pytest.mark.parametrize(
     ("elapsed", "read", "load", "compute", "rate", "given_up"),
     [

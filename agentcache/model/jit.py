@@ -77,13 +77,24 @@ def _wide(lanes: int, element: str, word: str, name: str) -> list[str]:
     return lines
 
 
+def _everywhere(lanes: int, kind: str, at: str, index: int) -> list[str]:
+    """IR that makes %xv{at}: number `index` of x, of this kind, in every lane."""
+    vector = f"<{lanes} x {kind}>"
+    return [
+        f"%xp{at} = getelementptr {kind}, ptr %xk, i64 {index}",
+        f"%xs{at} = load {kind}, ptr %xp{at}, align 4",
+        f"%xi{at} = insertelement {vector} poison, {kind} %xs{at}, i32 0",
+        f"%xv{at} = shufflevector {vector} %xi{at}, {vector} poison, <{lanes} x i32> zeroinitializer",
+    ]
+
+
 def _step(lanes: int, rows: int, element: str) -> tuple[list[str], list[str]]:
     """IR of one step: 2 * lanes products for each lane and row; also the names of the chains behind it."""
     floats, ints = f"<{lanes} x float>", f"<{lanes} x i32>"
     lines = []
     for i in range(lanes):
         lines += [f"%p{i} = getelementptr i8, ptr %w{i}, i64 %kb", f"%r{i} = load {ints}, ptr %p{i}, align 2"]
-        if element == PAIRS:  # the next tile, line after line: a fifth more than memory gives for sixteen rows at once
+        if element == PAIRS:  # the next tile, line after line: sixteen rows at once wait longer for memory
             lines += [f"%g{i} = add i64 %behind0, {64 * i}", f"%f{i} = getelementptr i8, ptr %w0, i64 %g{i}"]
         else:
             lines.append(f"%f{i} = getelementptr i8, ptr %p{i}, i64 512")
@@ -99,13 +110,8 @@ def _step(lanes: int, rows: int, element: str) -> tuple[list[str], list[str]]:
         for j, word in enumerate(words):
             for m in range(rows):
                 at = f"{m}_{j}"
-                lines += [
-                    f"%xp{at} = getelementptr i32, ptr %xk, i64 {j * rows + m}",
-                    f"%xs{at} = load i32, ptr %xp{at}, align 4",
-                    f"%xi{at} = insertelement {ints} poison, i32 %xs{at}, i32 0",
-                    f"%xv{at} = shufflevector {ints} %xi{at}, {ints} poison, {ints} zeroinitializer",
-                    f"%a{at} = call {floats} {_BOTH}({floats} {chains[m]}, {ints} %xv{at}, {ints} {word})",
-                ]
+                lines += _everywhere(lanes, "i32", at, j * rows + m)
+                lines.append(f"%a{at} = call {floats} {_BOTH}({floats} {chains[m]}, {ints} %xv{at}, {ints} {word})")
                 chains[m] = f"%a{at}"
         return lines, chains
     for j, word in enumerate(words):
@@ -113,13 +119,8 @@ def _step(lanes: int, rows: int, element: str) -> tuple[list[str], list[str]]:
         for half in (0, 1):
             for m in range(rows):
                 at = f"{m}_{j}_{half}"
-                lines += [
-                    f"%xp{at} = getelementptr float, ptr %xk, i64 {(2 * j + half) * rows + m}",
-                    f"%xs{at} = load float, ptr %xp{at}, align 4",
-                    f"%xi{at} = insertelement {floats} poison, float %xs{at}, i32 0",
-                    f"%xv{at} = shufflevector {floats} %xi{at}, {floats} poison, <{lanes} x i32> zeroinitializer",
-                    f"%a{at} = call {floats} @llvm.fma.v{lanes}f32({floats} %xv{at}, {floats} %v{j}_{half}, {floats} {chains[m]})",
-                ]
+                lines += _everywhere(lanes, "float", at, (2 * j + half) * rows + m)
+                lines.append(f"%a{at} = call {floats} @llvm.fma.v{lanes}f32({floats} %xv{at}, {floats} %v{j}_{half}, {floats} {chains[m]})")
                 chains[m] = f"%a{at}"
     return lines, chains
 
