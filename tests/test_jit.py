@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -121,3 +123,18 @@ def test_attention_takes_only_what_it_can() -> None:
     assert jit_attention.takes(2, keys)
     for other, rows in ((keys, jit.MOST_ROWS + 1), (keys.float(), 2), (keys[:, :90], 2)):
         assert not jit_attention.takes(rows, other)
+
+
+def test_a_kernel_is_compiled_once_whoever_asks_first() -> None:
+    found, written = jit.kernels(), []
+    assert found is not None
+
+    def source() -> str:
+        written.append(1)
+        time.sleep(0.05)
+        return "define void @share(ptr %args) {\n  ret void\n}"
+
+    with ThreadPoolExecutor(20) as pool:
+        addresses = list(pool.map(lambda _: found.compiled("asked by twenty", source), range(20)))
+    assert len(written) == 1
+    assert len(set(addresses)) == 1

@@ -133,3 +133,11 @@ def test_doctor_names_every_type() -> None:
     report = machine.describe()
     assert {"float32", "bfloat16", "float16", "threads", "not bitwise"} <= set(report)
     assert all(report[name]["linear rows padded to"] >= 2 for name in ("float32", "bfloat16", "float16"))
+
+
+@TYPES
+def test_what_is_probed_with_is_what_every_machine_makes(dtype: torch.dtype) -> None:
+    rows, columns, salt = 40, 12_288, 71
+    grid = torch.arange(rows)[:, None] * 7919 + torch.arange(columns)[None] * 104_729 + salt
+    expected = ((grid * grid + grid) % 65_521).double() / 32_760.5 - 1
+    assert torch.equal(products.pattern(rows, columns, dtype, CPU, salt), expected.to(dtype))

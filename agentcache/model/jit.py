@@ -17,12 +17,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import torch
+
+try:
+    from llvmlite import binding
+except ImportError:
+    binding = None
 
 ROWS = (1, 2, 4, 8)  # rows of one pass over a tile's weights: more need more registers than there are
 PASS = ROWS[-1]
@@ -243,30 +249,30 @@ def _source(lanes: int, rows: int, element: str) -> str:
 class _Kernels:
     """Compiled kernels by rows and type; they live as long as the process."""
 
-    def __init__(self, binding: Any, team: Any, lanes: int) -> None:
+    def __init__(self, team: Any, lanes: int) -> None:
         self.lanes = lanes
-        self._binding = binding
         self._team = team
-        self._machine = binding.Target.from_default_triple().create_target_machine(
-            cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3
-        )
         self._features = binding.get_host_cpu_features()
+        host = binding.Target.from_default_triple()
+        self._machine = host.create_target_machine(cpu=binding.get_host_cpu_name(), features=self._features.flatten(), opt=3)
         self._engines: list[Any] = []
         self._compiled: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def has(self, feature: str) -> bool:
         """Whether the processor has it, by LLVM's name."""
         return bool(self._features.get(feature))
 
     def compiled(self, name: str, source: Callable[[], str]) -> int:
-        """The address of `share` in this module, compiled once."""
+        """The address of `share` in this module, compiled once, by whichever thread asks first."""
         if name not in self._compiled:
-            module = self._binding.parse_assembly(source())
-            module.verify()
-            engine = self._binding.create_mcjit_compiler(module, self._machine)
-            engine.finalize_object()
-            self._engines.append(engine)
-            self._compiled[name] = engine.get_function_address("share")
+            with self._lock:
+                if name not in self._compiled:
+                    module = binding.parse_assembly(source())
+                    module.verify()
+                    self._engines.append(binding.create_mcjit_compiler(module, self._machine))
+                    self._engines[-1].finalize_object()
+                    self._compiled[name] = self._engines[-1].get_function_address("share")
         return self._compiled[name]
 
     def product(self, rows: int, element: str) -> int:
@@ -282,11 +288,7 @@ class _Kernels:
 def kernels() -> _Kernels | None:
     """The compiler, if everything it needs is here."""
     runtimes = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-    try:
-        from llvmlite import binding
-    except ImportError:
-        return None
-    if not runtimes:
+    if binding is None or not runtimes:
         return None
     runtime = ctypes.CDLL(str(runtimes[0]))  # loaded already, by torch: the same threads
     team = runtime.GOMP_parallel
@@ -298,7 +300,7 @@ def kernels() -> _Kernels | None:
     has = binding.get_host_cpu_features()
     if not (has.get("fma") and has.get("f16c")):
         return None
-    return _Kernels(binding, team, 16 if has.get("avx512f") and has.get("avx512bw") else 8)
+    return _Kernels(team, 16 if has.get("avx512f") and has.get("avx512bw") else 8)
 
 
 def takes(weight: torch.Tensor, rows: int) -> bool:

@@ -11,7 +11,6 @@ from .jit_ir import Code, Names, every
 ROWS = (1, 2, 4, 6)  # accumulated at once: what registers hold beside the loaded keys
 WIDE = {1: 8, 2: 8, 4: 4, 6: 4}  # by rows: vectors of 16 slots or channels
 SPAN = 128  # slots: what is looked at begins and ends at a multiple of it
-_TOGETHER = 64  # slots of a row whose scores are looked at in one turn
 FIELDS = 19
 _W = "<16 x i32>"
 _BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
@@ -200,7 +199,7 @@ class Task:
             code.say(f"store {code.floats} zeroinitializer, ptr {code.at(sums, 'float', str(channel))}, align 4")
         position = self._position(self._at(index))
         since = self._seen_from(position)
-        whole = code.do(f"and i64 {code.do(f'sub i64 {code.plus(position, 1)}, {self.low}')}, {-_TOGETHER}")  # slots that are all seen
+        whole = code.do(f"and i64 {code.do(f'sub i64 {code.plus(position, 1)}, {self.low}')}, {-16}")  # slots that are all seen
         whole = code.do(f"select i1 {code.do(f'icmp sgt i64 {since}, {self.low}')}, i64 0, i64 {whole}")
         seen = self._masked(line, whole, position, since)
         top = code.all_lanes(code.do(f"call float @llvm.vector.reduce.fmax.v16f32({code.floats} {self._most(line, whole, seen)})"))
@@ -212,11 +211,9 @@ class Task:
             return code.both("fadd", total, value)
 
         def plainly(slot: str, carried: Names) -> Names:
-            for at in [code.plus(slot, 16 * u) for u in range(_TOGETHER // 16)]:
-                carried = [weight(at, code.load(code.at(line, "float", at)), carried[0])]
-            return carried
+            return [weight(slot, code.load(code.at(line, "float", slot)), carried[0])]
 
-        total = code.loop(whole, _TOGETHER, [(code.floats, "zeroinitializer")], plainly)[0]
+        total = code.loop(whole, 16, [(code.floats, "zeroinitializer")], plainly)[0]
         rest = code.do(f"sub i64 {self.slots}, {whole}")
         total = code.loop(rest, 16, [(code.floats, total)], lambda slot, carried: [weight(*seen(slot), carried[0])])[0]
         sum_ = code.do(f"extractelement {code.floats} {total}, i32 0")
@@ -256,12 +253,9 @@ class Task:
             return code.do(f"select <16 x i1> {more}, {code.floats} {value}, {code.floats} {most}")
 
         def plainly(slot: str, carried: Names) -> Names:
-            return [larger(code.load(code.at(line, "float", code.plus(slot, 16 * u))), most) for u, most in enumerate(carried)]
+            return [larger(code.load(code.at(line, "float", slot)), carried[0])]
 
-        least = (code.floats, every(16, -math.inf))
-        most, *others = code.loop(whole, _TOGETHER, [least] * (_TOGETHER // 16), plainly)
-        for other in others:
-            most = larger(other, most)
+        most = code.loop(whole, 16, [(code.floats, every(16, -math.inf))], plainly)[0]
         rest = code.do(f"sub i64 {self.slots}, {whole}")
         return code.loop(rest, 16, [(code.floats, most)], lambda slot, carried: [larger(seen(slot)[1], carried[0])])[0]
 

@@ -20,6 +20,7 @@ from .products import BLOCKS, CHAIN_ROWS, COLUMNS, UPCAST_BLOCK, Kernel, linear,
 
 _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
+_EVEN = tuple(rows for rows in _ROWS if rows % _CANDIDATES[0] == 0)  # others are padded whatever is found
 LEAST_WEIGHT = 2.0**-125  # of a key, beside a largest one of 1: what would be less is 0
 MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
 
@@ -112,7 +113,7 @@ def _probe_linear(kernel: Kernel, widths: tuple[int, ...], dtype: torch.dtype, d
         weight = pattern(COLUMNS, width, dtype, device, salt)
         x = pattern(MAX_ROWS if salt == 0 else _ROWS[-1], width, dtype, device, salt + 1)
         full = _probed_product(kernel, x, weight)
-        impure |= _impure(lambda a, b, x=x, w=weight: _probed_product(kernel, x[a:b].contiguous(), w), full, _ROWS)
+        impure |= _impure(lambda a, b, x=x, w=weight: _probed_product(kernel, x[a:b].contiguous(), w), full, _EVEN)
         seen.update(full[:32].float().cpu().numpy().tobytes())
     return impure
 
@@ -126,10 +127,10 @@ def _probe_attention(heads: int, head_dim: int, dtype: torch.dtype, device: torc
     impure: set[int] = set()
     for left, right in ((queries, keys), (weights, values)):
         full = torch.bmm(left, right)
-        impure |= _impure(lambda a, b, x=left, y=right: torch.bmm(x[:, a:b].contiguous(), y), full, _ROWS)
+        impure |= _impure(lambda a, b, x=left, y=right: torch.bmm(x[:, a:b].contiguous(), y), full, _EVEN)
         one = torch.cat([torch.bmm(left[h : h + 1].contiguous(), right[h : h + 1]) for h in range(heads)])
         if not torch.equal(one, full):
-            impure |= set(_ROWS)  # how many heads run together must not matter either
+            impure |= set(_EVEN)  # how many heads run together must not matter either
         seen.update(full[:, :32].float().cpu().numpy().tobytes())
     return impure
 
@@ -156,12 +157,12 @@ def _probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], he
     pairs = not widen and jit_pairs.takes(dtype, device, head_dim)
     seen = blake3(f"{kernel} {widen} {pairs} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
     with torch.inference_mode():
-        rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _ROWS)
+        rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _EVEN)
         if pairs:
             query_rows = None if _probe_pairs(min(heads, 4), head_dim, seen) else 1
         else:
             wide = torch.float32 if widen else dtype
-            query_rows = _safe_multiple(_probe_attention(min(heads, 4), head_dim, wide, device, seen), _ROWS)
+            query_rows = _safe_multiple(_probe_attention(min(heads, 4), head_dim, wide, device, seen), _EVEN)
     return Numerics(
         kernel=kernel,
         widen=widen,

@@ -29,6 +29,7 @@ SINGLE_ROW_OUTS = 16384  # upcast weights with more outputs (a vocabulary) see f
 UPCAST_BLOCK = 1024  # rows of a weight converted at a time: fits the second-level cache, and large enough to amortise a call
 COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
 CHAIN_ROWS = 6
+_PRIME = 65521  # below 2^16
 BLOCKS = (1 << 20, 512, 1024, 256, 384, 768, 192, 128, 1536, 2048)  # of inputs, the first one is all of them
 
 
@@ -75,8 +76,15 @@ def scratch(name: str, elements: int, dtype: torch.dtype = torch.float32) -> tor
 
 def pattern(rows: int, columns: int, dtype: torch.dtype, device: torch.device, salt: int) -> torch.Tensor:
     """Numbers in [-1, 1] that every machine makes alike, whose products do not add up exactly in any order."""
-    grid = torch.arange(rows, dtype=torch.int64)[:, None] * 7919 + torch.arange(columns, dtype=torch.int64)[None] * 104729 + salt
-    return ((grid * grid + grid) % 65521).double().div_(32760.5).sub_(1).to(dtype).to(device)
+    down, along = (torch.arange(rows) * 7919 + salt) % _PRIME, torch.arange(columns) * 104729 % _PRIME
+    return _numbers(dtype)[down[:, None] + along].to(device)
+
+
+@functools.cache
+def _numbers(dtype: torch.dtype) -> torch.Tensor:
+    """What `pattern` draws from: of g in [0, 2 · prime), ((g² + g) mod prime) · 2 / prime - 1."""
+    at = torch.arange(2 * _PRIME)
+    return ((at * at + at) % _PRIME).double().div_(_PRIME / 2).sub_(1).to(dtype)
 
 
 def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
