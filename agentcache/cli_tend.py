@@ -62,6 +62,8 @@ def prune(
 
     with said_plainly():
         _one_purpose(max_size, group, everything, older_than, namespace)
+        if fingerprint is not None and group is None:
+            raise ConfigError("--fingerprint says which of several groups of one name is meant: it goes with --group")
         most = None if max_size is None else bytes_of(max_size, "--max-size")
         age = None if older_than is None else seconds_of(older_than, "--older-than")
         with opened(store) as (folder, index):

@@ -86,31 +86,31 @@ class Engine:
         redact: bool = False,
         strict: bool | None = None,
     ) -> None:
-        if chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be at least 1")
-        _check_reuse(reuse)
+        if type(chunk_tokens) is not int or chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be a whole number, at least 1")
+        self.reuse: Reuse = _check_reuse(reuse)
         if load_in_4bit and load_in_8bit:
             raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
-        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        own_name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        self.name = model if isinstance(model, str) else str(own_name)
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
         loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=4 if load_in_4bit else 8 if load_in_8bit else None)
-        self.store = Store.open(*budgets(device, memory_bytes), None if reuse == "off" else store)
-        self.name = str(name)
-        self.reuse: Reuse = reuse
-        self.redact = redact
-        self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
         self.model = HFModel(loaded)
         self.fingerprint = Fingerprint(self.model.model, self.model.numerics.kernel) if self.model.numerics else None
+        try:
+            self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else store)
+        except BaseException:
+            self.model.close()
+            raise
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
-        self._calibration = calibration
-        self._texts = TokenTexts(self.tokenizer)
+        # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
+        self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model, self.fingerprint)
+        self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
+        self._texts, self._calibration = TokenTexts(self.tokenizer), calibration
         if reuse == "approximate" or calibration is not None:
             self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
-        self._misses = Misses()
-        self._closed = False
-        # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
-        self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model, self.fingerprint)
+        self._misses, self._closed, self.redact = Misses(), False, redact
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
 

@@ -20,6 +20,7 @@
     │   ├── StoreFormatError        written by another version, or encrypted with another key
     │   ├── StorePermissionError    its folder belongs to, or is open to, somebody else
     │   ├── StoreCorruptError       its index is damaged
+    │   ├── StoreBusyError          its index was locked for too long
     │   ├── StoreFullError          the disk or the budget is full
     │   └── BlobError               one page is damaged, cut short or not ours
     └── EngineClosedError           the engine was closed                              (also RuntimeError)
@@ -48,6 +49,7 @@ __all__ = [
     "OutOfMemoryError",
     "PromptError",
     "ReuseWarning",
+    "StoreBusyError",
     "StoreCorruptError",
     "StoreError",
     "StoreFormatError",
@@ -57,6 +59,9 @@ __all__ = [
     "TemplateError",
     "ToolSchemaError",
 ]
+
+# What code of models, tokenizers and disks may raise. A fault must reach its own request, not the thread that serves the others.
+FAULTS = (Exception,)
 
 
 class AgentCacheError(Exception):
@@ -155,6 +160,10 @@ class StorePermissionError(StoreError):
 
 class StoreCorruptError(StoreError):
     """The index of the store is damaged; it can be made again from the pages."""
+
+
+class StoreBusyError(StoreError):
+    """Other processes kept the index of the store locked for too long."""
 
 
 class StoreFullError(StoreError):

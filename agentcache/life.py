@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from .errors import AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError
+from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError
 from .inflight import Chunk, Done, Progress, Request
 from .kv import PAGE_TOKENS, Sequence
 from .plan import make
 from .receipt import Receipt
-from .runner import FAULTS, Outcome, Runner, StockSequence
+from .runner import Outcome, Runner, StockSequence
 from .segments import Segments
 from .store.entry import Match
 from .store.keys import Scope
@@ -269,9 +269,10 @@ class Life:
         sequence, at = request.sequence, len(request.ids)
         if isinstance(sequence, Sequence):
             at = sequence.length
-            if request.scope and request.plan:
-                since = request.plan.cached_tokens
-                self.store.forget(request.scope, request.array(), since, sequence.pages[since // PAGE_TOKENS :])
+            if request.plan:
+                since = request.plan.prefix_tokens
+                for scope in filter(None, (request.near, request.scope)):
+                    self.store.forget(scope, request.array(), since, sequence.pages[since // PAGE_TOKENS :])
             sequence.withdraw(min(request.kept, sequence.length))
         return NonFiniteLogitsError(f"NaN or infinite {what} behind token {at}: nothing of this request was kept")
 

@@ -64,6 +64,11 @@ class Plan:
     segments: tuple[Segment, ...] = ()
 
     @property
+    def prefix_tokens(self) -> int:
+        """How many tokens the longest exact prefix gives."""
+        return next((step.stop for step in self.steps if isinstance(step, Attach) and step.source == "prefix"), 0)
+
+    @property
     def cached_tokens(self) -> int:
         """How many tokens are attached in all layers."""
         return sum(step.stop - step.start for step in self.steps if isinstance(step, Attach) and step.layers is None)

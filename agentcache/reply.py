@@ -41,7 +41,8 @@ def expect(
             guide = grammars.guide(constraint, listed, layout.text)
         except AgentCacheError as error:  # nobody asked for it: the request goes on without
             constraint = None
-            request.receipt.notes.append(f"calls are not held to their schemas: {error}")
+            why = "(redacted)" if request.receipt.redacted else str(error)  # it names a tool, and shows its schema
+            request.receipt.notes.append(f"calls are not held to their schemas: {why}")
     elif constraint is not None:
         guide = grammars.guide(constraint, listed, layout.text)
     if constraint is None:

@@ -11,32 +11,16 @@ from typing import Any
 
 import torch
 
-from .errors import GenerationError, OutOfMemoryError
+from .errors import FAULTS, GenerationError, OutOfMemoryError
 from .kv import PAGE_TOKENS, Ahead, Page, Piece, Sequence
 from .model.attention import Part
 from .model.hf import HFModel
 from .model.numerics import MAX_ROWS
+from .model.openmp import settle
 from .model.rope import turn
 from .plan import Attach
 
 log = logging.getLogger("agentcache")
-
-# What code of models and tokenizers may raise. A fault must reach its own request, not the thread that serves the others.
-FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    BufferError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    NameError,
-    OSError,
-    ReferenceError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -150,9 +134,7 @@ class Runner:
 
     def follow_threads(self) -> None:
         """Make this thread compute with the number of threads the process asks for now; other threads may mean other numerics."""
-        wanted = process_threads()
-        if wanted != torch.get_num_threads():
-            torch.set_num_threads(wanted)
+        settle(process_threads())
 
     @torch.no_grad()  # not inference mode: pages made here are written outside of it, too
     def attach(self, sequence: Sequence, steps: list[Attach], sources: list[Source], regime: str, held: bool = False) -> None:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .errors import ReuseWarning
+from .errors import FAULTS, ReuseWarning
 from .inflight import Request
 from .kv import PAGE_TOKENS, Page, Sequence
-from .runner import FAULTS, Runner, Work
+from .runner import Runner, Work
 from .segments import Segments
 from .store.keys import Ids, Scope
 from .store.store import Store

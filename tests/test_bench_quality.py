@@ -18,6 +18,7 @@ from agentcache.bench.quality_cases import Case, Right
 from agentcache.bench.quality_score import Ratio, Said
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
+from examples.embedded import checkpoints
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 
@@ -30,7 +31,7 @@ CELL = quality.Options(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
     tokenizer = tokenizers.train(vocab=700, count=12)
-    models.export(made, models.build(len(tokenizer), layers=2, hidden=64, mlp=64), tokenizer)
+    checkpoints.export(made, models.build(len(tokenizer), layers=2, hidden=64, mlp=64), tokenizer)
     return made
 
 

@@ -15,7 +15,7 @@ from agentcache.bench.quality_world.dialogues import bundle, messages
 from agentcache.engine import Engine
 from agentcache.errors import ModelLoadError
 from agentcache.types import Sampling
-from examples.embedded import card, export
+from examples.embedded import card, checkpoints, export
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         one.step()
     average.add(model, 0)
     state = {"step": 1, "packs": 2, "tokens": 3_000_000, "targets": 1_000_000, "hours": 0.5}
-    models.save(folder / "checkpoint.safetensors", model, using, average, state)
+    checkpoints.save(folder / "checkpoint.safetensors", model, using, average, state)
     return folder
 
 
@@ -65,7 +65,7 @@ def test_the_export_is_whole_and_lies_half_way_between_the_averaged_and_the_last
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.config.model_type == "qwen3"
     assert loaded.dtype is torch.bfloat16
-    assert models.size(folder) == sum(p.numel() for p in loaded.parameters())
+    assert checkpoints.size(folder) == sum(p.numel() for p in loaded.parameters())
     with safe_open(trained / "checkpoint.safetensors", "pt") as file:
         name = "model.layers.1.mlp.up_proj.weight"
         mean, last = file.get_tensor(f"average.{name}"), file.get_tensor(f"model.{name}")
@@ -146,12 +146,12 @@ def test_the_card_says_what_was_measured_and_what_falls_short() -> None:
 def test_training_goes_on_from_an_exported_folder(folder: Path, trained: Path) -> None:
     model = models.build(700, layers=2, hidden=64, mlp=64, seed=5)
     average = models.Average(model)
-    state = models.begin_from(folder, model, average)
+    state = checkpoints.begin_from(folder, model, average)
     assert state == {"step": 1, "packs": 2, "tokens": 3_000_000, "targets": 1_000_000, "hours": 0.5}
     name, weight = next(iter(model.named_parameters()))
     assert torch.equal(weight, average.values[name])
     again = models.build(700, layers=2, hidden=64, mlp=64)
-    models.restore(trained / "checkpoint.safetensors", again, models.optimizers(again, 1e-3, muon=True), mean := models.Average(again))
+    checkpoints.restore(trained / "checkpoint.safetensors", again, models.optimizers(again, 1e-3, muon=True), mean := models.Average(again))
     last = dict(again.named_parameters())[name]
     assert torch.equal(weight, mean.values[name].lerp(last, 0.5).bfloat16().float())
 
@@ -160,7 +160,7 @@ def test_training_goes_on_from_an_exported_folder(folder: Path, trained: Path) -
 def test_the_shipped_model_is_whole_small_and_has_a_card() -> None:
     folder = embedded.checked(embedded._FOLDER)
     assert (folder / "model.safetensors").stat().st_size <= 16_000_000
-    assert models.size(folder) <= 8_000_000
+    assert checkpoints.size(folder) <= 8_000_000
     text = (folder / "README.md").read_text("utf-8")
     assert "## Figures" in text
     assert "## Limits" in text

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from agentcache.bench.quality_world.dialogues import bundle
-from examples.embedded import evaluate, initial, stream
+from examples.embedded import checkpoints, evaluate, initial, stream
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 from examples.embedded.packing import Encoder, pack, samples_of
@@ -86,14 +86,51 @@ def test_a_resumed_run_steps_as_if_it_had_never_stopped(tmp_path: Path, muon: bo
     whole = fresh(0)
     for number in range(2):
         step(*whole, number)
-    models.save(tmp_path / "checkpoint.safetensors", *whole, {"step": 2})
+    checkpoints.save(tmp_path / "checkpoint.safetensors", *whole, {"step": 2})
     again = fresh(1)
-    assert models.restore(tmp_path / "checkpoint.safetensors", *again) == {"step": 2}
+    assert checkpoints.restore(tmp_path / "checkpoint.safetensors", *again) == ({"step": 2}, False)
     for run in (whole, again):
         step(*run, 2)
     for (name, one), (_, other) in zip(whole[0].named_parameters(), again[0].named_parameters()):
         assert torch.equal(one, other), name
         assert torch.equal(whole[2].values[name], again[2].values[name]), name
+
+
+@pytest.mark.parametrize("muon", [True, False])
+def test_heads_become_twice_as_wide_and_the_model_stays_what_it_was(tmp_path: Path, muon: bool) -> None:
+    def fresh(head_dim: int, seed: int) -> tuple[Any, models.Optimizers, models.Average]:
+        model = models.build(64, layers=2, hidden=64, mlp=64, heads=4, kv_heads=2, head_dim=head_dim, seed=seed)
+        return model, models.optimizers(model, 1e-2, muon), models.Average(model)
+
+    narrow, using, average = fresh(16, 0)
+    with torch.no_grad():
+        for number, (name, value) in enumerate(narrow.named_parameters()):
+            value.mul_(3.0 if "proj" in name else 1.0)  # attention that looks at something
+            value.grad = torch.full_like(value, 1e-3)
+            average.values[name].mul_(1 + 0.01 * number)
+    for one in using:
+        one.step()
+    checkpoints.save(tmp_path / "checkpoint.safetensors", narrow, using, average, {"step": 7})
+    wide = fresh(32, 1)
+    assert checkpoints.restore(tmp_path / "checkpoint.safetensors", *wide) == ({"step": 7}, True)
+
+    ids = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(0))
+    for swapped in (False, True):
+        with torch.inference_mode():
+            one, other = narrow(ids).logits, wide[0](ids).logits
+        assert (one - other).norm() < 0.1 * one.norm()
+        average.swap(narrow)
+        wide[2].swap(wide[0])
+        assert swapped or (one - narrow(ids).logits).norm() > 0.1 * one.norm()
+
+    kept = {name for name, value in wide[0].named_parameters() if any(value in one.state for one in wide[1])}
+    assert kept == {name for name, _ in narrow.named_parameters() if ".self_attn." not in name}
+    for value in wide[0].parameters():
+        value.grad = torch.ones_like(value)
+    for one in wide[1]:
+        one.step()
+    with pytest.raises(ValueError, match="head_dim=48"):
+        checkpoints.wider(dict(narrow.named_parameters()), 48)
 
 
 def test_what_is_exported_lies_between_the_mean_and_the_last_weights(tokenizer: Any, tmp_path: Path) -> None:
@@ -102,9 +139,9 @@ def test_what_is_exported_lies_between_the_mean_and_the_last_weights(tokenizer: 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    models.save(tmp_path / "checkpoint.safetensors", model, [], average, {"step": 3})
+    checkpoints.save(tmp_path / "checkpoint.safetensors", model, [], average, {"step": 3})
     for last, moved in ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0)):
-        state = models.export_checkpoint(tmp_path / "checkpoint.safetensors", tmp_path / str(last), tokenizer, last)
+        state = checkpoints.export_checkpoint(tmp_path / "checkpoint.safetensors", tmp_path / str(last), tokenizer, last)
         assert state == {"step": 3}
         with safe_open(tmp_path / str(last) / "model.safetensors", "pt") as file:
             for name in average.values:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import pytest
 import torch
 
 from agentcache import Engine, Message, Reason, Sampling
-from agentcache.errors import ConfigError
+from agentcache.errors import CalibrationError, ConfigError, GenerationError, StoreError
+from agentcache.store.database import alone
+from agentcache.store.folder import Folder
 from tests import models
-from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool
+from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, until
 
 TURNS = chat("What is the wind?", "North, four.", "And the tide? " + long_text(30))
 
@@ -243,3 +247,65 @@ def test_a_process_that_closes_nothing_ends_well_and_keeps_its_pages(tmp_path: P
     with Engine(str(model_folder), store=str(tmp_path / "store")) as running:
         found = running.generate("tide " * 700, sampling=Sampling(max_tokens=2)).receipt
     assert found.disk_tokens == found.prompt_tokens - 1 > 512
+
+
+class Odd(Exception):
+    """Of a kind that nobody catches by name."""
+
+
+def test_an_exception_of_any_kind_ends_its_own_request() -> None:
+    def odd(_: torch.Tensor) -> None:
+        raise Odd("from the caller")
+
+    with engine() as running:
+        other = running.stream(chat("a long answer"), sampling=decode(60))
+        next(other)
+        with pytest.raises(GenerationError, match="from the caller"):
+            running.generate(chat("x"), sampling=decode(3), on_logits=odd)
+        assert len(other.completion.ids) == 60
+        assert len(running.generate(chat("y"), sampling=decode(3)).ids) == 3
+
+
+@pytest.mark.parametrize("tokens", [2.5, 0, -1, True, "512"])
+def test_chunks_are_whole_numbers(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens="), engine(chunk_tokens=tokens):
+        pass
+
+
+def test_an_engine_that_could_not_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = models.build("granite", torch.float32)
+    before, threads = model.config._attn_implementation, {thread.name for thread in threading.enumerate()}
+    with pytest.raises(CalibrationError):
+        Engine(model, models.toy_tokenizer(), store=tmp_path / "store", reuse="approximate")
+    gc.collect()
+    assert until(lambda: {thread.name for thread in threading.enumerate()} <= threads)
+    assert model.config._attn_implementation == before
+    os.close(alone(Folder.open(tmp_path / "store")))
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError):
+        Engine(model, models.toy_tokenizer(), store=tmp_path / "file")
+    assert model.config._attn_implementation == before
+
+
+def test_memory_is_that_of_the_device_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("agentcache.engine.budgets", lambda device, memory: (asked.append(device), (1 << 20, 0))[1])
+    with engine():
+        assert asked == ["cpu"]
+
+
+@pytest.mark.parametrize("given", ["OMP_THREAD_LIMIT=1", "OMP_DYNAMIC=true"])
+def test_a_team_smaller_than_pytorch_counts_on(given: str) -> None:
+    """PyTorch's own bf16 products are wrong there."""
+    code = (
+        "import torch\ntorch.set_num_threads(2)\nfrom agentcache import Engine, Sampling\n"
+        "with Engine('embedded', store=None) as running:\n"
+        "    print(running.generate('What is 3 times 4? ' * 60, sampling=Sampling(max_tokens=4)).ids)"
+    )
+
+    def run(**more: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **more}, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    name, _, value = given.partition("=")
+    assert run(**{name: value}) == run()

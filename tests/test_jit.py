@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from agentcache.model import jit, jit_attention, numerics, products
+from agentcache.model import jit, jit_attention, jit_rows, jit_tiles, numerics, products
 from agentcache.model.products import linear
 
 pytestmark = pytest.mark.skipif(jit.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
@@ -123,6 +123,41 @@ def test_attention_takes_only_what_it_can() -> None:
     assert jit_attention.takes(2, keys)
     for other, rows in ((keys, jit.MOST_ROWS + 1), (keys.float(), 2), (keys[:, :90], 2)):
         assert not jit_attention.takes(rows, other)
+
+
+def test_a_compiler_that_is_too_old_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jit.kernels.__wrapped__() is not None
+    monkeypatch.setattr(jit, "OLDEST_LLVM", (999,))
+    assert jit.kernels.__wrapped__() is None
+
+
+def test_a_smaller_team_does_all_of_it(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each thread does follows from how many there are, not from how many were asked for."""
+    threads(2)
+    found = jit.kernels()
+    assert found is not None
+    team, x, weight = found._team, torch.randn(5, 1024), torch.randn(4096, 1024).bfloat16()
+    kinds: list[Callable[[], torch.Tensor]] = [lambda: jit.product(x, [weight], 1024), lambda: jit_rows.norm(x.bfloat16(), weight[0], 1e-6)]
+    if jit.multiplies_pairs():
+        many = torch.randn(72, 1024).bfloat16()
+        kinds.append(lambda: jit_tiles.products(many, [(weight, None)], 1024)[0])
+    expected = [kind() for kind in kinds]
+    monkeypatch.setattr(found, "_team", lambda share, args, count, flags: team(share, args, 1, flags))
+    for kind, whole in zip(kinds, expected):
+        assert torch.equal(kind(), whole)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_wide_weight_is_no_head(dtype: torch.dtype) -> None:
+    """Feed-forward layers of large models have as many outputs as a vocabulary; many rows see them."""
+    torch.manual_seed(3)
+    x, weight = torch.randn(70, 2048).to(dtype), torch.randn(products.SINGLE_ROW_OUTS + 64, 2048).to(dtype)
+    many = linear("upcast", x, weight)
+    assert torch.equal(many, large(x, weight).to(dtype))
+    for rows in (1, 2, 7):
+        assert torch.equal(linear("upcast", x[:rows], weight), many[:rows]) or jit.kernels() is None
+    head = linear("upcast", x, weight, head=True)
+    assert torch.equal(head, torch.cat([linear("upcast", row, weight, head=True) for row in x.split(1)]))
 
 
 def test_a_kernel_is_compiled_once_whoever_asks_first() -> None:

@@ -11,7 +11,7 @@ import torch
 from agentcache import Reason
 from agentcache.receipt import Receipt
 from tests import models
-from tests.engines import SYSTEM, TOOLS, chat, decode, engine, long_text
+from tests.engines import SYSTEM, TOOLS, chat, decode, engine, long_text, tool
 
 QUALITY = {Reason.NUMERICS, Reason.NOT_ROW_PURE}  # reused all the same: not as well as it could be
 
@@ -168,6 +168,16 @@ def test_json_without_a_word_of_the_prompt() -> None:
             assert word not in text
             assert word not in str(done.receipt)
         assert done.receipt.as_dict()["redacted"] is True
+
+
+def test_a_tool_that_cannot_be_enforced_is_not_named_either() -> None:
+    odd = tool("zanzibar", "city")
+    odd["function"]["parameters"]["properties"]["city"] = {"type": "string", "pattern": "(?=x)zanzibar"}
+    for redacted in (False, True):
+        with engine(redact=redacted, strict=True) as running:
+            told = json.dumps(running.generate(chat("x"), [odd], sampling=decode(2)).receipt.as_dict())
+        assert "not held to their schemas" in told
+        assert ("zanzibar" in told) is not redacted
 
 
 def test_what_was_saved_grows_with_what_was_cached() -> None:

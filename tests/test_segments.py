@@ -531,3 +531,25 @@ def test_numbers_behind_a_segment_that_are_not_finite_are_not_kept(monkeypatch: 
         grades = [entry.scope.precision for entry in running.store.tree._order.values()]
         assert "approximate" not in grades
         assert len(running.store) >= kept
+
+
+def test_nan_in_an_answer_behind_a_segment_takes_back_what_was_kept_of_it() -> None:
+    """Pages that only near requests see were kept while the prompt was filled; what is scrubbed must not stay in the store."""
+    poison = 77
+    with engine() as running:
+        running.generate(FIRST, sampling=GREEDY)
+        clean = running.generate(OTHER, sampling=GREEDY).ids
+        running.store.clear()
+        running.generate(FIRST, sampling=GREEDY)
+        weight = running.model.model.get_input_embeddings().weight
+        before = weight.data[poison].clone()
+        weight.data[poison] = float("nan")
+        try:
+            with pytest.raises(NonFiniteLogitsError):
+                running.generate(OTHER, sampling=replace(GREEDY, max_tokens=6, forced=(50, poison, 51, 52)))
+        finally:
+            weight.data[poison] = before
+        for entry in running.store.tree._order.values():
+            assert entry.page is not None
+            assert entry.page.filled >= len(entry.ids), "a page that was scrubbed"
+        assert running.generate(OTHER, sampling=GREEDY).ids == clean

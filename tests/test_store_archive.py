@@ -16,11 +16,12 @@ from blake3 import blake3
 from safetensors import safe_open
 
 from agentcache.errors import AgentCacheError, BlobError, ConfigError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
-from agentcache.store import archive, archive_file
+from agentcache.store import archive, archive_file, container
 from agentcache.store.archive import export_group, import_group
 from agentcache.store.archive_file import open_archive
 from agentcache.store.check import pages_of
 from agentcache.store.folder import Folder
+from agentcache.store.groups import Group
 from agentcache.store.index import Index
 from agentcache.store.keys import Role, Scope, chain
 from agentcache.types import Precision
@@ -303,6 +304,9 @@ FORGERIES: dict[str, Callable[[dict], object]] = {
     "another tensor": lambda t: t["header"].update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
     "an overlap": lambda t: t["header"]["0.values.0"].update(data_offsets=t["header"]["0.keys.0"]["data_offsets"]),
     "a huge tensor": lambda t: t["header"]["0.keys.0"].update(shape=[1 << 60]),
+    "more tokens than its pages have": lambda t: t["group"].update(prefix_tokens=1 << 40),
+    "fewer tokens than its pages have": lambda t: t["group"].update(prefix_tokens=1),
+    "heads of no model": lambda t: [page.update(kv_heads=4096, head_dim=4096) for page in t["pages"]],
     "no metadata": lambda t: t["header"].pop("0.keys.0"),
 }
 
@@ -313,6 +317,26 @@ def test_a_forged_header_is_refused_and_leaves_nothing(other: Index, file: Path,
     with pytest.raises((BlobError, StoreFormatError)):
         import_group(other.folder, other, file)
     assert untouched(other)
+
+
+def test_no_memory_is_asked_for_by_a_header(other: Index, file: Path) -> None:
+    """A sparse file is as long as it likes."""
+
+    def change(told: dict) -> None:
+        told["group"].update(prefix_tokens=1 << 40)
+        group = Group.from_json(json.dumps(told["group"]))
+        rows = [container.unpack(json.dumps(page)) for page in told["pages"]]
+        told["header"]["ids"].update(shape=[1 << 40])
+        sizes.append(archive_file.plan(group, rows))
+
+    sizes: list[archive_file.Plan] = []
+    forged(file, change)
+    content = bytearray(file.read_bytes())
+    content[: len(sizes[0].front)] = sizes[0].front
+    file.write_bytes(content)
+    os.truncate(file, sizes[0].bytes)
+    with pytest.raises(BlobError, match="tokens in a group whose pages have"):
+        import_group(other.folder, other, file)
 
 
 def test_what_forged_makes_is_read_if_nothing_is_changed(other: Index, file: Path) -> None:

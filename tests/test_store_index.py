@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentcache.errors import StoreError
 from agentcache.kv import PAGE_TOKENS
+from agentcache.store.database import alone
 from agentcache.store.folder import Folder
 from agentcache.store.index import CHILDREN, Index, Row
 from agentcache.store.keys import Ids, Role, Scope, as_ids, chain
@@ -324,3 +328,26 @@ def test_the_clock_may_jump_back(index: Index, monkeypatch: pytest.MonkeyPatch) 
     index.touch([second.id], hits=False)
     assert [row.id for row in index.victims(1 << 40)] == [first.id, third.id, second.id]
     assert index.row(second.page_key, "fp").hits == 0  # type: ignore[union-attr]
+
+
+def test_a_role_that_is_none_is_damage(folder: Folder, index: Index) -> None:
+    index.add(pages(some(600)))
+    assert index.check() == []
+    raw(folder, "UPDATE pages SET role = 87 WHERE place = 0")
+    assert index.longest(SCOPE, some(600), 600) == []
+    assert "damaged" in index.check()[0]
+
+
+def test_what_is_used_and_gone_is_told(index: Index) -> None:
+    index.add(pages(some(1100)))
+    rows = list(index.rows())
+    index.remove([rows[-1].id])
+    assert index.touch([row.id for row in rows]) == {rows[-1].id}
+
+
+def test_a_thread_that_comes_after_the_end_takes_no_lock(folder: Folder) -> None:
+    index = Index(folder)
+    index.close()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(StoreError, match="was closed"):
+        pool.submit(lambda: index.total()).result()
+    os.close(alone(folder))

@@ -16,12 +16,13 @@ import torch
 
 from agentcache import Engine, Reason
 from agentcache.audit import Audit
-from agentcache.errors import StoreWarning
+from agentcache.errors import StoreBusyError, StoreWarning
 from agentcache.kv import Page
 from agentcache.life import Life
 from agentcache.model.hf import HFModel
 from agentcache.store import blob
 from agentcache.store.disk import Disk
+from agentcache.store.fetch import Fetch
 from agentcache.store.keys import Scope, as_ids, chain
 from agentcache.store.policy import HUNG_MS, LEAST_WAIT_MS, RETRY_S, SMALL_BYTES, Rate, WriteBudget, give_up, too_slow
 from agentcache.store.store import Store
@@ -531,3 +532,93 @@ def test_a_cancelled_request_gives_its_lease_back(small: Any, tmp_path: Path) ->
         stream.close()
         # not live any more comes first, what it had computed is kept next, the lease is given back after that
         assert until(lambda: running.flush() and running.store.disk.index.stats()["leases"] == 0)
+
+
+# -- what a request must not wait for ----------------------------------------------------------------------------------
+
+
+def test_pages_that_a_stuck_disk_never_gets_to_are_computed(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both reading threads hang in the kernel; whoever comes behind them goes on."""
+    ids = written(small, tmp_path / "store")
+    monkeypatch.setattr("agentcache.store.fetch.HUNG_MS", 50.0)
+    monkeypatch.setattr(Store, "read", lambda self, job: None)
+    with engine(model=small, store=tmp_path / "store") as running:
+        done = running.generate(TURNS, sampling=decode(4))
+        assert done.ids == ids
+        [slow] = [refusal for refusal in done.receipt.refusals if refusal.reason == Reason.SLOW_DISK]
+        assert "other requests' pages were read for" in slow.detail
+        assert running.store.disk.read_rate.value == 0, "nothing was read: that says nothing about the rate"
+
+
+def test_a_busy_device_thread_does_not_make_the_disk_look_slow(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(small, tmp_path / "store")
+    learnt: list[float] = []
+    monkeypatch.setattr(Rate, "learn", lambda self, amount, ms, load_bytes=None: learnt.append(ms))
+    arrived = Fetch._arrived
+
+    def late(self: Fetch) -> None:
+        assert self._over.wait(20)
+        time.sleep(0.5)
+        arrived(self)
+
+    monkeypatch.setattr(Fetch, "_arrived", late)
+    with engine(model=small, store=tmp_path / "store") as running:
+        assert running.generate(TURNS, sampling=decode(4)).receipt.disk_tokens > 0
+    assert learnt
+    assert max(learnt) < 400
+
+
+def test_a_locked_index_is_no_reason_to_wait(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(*_: Any) -> Any:
+        raise StoreBusyError("locked")
+
+    monkeypatch.setattr(Disk, "claim", locked)
+    with engine(model=small, store=tmp_path / "store") as running:
+        done = running.generate(PREFIX, sampling=decode(3)).receipt
+        assert any("the index was busy" in note for note in done.notes)
+        assert Reason.BAD_BLOB not in {refusal.reason for refusal in done.refusals}
+
+
+def test_what_nobody_thought_of_is_no_requests_trouble(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = written(small, tmp_path / "store")
+
+    def odd(*_: Any, **__: Any) -> Any:
+        raise ValueError("87 is not a valid Role")
+
+    monkeypatch.setattr(Store, "adopt", odd)
+    with engine(model=small, store=tmp_path / "store") as running:
+        done = running.generate(TURNS, sampling=decode(4))
+        assert done.ids == ids
+        assert any("87 is not a valid Role" in note for note in done.receipt.notes)
+
+
+def test_a_prefix_that_others_may_wait_for_is_written_while_its_answer_goes_on(small: Any, tmp_path: Path) -> None:
+    with engine(model=small, store=tmp_path / "store") as running:
+        disk = running.store.disk
+        stream = running.stream(PREFIX, sampling=decode(400))
+        next(stream)
+        assert until(lambda: disk.index.total()[0] >= 1), "it would have been written behind the answer"
+        assert not running.store.disk.writer.quiet.is_set()
+        assert until(lambda: disk.index.stats()["leases"] == 0)
+        stream.close()
+
+
+@pytest.mark.parametrize("warmed", [False, True])
+def test_what_somebody_has_pruned_is_written_again(small: Any, tmp_path: Path, warmed: bool) -> None:
+    system = SYSTEM + long_text(300)
+    with engine(model=small, store=tmp_path / "store") as running:
+        running.generate(chat("hi", system=system), sampling=decode(2))
+        assert running.flush()
+        disk = running.store.disk
+        before = {row.page_key for row in disk.index.rows()}
+        assert len(before) > 1
+        disk.index.remove([row.id for row in disk.index.rows()], force=True)
+        if warmed:
+            running.warm(system, name="tools")
+            assert running.flush()
+            assert {row.id for row in disk.index.rows()} == disk.index.pinned()
+        else:
+            for _ in range(2):  # the first one finds out
+                running.generate(chat("hi", system=system), sampling=decode(2))
+                assert running.flush()
+            assert {row.page_key for row in disk.index.rows()} >= before

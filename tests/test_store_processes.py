@@ -110,5 +110,7 @@ def test_many_processes_admit_evict_and_match(model_folder: Path, tmp_path: Path
     with Engine(str(model_folder), store=str(store)) as running:
         assert running.store.disk is not None
         stats = running.store.disk.index.stats()
+        assert running.model.spec is not None
+        page = running.model.spec.page_bytes + 65536
     assert stats["pins"] == stats["leases"] == 0
-    assert 0 < stats["bytes"] <= 2 * MB
+    assert 0 < stats["bytes"] <= 2 * MB + count * page, "each may have found room for one page at the same time"

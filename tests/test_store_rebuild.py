@@ -3,19 +3,70 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
 
-from agentcache.errors import StoreCorruptError, StoreError
+from agentcache.errors import StoreCorruptError, StoreError, StoreFormatError, StoreFullError
 from agentcache.store import database
+from agentcache.store.check import verify
 from agentcache.store.folder import Folder
 from agentcache.store.groups import Group
 from agentcache.store.index import Index
 from agentcache.store.rebuild import rebuild
+from agentcache.store.schema import VERSION
 from tests.rows import SCOPE, forks, kept, pages, raw, run, some
 
 GROUP = Group("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
+
+
+def test_a_full_disk_leaves_the_old_index(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing the new index moves its log into the file, and says nothing where there is no room for that."""
+    ids = some(600)
+    with Index(folder) as index:
+        rows = kept(index, ids)
+        index.put_group(GROUP)
+    before = folder.index.read_bytes()
+    for way in (lambda self: False, lambda self: (_ for _ in ()).throw(StoreFullError("full"))):
+        monkeypatch.setattr(Index, "empty_log", way)
+        with pytest.raises(StoreFullError):
+            rebuild(folder, rows)
+        assert folder.index.read_bytes() == before
+        assert not list(folder.path.glob("*.new*"))
+    with Index(folder) as index:
+        assert len(index.longest(SCOPE, ids, 600)) == 2
+
+
+def test_an_index_without_room_for_its_log_says_so(folder: Folder) -> None:
+    with Index(folder) as index, Index(folder) as reader:
+        index.add(pages(some(600)))
+        assert index.empty_log()
+
+        def meanwhile(connection: sqlite3.Connection) -> bool:
+            connection.execute("BEGIN")
+            connection.execute("SELECT count(*) FROM pages").fetchone()
+            index.add(pages(some(600, 1)))
+            emptied = index.empty_log()
+            connection.execute("ROLLBACK")
+            return emptied
+
+        index._db.read(lambda connection: connection.execute("PRAGMA busy_timeout=50").fetchall())
+        assert not reader._db.read(meanwhile)
+
+
+@pytest.mark.parametrize("ahead", [1, database.FORESEEN])
+def test_an_index_of_a_later_version_is_left_alone(folder: Folder, ahead: int) -> None:
+    with Index(folder) as index:
+        rows = kept(index, some(600))
+    raw(folder, f"PRAGMA user_version={VERSION + ahead}")
+    before = folder.index.read_bytes()
+    with pytest.raises(StoreFormatError, match=f"version {VERSION + ahead}, later than {VERSION}"):
+        Index(folder)
+    with pytest.raises(StoreFormatError):
+        verify(folder, fix=True)
+    assert folder.index.read_bytes() == before
+    assert rows
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.errors import StoreError, StoreFullError
+from agentcache.errors import StoreBusyError, StoreError, StoreFullError
 from agentcache.store import database
 from agentcache.store.folder import Folder
 from agentcache.store.groups import Group
@@ -141,6 +141,24 @@ def test_who_waits_for_a_lock_waits_no_longer_than_that(folder: Folder, index: I
         other.execute("ROLLBACK")
         index.add(pages(some(600, 1)))
         assert index.total()[0] == 4
+
+
+def test_who_claims_a_prefix_waits_for_nobody(folder: Folder, index: Index) -> None:
+    """The device thread asks: all streams would stand still."""
+    with closing(sqlite3.connect(folder.index, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        with pytest.raises(StoreBusyError, match="locked by other processes"):
+            index.claim(b"k" * 32, "fp", "me")
+        assert time.monotonic() - began < database.BUSY_S / 4
+        other.execute("ROLLBACK")
+        assert index.claim(b"k" * 32, "fp", "me") is None
+    patience, log = (
+        index._db.read(lambda c, name=name: c.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("busy_timeout", "wal_autocheckpoint")
+    )
+    assert (patience, log) == (20, 0), "nor may it have to move the log into the file"
+    index.add(pages(some(600)))
+    assert index._db.read(lambda c: c.execute("PRAGMA wal_autocheckpoint").fetchone()[0]) == database.LOG_PAGES
 
 
 # -- forks ---------------------------------------------------------------------------------------------------------

@@ -265,4 +265,5 @@ def attend_gathered(part: Part, layer: int, query: torch.Tensor, scale: float, w
     keys, values = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (keys, values))
     mask = None if part.count == 1 else visible
     attention = torch.nn.functional.scaled_dot_product_attention
-    return attention(query.transpose(0, 1), keys, values, attn_mask=mask, scale=scale).transpose(0, 1)
+    # fused kernels want a batch
+    return attention(query.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale)[0].transpose(0, 1)

@@ -203,7 +203,7 @@ class HFModel:
         self._adopt()
         _running.tables, _running.layers = tables, 0
         try:
-            with RowPureLinear(batch.numerics.kernel):
+            with RowPureLinear(batch.numerics.kernel, getattr(self.model.get_output_embeddings(), "weight", None)):
                 logits = self._generic(ids, positions, batch, wanted)
         finally:
             _running.tables = None
@@ -225,7 +225,7 @@ class HFModel:
         if not len(hidden):
             return hidden.new_empty(0, self.vocab, dtype=torch.float32)
         head = self.model.get_output_embeddings()
-        logits = linear(self.numerics.kernel, hidden[self._padded(range(len(hidden)), head.weight)], head.weight, head.bias)
+        logits = linear(self.numerics.kernel, hidden[self._padded(range(len(hidden)), head.weight)], head.weight, head.bias, head=True)
         return logits[: len(hidden)].float()
 
     def _generic(self, ids: torch.Tensor, positions: torch.Tensor, batch: Batch, wanted: Seq[int]) -> torch.Tensor:

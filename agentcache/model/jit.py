@@ -19,11 +19,13 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from string import Template
 from typing import Any
 
 import torch
+
+from . import openmp
+from .jit_ir import splat, transposed
 
 try:
     from llvmlite import binding
@@ -35,32 +37,9 @@ PASS = ROWS[-1]
 MOST_ROWS = 32  # above it, converting the weights first is as fast
 PAIRS = "pairs"  # of bf16 numbers, multiplied by one instruction
 ALONE = 1 << 20  # multiplications of a product that is done sooner than a second thread has woken up
-_FIELDS = 9  # of the argument block, 64 bits each: weight, x, out, outs, ins, block, tiles, thread count, passes
+OLDEST_LLVM = (20,)  # older ones do not read `ptr`
+_FIELDS = 8  # of the argument block, 64 bits each: weight, x, out, outs, ins, block, tiles, passes
 BINARY = {torch.bfloat16: "bfloat", torch.float16: "half"}
-
-
-def transposed(do: Callable[[str], str], rows: Sequence[str]) -> list[str]:
-    """As many vectors of 32-bit words, transposed by exchanging halves, quarters, ... between pairs of them. do: names a value."""
-    names, lanes = list(rows), len(rows)
-    kind = f"<{lanes} x i32>"
-    step = 1
-    while step < lanes:
-        low = [lane if not lane & step else lane - step + lanes for lane in range(lanes)]
-        high = [lane + step if not lane & step else lane + lanes for lane in range(lanes)]
-        after = list(names)
-        for i in range(lanes):
-            if not i & step:
-                for mask, at in ((low, i), (high, i + step)):
-                    order = ", ".join(f"i32 {m}" for m in mask)
-                    after[at] = do(f"shufflevector {kind} {names[i]}, {kind} {names[i + step]}, <{lanes} x i32> <{order}>")
-        names = after
-        step *= 2
-    return names
-
-
-def splat(lanes: int, value: str) -> str:
-    """A constant vector, typed value by typed value."""
-    return "<" + ", ".join([value] * lanes) + ">"
 
 
 def _wide(lanes: int, element: str, word: str, name: str) -> list[str]:
@@ -135,6 +114,7 @@ _BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
 _MODULE = Template("""
 ${both}
 declare i32 @omp_get_thread_num()
+declare i32 @omp_get_num_threads()
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare ${floats} @llvm.fma.v${lanes}f32(${floats}, ${floats}, ${floats})
 
@@ -149,11 +129,13 @@ ${fields}
   %line = mul i64 %ins, 2
   %me32 = call i32 @omp_get_thread_num()
   %me = sext i32 %me32 to i64
+  %team32 = call i32 @omp_get_num_threads()
+  %team = sext i32 %team32 to i64
   %before = mul i64 %me, %u6
-  %from = udiv i64 %before, %u7
+  %from = udiv i64 %before, %team
   %next = add i64 %me, 1
   %behind = mul i64 %next, %u6
-  %to = udiv i64 %behind, %u7
+  %to = udiv i64 %behind, %team
   %some = icmp ult i64 %from, %to
   br i1 %some, label %tile, label %end
 tile:
@@ -197,7 +179,7 @@ ${closes}
 stored:
 ${stores}
   %pnext = add i64 %pn, 1
-  %passes = icmp ult i64 %pnext, %u8
+  %passes = icmp ult i64 %pnext, %u7
   br i1 %passes, label %pass, label %done
 done:
   %tnext = add i64 %t, 1
@@ -280,23 +262,23 @@ class _Kernels:
         return self.compiled(f"{rows} {element}", functools.partial(_source, self.lanes, rows, element))
 
     def team(self, share: int, args: Any, threads: int) -> None:
-        """Run it on so many threads; each finds its own part."""
+        """Run it on so many threads, or as many of them as there are to be had; each finds its own part."""
         self._team(share, ctypes.addressof(args), threads, 0)
 
 
 @functools.cache
 def kernels() -> _Kernels | None:
     """The compiler, if everything it needs is here."""
-    runtimes = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-    if binding is None or not runtimes:
+    runtime = openmp.runtime()
+    if binding is None or binding.llvm_version_info < OLDEST_LLVM or runtime is None:
         return None
-    runtime = ctypes.CDLL(str(runtimes[0]))  # loaded already, by torch: the same threads
     team = runtime.GOMP_parallel
     team.argtypes, team.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     binding.add_symbol("GOMP_parallel", ctypes.cast(team, ctypes.c_void_p).value)
-    binding.add_symbol("omp_get_thread_num", ctypes.cast(runtime.omp_get_thread_num, ctypes.c_void_p).value)
+    for name in ("omp_get_thread_num", "omp_get_num_threads"):
+        binding.add_symbol(name, ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value)
     has = binding.get_host_cpu_features()
     if not (has.get("fma") and has.get("f16c")):
         return None
@@ -344,7 +326,7 @@ def product(x: torch.Tensor, weights: Sequence[torch.Tensor], block: int) -> tor
     at = out.data_ptr()
     for weight, some in zip(weights, outs):
         threads = torch.get_num_threads() if passes * count * some * ins > ALONE else 1
-        args = (ctypes.c_int64 * _FIELDS)(weight.data_ptr(), x.data_ptr(), at, total, ins, block, some // found.lanes, threads, passes)
+        args = (ctypes.c_int64 * _FIELDS)(weight.data_ptr(), x.data_ptr(), at, total, ins, block, some // found.lanes, passes)
         found.team(share, args, threads)
         at += 4 * some
     return out[:rows]

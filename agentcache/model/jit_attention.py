@@ -18,11 +18,12 @@ from string import Template
 import torch
 
 from ..kv import PAGE_TOKENS
-from .jit import ALONE, BINARY, MOST_ROWS, PASS, ROWS, kernels, splat
+from .jit import ALONE, BINARY, MOST_ROWS, PASS, ROWS, kernels
+from .jit_ir import splat
 
 WIDE = 16  # vectors accumulated at once
 AHEAD = 16  # stored rows between the one that is used and the one that is asked for
-_FIELDS = 10  # page addresses, x, out, heads, rows, inner, block, tasks, threads, passes (64 bits each); mix: out has `inner` columns
+_FIELDS = 9  # page addresses, x, out, heads, rows, inner, block, tasks, passes (64 bits each); mix: out has `inner` columns
 
 
 def _loads(lanes: int, wide: int, element: str) -> list[str]:
@@ -64,6 +65,7 @@ def _chain_step(lanes: int, rows: int, wide: int, element: str) -> list[str]:
 
 _MODULE = Template("""
 declare i32 @omp_get_thread_num()
+declare i32 @omp_get_num_threads()
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare ${floats} @llvm.fma.v${lanes}f32(${floats}, ${floats}, ${floats})
 
@@ -79,11 +81,13 @@ ${fields}
   %xline = add i64 ${depth}, 0
   %me32 = call i32 @omp_get_thread_num()
   %me = sext i32 %me32 to i64
+  %team32 = call i32 @omp_get_num_threads()
+  %team = sext i32 %team32 to i64
   %before = mul i64 %me, %tasks
-  %from = udiv i64 %before, %threads
+  %from = udiv i64 %before, %team
   %next = add i64 %me, 1
   %behind = mul i64 %next, %tasks
-  %to = udiv i64 %behind, %threads
+  %to = udiv i64 %behind, %team
   %some = icmp ult i64 %from, %to
   br i1 %some, label %task, label %end
 task:
@@ -174,7 +178,7 @@ def _source(kind: str, lanes: int, rows: int, wide: int, element: str) -> str:
     """
     floats, span = f"<{lanes} x float>", lanes * wide
     cells = [f"{m}_{u}" for m in range(rows) for u in range(wide)]
-    names = ("pages", "x", "out", "heads", "rows", "inner", "block", "tasks", "threads", "passes")
+    names = ("pages", "x", "out", "heads", "rows", "inner", "block", "tasks", "passes")
     fields = "\n".join(
         f"  %f_{name} = getelementptr i64, ptr %args, i64 {i}\n  %{name}{'_' if i < 3 else ''} = load i64, ptr %f_{name}, align 8"
         for i, name in enumerate(names)
@@ -239,7 +243,7 @@ def _run(kind: str, stored: list[torch.Tensor], sequences: int, x: torch.Tensor,
         tasks = heads * (columns // (wide * found.lanes)) * (len(stored) if kind == "scores" else sequences)
         lines = x.shape[-1] * at * 4, out.shape[-1] * at * 4
         args = (ctypes.c_int64 * _FIELDS)(
-            ctypes.addressof(pages), x.data_ptr() + lines[0], out.data_ptr() + lines[1], heads, rows, inner, block, tasks, threads, passes
+            ctypes.addressof(pages), x.data_ptr() + lines[0], out.data_ptr() + lines[1], heads, rows, inner, block, tasks, passes
         )
         found.team(share, args, threads)
         at += passes * count

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .jit import splat
-from .jit_ir import Code, Names
+from .jit_ir import TEAM, Code, Names, splat
 
 SUM_LANES = 8  # of PyTorch's reductions on x86, also where it has longer vectors
 
@@ -159,21 +158,20 @@ def heads(lanes: int, element: str, rows: int, total: int, count: int, dim: int,
     return code.module()
 
 
-def shared(code: Code, count: str, threads: str, body: Callable[[str], None], declarations: str = "") -> str:
-    """A function whose threads do their part of `count` things each; the last two fields of its arguments."""
-    me = code.do(f"sext i32 {code.do('call i32 @omp_get_thread_num()')} to i64")
-    start, stop = (code.do(f"udiv i64 {code.do(f'mul i64 {one}, {count}')}, {threads}") for one in (me, code.plus(me, 1)))
+def shared(code: Code, count: str, body: Callable[[str], None], declarations: str = "") -> str:
+    """A function whose threads do their part of `count` things each."""
+    _, start, own = code.mine(count)
 
     def one(index: str, _: Names) -> Names:
         body(code.plus(start, index))
         return []
 
-    code.loop(code.do(f"sub i64 {stop}, {start}"), 1, [], one)
-    return code.module(f"declare i32 @omp_get_thread_num()\n{declarations}")
+    code.loop(own, 1, [], one)
+    return code.module(f"{TEAM}{declarations}")
 
 
 def norm_rows(lanes: int, element: str, n: int) -> str:
-    """Fields: x [rows, n], weight [n], epsilon, out [rows, n], rows, threads."""
+    """Fields: x [rows, n], weight [n], epsilon, out [rows, n], rows."""
     code = Code(lanes, element)
     x, weight, epsilon, out = code.pointer(0), code.pointer(1), _epsilon(code, 2), code.pointer(3)
 
@@ -189,11 +187,11 @@ def norm_rows(lanes: int, element: str, n: int) -> str:
 
         code.loop(n, lanes, [], part)
 
-    return shared(code, code.field(4), code.field(5), row)
+    return shared(code, code.field(4), row)
 
 
 def head_rows(lanes: int, element: str, count: int, dim: int, normed: bool) -> str:
-    """Fields: x [rows, count, dim], norm's weight [dim], epsilon, cos and sin [rows, dim], out [rows, count, dim], rows, threads."""
+    """Fields: x [rows, count, dim], norm's weight [dim], epsilon, cos and sin [rows, dim], out [rows, count, dim], rows."""
     code = Code(lanes, element)
     x, weight, epsilon = code.pointer(0), code.pointer(1), _epsilon(code, 2)
     cos, sin, out = code.pointer(3), code.pointer(4), code.pointer(5)
@@ -212,7 +210,7 @@ def head_rows(lanes: int, element: str, count: int, dim: int, normed: bool) -> s
 
         code.loop(count * dim, dim, [], head)
 
-    return shared(code, code.field(6), code.field(7), row)
+    return shared(code, code.field(6), row)
 
 
 def _each(code: Code, rows: int, n: int, body: Callable[[str, str, str], None]) -> str:

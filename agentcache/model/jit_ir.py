@@ -7,12 +7,34 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
-from .jit import splat
-
 Names = list[str]
 LEAST = -110.0  # its exponential is 0
 _LOG2E = 1.4426950408889634
 _TAYLOR = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))  # of 2^f for |f| <= 0.5, lowest first
+
+
+def splat(lanes: int, value: str) -> str:
+    """A constant vector, typed value by typed value."""
+    return "<" + ", ".join([value] * lanes) + ">"
+
+
+def transposed(do: Callable[[str], str], rows: Sequence[str]) -> list[str]:
+    """As many vectors of 32-bit words, transposed by exchanging halves, quarters, ... between pairs of them. do: names a value."""
+    names, lanes = list(rows), len(rows)
+    kind = f"<{lanes} x i32>"
+    step = 1
+    while step < lanes:
+        low = [lane if not lane & step else lane - step + lanes for lane in range(lanes)]
+        high = [lane + step if not lane & step else lane + lanes for lane in range(lanes)]
+        after = list(names)
+        for i in range(lanes):
+            if not i & step:
+                for mask, at in ((low, i), (high, i + step)):
+                    order = ", ".join(f"i32 {m}" for m in mask)
+                    after[at] = do(f"shufflevector {kind} {names[i]}, {kind} {names[i + step]}, <{lanes} x i32> <{order}>")
+        names = after
+        step *= 2
+    return names
 
 
 def _single(value: float) -> float:
@@ -23,6 +45,11 @@ def _single(value: float) -> float:
 def every(lanes: int, value: float) -> str:
     """A constant fp32 vector."""
     return splat(lanes, f"float {_constant(_single(value))}")
+
+
+TEAM = """declare i32 @omp_get_thread_num()
+declare i32 @omp_get_num_threads()
+"""
 
 
 class Code:
@@ -94,11 +121,10 @@ class Code:
         self._blocks.append(out)
         return carried
 
-    def mine(self, tasks: str, threads: str) -> tuple[str, str, str]:
-        """This thread of a team: its number, its first task, and how many it has."""
-        number = self.do("call i32 @omp_get_thread_num()")
-        me = self.do(f"sext i32 {number} to i64")
-        start, stop = (self.do(f"udiv i64 {self.do(f'mul i64 {one}, {tasks}')}, {threads}") for one in (me, self.plus(me, 1)))
+    def mine(self, tasks: str) -> tuple[str, str, str]:
+        """This thread of a team: its number, its first task, and how many it has. A team may be smaller than it was asked to be."""
+        me, team = (self.do(f"sext i32 {self.do(f'call i32 @omp_get_{what}()')} to i64") for what in ("thread_num", "num_threads"))
+        start, stop = (self.do(f"udiv i64 {self.do(f'mul i64 {one}, {tasks}')}, {team}") for one in (me, self.plus(me, 1)))
         return me, start, self.do(f"sub i64 {stop}, {start}")
 
     def twice(self, pair: Callable[[str, Names], Names]) -> Callable[[str, Names], Names]:

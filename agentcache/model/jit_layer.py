@@ -142,9 +142,7 @@ class Programs:
         assert found is not None
         outs, ins = projection.weight.shape
         threads = self.threads if self.rows * outs * ins > ALONE else 1
-        block = _block(
-            _pointer(projection.weight), _pointer(self._input), out, total, ins, self._order(ins), outs // found.lanes, threads, 1
-        )
+        block = _block(_pointer(projection.weight), _pointer(self._input), out, total, ins, self._order(ins), outs // found.lanes, 1)
         return found.product(self.rows, self._element), block, threads
 
     def _norm(self, module: Any) -> _Step:

@@ -38,9 +38,7 @@ def _zipped(code: Code, rows: Sequence[str]) -> Names:
 
 
 def _store(lanes: int, heads: int, dim: int) -> str:
-    """Fields: keys and values [tokens, heads, dim], where they go [heads, dim, 512] and [heads, 512, dim], first slot, tokens, heads,
-    threads.
-    """
+    """Fields: keys and values [tokens, heads, dim], where they go [heads, dim, 512] and [heads, 512, dim], first slot, tokens, heads."""
     code = Code(lanes, "bfloat")
     keys, values, key_page, value_page = (code.pointer(number) for number in range(4))
     slot, tokens = code.field(4), code.field(5)
@@ -83,7 +81,7 @@ def _store(lanes: int, heads: int, dim: int) -> str:
         code.loop(dim, _LINE, [], channels)
         code.loop(tokens, 1, [], row)
 
-    return shared(code, code.field(6), code.field(7), head, f"declare void @llvm.masked.store.v16i16.p0({_HALVES}, ptr, i32, <16 x i1>)")
+    return shared(code, code.field(6), head, f"declare void @llvm.masked.store.v16i16.p0({_HALVES}, ptr, i32, <16 x i1>)")
 
 
 def takes(keys: torch.Tensor) -> bool:
@@ -101,4 +99,4 @@ def store(keys: torch.Tensor, values: torch.Tensor, key_page: torch.Tensor, valu
     threads = min(heads, torch.get_num_threads()) if keys.numel() > _ALONE else 1
     share = found.compiled(f"store {heads} {dim}", functools.partial(_store, found.lanes, heads, dim))
     where = (keys.data_ptr(), values.data_ptr(), key_page.data_ptr(), value_page.data_ptr())
-    found.team(share, (ctypes.c_int64 * 8)(*where, slot, tokens, heads, threads), threads)
+    found.team(share, (ctypes.c_int64 * 7)(*where, slot, tokens, heads), threads)

@@ -72,7 +72,7 @@ def attend(
         where = (*(ctypes.addressof(each) for each in addresses), q.data_ptr(), out.data_ptr())
         what = (heads, at, passes, per, first, group, window, bits)
         # fields of the function, see Task
-        args = (ctypes.c_int64 * FIELDS)(*where, *what, tasks, threads, scratch.data_ptr(), own, line, chunks, rows - 1)
+        args = (ctypes.c_int64 * FIELDS)(*where, *what, tasks, scratch.data_ptr(), own, line, chunks, rows - 1)
         found.team(share, args, threads)
         at += passes * count
     return out

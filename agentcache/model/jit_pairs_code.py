@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 
 from ..kv import PAGE_TOKENS
-from .jit_ir import Code, Names, every
+from .jit_ir import TEAM, Code, Names, every
 
 ROWS = (1, 2, 4, 6)  # accumulated at once: what registers hold beside the loaded keys
 WIDE = {1: 8, 2: 8, 4: 4, 6: 4}  # by rows: vectors of 16 slots or channels
 SPAN = 128  # slots: what is looked at begins and ends at a multiple of it
-FIELDS = 19
+FIELDS = 18
 _W = "<16 x i32>"
 _BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
 _DECLARATIONS = f"""
@@ -21,8 +21,7 @@ declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
 declare <16 x float> @llvm.x86.avx512.mask.scalef.ps.512(<16 x float>, <16 x float>, <16 x float>, i16, i32)
 declare float @llvm.vector.reduce.fmax.v16f32(<16 x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-declare i32 @omp_get_thread_num()
-"""
+{TEAM}"""
 
 
 def tile_bytes(dim: int) -> int:
@@ -48,14 +47,14 @@ class Task:
         self.keys, self.values, self.q, self.out = (code.pointer(number) for number in range(4))
         fields = [code.field(number) for number in range(4, FIELDS)]
         self.heads, self.row0, self.passes, self.per, self.first, self.group, self.window = fields[:7]
-        self.scale, self.tasks, self.threads, self.scratch, self.own, self.line, self.chunks, self.end = fields[7:]
+        self.scale, self.tasks, self.scratch, self.own, self.line, self.chunks, self.end = fields[7:]
 
     def text(self) -> str:
         """The module: `share` does the tasks of one thread."""
         code = self.code
         bits = code.do(f"trunc i64 {self.scale} to i32")
         self.factor = code.all_lanes(code.do(f"bitcast i32 {bits} to float"))
-        me, start, count = code.mine(self.tasks, self.threads)
+        me, start, count = code.mine(self.tasks)
         self.buffer = code.do(f"inttoptr i64 {code.plus(self.scratch, code.do(f'mul i64 {me}, {self.own}'))} to ptr")
         code.loop(count, 1, [], lambda i, _: self._task(code.plus(start, i)))
         return code.module(_DECLARATIONS)

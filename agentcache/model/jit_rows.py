@@ -49,7 +49,7 @@ def _run(name: str, source: functools.partial[str], rows: int, numbers: int, *fi
     found = kernels()
     assert found is not None
     threads = min(rows, torch.get_num_threads()) if numbers > _ALONE else 1
-    found.team(found.compiled(name, source), (ctypes.c_int64 * (len(fields) + 2))(*fields, rows, threads), threads)
+    found.team(found.compiled(name, source), (ctypes.c_int64 * (len(fields) + 1))(*fields, rows), threads)
 
 
 def _plain_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -15,20 +15,19 @@ from collections.abc import Sequence
 
 import torch
 
-from .jit import ALONE, kernels, multiplies_pairs, transposed
-from .jit_ir import Code, Names, every
+from .jit import ALONE, kernels, multiplies_pairs
+from .jit_ir import TEAM, Code, Names, every, transposed
 
 ROWS = 6  # of a pass
 TILE = 64  # outputs
-_FIELDS = 12
+_FIELDS = 11
 _WIDE = TILE // 16
 _W = "<16 x i32>"
 _BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
 _DECLARATIONS = f"""
 declare <16 x float> {_BOTH}(<16 x float>, {_W}, {_W})
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-declare i32 @omp_get_thread_num()
-"""
+{TEAM}"""
 
 
 def takes(weight: torch.Tensor, block: int) -> bool:
@@ -50,14 +49,14 @@ def products(x: torch.Tensor, projections: Sequence[tuple[torch.Tensor, torch.Te
     passes, block = -(-rows // ROWS), min(block, ins)
     out = []
     for weight, bias in projections:
-        outs = weight.shape[0]
+        outs, bias = weight.shape[0], None if bias is None else bias.contiguous()
         share = found.compiled(f"tiles {block} {bias is not None}", _Product(block, bias is not None).text)
         threads = min(torch.get_num_threads(), outs // TILE) if rows * outs * ins > ALONE else 1
         own = 2 * TILE * block + 4 * TILE * ROWS * passes
         scratch = torch.empty(threads * own, dtype=torch.uint8)
         out.append(torch.empty(rows, outs, dtype=x.dtype))
-        where = (weight.data_ptr(), x.data_ptr(), out[-1].data_ptr(), 0 if bias is None else bias.contiguous().data_ptr())
-        args = (ctypes.c_int64 * _FIELDS)(*where, outs, ins, outs // TILE, threads, scratch.data_ptr(), own, passes, rows - 1)
+        where = (weight.data_ptr(), x.data_ptr(), out[-1].data_ptr(), 0 if bias is None else bias.data_ptr())
+        args = (ctypes.c_int64 * _FIELDS)(*where, outs, ins, outs // TILE, scratch.data_ptr(), own, passes, rows - 1)
         found.team(share, args, threads)
     return out
 
@@ -69,14 +68,14 @@ class _Product:
         self.block, self.biased = block, biased
         self.code = code = Code(16, "bfloat")
         self.weight, self.x, self.out, self.bias = (code.pointer(number) for number in range(4))
-        self.outs, self.ins, self.tiles, self.threads, self.scratch, self.own, self.passes, self.end = (
+        self.outs, self.ins, self.tiles, self.scratch, self.own, self.passes, self.end = (
             code.field(number) for number in range(4, _FIELDS)
         )
 
     def text(self) -> str:
         """The module: `share` does the tiles of one thread."""
         code = self.code
-        me, start, count = code.mine(self.tiles, self.threads)
+        me, start, count = code.mine(self.tiles)
         self.woven = code.do(f"inttoptr i64 {code.plus(self.scratch, code.do(f'mul i64 {me}, {self.own}'))} to ptr")
         self.sums = code.at(self.woven, "i16", str(TILE * self.block))
         code.loop(count, 1, [], lambda i, _: self._tile(code.plus(start, i)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import is_accelerate_available
 
 from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
@@ -30,7 +31,7 @@ def load(
         model = str(Path(str(model)).expanduser())
     _check(model, device, dtype)
     options: dict[str, Any] = {"dtype": dtype or "auto"}
-    if device or bits:
+    if bits or (device and is_accelerate_available()):  # else the weights go by way of the computer's memory
         options["device_map"] = {"": device or "cpu"}
     try:
         if bits:
@@ -40,7 +41,7 @@ def load(
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         why = str(error).strip().rstrip(".")
         raise ModelLoadError(f"model {model!r} cannot be loaded: {why}. Pass a folder or a Hugging Face id of a causal model") from error
-    return loaded.eval(), tokenizer
+    return (loaded.to(device) if device and not bits else loaded).eval(), tokenizer
 
 
 def _check(model: Any, device: str | None, dtype: str | torch.dtype | None) -> None:

@@ -25,7 +25,7 @@ from . import jit, jit_tiles
 
 Kernel = Literal["onednn", "upcast", "aten"]
 Projection = tuple[torch.Tensor, "torch.Tensor | None"]  # weight [out, in] and bias [out]
-SINGLE_ROW_OUTS = 16384  # upcast weights with more outputs (a vocabulary) see few rows: each runs alone, in the weight's own type
+SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone, in the weight's own type
 UPCAST_BLOCK = 1024  # rows of a weight converted at a time: fits the second-level cache, and large enough to amortise a call
 COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
 CHAIN_ROWS = 6
@@ -87,8 +87,10 @@ def _numbers(dtype: torch.dtype) -> torch.Tensor:
     return ((at * at + at) % _PRIME).double().div_(_PRIME / 2).sub_(1).to(dtype)
 
 
-def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out], with the given kernel."""
+def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, head: bool = False) -> torch.Tensor:
+    """x [..., in] times weight [out, in] transposed, plus bias [out], with the given kernel. head: of the model, which few rows see."""
+    if head and kernel == "upcast" and x.device.type == "cpu" and weight.dtype == x.dtype and weight.shape[0] >= SINGLE_ROW_OUTS:
+        return _vocabulary(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
     return linears(kernel, x, [(weight, bias)])[0]
 
 
@@ -98,13 +100,13 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection]) 
         kernel == "upcast"
         and x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float16)
-        and all(weight.dtype == x.dtype and weight.shape[0] < SINGLE_ROW_OUTS for weight, _ in projections)
+        and all(weight.dtype == x.dtype for weight, _ in projections)
     ):
         parts = _upcast_linears(x.reshape(-1, x.shape[-1]), projections)
         return [part.unflatten(0, x.shape[:-1]) if x.ndim != 2 else part for part in parts]
     if kernel == "onednn" and x.device.type == "cpu" and x.dtype == torch.bfloat16:
         flat = x.reshape(-1, x.shape[-1])
-        blocks = {_pairs(weight) for weight, _ in projections}
+        blocks = {_pairs(weight) if bias is None or bias.dtype == x.dtype else None for weight, bias in projections}
         if len(blocks) == 1 and (block := blocks.pop()):
             return [part.unflatten(0, x.shape[:-1]) if x.ndim != 2 else part for part in _paired(flat, projections, block)]
     return [_linear(kernel, x, weight, bias) for weight, bias in projections]
@@ -114,15 +116,11 @@ def _linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
     if kernel == "aten" or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
         return functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
-    if kernel == "upcast" and weight.shape[0] >= SINGLE_ROW_OUTS:
-        out = _vocabulary(flat, weight, bias)
-    else:
-        out = product_of_library(flat.contiguous(), weight, bias)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return product_of_library(flat.contiguous(), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def by_itself(kernel: Kernel, weight: torch.Tensor, rows: int) -> bool:
-    """Whether the product of so many rows with this weight computes each of them by itself: none has to be padded."""
+    """Whether the product of so many rows with a model's head computes each of them by itself: none has to be padded."""
     if kernel == "onednn":
         return _pairs(weight) is not None
     if kernel != "upcast" or weight.shape[0] >= SINGLE_ROW_OUTS:
@@ -131,15 +129,16 @@ def by_itself(kernel: Kernel, weight: torch.Tensor, rows: int) -> bool:
 
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):
-    """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel."""
+    """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel. head: the weight of the model's."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, head: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.head = kernel, head
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
-            return linear(self.kernel, *args, **(kwargs or {}))
+            given = dict(zip(("x", "weight", "bias"), args)) | {"x" if name == "input" else name: v for name, v in (kwargs or {}).items()}
+            return linear(self.kernel, **given, head=given["weight"] is self.head)
         return func(*args, **(kwargs or {}))
 
 

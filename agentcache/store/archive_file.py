@@ -154,6 +154,8 @@ def _parse(front: bytes, name: str) -> tuple[Group, list[Row]]:
         tensors = sum(row.layers * len(container.parts(row)) for row in rows)
     except (ValueError, KeyError, TypeError, RecursionError, StoreCorruptError) as error:
         raise StoreFormatError(f"{name!r} is no archive of a tool group: {type(error).__name__} in its header") from None
+    if group.prefix_tokens != sum(row.tokens for row in rows):  # before memory is asked for by it
+        raise BlobError(f"archive {name!r}: {group.prefix_tokens!r} tokens in a group whose pages have {sum(row.tokens for row in rows)}")
     if len(header) != tensors + 3:
         raise BlobError(f"archive {name!r}: {len(header)} entries in its header, {tensors + 3} belong there")
     return group, rows

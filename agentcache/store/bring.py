@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import StoreError
+from ..errors import FAULTS
 from ..kv import PAGE_TOKENS, KVSpec
 from ..types import Precision, Reason, Refusal
 from .entry import common
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 TRIED = 4  # proposals looked at per window
 MOST_BYTES = 1 << 30
-FAULTS = (StoreError, OSError, MemoryError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,6 +17,7 @@ import numpy as np
 from ..errors import BlobError, StoreError
 from ..kv import PAGE_TOKENS
 from . import lossy
+from .keys import Role
 from .schema import Row
 
 FORMAT = "1"
@@ -27,7 +28,8 @@ SEAL_BYTES = 28  # what encrypting adds: 12 bytes of nonce, 16 of tag
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I8": 1, "U8": 1}
 PRECISIONS = ("exact", *lossy.PRECISIONS)
-MOST = {"place": 1 << 24, "tokens": PAGE_TOKENS, "role": 255, "layers": 1024, "kv_heads": 4096, "head_dim": 4096}
+MOST = {"place": 1 << 24, "tokens": PAGE_TOKENS, "role": max(Role), "layers": 1024, "kv_heads": 4096, "head_dim": 4096}
+MOST_CHANNELS = 1 << 16  # of a layer's keys: 0.1 GB a page in fp32
 KIND = ("dtype", "layers", "kv_heads", "head_dim")
 SAME = ("page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "precision", "bytes", *KIND)
 
@@ -172,6 +174,8 @@ def unpack(text: str) -> Row:
         value = found[name]
         if type(value) is not int or not (name in ("place", "role") and value == 0) and not 1 <= value <= most:
             raise ValueError(name)
+    if found["kv_heads"] * found["head_dim"] > MOST_CHANNELS:
+        raise ValueError("head_dim")
     strings = [found[name] for name in ("namespace", "fingerprint", "regime")] + found["numerics"]
     if not all(type(value) is str for value in strings) or found["dtype"] not in DTYPES or found["precision"] not in PRECISIONS:
         raise ValueError("names")

@@ -19,15 +19,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from ..errors import StoreCorruptError, StoreError, StoreFullError
+from ..errors import StoreBusyError, StoreCorruptError, StoreError, StoreFormatError, StoreFullError
 from .folder import LOCK, Folder
 
 T = TypeVar("T")
 Use = Callable[[sqlite3.Connection], T]
 APPLICATION = 0x61676361  # "agca": this SQLite file is ours
 BUSY_S = 10.0  # how long a lock is waited for
+BRIEF_S = 0.02  # by a request that has something better to do
 PAUSE_S = (0.001, 0.05)  # between tries, doubling
 CACHE_KIB = 8192
+FORESEEN = 16  # later versions of the tables; any other number is damage
+LOG_PAGES = 1000  # of the write-ahead log, before they go into the file
 DAMAGE = ("no such table", "no such column", "no such index", "has no column", "unsupported file format", "decode", "malformed")
 
 _guard = threading.Lock()
@@ -86,13 +89,15 @@ class Database:
 
     def read(self, use: Use[T]) -> T:
         """What `use` returns; it is called again if the file was busy."""
-        return self._persist(use)
+        return self._persist(use, BUSY_S)
 
-    def write(self, use: Use[T]) -> T:
-        """The same in a transaction of its own: all of it or nothing. Only in a writable folder."""
+    def write(self, use: Use[T], brief: bool = False) -> T:
+        """The same in a transaction of its own. Only in a writable folder. brief: wait for no lock longer than BRIEF_S, nor for the log."""
         assert self.folder.writable
 
         def transact(connection: sqlite3.Connection) -> T:
+            connection.execute(f"PRAGMA busy_timeout={round((BRIEF_S if brief else BUSY_S / 2) * 1e3)}")
+            connection.execute(f"PRAGMA wal_autocheckpoint={0 if brief else LOG_PAGES}")
             connection.execute("BEGIN IMMEDIATE")
             try:
                 result = use(connection)
@@ -102,7 +107,7 @@ class Database:
                     connection.execute("ROLLBACK")
             return result
 
-        return self._persist(transact)
+        return self._persist(transact, BRIEF_S if brief else BUSY_S)
 
     def close(self) -> None:
         """Close the connections of all threads. What is used after that raises StoreError."""
@@ -116,9 +121,9 @@ class Database:
             os.close(self._use)
             self._use = -1
 
-    def _persist(self, use: Use[T]) -> T:
+    def _persist(self, use: Use[T], patience_s: float) -> T:
         link = self._link()
-        until, pause = time.monotonic() + BUSY_S, PAUSE_S[0]
+        until, pause = time.monotonic() + patience_s, PAUSE_S[0]
         while True:
             with link.lock:
                 try:
@@ -136,6 +141,8 @@ class Database:
     # -- connections -----------------------------------------------------------------------------------------------
 
     def _link(self) -> _Link:
+        if self._closed:  # nor may a late thread take the lock again
+            raise StoreError(f"the index {str(self.path)!r} was closed")
         if self._pid != os.getpid():  # forked by something that runs no hooks of Python: these connections are the parent's
             _abandoned.append(self._links)
             self._fresh()
@@ -215,9 +222,11 @@ class Database:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if (application, version) == (APPLICATION, self._version):
             return True
-        if application == APPLICATION and version in self._upgrades and self.folder.writable:
-            return False
         if application == APPLICATION:
+            if version in self._upgrades and self.folder.writable:
+                return False
+            if self._version < version <= self._version + FORESEEN:
+                raise StoreFormatError(f"{str(self.path)!r} is of version {version!r}, later than {self._version!r}: use what made it")
             raise _corrupt(self.path, f"it says version {version!r}, where {self._version!r} belongs")
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise _corrupt(self.path, f"it is a database of something else (application {application:#x})")
@@ -294,7 +303,7 @@ def _named(error: sqlite3.Error, path: Path) -> StoreError:
     """SQLite's error as one of ours."""
     said = str(error)
     if _busy(error):
-        return StoreError(f"the index {str(path)!r} was locked by other processes for {BUSY_S:.0f} s: {said}")
+        return StoreBusyError(f"the index {str(path)!r} was locked by other processes for too long: {said}")
     if "full" in said:
         return StoreFullError(f"the index {str(path)!r} cannot grow: {said}; make room, or prune the store")
     damaged = type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError) or any(word in said for word in DAMAGE)

@@ -62,11 +62,14 @@ class Disk:
         self.process = process.token()
         self.read_rate = self._remembered_rate()
         self._remembered = self.read_rate.at
-        self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self._touch)
+        self._leases: set[tuple[bytes, str]] = set()
+        self._computed: set[tuple[bytes, str]] = set()  # of these, those whose pages are on their way to the disk
+        self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self.index.touch, lambda: bool(self._computed))
         self._compute: dict[str, float] = {}
         self._bad: set[int] = set()  # rows found bad, where the index may not be told
         self._pinned: dict[Hashable, list[list[int]]] = {}
-        self._leases: set[tuple[bytes, str]] = set()
+        if self.folder.writable:
+            self.writer.after(self._sweep)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -243,9 +246,6 @@ class Disk:
             with suppress(StoreError):  # what stays is in no index: it is swept later
                 blob.remove(self.folder, row)
 
-    def _touch(self, ids: list[int]) -> None:
-        self.index.touch(ids)
-
     def forget(self, keys: Sequence[bytes], fingerprint: str) -> None:
         """Remove pages that should never have been kept."""
         self._unlink(self.index.remove([row.id for row in self._rows(keys, fingerprint)], force=True))
@@ -268,9 +268,15 @@ class Disk:
             self._leases.add((key, fingerprint))
         return holder
 
+    def settle(self, key: bytes, fingerprint: str) -> None:
+        """A claimed prefix is computed, or will not be: it is written next, because others may wait for it, and then given back."""
+        self._computed.add((key, fingerprint))
+        self.writer.after(lambda: self.release(key, fingerprint))
+
     def release(self, key: bytes, fingerprint: str) -> None:
-        """The prefix is computed, or will not be."""
-        self._leases.discard((key, fingerprint))
+        """This process no longer says that it computes a prefix."""
+        for claims in (self._computed, self._leases):
+            claims.discard((key, fingerprint))
         self.index.release(key, fingerprint, self.process)
 
     def record(self, group: Group) -> None:
@@ -296,7 +302,7 @@ class Disk:
     def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None:
         """Keep the ids as which the model wrote the message that ends the history `key`."""
         packed = as_ids(ids).tobytes()
-        self.writer.after(lambda: self.index.put_splices([(namespace, key, packed)]))
+        self.writer.after(lambda: self.index.put_splices([(namespace, key, packed)]), vital=False)
 
     def generated(self, namespace: str, key: bytes) -> tuple[int, ...]:
         """Those ids; empty if none are kept."""
@@ -317,7 +323,6 @@ class Disk:
                         self.unpin(name)
                 for key, holder in list(self._leases):
                     self.release(key, holder)
-                self._sweep()
         self.index.close()
 
     def _sweep(self) -> None:

@@ -13,19 +13,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import StoreError
+from ..errors import FAULTS, StoreBusyError, StoreError
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..types import Precision, Reason, Refusal
 from .disk import Found, cpu_page
 from .entry import Match
 from .keys import Ids, Scope, chain
-from .policy import give_up, too_slow
+from .policy import HUNG_MS, give_up, too_slow
 
 if TYPE_CHECKING:
     from .store import Store
 
 LOOK_S = 0.05  # how often an awaited prefix is looked for
-AWAIT = 2.0  # an awaited process may take so many times as long as we would
+AWAIT = 1.5  # an awaited process may take so many times as long as we would
 
 
 class Fetch:
@@ -61,7 +61,7 @@ class Fetch:
         self._over = threading.Event()
         self._failed: Exception | None = None
         self._read_bytes = 0
-        self._read_began = 0.0
+        self._asked = self._read_began = self._read_ended = 0.0
         self._state = "looking"
 
     def pending(self) -> bool:
@@ -70,10 +70,13 @@ class Fetch:
             return False
         try:
             waits = self._step()
+        except StoreBusyError as error:
+            self.notes.append(f"nothing was read from disk: {error}")
+            waits = False
         except StoreError as error:  # a damaged index: computed instead, and said
             self._refuse(Reason.BAD_BLOB, 0, str(error))
             waits = False
-        except (OSError, MemoryError, RuntimeError) as error:  # no memory for its pages, no thread to read them
+        except FAULTS as error:  # no memory for its pages, no thread to read them: computed, as without a disk
             self.notes.append(f"nothing was read from disk: {type(error).__name__}: {error}")
             waits = False
         if not waits:
@@ -115,7 +118,8 @@ class Fetch:
         self._pages = pages = [cpu_page(self.spec, count) for count in found.counts]
         self._over.clear()
         self._stop = stop = threading.Event()
-        self._failed, self._read_bytes, self._read_began = None, 0, 0.0
+        self._failed, self._read_bytes, self._read_began, self._read_ended = None, 0, 0.0, 0.0
+        self._asked = time.perf_counter()
         self._state = "reading"
         self.store.read(lambda: self._read(found, pages, stop))  # these, even if it starts when nobody waits any more
 
@@ -134,6 +138,7 @@ class Fetch:
         except (OSError, MemoryError, RuntimeError) as error:  # a StoreError too: the index could not be told what was wrong
             self._failed = error
         finally:
+            self._read_ended = time.perf_counter()
             self._over.set()
             self._wake()
 
@@ -143,10 +148,17 @@ class Fetch:
     def _too_slow(self) -> bool:
         found = self._found
         assert found is not None
-        if not self._read_began:
-            return False  # others are read first: that says nothing about the disk
-        elapsed = (time.perf_counter() - self._read_began) * 1e3
         compute_ms = self._compute_ms(found, self._known())
+        if not self._read_began:  # others are read first: that says nothing about the rate, but it may be for ever
+            waited_ms = (time.perf_counter() - self._asked) * 1e3
+            if waited_ms <= max(HUNG_MS, compute_ms):
+                return False
+            self._stop.set()
+            self._refuse(
+                Reason.SLOW_DISK, 0, f"other requests' pages were read for {waited_ms:.0f} ms, computing takes {compute_ms:.0f} ms"
+            )
+            return True
+        elapsed = (time.perf_counter() - self._read_began) * 1e3
         if not give_up(elapsed, self._read_bytes, found.bytes, compute_ms, self.disk.read_rate):
             return False
         self._stop.set()
@@ -160,7 +172,7 @@ class Fetch:
 
     def _arrived(self) -> None:
         """Keep the pages that are verified; after a bad one look once more."""
-        found, took = self._found, (time.perf_counter() - self._read_began) * 1e3
+        found, took = self._found, (self._read_ended - self._read_began) * 1e3  # not until this thread had time to look
         assert found is not None
         good = 0
         while good < len(self._pages) and self._pages[good].filled == found.counts[good]:
@@ -207,7 +219,11 @@ class Fetch:
         if self.disk.precision != self.precision:
             return  # what another process stores is not what this request could use
         key = chain(self.scope.root, self.ids[: self.prefix_tokens])[-1]
-        holder = self.disk.claim(key, self.scope.fingerprint)
+        try:
+            holder = self.disk.claim(key, self.scope.fingerprint)
+        except StoreBusyError:
+            self.notes.append("the index was busy: not asked whether another process computes this prefix")
+            return
         if holder is None:
             self.lease = key
             return
@@ -227,7 +243,7 @@ class Fetch:
     def _await(self) -> None:
         known = self._known()
         found = self.disk.find(self.scope, self.ids, known, self.spec, self.precision)
-        if found is not None and found.tokens >= self.prefix_tokens:
+        if found is not None and found.tokens >= self.prefix_tokens - self.prefix_tokens % PAGE_TOKENS:  # the rest grows with the answer
             self.notes.append(f"waited {time.monotonic() - self._await_began:.1f} s for another process that computed this prefix")
             self._state = "looking"
             self._look()
@@ -247,4 +263,4 @@ class Fetch:
         self._stop.set()
         if self.lease is not None:
             key, self.lease = self.lease, None
-            self.disk.writer.after(lambda: self.disk.release(key, self.scope.fingerprint))
+            self.disk.settle(key, self.scope.fingerprint)

@@ -223,17 +223,16 @@ class Index(Ledger):
 
         return self._db.write(insert) if self.folder.writable else 0
 
-    def touch(self, ids: Iterable[int], hits: bool = True) -> None:
-        """Count rows as used now, in this order."""
+    def touch(self, ids: Iterable[int], hits: bool = True) -> set[int]:
+        """Count rows as used now, in this order; returns those that are gone."""
         used = list(ids)
 
-        def touches(connection: sqlite3.Connection) -> None:
+        def touches(connection: sqlite3.Connection) -> set[int]:
             first = tick(connection, len(used))
             sql = "UPDATE pages SET used = ?, hits = hits + ? WHERE id = ?"
-            connection.executemany(sql, [(first + i, int(hits), id) for i, id in enumerate(used)])
+            return {id for i, id in enumerate(used) if not connection.execute(sql, (first + i, int(hits), id)).rowcount}
 
-        if used and self.folder.writable:
-            self._db.write(touches)
+        return self._db.write(touches) if used and self.folder.writable else set()
 
     def promote(self, ids: Iterable[int], role: int) -> None:
         """Let pages serve at least this role."""

@@ -115,7 +115,10 @@ class Ledger:
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def claim(self, key: bytes, fingerprint: str, holder: str) -> Lease | None:
-        """Ask to be the one who computes the prefix `key`. None: `holder` is, from now on. Else the lease of a live process, or its own."""
+        """Ask to be the one who computes the prefix `key`. None: `holder` is, from now on. Else the lease of a live process, or its own.
+
+        StoreBusyError at once, if somebody holds the file: the answer waits for no write.
+        """
         if not self.folder.writable:
             return None
 
@@ -126,7 +129,7 @@ class Ledger:
             connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", (key, fingerprint, holder, time.time()))
             return None
 
-        return self._db.write(claims)
+        return self._db.write(claims, brief=True)
 
     def release(self, key: bytes, fingerprint: str, holder: str) -> None:
         """Give a lease back; no effect if somebody else holds it."""
@@ -272,10 +275,11 @@ class Ledger:
 
         return {**self._snapshot(count), "counters": self.counters()}
 
-    def empty_log(self) -> None:
-        """Leave no copy of what was deleted in the write-ahead log, as far as nobody is reading it."""
-        if self.folder.writable:
-            self._db.read(lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+    def empty_log(self) -> bool:
+        """Leave no copy of what was deleted in the write-ahead log. False: somebody is reading it, or it is not ours to write."""
+        if not self.folder.writable:
+            return False
+        return not self._db.read(lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone())[0]
 
     def _snapshot(self, use: Use[T]) -> T:
         """Several reads of one state of the file."""

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..errors import BlobError, StoreError
+from ..errors import BlobError, StoreError, StoreFullError
 from .database import alone
 from .folder import Folder
 from .index import Index
@@ -43,6 +43,9 @@ def rebuild(folder: Folder, rows: Iterable[Row]) -> int:
         with Index(folder, part) as index:
             count = _fill(index, rows, known)
             index.restore_lists({name: list(_records(folder, f"SELECT {columns} FROM {name}")) for name, columns in LISTS.items()})
+            emptied = index.empty_log()
+        if not emptied or Path(f"{part}-wal").exists():  # closing tries too, and keeps to itself that the disk is full
+            raise StoreFullError(f"the index of {str(folder.path)!r} cannot be rebuilt: no room for the new one; the old one stays")
         for suffix in ("-wal", "-shm"):
             Path(f"{folder.index}{suffix}").unlink(missing_ok=True)
         part.replace(folder.index)

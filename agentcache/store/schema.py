@@ -16,7 +16,7 @@ from blake3 import blake3
 from ..errors import BlobError
 from ..types import PAGE_TOKENS
 from .folder import Folder
-from .keys import Ids, page_key
+from .keys import Ids, Role, page_key
 
 VERSION = 2
 HEAD_TOKENS = 8  # ids by which continuations of a page are told apart before they are compared
@@ -107,7 +107,8 @@ _TYPES = {
 _RECORDS = {tuple(_TYPES.get(name, int) for name in NAMES[:-1]) + (bad,) for bad in (str, type(None))}
 _AT = {name: at for at, name in enumerate(NAMES)}
 KEY, PARENT, TOKENS, IDS = (_AT[name] for name in ("page_key", "parent", "tokens", "ids"))
-_NUMERICS = _AT["numerics"]
+_NUMERICS, _ROLE = _AT["numerics"], _AT["role"]
+_ROLES = frozenset(map(int, Role))
 
 
 def head(folder: Folder, ids: Ids) -> bytes:
@@ -127,7 +128,7 @@ def encode(folder: Folder, row: Row, used: int) -> tuple[object, ...]:
 def decode(folder: Folder, record: tuple[Any, ...]) -> Row:
     """A row as it was selected by COLUMNS; BlobError if it cannot be one."""
     right = tuple(map(type, record)) in _RECORDS and len(record[KEY]) == len(record[PARENT]) == 32 and 0 < record[TOKENS] <= PAGE_TOKENS
-    if not right:
+    if not right or record[_ROLE] not in _ROLES:
         raise BlobError(f"row {record[0]!r} of the index is damaged")
     values = list(record)
     values[IDS] = np.frombuffer(decode_ids(folder, record[KEY], record[TOKENS], record[IDS]), dtype="<u4").astype(np.uint32, copy=False)

@@ -133,7 +133,7 @@ class Store:
     def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
         """A request that failed takes back what it gave, on disk too."""
         disk, gone = self.disk, self.tree.forget(scope, ids, since, pages)
-        if disk and gone:
+        if disk and gone and scope.precision == "exact":  # other pages are in memory only, under the same keys
             disk.writer.discard(frozenset(gone))
             try:
                 disk.forget(gone, scope.fingerprint)
@@ -189,8 +189,14 @@ class Store:
         if pages and self.disk:
             disk, path, name = self.disk, self.tree.path(scope, ids), (scope, ids.tobytes())
             if count > 0:
+
+                def again() -> None:
+                    disk.writer.tell_uses()  # what somebody has pruned is written once more
+                    disk.writer.offer(path, settled=True)
+                    disk.writer.after(lambda: disk.pin(name, [entry.row for entry in path if entry.row]))
+
                 disk.writer.offer(path, settled=True)
-                disk.writer.after(lambda: disk.pin(name, [entry.row for entry in path if entry.row]))
+                disk.writer.after(again)
             else:
                 disk.writer.after(lambda: disk.unpin(name))
         return pages

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..errors import FAULTS
 from ..kv import PAGE_TOKENS, Page
 from .entry import Entry
 from .keys import Ids, Role
@@ -26,7 +27,7 @@ PATIENCE_S = 30.0  # so long a write gives way to requests that are being comput
 PAUSE_S = 30.0  # after a disk error nothing is tried for so long
 QUEUED_BYTES = 1 << 30  # of pages that wait: beyond it the least important are left out
 TOUCH_S = 5.0  # uses are told to the index in batches
-FAULTS = (ArithmeticError, MemoryError, OSError, RuntimeError, ValueError)  # StoreError is an OSError
+QUEUED_JOBS = 10_000  # beyond it, what need not be remembered is not
 
 
 @dataclass(slots=True, eq=False)
@@ -59,22 +60,24 @@ Save = Callable[[Pending], tuple[int, str]]  # writes one page and returns its r
 class Writer:
     """The one thread that writes. offer() and after() from any thread; flush() waits; close() flushes.
 
-    counts: what happened to pages, by word. budget: what may be written, for who saves to ask. quiet: set while no request is computed.
-    failure: the last disk error, in words.
+    save: writes one page. touch: counts rows as used and returns those that are gone. awaited: whether other processes may wait for a
+    prefix. counts: what happened to pages, by word. budget: what may be written, for who saves to ask. quiet: set while no request is
+    computed. failure: the last disk error, in words.
     """
 
-    def __init__(self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], None]) -> None:
+    def __init__(self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], set[int]], awaited: Callable[[], bool]) -> None:
         self.counts: Counter[str] = Counter()
         self.quiet = threading.Event()
         self.quiet.set()
         self.failure = ""
         self._save = save
         self._touch = touch
+        self._awaited = awaited
         self.budget = budget
         self._numbers = itertools.count()
         self._pending: dict[tuple[str, bytes], Pending] = {}
         self._jobs: list[tuple[int, Callable[[], object]]] = []  # to be done once all pages offered before are settled
-        self._used: dict[int, None] = {}
+        self._used: dict[int, Entry] = {}
         self._touched = time.monotonic()
         self._changed = threading.Condition()
         self._closing = False
@@ -95,7 +98,7 @@ class Writer:
                 return
             for entry in path:
                 if entry.row:
-                    self._used[entry.row] = None
+                    self._used[entry.row] = entry
                     continue
                 page, ids, key, numerics = entry.page, entry.ids, entry.key, entry.numerics  # others may drop the page meanwhile
                 known = self._pending.get((entry.scope.fingerprint, key))
@@ -110,10 +113,13 @@ class Writer:
             self._bound()
             self._changed.notify_all()
 
-    def after(self, job: Callable[[], object]) -> None:
-        """Run `job` on the writing thread once everything offered so far that needs no settling is written or left out."""
+    def after(self, job: Callable[[], object], vital: bool = True) -> None:
+        """Run `job` on the writing thread once everything offered so far that needs no settling is written or left out.
+
+        vital: also while so many jobs wait that the disk must be stuck.
+        """
         with self._changed:
-            if not self._closing:
+            if not self._closing and (vital or len(self._jobs) < QUEUED_JOBS):
                 self._jobs.append((next(self._numbers), job))
                 self._changed.notify_all()
 
@@ -181,7 +187,12 @@ class Writer:
             return self.tell_uses
         if now < self._paused_until:
             return None
-        ready = [p for p in self._pending.values() if urgent or (p.due <= now and (self.quiet.is_set() or now - p.since > PATIENCE_S))]
+        least = Role.PREFIX if self._awaited() else Role.GROUP + 1  # what another process may be waiting for gives way to nobody
+        ready = [
+            p
+            for p in self._pending.values()
+            if urgent or (p.due <= now and (self.quiet.is_set() or now - p.since > PATIENCE_S or p.role >= least))
+        ]
         settling = {p.number for p in self._pending.values() if p.due > now and not urgent}
         if self._jobs:
             number, job = self._jobs[0]
@@ -205,7 +216,7 @@ class Writer:
                 self._write(found)
             else:
                 found()
-        except FAULTS as error:  # what could not be written is computed again some day: never a request's trouble
+        except FAULTS as error:  # what could not be written is computed again some day: never a request's trouble, nor the thread's end
             self.failure = str(error) or type(error).__name__
             self.counts["failed"] += 1
             self._paused_until = time.monotonic() + PAUSE_S
@@ -225,11 +236,12 @@ class Writer:
         self.counts[what] += 1
 
     def tell_uses(self) -> None:
-        """Let the index know now what was used since it was told last. On the writing thread."""
+        """Let the index know now what was used since it was told last; what is gone from it may be written again. On the writing thread."""
         with self._changed:
-            used, self._used, self._touched = list(self._used), {}, time.monotonic()
-        if used:
-            self._touch(used)
+            used, self._used, self._touched = self._used, {}, time.monotonic()
+        for row in self._touch(list(used)) if used else ():
+            if used[row].row == row:
+                used[row].row = 0
 
     def _bound(self) -> None:
         """Leave out the least important pages that wait beyond the bound. Called with the lock held."""

@@ -20,15 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def export(trained: Path, to: Path, quality: Path | None = None) -> Path:
     """Writes the folder beside its place first: it is there whole, or as it was."""
     from agentcache import embedded
-    from examples.embedded import card, model
+    from examples.embedded import card, checkpoints
     from examples.embedded.tokenizer import load
 
     measured = json.loads(quality.read_text("utf-8")) if quality is not None else None
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent) as made:
         folder = Path(made) / "model"
-        trainer = model.export_checkpoint(trained / "checkpoint.safetensors", folder, load(trained / "tokenizer"))
-        (folder / "README.md").write_text(card.card(trainer, model.size(folder), measured), "utf-8")
+        trainer = checkpoints.export_checkpoint(trained / "checkpoint.safetensors", folder, load(trained / "tokenizer"))
+        (folder / "README.md").write_text(card.card(trainer, checkpoints.size(folder), measured), "utf-8")
         for file in folder.iterdir():
             file.chmod(0o644)
         embedded.seal(folder)

@@ -1,25 +1,18 @@
-"""The model, its forward over a pack, and its checkpoints. Knows nothing of data or of time."""
+"""The model, its forward over a pack, and what moves its weights. Knows nothing of data or of time."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import AttentionInterface, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from .packing import Pack
 
 NAME = "pack"  # of the attention over packs
-STATE = "training.json"  # in an exported folder: how far its training was
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +100,10 @@ def _attend(
 AttentionInterface.register(NAME, _attend)
 
 
-def build(vocab: int, *, layers: int = 7, hidden: int = 256, mlp: int = 640, heads: int = 8, kv_heads: int = 4, seed: int = 0) -> Any:
-    """A Qwen3 with tied embeddings, random weights."""
+def build(
+    vocab: int, *, layers: int = 7, hidden: int = 256, mlp: int = 640, heads: int = 8, kv_heads: int = 4, head_dim: int = 0, seed: int = 0
+) -> Any:
+    """A Qwen3 with tied embeddings, random weights. head_dim: channels of a head, by default hidden / heads."""
     config = Qwen3Config(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -116,7 +111,7 @@ def build(vocab: int, *, layers: int = 7, hidden: int = 256, mlp: int = 640, hea
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
+        head_dim=head_dim or hidden // heads,
         max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         tie_word_embeddings=True,
@@ -206,9 +201,6 @@ def optimizers(model: Any, rate: float, muon: bool, decay: float = 0.05) -> Opti
     return [first, torch.optim.AdamW(others, weight_decay=0.0, **adam)]
 
 
-# Checkpoints: one safetensors file, so that it is there whole or not at all
-
-
 class Average:
     """A running mean of the weights: what is evaluated and exported. It is what a falling rate would lead to, at any time."""
 
@@ -231,96 +223,6 @@ class Average:
             self.values[name].copy_(kept)
 
 
-def save(path: Path, model: Any, using: Optimizers, average: Average, state: dict[str, Any]) -> None:
-    tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
-    tensors |= {f"average.{name}": value for name, value in average.values.items()}
-    for name, value in model.named_parameters():
-        for one in using:
-            for key, part in one.state.get(value, {}).items():
-                tensors[f"{key}.{name}"] = torch.as_tensor(part)
-    tensors["rng"] = torch.get_rng_state()
-    part = path.with_suffix(".part")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, part, {"state": json.dumps(state)})
-    with open(part, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def restore(path: Path, model: Any, using: Optimizers, average: Average) -> dict[str, Any]:
-    """Puts a checkpoint back and returns its state."""
-    owner = {id(value): one for one in using for group in one.param_groups for value in group["params"]}
-    values = dict(model.named_parameters())
-    with safe_open(path, "pt") as file, torch.no_grad():
-        for stored in file.keys():  # noqa: SIM118
-            key, _, name = stored.partition(".")
-            if key == "model":
-                values[name].copy_(file.get_tensor(stored))
-            elif key == "average":
-                average.values[name].copy_(file.get_tensor(stored))
-            elif name:
-                owner[id(values[name])].state[values[name]][key] = file.get_tensor(stored)
-        torch.set_rng_state(file.get_tensor("rng"))
-        state: dict[str, Any] = json.loads(file.metadata()["state"])
-    return state
-
-
-def export(folder: Path, model: Any, tokenizer: Any) -> None:
-    """A Hugging Face folder in bf16."""
-    copy = build(**shape(model.config))
-    copy.load_state_dict(model.state_dict())
-    # an Engine then holds calls to their schemas: names and types are hard for so small a model
-    ends = {"eos_token_id": model.config.eos_token_id, "pad_token_id": model.config.pad_token_id}
-    copy.generation_config = GenerationConfig(**ends, strict_calls=True)
-    copy.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def export_checkpoint(path: Path, folder: Path, tokenizer: Any, last: float = 0.5) -> dict[str, Any]:
-    """A Hugging Face folder in bf16 of a checkpoint; returns the training's state.
-
-    last: the share of its last weights in what is exported; the rest is the running mean, which lags where the rate has just fallen.
-    """
-    with safe_open(path, "pt") as file:
-        names = [name.removeprefix("average.") for name in file.keys() if name.startswith("average.")]  # noqa: SIM118
-        tensors = {name: file.get_tensor(f"average.{name}").lerp(file.get_tensor(f"model.{name}"), last) for name in names}
-        state: dict[str, Any] = json.loads(file.metadata()["state"])
-    model = build(**_shape_of(tensors))
-    model.load_state_dict(tensors, strict=False)  # the head is the embedding
-    export(folder, model, tokenizer)
-    (folder / STATE).write_text(json.dumps(state) + "\n", "utf-8")
-    return state
-
-
-def begin_from(folder: Path, model: Any, average: Average) -> dict[str, Any]:
-    """Puts an exported folder's weights into model and average; returns the state its training had. The optimizers start anew."""
-    with safe_open(folder / "model.safetensors", "pt") as file, torch.no_grad():
-        for name, value in model.named_parameters():
-            value.copy_(file.get_tensor(name))
-            average.values[name].copy_(value)
-    state: dict[str, Any] = json.loads((folder / STATE).read_text("utf-8"))
-    return state
-
-
-def _shape_of(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    vocab, hidden = tensors["model.embed_tokens.weight"].shape
-    first = "model.layers.0."
-    head_dim = tensors[f"{first}self_attn.q_norm.weight"].shape[0]
-    return {
-        "vocab": vocab,
-        "hidden": hidden,
-        "layers": sum(name.endswith("q_norm.weight") for name in tensors),
-        "mlp": tensors[f"{first}mlp.gate_proj.weight"].shape[0],
-        "heads": tensors[f"{first}self_attn.q_proj.weight"].shape[0] // head_dim,
-        "kv_heads": tensors[f"{first}self_attn.k_proj.weight"].shape[0] // head_dim,
-    }
-
-
-def size(folder: Path) -> int:
-    """How many parameters a folder's weights have."""
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-
-
 def shape(config: Any) -> dict[str, int]:
     return {
         "vocab": config.vocab_size,
@@ -329,4 +231,5 @@ def shape(config: Any) -> dict[str, int]:
         "mlp": config.intermediate_size,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
     }

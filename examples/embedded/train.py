@@ -26,6 +26,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.25, help="last part of the budget, over which the rate goes down")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--mlp", type=int, default=512, help="width inside the feed-forward layers")
+    parser.add_argument(
+        "--head-dim", type=int, default=32, help="channels of a head; with --resume, twice those of the checkpoint widens it"
+    )
     parser.add_argument("--muon", action=argparse.BooleanOptionalAction, default=True, help="Muon, or AdamW, for the layers' matrices")
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--evaluate-minutes", type=float, default=30.0, help="of training, as --hours counts it")

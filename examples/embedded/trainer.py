@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from agentcache.model.numerics import choose_kernel
 
-from . import evaluate, initial, stream
+from . import checkpoints, evaluate, initial, stream
 from . import model as models
 from .packing import Encoder, Pack
 from .tokenizer import load
@@ -49,6 +49,7 @@ class Plan:
     decay: float
     layers: int
     mlp: int
+    head_dim: int
     muon: bool
     save_minutes: float
     evaluate_minutes: float
@@ -230,7 +231,7 @@ class Training:
             AutoTokenizer.from_pretrained(plan.begin_from).save_pretrained(plan.out / "tokenizer")
         self.tokenizer = load(plan.out / "tokenizer")
         self.encoder = Encoder(self.tokenizer)
-        self.model = models.build(len(self.tokenizer), layers=plan.layers, mlp=plan.mlp, seed=plan.seed)
+        self.model = models.build(len(self.tokenizer), layers=plan.layers, mlp=plan.mlp, head_dim=plan.head_dim, seed=plan.seed)
         self.optimizers = models.optimizers(self.model, plan.rate, plan.muon)
         self.checkpoint = plan.out / "checkpoint.safetensors"
         resumed = plan.resume and self.checkpoint.exists()
@@ -238,12 +239,13 @@ class Training:
             begins = self.tokenizer.backend_tokenizer.encode('{"name": "', add_special_tokens=False).ids
             initial.structure(self.model, plan.seed, begins if len(begins) == 1 else ())
         self.average = models.Average(self.model)
-        self.state = State()
+        self.state, widened = State(), False
         if resumed:
-            self.state = State(**models.restore(self.checkpoint, self.model, self.optimizers, self.average))
+            state, widened = checkpoints.restore(self.checkpoint, self.model, self.optimizers, self.average)
+            self.state = State(**state)
         elif plan.begin_from is not None:
-            self.state = State(**models.begin_from(plan.begin_from, self.model, self.average))
-        self.first = 0 if resumed else self.state.step
+            self.state = State(**checkpoints.begin_from(plan.begin_from, self.model, self.average))
+        self.first = 0 if resumed and not widened else self.state.step
         self.log = Log(plan.out, fresh=not resumed)
         self.team = Team(self.model, plan.threads - 1)
         self.queue = stream.start(plan.out / "tokenizer", plan.seed, self.state.packs, self.state.tokens)
@@ -286,7 +288,7 @@ class Training:
                 time.sleep(1)
 
     def save(self) -> None:
-        models.save(self.checkpoint, self.model, self.optimizers, self.average, asdict(self.state))
+        checkpoints.save(self.checkpoint, self.model, self.optimizers, self.average, asdict(self.state))
 
     def evaluate(self) -> None:
         self.average.swap(self.model)
@@ -320,4 +322,4 @@ class Training:
         if not self.stopped:
             self.evaluate()
         self.average.swap(self.model)
-        models.export(self.plan.out / "model", self.model, self.tokenizer)
+        checkpoints.export(self.plan.out / "model", self.model, self.tokenizer)
