@@ -157,7 +157,11 @@ def test_another_process_finds_the_group_on_disk(model_folder: Path, tmp_path: P
 
 
 def test_store_bench_reads_what_it_wrote(tmp_path: Path) -> None:
-    said, shown = run("store", "--shape", "small", "--tokens", "700", "--repeats", "1", "--store-dir", str(tmp_path))
+    options = ("--shape", "small", "--tokens", "700", "--repeats", "1", "--entries", "1500")
+    said, shown = run("store", *options, "--store-dir", str(tmp_path))
+    assert said["index"]["rows"] == 2400
+    assert min(said["index"].values()) > 0
+    assert "an index of 2,400 pages" in shown
     assert [row["way"] for row in said["rows"]][:5] == ["raw", "agentcache", "verify", "safetensors", "torch.load"]
     assert ("llama.cpp" in said["rows"][-1]["way"]) == llama_cpp.installed()
     assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in said["rows"])

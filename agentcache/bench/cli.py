@@ -199,6 +199,7 @@ def store(
     tokens: Annotated[int, typer.Option(min=1, help="How long the stored prompt is.")] = 2850,
     repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 5,
     dtype: DtypeOption = Dtype.bfloat16,
+    entries: Annotated[int, typer.Option(min=0, help="Also: opening and lookups with so many pages in the index.")] = 0,
     store_dir: Annotated[Path | None, typer.Option(help="Where the files are made and removed; a disk, not memory.")] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -210,9 +211,13 @@ def store(
 
         with tempfile.TemporaryDirectory(dir=store_dir) as folder, report.Progress() as say:
             about = {"bench": "store", "machine": machine(), "versions": versions(("torch", "safetensors", "blake3"))}
-            found = {**about, "shape": shape.value, "dtype": dtype.value}
+            found: dict[str, Any] = {**about, "shape": shape.value, "dtype": dtype.value}
             found |= bench.run(shape.value, dtype.value, tokens, repeats, Path(folder), say)
-        report.finish(found, [report.store_table(found)], json_file)
+            tables = [report.store_table(found)]
+            if entries:
+                found["index"] = many = bench.lookups(entries, repeats, Path(folder), say)
+                tables.append(report.index_table(many))
+        report.finish(found, tables, json_file)
 
 
 @app.command()

@@ -162,6 +162,12 @@ def store_table(found: Mapping[str, Any]) -> Table:
     return table(f"{found['bytes'] / 1e6:,.0f} MB of pages ({found['tokens']:,} tokens), every byte touched", columns, lines)
 
 
+def index_table(found: Mapping[str, Any]) -> Table:
+    """One line: what a large index costs."""
+    columns = {"open ms": "open_ms", "first lookup ms": "first_ms", "lookup ms": "hit_ms", "miss ms": "miss_ms"}
+    return table(f"an index of {found['rows']:,} pages", list(columns), [[number(found[key], 2) for key in columns.values()]])
+
+
 def drift_table(found: Mapping[str, Any]) -> Table:
     """One line per precision."""
     lines = [

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,17 @@ from safetensors.torch import load_file, save_file
 
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..store import blob
+from ..store.disk import Disk
 from ..store.folder import Folder
 from ..store.index import Index, Row
 from ..store.keys import Scope, page_key
+from ..types import StoreOptions
 from . import llama_cpp, shapes
 from .disk import PIECE, drop_caches, raw_ms
 from .load import Samples, Watch
 
 Say = Callable[[str], None]
+_BATCH = 6 * 200
 
 
 def spec_of(shape: str, dtype: str) -> KVSpec:
@@ -47,9 +52,9 @@ def pages_of(spec: KVSpec, tokens: int) -> list[Page]:
     return pages
 
 
-def rows_of(spec: KVSpec, tokens: int, scope: Scope) -> list[Row]:
+def rows_of(spec: KVSpec, tokens: int, scope: Scope, seed: int = 0) -> list[Row]:
     """What the index would say of them."""
-    ids = np.random.default_rng(0).integers(0, 1 << 16, tokens, dtype=np.uint32)
+    ids = np.random.default_rng(seed).integers(0, 1 << 16, tokens, dtype=np.uint32)
     rows, parent = [], scope.root
     for place, start in enumerate(range(0, tokens, PAGE_TOKENS)):
         part = ids[start : start + PAGE_TOKENS]
@@ -144,6 +149,34 @@ class Bench:
     def writes(self) -> dict[str, Callable[[], Any]]:
         """What writes."""
         return {"agentcache": self.write, "raw": self.write_raw} | ({"llama.cpp": self.foreign.write} if self.foreign else {})
+
+
+def lookups(entries: int, repeats: int, place: Path, say: Say = lambda _: None) -> dict[str, Any]:
+    """Medians with so many rows in the index, of prompts of six pages: opening the store, lookups that find all of one, and nothing."""
+    spec, scope = KVSpec(28, 8, 128, torch.bfloat16), Scope("bench", "bench")
+    folder, samples = Folder.open(place / "many"), Samples()
+    tokens = 6 * PAGE_TOKENS
+    with Index(folder) as index:
+        for first in range(0, entries, _BATCH):
+            say(f"{first:,} of {entries:,} rows")
+            prompts = [rows_of(spec, tokens, scope, first + number) for number in range(0, _BATCH, 6)]
+            index.restore([replace(row, blob=f"{row.page_key.hex()}-0") for rows in prompts for row in rows])
+        rows = index.total()[0]
+    asked, other = (np.concatenate([row.ids for row in prompt]) for prompt in (prompts[-1], rows_of(spec, tokens, scope, 1 << 40)))
+
+    def once(disk: Disk) -> None:
+        for name, ids in (("first_ms", asked), ("hit_ms", asked), ("miss_ms", other)):
+            samples.add(name, _ms(partial(disk.index.longest, scope, ids, tokens)))
+        assert sum(common for _, common in disk.index.longest(scope, asked, tokens)) == tokens
+        assert not disk.index.longest(scope, other, tokens)
+        disk.close()
+
+    for _ in range(max(9, repeats)):
+        began = time.perf_counter()
+        disk = Disk(StoreOptions(folder.path))
+        samples.add("open_ms", (time.perf_counter() - began) * 1e3)
+        once(disk)
+    return {"rows": rows, **{name: samples.median(name) for name in ("open_ms", "first_ms", "hit_ms", "miss_ms")}}
 
 
 def run(shape: str, dtype: str, tokens: int, repeats: int, place: Path, say: Say = lambda _: None) -> dict[str, Any]:
