@@ -43,8 +43,9 @@ your calls."). `strict_calls` in its generation config makes an `Engine` hold it
 
 Trained from random weights, into which some look-up heads were put by construction (examples/embedded/initial.py), on text that
 `agentcache/bench/quality_world` generates, and on nothing else: {tokens:.1f} million tokens ({targets:.1f} million of them completions),
-{steps:,} steps, {hours:.1f} hours on 2 CPU cores. `python examples/embedded/train.py --out FOLDER` does it again,
-`examples/embedded/export.py` makes this folder.
+{steps:,} steps, {hours:.1f} hours on 2 CPU cores. `python examples/embedded/train.py --out FOLDER --tokens 46.5e6`, then the same with
+`--head-dim 64 --resume`, does it again: its heads began with 32 channels and became twice as wide there. `examples/embedded/export.py`
+makes this folder.
 Training, validation and test share function words, action verbs and a closed set of paraphrases; pairs of action and thing ("tools"),
 nouns and made-up words ("words") and values are disjoint. What can generalise to them is lexical matching and copying, and that is what
 the model does.
