@@ -24,6 +24,7 @@ from agentcache.store import blob
 from agentcache.store.disk import Disk
 from agentcache.store.fetch import Fetch
 from agentcache.store.keys import Scope, as_ids, chain
+from agentcache.store.ledger import waited
 from agentcache.store.policy import HUNG_MS, LEAST_WAIT_MS, RETRY_S, SMALL_BYTES, Rate, WriteBudget, give_up, too_slow
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
@@ -592,15 +593,26 @@ def test_what_nobody_thought_of_is_no_requests_trouble(small: Any, tmp_path: Pat
         assert any("87 is not a valid Role" in note for note in done.receipt.notes)
 
 
-def test_a_prefix_that_others_may_wait_for_is_written_while_its_answer_goes_on(small: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_prefix_that_another_process_waits_for_is_written_while_its_answer_goes_on(small: Any, tmp_path: Path, waits: bool) -> None:
     with engine(model=small, store=tmp_path / "store") as running:
         disk = running.store.disk
-        stream = running.stream(PREFIX, sampling=decode(400))
+        stream = running.stream(PREFIX, sampling=decode(2000))
         next(stream)
-        assert until(lambda: disk.index.total()[0] >= 1), "it would have been written behind the answer"
-        assert not running.store.disk.writer.quiet.is_set()
-        assert until(lambda: disk.index.stats()["leases"] == 0)
+        other = Disk(StoreOptions(tmp_path / "store"))
+        [(key, fingerprint)] = disk._leases
+        if waits:
+            other.index.await_claimed(key, fingerprint, other.process)
+            assert until(lambda: disk.index.total()[0] >= 1), "it would have been written behind the answer"
+            assert not disk.writer.quiet.is_set()
+            other.index.release(waited(key), fingerprint, other.process)
+            assert until(lambda: disk.index.stats()["leases"] == 0)
+        else:
+            time.sleep(0.7)
+            assert not disk.writer.quiet.is_set()
+            assert disk.index.total()[0] == 0, "an answer gives way to nobody's writing without need"
         stream.close()
+        other.close()
 
 
 @pytest.mark.parametrize("warmed", [False, True])

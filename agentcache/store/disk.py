@@ -64,7 +64,7 @@ class Disk:
         self._remembered = self.read_rate.at
         self._leases: set[tuple[bytes, str]] = set()
         self._computed: set[tuple[bytes, str]] = set()  # of these, those whose pages are on their way to the disk
-        self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self.index.touch, lambda: bool(self._computed))
+        self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self.index.touch, self._awaited)
         self._compute: dict[str, float] = {}
         self._bad: set[int] = set()  # rows found bad, where the index may not be told
         self._pinned: dict[Hashable, list[list[int]]] = {}
@@ -268,8 +268,14 @@ class Disk:
             self._leases.add((key, fingerprint))
         return holder
 
+    def _awaited(self) -> bool:
+        """Whether another process waits for a prefix that is computed here, but not written yet."""
+        with suppress(StoreError):  # then it waits as long as it would
+            return any(self.index.awaited(*claim) for claim in tuple(self._computed))
+        return False
+
     def settle(self, key: bytes, fingerprint: str) -> None:
-        """A claimed prefix is computed, or will not be: it is written next, because others may wait for it, and then given back."""
+        """A claimed prefix is computed, or will not be: it is written, at once if others wait for it, and then given back."""
         self._computed.add((key, fingerprint))
         self.writer.after(lambda: self.release(key, fingerprint))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from ..types import Precision, Reason, Refusal
 from .disk import Found, cpu_page
 from .entry import Match
 from .keys import Ids, Scope, chain
+from .ledger import waited
 from .policy import HUNG_MS, give_up, too_slow
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Fetch:
         self.refusals: list[Refusal] = []
         self.notes: list[str] = []
         self.lease: bytes | None = None
+        self._waited: bytes | None = None
         self._wake = wake
         self._began = time.perf_counter()
         self._look_again = 0.0
@@ -81,6 +84,7 @@ class Fetch:
             waits = False
         if not waits:
             self._state = "ready"
+            self._stop_waiting()
             self.ms = (time.perf_counter() - self._began) * 1e3
         return waits
 
@@ -232,6 +236,9 @@ class Fetch:
         now = time.monotonic()
         own_s = missing * self.ms_per_token / 1e3
         if not self._awaiting_until:
+            self._waited = key
+            with suppress(StoreBusyError):  # it will be written behind the other's answer
+                self.disk.index.await_claimed(key, self.scope.fingerprint, self.disk.process)
             self._awaiting_until = now + AWAIT * own_s - max(0.0, time.time() - holder.since)
             self._await_began = now
         if not own_s or now >= self._awaiting_until:
@@ -258,9 +265,15 @@ class Fetch:
     def _refuse(self, reason: Reason, start: int, detail: str) -> None:
         self.refusals.append(Refusal(reason, start, len(self.ids), detail))
 
+    def _stop_waiting(self) -> None:
+        if self._waited is not None:
+            key, self._waited = self._waited, None
+            self.disk.writer.after(lambda: self.disk.index.release(waited(key), self.scope.fingerprint, self.disk.process))
+
     def settle(self) -> None:
         """The prefix is computed, or will not be: whoever waits for it may look as soon as it is written."""
         self._stop.set()
+        self._stop_waiting()
         if self.lease is not None:
             key, self.lease = self.lease, None
             self.disk.settle(key, self.scope.fingerprint)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blake3 import blake3
+
 from ..errors import StoreCorruptError
 from . import process
 from .database import Database, T, Use
@@ -130,6 +132,16 @@ class Ledger:
             return None
 
         return self._db.write(claims, brief=True)
+
+    def await_claimed(self, key: bytes, fingerprint: str, waiter: str) -> None:
+        """Let who computes the prefix `key` know that `waiter` waits for it, until `release(waited(key))`. StoreBusyError as `claim`."""
+        values = (waited(key), fingerprint, waiter, time.time())
+        self._db.write(lambda connection: connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", values), brief=True)
+
+    def awaited(self, key: bytes, fingerprint: str) -> bool:
+        """Whether somebody waits for the prefix `key`."""
+        sql = "SELECT count(*) FROM leases WHERE key = ? AND fingerprint = ?"
+        return bool(self._db.read(lambda connection: connection.execute(sql, (waited(key), fingerprint)).fetchone()[0]))
 
     def release(self, key: bytes, fingerprint: str, holder: str) -> None:
         """Give a lease back; no effect if somebody else holds it."""
@@ -297,6 +309,11 @@ class Ledger:
     def _execute(self, sql: str, values: tuple[object, ...] = ()) -> int:
         """One statement that writes; returns how many rows it touched."""
         return self._db.write(lambda connection: connection.execute(sql, values).rowcount) if self.folder.writable else 0
+
+
+def waited(key: bytes) -> bytes:
+    """The key under which those are written down who wait for the prefix `key`."""
+    return blake3(b"waited" + key).digest()
 
 
 def _where(wanted: Mapping[str, object]) -> tuple[str, tuple[object, ...]]:

@@ -60,7 +60,7 @@ Save = Callable[[Pending], tuple[int, str]]  # writes one page and returns its r
 class Writer:
     """The one thread that writes. offer() and after() from any thread; flush() waits; close() flushes.
 
-    save: writes one page. touch: counts rows as used and returns those that are gone. awaited: whether other processes may wait for a
+    save: writes one page. touch: counts rows as used and returns those that are gone. awaited: whether other processes wait for a
     prefix. counts: what happened to pages, by word. budget: what may be written, for who saves to ask. quiet: set while no request is
     computed. failure: the last disk error, in words.
     """
@@ -187,7 +187,8 @@ class Writer:
             return self.tell_uses
         if now < self._paused_until:
             return None
-        least = Role.PREFIX if self._awaited() else Role.GROUP + 1  # what another process may be waiting for gives way to nobody
+        busy = not (urgent or self.quiet.is_set())
+        least = Role.PREFIX if busy and self._awaited() else Role.GROUP + 1  # what another process waits for gives way to nobody
         ready = [
             p
             for p in self._pending.values()
