@@ -167,11 +167,11 @@ class Database:
             link.close()
         if link.connection is None:
             link.connection = self._open() if self.folder.writable else self._open_read_only()
-            link.file = _state(self.path, whole=not self.folder.writable)
+            link.file = _state(self.path, whole=not self.folder.writable) if -1 in file else file  # replaced meanwhile: the next use sees it
         return link.connection
 
     def _open(self) -> sqlite3.Connection:
-        # SQLite would let others read it. Never for a file that is there: closing it would drop all locks this process holds on it.
+        # SQLite would let others read it. Never for a file that is there: closing it would drop this process's locks on it.
         with suppress(FileExistsError):
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         connection = self._connect(f"{self.path.as_uri()}?mode=rw")
