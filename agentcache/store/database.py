@@ -167,7 +167,7 @@ class Database:
             link.close()
         if link.connection is None:
             link.connection = self._open() if self.folder.writable else self._open_read_only()
-            link.file = _state(self.path, whole=not self.folder.writable) if -1 in file else file  # replaced meanwhile: the next use sees it
+            link.file = _state(self.path, whole=not self.folder.writable) if -1 in file else file  # the next use sees a change
         return link.connection
 
     def _open(self) -> sqlite3.Connection:
