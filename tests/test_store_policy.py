@@ -482,7 +482,7 @@ def test_who_comes_second_waits_and_loads(small: Any, tmp_path: Path, holder: Ho
         holder.go.touch()
         done = stream.completion
         assert done.ids == holder.ids
-        assert done.receipt.disk_tokens >= holder.prefix_tokens
+        assert done.receipt.disk_tokens >= holder.prefix_tokens - holder.prefix_tokens % 512  # the last page may still be growing
         assert any("waited" in note for note in done.receipt.notes)
         assert done.receipt.load_ms > 0
 
