@@ -16,7 +16,7 @@ from .kv import PAGE_TOKENS, Ahead, Page, Piece, Sequence
 from .model.attention import Part
 from .model.hf import HFModel
 from .model.numerics import MAX_ROWS
-from .model.openmp import settle
+from .model.openmp import use_threads
 from .model.rope import turn
 from .plan import Attach
 
@@ -134,7 +134,7 @@ class Runner:
 
     def follow_threads(self) -> None:
         """Make this thread compute with the number of threads the process asks for now; other threads may mean other numerics."""
-        settle(process_threads())
+        use_threads(process_threads())
 
     @torch.no_grad()  # not inference mode: pages made here are written outside of it, too
     def attach(self, sequence: Sequence, steps: list[Attach], sources: list[Source], regime: str, held: bool = False) -> None:

@@ -298,14 +298,17 @@ def test_memory_is_that_of_the_device_where_the_weights_are(monkeypatch: pytest.
 def test_a_team_smaller_than_pytorch_counts_on(given: str) -> None:
     """PyTorch's own bf16 products are wrong there."""
     code = (
-        "import torch\ntorch.set_num_threads(2)\nfrom agentcache import Engine, Sampling\n"
+        "import warnings\nwarnings.simplefilter('always')\nimport torch\ntorch.set_num_threads(2)\n"
+        "from agentcache import Engine, Sampling\n"
         "with Engine('embedded', store=None) as running:\n"
         "    print(running.generate('What is 3 times 4? ' * 60, sampling=Sampling(max_tokens=4)).ids)"
     )
 
-    def run(**more: str) -> str:
+    def run(**more: str) -> tuple[str, int]:
         done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **more}, capture_output=True, text=True, check=True)
-        return done.stdout
+        return done.stdout, done.stderr.count("threads are used")
 
     name, _, value = given.partition("=")
-    assert run(**{name: value}) == run()
+    answer, warned = run()
+    assert run(**{name: value}) == (answer, 1 if "LIMIT" in given else 0), "said once, where the engine is made"
+    assert not warned

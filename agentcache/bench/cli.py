@@ -42,7 +42,9 @@ def latency(
     tools: Annotated[str, typer.Option(help="Tool counts, with commas; empty: no such rows.")] = "5,10,20,50,100",
     tail: Annotated[int, typer.Option(min=1, help="Tokens behind the tools: user turn and generation prompt.")] = 70,
     repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 9,
-    slow_repeats: Annotated[int | None, typer.Option(min=1, help="The same for what prefills it all: stock, static, off.")] = None,
+    slow_repeats: Annotated[
+        int | None, typer.Option(min=1, help="The same for what takes long: stock, static, off, a second process.")
+    ] = None,
     decode: Annotated[int, typer.Option(min=1, help="Tokens decoded behind the first.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,

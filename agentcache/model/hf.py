@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -20,12 +21,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..errors import ReuseWarning
 from ..kv import KVSpec
 from . import steps
 from .attention import Batch, Part
 from .family import Support, examine, support
 from .loading import load, one_device, unwrap
 from .numerics import Numerics, probe
+from .openmp import use_threads
 from .products import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .rope import Rotary
 
@@ -72,6 +75,9 @@ class HFModel:
     """
 
     def __init__(self, model: Any) -> None:
+        asked = torch.get_num_threads()
+        if (threads := use_threads(asked)) < asked:
+            warnings.warn(f"{threads} of {asked} threads are used: OMP_THREAD_LIMIT allows no more", ReuseWarning, stacklevel=3)
         self.model = unwrap(model)
         self.config = self.model.config.get_text_config()
         self.device = one_device(self.model)

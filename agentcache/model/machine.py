@@ -9,6 +9,7 @@ import torch
 
 from . import jit
 from .numerics import has_16bit_units, probe
+from .openmp import use_threads
 
 
 def describe() -> dict[str, Any]:
@@ -16,7 +17,7 @@ def describe() -> dict[str, Any]:
     report: dict[str, Any] = {
         "processor": platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        "threads": use_threads(torch.get_num_threads()),
         "16-bit matrix units": {str(d).removeprefix("torch."): has_16bit_units(d) for d in (torch.bfloat16, torch.float16)},
     }
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -16,7 +16,6 @@ from blake3 import blake3
 
 from ..kv import PAGE_TOKENS
 from . import jit_attention, jit_pairs
-from .openmp import settle
 from .products import BLOCKS, CHAIN_ROWS, COLUMNS, UPCAST_BLOCK, Kernel, linear, onednn_takes, pattern, product_of_library
 
 _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
@@ -182,4 +181,4 @@ def probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], hea
 
     Takes up to 200 ms, is remembered for the process per thread count and shape.
     """
-    return _probe(dtype, device, tuple(sorted(set(widths))), heads, head_dim, settle(torch.get_num_threads()))
+    return _probe(dtype, device, tuple(sorted(set(widths))), heads, head_dim, torch.get_num_threads())

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from ..errors import ReuseWarning
 
 
 @functools.cache
@@ -20,7 +17,7 @@ def runtime() -> Any | None:
     return ctypes.CDLL(str(found[0])) if found else None
 
 
-def settle(threads: int) -> int:
+def use_threads(threads: int) -> int:
     """Let this thread compute with so many threads, or with as many as OpenMP will start; returns how many.
 
     With OMP_THREAD_LIMIT below it, or with OMP_DYNAMIC, a team may be smaller than PyTorch counts on. Parts of its own 16-bit products are
@@ -29,9 +26,7 @@ def settle(threads: int) -> int:
     found = runtime()
     if found is not None:
         found.omp_set_dynamic(0)  # for what this thread starts
-        if (limit := found.omp_get_thread_limit()) < threads:
-            warnings.warn(f"OpenMP starts {limit} threads at most (OMP_THREAD_LIMIT), not {threads}: {limit} are used", ReuseWarning, 2)
-            threads = limit
+        threads = min(threads, found.omp_get_thread_limit())
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     return threads

@@ -163,13 +163,14 @@ class Writer:
 
     def _loop(self) -> None:
         while True:
+            awaited = not self.quiet.is_set() and bool(self._pending) and self._awaited()  # not under the lock: offers wait for no index
             with self._changed:
-                found = self._next()
-                while found is None and not self._closing:
-                    self._changed.wait(self._idle_s())
-                    found = self._next()
-                if found is None:
+                found = self._next(awaited)
+                if found is None and self._closing:
                     break
+                if found is None:
+                    self._changed.wait(self._idle_s())
+                    continue
                 self._busy = True
                 self._writing = found.key if isinstance(found, Pending) else b""
             try:
@@ -180,20 +181,19 @@ class Writer:
                     self._changed.notify_all()
         self._do(self.tell_uses)
 
-    def _next(self) -> Pending | Callable[[], object] | None:
-        """What to do now. Takes it out. Called with the lock held."""
+    def _next(self, awaited: bool) -> Pending | Callable[[], object] | None:
+        """What to do now. Takes it out. Called with the lock held. awaited: prefixes give way to no request."""
         now, urgent = time.monotonic(), bool(self._urgent)
         if self._used and (urgent or now - self._touched > TOUCH_S):
             return self.tell_uses
         if now < self._paused_until:
             return None
-        busy = not (urgent or self.quiet.is_set())
-        least = Role.PREFIX if busy and self._awaited() else Role.GROUP + 1  # what another process waits for gives way to nobody
-        ready = [
-            p
-            for p in self._pending.values()
-            if urgent or (p.due <= now and (self.quiet.is_set() or now - p.since > PATIENCE_S or p.role >= least))
-        ]
+        quiet = self.quiet.is_set()
+
+        def may_go(p: Pending) -> bool:
+            return quiet or now - p.since > PATIENCE_S or (awaited and p.role >= Role.PREFIX)
+
+        ready = [p for p in self._pending.values() if urgent or (p.due <= now and may_go(p))]
         settling = {p.number for p in self._pending.values() if p.due > now and not urgent}
         if self._jobs:
             number, job = self._jobs[0]

@@ -66,7 +66,7 @@ def wider(tensors: dict[str, torch.Tensor], head_dim: int, seed: int = 0) -> dic
     """
     old = _shape_of(tensors)["head_dim"]
     if head_dim != 2 * old:
-        raise ValueError(f"head_dim={head_dim!r}: heads of {old} channels become {2 * old} wide")
+        raise ValueError(f"head_dim={head_dim!r}: the checkpoint's heads have {old} channels; give {old}, or {2 * old} to widen them")
     rng = torch.Generator().manual_seed(seed)
     turned = torch.cat((torch.arange(0, old, 2), torch.arange(old, 2 * old, 2)))
     out = {}
