@@ -369,11 +369,17 @@ def test_thoughts_recall_what_decides_word_for_word() -> None:
                 continue
             there = [one.system, *said, *(tool.description for tool in one.tools)]
             for turn in (turn for turn in dialogue.turns if turn.thought.startswith("I need to ") and ": " in turn.thought):
-                known = turn.thought.partition(": ")[2]
+                known, again, meant = turn.thought.partition(": ")[2].partition(" That is to ")
+                if again:  # in a word of the rule, which is not the one it was asked for with
+                    word = meant.removesuffix(".").partition(" the ")[2]
+                    assert word in known
+                    assert f"the {word}: " not in turn.thought
+                    seen.add("said again")
                 parts = known.replace(". ", ".\n").split("\n") if known not in "\n".join(there) else [known]
                 assert all(any(part in text for text in there) for part in parts), (known, one.system)
                 seen.add(dialogue.kind)
-    assert {"like", "above", "deprecated", "profile", "today", "service", "switch", "glossary", "forbidden", "preferred"} <= seen
+    rules = {"like", "above", "deprecated", "profile", "today", "service", "switch", "glossary", "forbidden", "preferred"}
+    assert rules | {"said again"} <= seen
 
 
 def test_what_decides_is_recalled_for_every_call_that_needs_it() -> None:

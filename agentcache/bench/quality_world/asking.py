@@ -152,9 +152,14 @@ def ask(catalog: Catalog, wish: Wish) -> tuple[Turn, Tool | str, dict[str, Value
 
 
 def thought(catalog: Catalog, wish: Wish) -> str:
-    """What leads from a wish to its tool or refusal: what is wanted, and word for word what has to be known for it."""
-    known = " ".join(part for part in (catalog.quote(wish.action, wish.thing), wish.why) if part)
-    return purpose(wish.action, wish.called or wish.thing, known)
+    """What leads from a wish to its tool or refusal: what is wanted, and word for word what has to be known for it.
+
+    Where the tools have another word for the thing, the wish is said again in theirs.
+    """
+    asked, quoted = wish.called or wish.thing, catalog.quote(wish.action, wish.thing)
+    meant = catalog.words.get(wish.thing, asked)
+    again = f"That is to {wish.action} the {meant}." if meant != asked and meant in quoted else ""
+    return purpose(wish.action, asked, " ".join(part for part in (quoted, wish.why, again) if part))
 
 
 def purpose(action: str, thing: str, known: str = "") -> str:

@@ -55,6 +55,7 @@ class Catalog:
     reading_only: bool = False
     wishes: list[Wish] = field(default_factory=list)
     plans: list[tuple[str, tuple[Tool, ...]]] = field(default_factory=list)
+    words: dict[str, str] = field(default_factory=dict)  # by thing: what its tools call it, where a rule explains a word
     notes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by thing: an action, and the sentence that decides about it
 
     @property

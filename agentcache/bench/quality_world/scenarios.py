@@ -137,6 +137,7 @@ def glossary(catalog: Catalog) -> None:
     catalog.rule(rule)
     catalog.note(action, thing, rule)
     in_tool = world.chance(0.5)
+    catalog.words[thing] = word if in_tool else thing
     catalog.add(
         catalog.make(action, thing, name=catalog.name(action, word), text=description(world, action, word))
         if in_tool
