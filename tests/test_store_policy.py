@@ -200,11 +200,14 @@ def test_a_slow_disk_costs_next_to_nothing(tmp_path: Path, throttle: Any, monkey
         assert second.store.disk.read_rate.value == rate > 0, "the rate outlives the process"
         receipt = second.generate(LONG, sampling=decode(2)).receipt
         (slow,) = [refusal for refusal in receipt.refusals if refusal.reason == Reason.SLOW_DISK]
-        second.store.clear()
-        second.store.disk.read_rate.at -= RETRY_S + 1
         throttle(float("inf"))
-        receipt = second.generate(LONG, sampling=decode(2)).receipt
-        assert receipt.disk_tokens > 1000, "tried again, and it was fast"
+        for _ in range(3):  # a reader that the machine lets wait for 20 ms is a disk that shows nothing
+            second.store.clear()
+            second.store.disk.read_rate.at -= RETRY_S + 1
+            receipt = second.generate(LONG, sampling=decode(2)).receipt
+            if receipt.disk_tokens:
+                break
+        assert receipt.disk_tokens > 1000, receipt.refusals  # tried again, and it was fast
         assert Reason.SLOW_DISK not in {refusal.reason for refusal in receipt.refusals}
 
 
