@@ -185,6 +185,23 @@ def test_a_pack_learns_what_its_samples_learn_alone(tokenizer: Any, style: str) 
         assert torch.allclose(found[name], parameter.grad, rtol=1e-3, atol=1e-3 * float(parameter.grad.abs().max())), name
 
 
+def test_attention_in_bf16_is_nearly_that_in_fp32(tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    made = pack(Encoder(tokenizer), bundle("halves", "hermes", 5, 5), 1_000_000)
+    assert len(made.branches) > 2
+    rows = len(made.ids)
+    states = [torch.randn(*shape, rows, 8) for shape in ((2, 2), (2,), (2,))]
+    change, found = torch.randn(2, 2, rows, 8), []
+    for half in (False, True):
+        given = [one.clone().requires_grad_() for one in states]
+        out = models.Attention.apply(*given, models.blocks(made), half)
+        out.backward(change)
+        found.append([out.detach(), *(one.grad for one in given)])
+        assert all(one.dtype == torch.float32 for one in found[-1])
+    for exact, rounded in zip(*found):
+        assert 1e-4 < (rounded - exact).norm() / exact.norm() < 0.01
+
+
 def test_decoding_gives_the_verdict_of_scoring(tokenizer: Any) -> None:
     model = models.build(len(tokenizer), layers=2, hidden=64, mlp=64)
     model.set_attn_implementation(models.NAME)

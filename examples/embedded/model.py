@@ -37,7 +37,7 @@ class Block:
             states[:, : self.seen] += change[:, : self.seen]
             states[:, self.first : self.last] += change[:, self.seen :]
         else:
-            states.index_add_(1, self.seen, change[:, : len(self.seen)])
+            states.index_add_(1, self.seen, change[:, : len(self.seen)].to(states.dtype))
             states[:, self.first : self.last] += change[:, len(self.seen) :]
 
 
@@ -59,24 +59,29 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: list[Block]) -> torch.Tensor:
-        """query (scaled) [kv heads, group, n, head dim], key and value [kv heads, n, head dim]; returns the query's shape."""
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: list[Block], half: bool) -> torch.Tensor:
+        """query (scaled) [kv heads, group, n, head dim], key and value [kv heads, n, head dim]; returns the query's shape.
+
+        half: all products but the scores in bf16, which would round the score of a head that copies by a tenth.
+        """
         kv, _, _, dim = query.shape
-        out, shares = torch.empty_like(query), []
+        kind = torch.bfloat16 if half else query.dtype
+        out, shares, value = torch.empty_like(query), [], value.to(kind)
         for block in pack:
             scores = torch.bmm(query[:, :, block.first : block.last].reshape(kv, -1, dim), block.of(key).transpose(1, 2))
             scores.view(kv, -1, len(block.mask), scores.shape[2])[..., -len(block.mask) :].add_(block.mask)
-            shares.append(scores.softmax(-1))
+            shares.append(scores.softmax(-1).to(kind))
             out[:, :, block.first : block.last] = torch.bmm(shares[-1], block.of(value)).view(kv, -1, len(block.mask), dim)
         ctx.save_for_backward(query, key, value, *shares)
         ctx.pack = pack
         return out
 
     @staticmethod
-    def backward(ctx: Any, change: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, change: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         query, key, value, *shares = ctx.saved_tensors
         kv, _, _, dim = query.shape
-        queries, keys, values = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        queries, keys, values = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(key)
+        query, key, change = (states.to(value.dtype) for states in (query, key, change))
         for block, share in zip(ctx.pack, shares):
             rows = slice(block.first, block.last)
             given = change[:, :, rows].reshape(kv, -1, dim)
@@ -84,16 +89,17 @@ class Attention(torch.autograd.Function):
             scores = torch.ops.aten._softmax_backward_data(torch.bmm(given, block.of(value).transpose(1, 2)), share, -1, share.dtype)
             queries[:, :, rows] = torch.bmm(scores, block.of(key)).view(kv, -1, len(block.mask), dim)
             block.add(keys, torch.bmm(scores.transpose(1, 2), query[:, :, rows].reshape(kv, -1, dim)))
-        return queries, keys, values, None
+        return queries, keys, values, None, None
 
 
 def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, pack: Any = None, **_: Any
 ) -> tuple[torch.Tensor, None]:
     _, heads, rows, dim = query.shape
-    with torch.autocast("cpu", enabled=False):  # in bf16 it would be no faster: its products are small
+    half = torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", enabled=False):
         grouped = (query[0].float() * scaling).view(key.shape[1], -1, rows, dim)
-        out = Attention.apply(grouped, key[0].float().contiguous(), value[0].float().contiguous(), pack)
+        out = Attention.apply(grouped, key[0].float().contiguous(), value[0].float().contiguous(), pack, half)
     return out.view(heads, rows, dim).transpose(0, 1)[None].contiguous(), None
 
 
