@@ -14,7 +14,7 @@ from .world import Value, World, split_of
 
 NO_TOOL = "I have no tool for that."
 FORBIDDEN = "That is not allowed here."
-READ_ONLY = ("Read-only mode: nothing may be changed.", "Only reading is allowed.")
+READ_ONLY = ("Read-only mode: nothing but reading is allowed.", "Only reading is allowed.")
 ENDINGS = ("tool", "helper", "service", "task", "job", "a", "b", "v2", "one", "two", "new", "alt")
 NONSENSE = 0.15  # of the vague names do not even say what they are about
 STYLES = ("verb first",) * 12 + ("object first",) * 3 + ("camel",)
@@ -56,6 +56,8 @@ class Catalog:
     wishes: list[Wish] = field(default_factory=list)
     plans: list[tuple[str, tuple[Tool, ...]]] = field(default_factory=list)
     words: dict[str, str] = field(default_factory=dict)  # by thing: what its tools call it, where a rule explains a word
+    settled: set[str] = field(default_factory=set)  # things of which a rule speaks whatever is to be done with them
+    user_place: str = ""  # where the rules say the user is
     notes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by thing: an action, and the sentence that decides about it
 
     @property
@@ -150,11 +152,11 @@ class Catalog:
         service: str = "",
         replaced: bool = False,
     ) -> Tool:
-        """A tool of this meaning, not yet part of the catalog."""
-        world = self.world
-        name = name or (self.vague(thing) if not text and not world.plain and world.chance(world.vague) else self.name(action, thing))
-        params = draw_params(world, thing, draw_kinds(world)) if params is None else params
-        return Tool(name, text or description(world, action, thing), params, action, thing, service, replaced)
+        """A tool of this meaning, in the words that the catalog has for it, not yet part of it."""
+        world, word = self.world, self.words.get(thing, thing)
+        name = name or (self.vague(word) if not text and not world.plain and world.chance(world.vague) else self.name(action, word))
+        params = draw_params(world, word, draw_kinds(world)) if params is None else params
+        return Tool(name, text or description(world, action, word), params, action, thing, service, replaced)
 
     def add(self, *tools: Tool) -> None:
         """Tools that stay neighbours, in this order."""
@@ -170,7 +172,7 @@ class Catalog:
             at = world.rng.random()
             some = world.pick(self.ordinary) if self.ordinary else None
             some = None if world.plain else some
-            others = self.actions(some.thing) if some is not None and at < 0.3 else []
+            others = self._others(some.thing) if some is not None and at < 0.3 else []
             if some is not None and others:
                 action, thing = world.pick(others), some.thing
             elif some is not None and at < 0.5:
@@ -181,6 +183,11 @@ class Catalog:
             else:
                 action, thing = self.meaning()
             self.add(self.make(action, thing))
+
+    def _others(self, thing: str) -> list[str]:
+        """Actions that one more tool for this thing may have: none that a rule is about, too, none that reads what a step looks up."""
+        planned = any(tool.thing == thing for _, tools in self.plans for tool in tools)
+        return [action for action in self.actions(thing) if thing not in self.settled and not (planned and action in READING)]
 
     def crowded(self, head: str) -> bool:
         """Whether many things share this word already, so that a new one is hard to find."""
@@ -205,7 +212,7 @@ class Catalog:
         """A tool that only a rule or another tool explains keeps its scenario's name, also when it is asked for by chance."""
         if self.reading_only and tool.action not in READING:
             return "reading only"
-        kept = ("like", "above", "deprecated", "service", "preferred", "glossary")
+        kept = ("like", "above", "deprecated", "service", "preferred", "glossary", "tried first")
         named = [wish for wish in self.wishes if (wish.action, wish.thing) == tool.meaning]
         return next((wish.kind for wish in named if wish.kind in kept and not wish.called), "plain")
 
@@ -223,6 +230,13 @@ class Catalog:
                 action, thing = some.action, world.thing(some.thing.split()[-1])
             else:
                 action, thing = world.pick(tuple(ACTIONS)), world.thing()
-            if self.right(action, thing) == NO_TOOL and (action, thing) not in self.forbidden:
+            if self.right(action, thing) == NO_TOOL and (action, thing) not in self.forbidden and not self._nearly(action, thing):
                 return Wish(action, thing, "decline")
         return Wish("translate", world.made_up(), "decline")
+
+    def _nearly(self, action: str, thing: str) -> bool:
+        """Whether a tool might do it all the same: one for a kind of the thing, one for what it is a kind of, or a search."""
+        if action in ("get", "find") and any(tool.action == "search" for tool in self.tools):
+            return True
+        kinds = (f" {tool.thing}" for tool in self.tools if tool.action == action)
+        return any(kind.endswith(f" {thing}") or f" {thing}".endswith(kind) for kind in kinds)

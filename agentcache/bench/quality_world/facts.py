@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .asking import Turn as T
 from .asking import calls, results, says, user
@@ -43,10 +43,10 @@ def _entity(world: World) -> str:
     return f"{world.person()} {world.pick(BUILDINGS)}"
 
 
-def _text(world: World, entity: str, known: dict[str, str]) -> str:
-    """A short text with these relations and some others, in any order."""
+def _text(world: World, entity: str, known: dict[str, str], others: Collection[str] = RELATIONS) -> str:
+    """A short text with these relations and some of the others, in any order."""
     known = dict(known)
-    for name in world.sample(sorted(RELATIONS), world.number(0, 2)):
+    for name in world.sample(sorted(others), world.number(0, 2)):
         known.setdefault(name, RELATIONS[name][2](world))
     lines = []
     for name in world.shuffled(sorted(known)):
@@ -74,10 +74,11 @@ def _one(world: World, tool: Tool) -> list[T]:
     entity, names = _entity(world), world.sample(sorted(RELATIONS), 2 if world.chance(0.4) else 1)
     known = {name: RELATIONS[name][2](world) for name in names}
     turns: list[T] = []
+    others = RELATIONS.keys() - names  # a text may tell nothing of what is asked for next: it would be another value
     for number, name in enumerate(names):
         question = world.pick(RELATIONS[name][0]).format(e="it" if number else f"the {entity}")
         told = {name: known[name]} if number == 0 else known
-        turns += [user(question), *_look_up(tool, entity, _text(world, entity, told)), says(f"The answer is {known[name]}.", KNOWN)]
+        turns += [user(question), *_look_up(tool, entity, _text(world, entity, told, others)), says(f"The answer is {known[name]}.", KNOWN)]
     return turns
 
 

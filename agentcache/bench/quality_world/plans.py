@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .catalogs import Catalog
+from .catalogs import Catalog, Wish
 from .scenarios import above, default, deprecated, forbid, glossary, like, preferred, reading, services, today
 from .tools import Param, Tool, draw_params, snake
 from .words import READING
@@ -82,7 +82,9 @@ def fallback(catalog: Catalog) -> None:
     if world.chance(0.5):
         second = catalog.make(action, thing, params=params, replaced=True)
         catalog.rule(f"If {first.name} fails, use {second.name}.")
-        catalog.rule(f"Try {first.name} before {second.name}.")
+        catalog.rule(order := f"Try {first.name} before {second.name}.")
+        catalog.note(action, thing, order)
+        catalog.wishes.append(Wish(action, thing, "tried first"))
     catalog.add(first)
     catalog.add(second)
     catalog.plans.append(("fallback", (first, second)))

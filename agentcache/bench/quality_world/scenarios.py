@@ -90,15 +90,18 @@ def services(catalog: Catalog) -> None:
         catalog.add(catalog.make(action, thing, name=made, text=said, params=params, service=name))
     right = world.pick(names)
     catalog.services[thing] = right
+    catalog.settled.add(thing)
     catalog.plans.append(("switch", tuple(catalog.tools[-len(names) :])))
     if world.chance(0.6):
         rule = world.pick((f"For the {thing} use {right}.", f"Everything about the {thing} belongs to {right}."))
         catalog.rule(rule)
         catalog.note(action, thing, rule)
     else:
-        place = world.place()
+        place = catalog.user_place or world.place()
         there, rule = f"The user is in {place}.", f"Users in {place} must use {right} for the {thing}."
-        catalog.rule(there)
+        if not catalog.user_place:
+            catalog.user_place = place
+            catalog.rule(there)
         catalog.rule(rule)
         catalog.note(action, thing, f"{there} {rule}")
         if world.chance(0.5):
@@ -124,6 +127,7 @@ def preferred(catalog: Catalog) -> None:
         (f"To {verb} the {thing} use {right}.", f"For the {thing} prefer {right}.", f"For the {thing}, {right} is the right tool.")
     )
     catalog.rule(rule)
+    catalog.settled.add(thing)
     catalog.note(action, thing, rule)
     catalog.wishes.append(Wish(action, thing, "preferred"))
 
@@ -138,20 +142,12 @@ def glossary(catalog: Catalog) -> None:
     catalog.note(action, thing, rule)
     in_tool = world.chance(0.5)
     catalog.words[thing] = word if in_tool else thing
-    catalog.add(
-        catalog.make(action, thing, name=catalog.name(action, word), text=description(world, action, word))
-        if in_tool
-        else catalog.make(action, thing)
-    )
+    catalog.add(catalog.make(action, thing))
     catalog.wishes.append(Wish(action, thing, "glossary", called="" if in_tool else word))
     rest = catalog.actions(thing)
     if rest and world.chance(0.5):
         other = world.pick(rest)
-        catalog.add(
-            catalog.make(other, thing, name=catalog.name(other, word), text=description(world, other, word))
-            if in_tool
-            else catalog.make(other, thing)
-        )
+        catalog.add(catalog.make(other, thing))
         catalog.wishes.append(Wish(other, thing, "glossary", called="" if in_tool else word))
 
 

@@ -210,8 +210,8 @@ def chain(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
 def fallback(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     """When the first tool fails, the second one is for the same."""
     world, (first, second) = catalog.world, tools
-    args = arguments(world, first, {})
-    turns = [user(sentence(world, *first.meaning, first, args, {})), calls(first, args, purpose(*first.meaning))]
+    args, known = arguments(world, first, {}), purpose(*first.meaning, catalog.quote(*first.meaning))
+    turns = [user(sentence(world, *first.meaning, first, args, {})), calls(first, args, known)]
     if world.chance(0.3):
         return [*turns, *_well(world, first)]
     failed = results(dump({"error": world.pick(("timed out", "service unavailable", "out of order"))}))
