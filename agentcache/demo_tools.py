@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import datetime
 import json
+import math
 import operator
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -44,8 +45,10 @@ def _value(node: ast.AST) -> float:
 
 
 def plain(number: float) -> str:
-    """Without a needless fraction."""
-    return f"{number:.10g}"
+    """Without a needless fraction. Raises ValueError where there is no number."""
+    if not math.isfinite(number):
+        raise ValueError(f"the result {number!r} is too large for a number")
+    return f"{number:.12g}"
 
 
 class Desk:

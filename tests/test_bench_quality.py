@@ -17,7 +17,7 @@ from agentcache.bench.cli import app
 from agentcache.bench.quality_cases import Case, Right
 from agentcache.bench.quality_score import Ratio, Said
 from agentcache.engine import Engine
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, GenerationError
 from examples.embedded import checkpoints
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
@@ -187,6 +187,9 @@ def test_one_wrong_value_spoils_the_exact_match_only(monkeypatch: pytest.MonkeyP
     assert 0.3 < row["em"] < 0.7
 
 
+STEP = Case([], [], Right("get_order", {"id": 7}), "", 0, style="langchain")
+
+
 def test_an_answer_must_say_what_the_result_says() -> None:
     step = next(step for one in quality_cases.episodes("hermes", 8, 6) for step in one.steps if step.says and step.right is None)
     assert quality_score.right(step, Said(None, {}, f"Well: {step.says}!"))
@@ -194,7 +197,100 @@ def test_an_answer_must_say_what_the_result_says() -> None:
     assert not quality_score.right(step, Said("any", {}, step.says))
 
 
-STEP = Case([], [], Right("get_order", {"id": 7}), "", 0, style="langchain")
+def test_an_answer_that_says_that_nothing_changed_says_what() -> None:
+    talks = (one for one in quality_cases.episodes("hermes", 120, 6) if one.kind == "siblings")
+    steps = [step for one in talks for step in one.steps if '"unchanged"' in str(step.prompt[-1]) and step.right is None]
+    assert steps
+    for step in steps:
+        assert len(step.says.split()) >= 2, step.says
+        assert not quality_score.right(step, Said(None, {}, "Here it is: status unchanged."))
+
+
+def test_numbers_below_zero_are_other_numbers() -> None:
+    assert quality_cases.words('It is -107, {"x": -3} (-4) and UV-39 or 3-4.') == [
+        "it",
+        "is",
+        "-107",
+        "x",
+        "-3",
+        "-4",
+        "and",
+        "uv-39",
+        "or",
+        "3-4",
+    ]
+    step = replace(STEP, right=None, says="-107")
+    assert quality_score.right(step, Said(None, {}, "The answer is -107."))
+    assert not quality_score.right(step, Said(None, {}, "The answer is 107."))
+
+
+def test_a_sum_may_be_written_without_spaces() -> None:
+    steps = [
+        step
+        for one in quality_cases.episodes("hermes", 60, 8)
+        if one.kind == "sum"
+        for step in one.steps
+        if step.right and step.right.acceptable
+    ]
+    assert steps
+    for step in steps:
+        ((name, value),) = step.right.arguments.items()
+        for given, fits in ((value, True), (value.replace(" ", ""), True), (value + "1", False)):
+            assert quality_score.right(step, Said(step.right.name, {name: given})) == fits
+
+
+def test_a_greeting_is_no_request_that_no_tool_fits() -> None:
+    cases = quality_cases.selections("unseen tools", 8, 200)
+    idle = [case for case in cases if not case.wants]
+    assert {case.kind for case in idle} >= {"small talk"}
+    assert all(case.right is None for case in idle)
+    said = [Said("any" if not case.wants else None, {}, failed="" if case.kind != "forbidden" else "too long") for case in cases]
+    row = quality_score.figures(cases, said)
+    assert row["fpr"] == 0
+    assert quality_score.figures([case for case in cases if case.kind in ("small talk", "forbidden")], [
+        one for one, case in zip(said, cases) if case.kind in ("small talk", "forbidden")])["fpr"] is None  # fmt: skip
+
+
+def test_only_what_decides_the_first_call_makes_it_depend_on_context() -> None:
+    cases = quality_cases.selections("unseen tools", 20, 240)
+    kinds = {case.kind for case in cases if case.context}
+    assert {"like", "above", "glossary", "switch"} <= kinds
+    assert not kinds & {"siblings", "chain", "sum", "facts", "kth", "condition", "fallback", "plain", "decline"}
+
+
+def test_variants_change_what_changes_nothing() -> None:
+    asked = quality_cases.variants("unseen tools", 12, 30)
+    plain, shuffled, other, behind = (asked[name] for name in quality_cases.VARIANTS)
+    assert plain == quality_cases.selections("unseen tools", 12, 30)
+    names = [[tool["function"]["name"] for tool in case.tools] for case in plain]
+    for cases in (shuffled, other, behind):
+        assert [case.right for case in cases] == [case.right for case in plain]
+        assert [case.query for case in cases] == [case.query for case in plain]
+    moved = [[tool["function"]["name"] for tool in case.tools] for case in shuffled]
+    assert [sorted(some) for some in moved] == [sorted(some) for some in names]
+    assert all(one != two for one, two in zip(moved, names))
+    for case in shuffled:
+        texts = [tool["function"]["description"] for tool in case.tools]
+        there = [tool["function"]["description"] for tool in plain[shuffled.index(case)].tools]
+        for at, text in enumerate(there):
+            if text.startswith(("As the tool above", "Same as the previous", "As above")):
+                assert texts[texts.index(text) - 1] == there[at - 1], "the tool it speaks of"
+    assert all(b.prompt[0]["content"].endswith(a.prompt[0]["content"]) and a.prompt[0] != b.prompt[0] for a, b in zip(plain, other))
+    assert all(len(b.prompt) > len(a.prompt) and list(b.prompt[-1:]) == list(a.prompt[-1:]) for a, b in zip(plain, behind))
+
+
+def test_a_comparison_in_which_nothing_was_reused_is_none(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(quality, "asking", lambda engine, reuse=None: silent)
+    with Engine(str(folder), store=None) as engine, pytest.raises(GenerationError, match="nothing is compared"):
+        quality._paired(engine, quality.Options(paired=2, sensitivity_tools=3), lambda said: None)
+
+
+NAMED = replace(STEP, right=Right("get_order", {"id": "Köln"}))
+
+
+def test_an_input_may_be_json_on_its_own() -> None:
+    assert quality_play.react('Action: get_order\nAction Input: "K\\u00f6ln"', NAMED).arguments == {"id": "Köln"}
+    assert quality_play.react("Action: get_order\nAction Input: 7", NAMED).arguments == {"id": "7"}
 
 
 @pytest.mark.parametrize(
@@ -231,7 +327,7 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
         monkeypatch.setattr(module, "ANSWER_TOKENS", 6)
     out = tmp_path / "quality.json"
     options = ["quality", "--model", str(folder), "--tools", "3", "--splits", "unseen tools", "--n", "3", "--episodes", "1"]
-    options += ["--styles", "hermes", "--dtype", "float32", "--paired", "2", "--sensitivity", "1", "--json", str(out)]
+    options += ["--styles", "hermes", "--dtype", "float32", "--paired", "2", "--sensitivity", "1", "--variants", "2", "--json", str(out)]
     done = CliRunner().invoke(app, options)
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
@@ -240,6 +336,10 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
     assert {"split", "tools", "n", "tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa"} <= found["rows"][0].keys()
     assert {"style", "n", "solved"} <= found["episodes"][0].keys()
     assert found["paired"][0]["same"] == 2
+    assert found["paired"][0]["cached_tokens"] > 0
+    assert [row["variant"] for row in found["variants"]] == list(quality_cases.VARIANTS)
+    assert found["variants"][0]["same"] == 2
+    assert "history in front" in done.stdout
     assert {row["kind"] for row in found["sensitivity"]} == set(quality_spoil.KINDS)
 
 

@@ -255,6 +255,7 @@ def quality(
     selection: Annotated[list[Path] | None, typer.Option(help="A file of cases (.jsonl); may be given several times.")] = None,
     tools_dir: Annotated[Path | None, typer.Option(help="Folder of the catalogs that cases name; default: ../tools.")] = None,
     sensitivity: Annotated[int, typer.Option(min=0, help="Also: so many requests with KV spoilt on purpose.")] = 0,
+    variants: Annotated[int, typer.Option(min=0, help="Also: so many with tools shuffled, another system text, history in front.")] = 0,
     paired: Annotated[int, typer.Option(min=0, help="Also: so many requests with reuse and without, answers compared.")] = 0,
     held: Annotated[str, typer.Option(help="Held-out part of the world: test, or validation.")] = "test",
     agents: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
@@ -280,6 +281,7 @@ def quality(
             held=held,
             agents=agents,
             sensitivity=sensitivity,
+            variants=variants,
             paired=paired,
         )
         with loaded(model, None, dtype, threads) as engine, report.Progress() as say:

@@ -17,11 +17,11 @@ from typing import Any
 from rich.table import Table
 
 from ..engine import Engine
-from ..errors import ConfigError
+from ..errors import ConfigError, GenerationError
 from . import quality_spoil
-from .quality_cases import SPLITS, STYLES, Case, episodes, read, selections
+from .quality_cases import SPLITS, STYLES, VARIANTS, Case, episodes, read, selections, variants
 from .quality_play import Ask, all_of, all_solved, asking
-from .quality_score import FIGURES, Ratio, figures
+from .quality_score import FIGURES, Ratio, Said, figures
 from .report import table
 
 Keep = Callable[[dict[str, Any]], None]
@@ -31,7 +31,8 @@ Keep = Callable[[dict[str, Any]], None]
 class Options:
     """What is asked. held: the part of the world that is kept for "test" or "validation"; agents: requests at a time.
 
-    sensitivity: so many requests with KV spoilt on purpose (quality_spoil.py). paired: so many with reuse and without.
+    sensitivity: so many requests with KV spoilt on purpose (quality_spoil.py). paired: so many with reuse and without. variants: so many
+    with something changed that changes nothing about what is right.
     """
 
     tools: Sequence[int] = (5, 20, 50)
@@ -48,6 +49,7 @@ class Options:
     sensitivity: int = 0
     sensitivity_tools: int = 20
     paired: int = 0
+    variants: int = 0
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -78,7 +80,8 @@ def run(engine: Engine, options: Options, say: Callable[[str], None], keep: Keep
     shares    the same for the requests that depend on what stands before them, and for those that do not
     episodes  per style: n, solved, and both per kind of dialogue
     selection per file of cases
-    paired    the same requests with reuse and with reuse off, and how many answers are the same
+    paired    the same requests with reuse and with reuse off, how many tokens reuse spared, how many answers are the same tokens
+    variants  the same requests with tools shuffled, another system text, history in front: figures, and how many calls are the same
     sensitivity  see quality_spoil.py
     """
     ask, found, began = asking(engine), _Found(keep), time.perf_counter()
@@ -90,6 +93,8 @@ def run(engine: Engine, options: Options, say: Callable[[str], None], keep: Keep
     for path in options.selection:
         cases = read(path, options.tools_dir)
         found.add("selection", {"file": path.name, **_asked(ask, cases, options.agents, path.name, say)[0]})
+    if options.variants:
+        _variants(ask, found, options, say)
     if options.paired:
         found.add("paired", _paired(engine, options, say))
     if options.sensitivity:
@@ -98,7 +103,17 @@ def run(engine: Engine, options: Options, say: Callable[[str], None], keep: Keep
     seconds = round(time.perf_counter() - began, 1)
     setting = {"held": options.held, "seed": options.seed, "agents": options.agents, "seconds": seconds}
     keep(setting)
-    return {"rows": [], "shares": [], "episodes": [], "selection": [], "paired": [], "sensitivity": [], **found.parts, **setting}
+    return {
+        "rows": [],
+        "shares": [],
+        "episodes": [],
+        "selection": [],
+        "variants": [],
+        "paired": [],
+        "sensitivity": [],
+        **found.parts,
+        **setting,
+    }
 
 
 def _asked(ask: Ask, cases: Sequence[Case], agents: int, what: str, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Any]]:
@@ -123,7 +138,22 @@ def _paired(engine: Engine, options: Options, say: Callable[[str], None]) -> dic
     cases = selections("unseen tools", tools, options.paired, options.seed, options.held)
     kept, said = _asked(asking(engine), cases, options.agents, "with reuse", say)
     anew, again = _asked(asking(engine, "off"), cases, options.agents, "without", say)
-    return {"tools": tools, "n": len(cases), "same": sum(one == other for one, other in zip(said, again)), "reuse": kept, "off": anew}
+    spared, alike = sum(one.cached for one in said), sum(one.ids == other.ids for one, other in zip(said, again))
+    if not spared or any(other.cached for other in again):
+        raise GenerationError(
+            f"nothing is compared: {spared!r} tokens were reused in one run, {sum(o.cached for o in again)!r} in the other"
+        )
+    return {"tools": tools, "n": len(cases), "same": alike, "cached_tokens": spared, "reuse": kept, "off": anew}
+
+
+def _variants(ask: Ask, found: _Found, options: Options, say: Callable[[str], None]) -> None:
+    asked = variants("unseen tools", options.sensitivity_tools, options.variants, options.seed, options.held)
+    plain: list[Said] = []
+    for name in VARIANTS:
+        row, said = _asked(ask, asked[name], options.agents, name, say)
+        plain = plain or said
+        same = sum((one.name, one.arguments) == (other.name, other.arguments) for one, other in zip(plain, said))
+        found.add("variants", {"variant": name, "tools": options.sensitivity_tools, "same": same, **row})
 
 
 def _episodes(ask: Ask, options: Options, style: str, say: Callable[[str], None]) -> dict[str, Any]:
@@ -133,7 +163,10 @@ def _episodes(ask: Ask, options: Options, style: str, say: Callable[[str], None]
     for one, done in zip(played, steps):
         kinds[one.kind][0] += done == len(one.steps)
         kinds[one.kind][1] += 1
-    ratio = Ratio({number: (done == len(one.steps), 1) for number, (one, done) in enumerate(zip(played, steps))})
+    catalogs: dict[int, list[bool]] = defaultdict(list)
+    for one, done in zip(played, steps):
+        catalogs[one.catalog].append(done == len(one.steps))
+    ratio = Ratio({catalog: (sum(solved), len(solved)) for catalog, solved in catalogs.items()})
     right = {"steps": sum(len(one.steps) for one in played), "steps_before_first_error": sum(steps)}
     return {
         "style": style,
@@ -167,6 +200,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     rows = [[row["split"], str(row["tools"]), *cells(row)] for row in found["rows"]]
     shares = [[row["split"], str(row["tools"]), row["share"], *cells(row)] for row in found["shares"]]
     files = [[row["file"], *cells(row), str(row["too_long"])] for row in found["selection"]]
+    changed = [[row["variant"], str(row["tools"]), *cells(row), str(row["same"])] for row in found["variants"]]
     played = [[row["style"], str(row["tools"]), str(row["n"]), _share(row, "solved")] for row in found["episodes"]]
     spoilt = [
         [row["kind"], row["share"], str(row["n"]), _share(row, "tsa"), _share(row, "em")]
@@ -177,6 +211,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         table("choosing a tool and filling its arguments", ["split", "tools", "n", *shown], rows, caption),
         table("by whether what is right depends on text before the tool or the request", ["split", "tools", "share", "n", *shown], shares),
         table("dialogues of several calls, every step right", ["style", "tools", "n", "solved"], played),
+        table("changed where it changes nothing", ["variant", "tools", "n", *shown, "same call"], changed),
         table(
             "KV spoilt on purpose", ["kind", "share", "n", "tsa", "em", "cosine", "KL", "same"], spoilt, "same: answers as with exact KV"
         ),

@@ -12,19 +12,21 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from .quality_world.asking import Turn
-from .quality_world.dialogues import Bundle, bundle, messages
+from .quality_world.dialogues import MULTI, Bundle, Dialogue, bundle, messages, single
 from .quality_world.react import langchain, llamaindex
 from .quality_world.world import sources
 
 SPLITS = ("seen", "held-out requests", "unseen tools", "unseen words")
 STYLES = ("hermes", "langchain", "langchain text", "llamaindex")
+VARIANTS = ("as asked", "tools shuffled", "another system text", "history in front")
 PER_CATALOG = 12  # dialogues on one catalog
+LINKS = frozenset("the is are was in of to it an and no not do answer here done found that by".split())  # of an answer, whoever words it
 Plain = Mapping[str, Any]
 
 
@@ -49,15 +51,17 @@ class Case:
     context: bool = False
     kind: str = ""
     style: str = "hermes"
-    says: str = ""  # what the answer has to say where no call is right: words that come from the last result
+    says: str = ""  # what the answer has to say where no call is right: words that come from results
+    wants: bool = True  # whether anything is asked for: nobody calls a tool for a greeting
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """The steps of one dialogue; solved when all of them are right."""
+    """The steps of one dialogue; solved when all of them are right. catalog: which it shares with others."""
 
     style: str
     kind: str
+    catalog: int
     steps: tuple[Case, ...] = field(repr=False)
 
 
@@ -76,20 +80,46 @@ def selections(split: str, tools: int, count: int, seed: str = "bench", held: st
     out: list[Case] = []
     for number, made in enumerate(bundles(split, "hermes", tools, seed, held)):
         for talk in made.dialogues:
-            out.append(_hermes_step(made, talk.turns, 1, number, talk.context, talk.kind))
+            out.append(_first(made, talk, number))
             if len(out) == count:
                 return out
     raise AssertionError("endless")
 
 
+def variants(split: str, tools: int, count: int, seed: str = "bench", held: str = "test") -> dict[str, list[Case]]:
+    """The same first decisions as they are, and with something changed that changes nothing about what is right."""
+    out: dict[str, list[Case]] = {name: [] for name in VARIANTS}
+    for number, made in enumerate(bundles(split, "hermes", tools, seed, held)):
+        assert made.catalog is not None
+        world = made.catalog.world
+        groups = world.shuffled(made.catalog.groups)  # a tool that speaks of the one above it stays below that
+        day = "" if re.search(r"oday|date is", made.system) else f" Today is {world.date()}."
+        shuffled = replace(made, tools=tuple(tool for group in groups for tool in group))
+        other = replace(made, system=f"You sit at the desk of {world.full_name()}.{day}\n{made.system}")
+        for talk in made.dialogues:
+            before = single(made.catalog, made.catalog.plain(), whole=True)
+            held_up = replace(talk, turns=(*before, *talk.turns))
+            for name, one, said in zip(VARIANTS, (made, shuffled, other, made), (talk, talk, talk, held_up)):
+                out[name].append(_first(one, said, number, len(said.turns) - len(talk.turns)))
+            if len(out[name]) == count:
+                return out
+    raise AssertionError("endless")
+
+
+def _first(made: Bundle, talk: Dialogue, catalog: int, begins: int = 0) -> Case:
+    """The first decision behind the first `begins` turns. Of several steps only the first of a switch depends on anything."""
+    context = talk.context and (talk.kind not in MULTI or talk.kind == "switch")
+    return _hermes_step(made, talk.turns, begins + 1, catalog, context, talk.kind)
+
+
 def episodes(style: str, count: int, tools: int = 8, split: str = "unseen tools", seed: str = "bench", held: str = "test") -> list[Episode]:
     """`count` dialogues of at least two calls, in one of the styles."""
     out: list[Episode] = []
-    for made in bundles(split, style, tools, f"{seed} episodes", held):
+    for catalog, made in enumerate(bundles(split, style, tools, f"{seed} episodes", held)):
         for number, talk in enumerate(made.dialogues):
             if sum(turn.tool is not None for turn in talk.turns) < 2:
                 continue
-            out.append(Episode(style, talk.kind, tuple(_steps(made, number))))
+            out.append(Episode(style, talk.kind, catalog, tuple(_steps(made, number))))
             if len(out) == count:
                 return out
     raise AssertionError("endless")
@@ -115,25 +145,33 @@ def _hermes_step(made: Bundle, turns: Sequence[Turn], at: int, catalog: int, con
     tools = [tool.schema(made.form) for tool in made.tools]
     asked = next(turn.text for turn in reversed(turns[:at]) if turn.role == "user")
     right = _right(turns[at])
-    return Case(messages(made, turns[:at]), tools, right, asked, catalog, context, kind, "hermes", _says(turns[: at + 1]))
+    wants = right is not None or not (kind == "small talk" or kind in MULTI)
+    return Case(messages(made, turns[:at]), tools, right, asked, catalog, context, kind, "hermes", _says(turns[: at + 1]), wants)
 
 
 def _right(turn: Turn) -> Right | None:
-    return None if turn.tool is None else Right(turn.tool.name, dict(turn.args))
+    if turn.tool is None:
+        return None
+    args = dict(turn.args)
+    if turn.tool.action != "calculate":
+        return Right(turn.tool.name, args)
+    return Right(turn.tool.name, args, {name: (value, str(value).replace(" ", "")) for name, value in args.items()})
 
 
 def words(text: str) -> list[str]:
     """Words, numbers and ids of a text, in lower case."""
-    return re.findall(r"[^\W_]+(?:[-.@'][^\W_]+)*", text.lower())
+    return re.findall(r"(?:(?<![^\s\"'(])-(?=\d))?[^\W_]+(?:[-.@'][^\W_]+)*", text.lower())
 
 
 def _says(turns: Sequence[Turn]) -> str:
-    """What the last turn takes from the last result before it: an answer in other words that says this is right too."""
-    told = [turn for turn in turns[:-1] if turn.role == "tool"]
-    if turns[-1].tool is not None or not told:
+    """What the last turn takes from the results before it: an answer in other words that says this is right too.
+
+    From all of them: "unchanged" has to be answered with what an earlier one said.
+    """
+    told = [word for turn in turns[:-1] if turn.role == "tool" for word in words(turn.text)]
+    if turns[-1].tool is not None or turns[-2].role != "tool":
         return ""
-    known = set(words(told[-1].text))
-    return " ".join(word for word in words(turns[-1].text) if word in known)
+    return " ".join(word for word in words(turns[-1].text) if word in told and word not in LINKS)
 
 
 _CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)

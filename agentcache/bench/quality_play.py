@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from ..engine import Engine
@@ -32,7 +33,8 @@ def asking(engine: Engine, reuse: Reuse | None = None) -> Ask:
             done = engine.generate(prompt, case.tools, sampling=calm if case.style == "hermes" else until, reuse=reuse)
         except ContextOverflowError:
             return Said(None, {}, failed="too long")
-        return react(done.text, case) if case.style != "hermes" else hermes(done.message)
+        said = react(done.text, case) if case.style != "hermes" else hermes(done.message)
+        return replace(said, ids=tuple(done.ids), cached=done.receipt.cached_tokens)
 
     return ask
 
@@ -54,11 +56,11 @@ def react(text: str, case: Case) -> Said:
     try:
         value = json.loads(given)
     except ValueError:
-        value = given
+        value = given.strip('"')
     if not isinstance(value, Mapping):
         wanted = case.right.arguments if case.right is not None else {}
         name, expected = next(iter(wanted.items()), ("", ""))
-        value = {name: given.strip('"') if isinstance(expected, str) else value} if len(wanted) == 1 else {"": given}
+        value = {name: given if isinstance(expected, str) and not isinstance(value, str) else value} if len(wanted) == 1 else {"": given}
     return Said(found.group(1), value, text)
 
 

@@ -3,7 +3,7 @@
 tsa   tool selection accuracy: of the requests that a tool fits, how often the right one was called
 pf1   F1 over arguments (name and value), pooled; a wrong tool has none right
 em    of the requests that a tool fits, how often call and arguments are all right
-fpr   of the requests that no tool fits, how often one was called          fnr   of those that one fits, how often none was
+fpr   of the requests that no tool fits (no greeting), how often one was called          fnr   of those that one fits, how often none was
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,17 @@ FIGURES = ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "first_tsa")
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a model answered: the call, if it made one, and its text. failed: why there is no answer at all."""
+    """What a model answered: the call, if it made one, and its text. failed: why there is no answer at all.
+
+    ids: the tokens it drew; cached: tokens of the prompt that were not computed for it.
+    """
 
     name: str | None
     arguments: Mapping[str, Any]
     text: str = ""
     failed: str = ""
+    ids: tuple[int, ...] = ()
+    cached: int = field(default=0, compare=False)
 
 
 # Values
@@ -150,7 +155,8 @@ def figures(cases: Sequence[Case], said: Sequence[Said]) -> dict[str, Any]:
 
     for case, answer in zip(cases, said, strict=True):
         if case.right is None:
-            add("fpr", case.catalog, answer.name is not None)
+            if case.wants and not answer.failed:
+                add("fpr", case.catalog, answer.name is not None)
             continue
         chosen = answer.name == case.right.name
         hits, wrong, missing = pairs(case.right, answer.arguments) if chosen else (0, len(answer.arguments), len(case.right.arguments))

@@ -29,6 +29,12 @@ from .quality_score import Said, figures
 
 KINDS = ("exact", "other context", "shifted", "swapped", "alone", "dummy", "behind system")
 SHIFT = 64
+SHARES: dict[str, Callable[[Case], bool]] = {
+    "all": lambda case: True,
+    "independent": lambda case: not case.context,
+    "context": lambda case: case.context,
+    "another tool": lambda case: case.kind in ("like", "above"),  # what is right stands in another tool, whose KV is spoilt too
+}
 KV = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [1, kv heads, tokens, head dim]
 
 
@@ -131,7 +137,7 @@ class Spoiler:
         return turned(self.model, tools, first - len(before))
 
     def _shifted(self) -> KV:
-        return turned(self.model, cut(self.exact, self.given.cuts[0], self.given.cuts[-1]), SHIFT)
+        return turned(self.model, cut(self.exact, self.given.cuts[0], self.given.cuts[-1]), -SHIFT)
 
     def _alone(self) -> KV:
         return self._apart(None, 0)
@@ -209,11 +215,11 @@ def run(engine: Engine, count: int, tools: int, seed: str, held: str, say: Calla
             said[kind].append(hermes(parse(engine.tokenizer.decode(drawn, skip_special_tokens=True))))
             apart[kind].append((*_distance(exact, logits), drawn == told))
         say(f"spoilt KV: {number + 1} of {len(cases)}")
-    return [_row(kind, share, cases, said[kind], apart[kind]) for kind in KINDS for share in ("all", "independent", "context")]
+    return [_row(kind, share, cases, said[kind], apart[kind]) for kind in KINDS for share in SHARES]
 
 
 def _row(kind: str, share: str, cases: Sequence[Case], said: Sequence[Said], apart: Sequence[tuple[float, float, bool]]) -> dict[str, Any]:
-    some = [number for number, case in enumerate(cases) if share == "all" or case.context is (share == "context")]
+    some = [number for number, case in enumerate(cases) if SHARES[share](case)]
     found: Mapping[str, Any] = figures([cases[number] for number in some], [said[number] for number in some])
     means = [sum(apart[number][at] for number in some) / len(some) if some else None for at in range(3)]
     return {"kind": kind, "share": share, "tools": len(cases[0].tools), **found, "cosine": means[0], "kl": means[1], "same": means[2]}
