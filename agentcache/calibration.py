@@ -81,6 +81,11 @@ class Calibration:
         return PRECISIONS[: PRECISIONS.index(self.precision) + 1]
 
     @property
+    def repair(self) -> str:
+        """What decides how near to exact its pages are: calibrations that share this may share them."""
+        return repr((self.steps, self.least, self.share, self.probe, self.precision))
+
+    @property
     def boundaries(self) -> tuple[int, ...]:
         """Layers at which computing is resumed: their inputs have to be kept with the pages."""
         return tuple(layer for _, layer in self.steps[:-1])

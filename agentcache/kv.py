@@ -133,8 +133,15 @@ class Page:
         page.keys[..., :tokens].copy_(self.keys[..., :tokens])
         page.values[..., :tokens, :].copy_(self.values[..., :tokens, :])
         page.boundaries = {layer: states.to(page.keys.device, copy=True) for layer, states in self.boundaries.items()}
+        page._forget_states(tokens, PAGE_TOKENS)
         page.filled = tokens
         return page
+
+    @torch.inference_mode()  # they were made by a forward
+    def _forget_states(self, start: int, stop: int) -> None:
+        """Slots [start, stop) hold other tokens from now on: nothing is resumed from what was kept with those before."""
+        for states in self.boundaries.values():
+            states[start:stop] = float("nan")
 
     def branch(self, tokens: int, owner: object) -> Page:
         """A private copy of the first `tokens` slots, claimed by `owner`."""
@@ -308,6 +315,7 @@ class Sequence:
         for page, slot, count, _ in self.slots(tokens, len(self.pages) * PAGE_TOKENS):
             page.keys[..., slot : slot + count] = 0
             page.values[..., slot : slot + count, :] = 0
+            page._forget_states(slot, slot + count)
             page.filled = slot
         self.length, self.exact_until = tokens, min(tokens, self.exact_until)
         self.ahead.clear()

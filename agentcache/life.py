@@ -15,11 +15,13 @@ from .kv import PAGE_TOKENS, Sequence
 from .plan import make
 from .receipt import Receipt
 from .runner import Outcome, Runner, StockSequence
-from .segments import Segments
+from .segments import Segments, numerics
 from .store.entry import Match
 from .store.keys import Scope
 from .store.store import Store
-from .types import FinishReason, Grade, Precision, Reason, Refusal
+from .types import FinishReason, Precision, Reason, Refusal
+
+OF_BITS = (Reason.APPROXIMATE, Reason.LOSSY, Reason.NUMERICS, Reason.NOT_ROW_PURE)  # refusals that say how near a prompt is to exact
 
 
 class Life:
@@ -55,7 +57,7 @@ class Life:
         """How much of a waiting prompt would be computed if it started now."""
         if request.peeked[0] != self.store.changes:
             scope = self.scope(request, len(request.ids))
-            known = self.store.match(scope, request.array(), peek=True).tokens if scope and request.reuse else 0
+            known = self.segments.known(request, scope) if scope and request.reuse else 0
             request.peeked = (self.store.changes, known)
         return len(request.ids) - request.peeked[1]
 
@@ -75,40 +77,45 @@ class Life:
         self._attach(request)
         assert request.plan is not None and request.sequence is not None
         receipt.refusals += request.plan.refusals
-        receipt.disk_tokens = min(receipt.disk_tokens, request.plan.cached_tokens)  # a small memory may have dropped some again
+        taken = 0 if request.near_kept else request.plan.cached_tokens  # pages near the exact ones never come from disk
+        receipt.disk_tokens = min(receipt.disk_tokens, taken)  # a small memory may have dropped some again
         receipt.copied_tokens = request.sequence.copied_tokens
         receipt.match_ms = (time.perf_counter() - request.started) * 1e3
 
     def _attach(self, request: Request) -> None:
         """Give the request a sequence that starts from the longest known prefix of all its ids."""
-        model, length = self.runner.model, len(request.ids)
-        request.scope = self.scope(request, length)
+        model, length, receipt = self.runner.model, len(request.ids), request.receipt
+        request.scope, request.near, request.near_kept, request.sources = self.scope(request, length), None, 0, []
         if request.scope is None:
             reason, detail = Reason.LAYER_KIND, model.support.why
             if model.support.paged:
                 reason, detail = Reason.ROPE_REGIME, f"no fixed frequencies beyond {model.rotary.original if model.rotary else 0} tokens"
             request.sequence, request.plan = StockSequence(), make(length, 0, reason, detail)
-            request.receipt.path, request.receipt.bitwise = "stock", False
-            request.receipt.computed_tokens = request.receipt.computed_tokens or length
+            receipt.path, receipt.bitwise = "stock", False
+            receipt.computed_tokens = receipt.computed_tokens or length
             return
-        assert model.spec is not None
+        assert model.spec is not None and model.numerics is not None
         found = self._match(request)
         request.sequence = sequence = Sequence(model.spec)
-        again = request.receipt.completion_tokens > 0  # its frequencies have changed: the account of the prompt is closed
+        request.numerics = {*found.numerics, model.numerics.digest}
+        again = receipt.completion_tokens > 0  # the account of the prompt is closed
+        said = (receipt.precision, receipt.bitwise) if again else ("exact", True)  # how near what was chosen so far is
         runs = [] if again else self.segments.find(request, found.tokens)
         request.plan = make(length, found.tokens, found.missed, found.detail, runs, request.calibration)
-        request.kept = found.tokens
+        request.kept, request.near_kept = (0, found.tokens) if request.near else (found.tokens, 0)
         if found.tokens:
             sequence.attach(list(found.pages), found.tokens)
-        request.receipt.precision = request.scope.precision
-        if request.scope.precision != "exact":
+        receipt.precision = (request.near or request.scope).precision
+        if receipt.precision != "exact":
             sequence.exact_until = 0
-        request.receipt.path = "stepped" if model.stepped else "generic"
+        receipt.path = "stepped" if model.stepped else "generic"
         if not again:
-            request.receipt.cached_tokens, request.receipt.computed_tokens = request.plan.cached_tokens, request.plan.computed_tokens
+            receipt.cached_tokens, receipt.computed_tokens = request.plan.cached_tokens, request.plan.computed_tokens
         if runs:
             self.segments.attach(request)
-        self._state_bits(request, found)
+        self._state_bits(request)
+        receipt.precision = receipt.precision if said[0] == "exact" else said[0]
+        receipt.bitwise = receipt.bitwise and said[1]
 
     def _match(self, request: Request) -> Match:
         """The longest prefix in memory: an exact one, unless the request allows for less and finds more there."""
@@ -116,33 +123,33 @@ class Life:
         if not request.reuse:
             return Match(0, (), Reason.REUSE_OFF)
         found = self.store.match(request.scope, request.array())
-        grade: Grade = "exact"
         if request.lossy and self.store.disk is not None:
-            grade = self.store.disk.precision
-        elif request.calibration is not None:
-            grade = "approximate"
-        if grade != "exact":
-            near = replace(request.scope, precision=grade)
+            lossy = replace(request.scope, precision=self.store.disk.precision)
+            other = self.store.match(lossy, request.array())
+            if other.tokens > found.tokens:
+                request.scope, found = lossy, other
+        elif near := self.segments.near(request, request.scope):
             other = self.store.match(near, request.array())
             if other.tokens > found.tokens:
-                request.scope, found = near, other
+                request.near, found = near, other
         return found
 
-    def _state_bits(self, request: Request, found: Match) -> None:
+    def _state_bits(self, request: Request) -> None:
         model, receipt = self.runner.model, request.receipt
-        assert model.numerics is not None
-        request.numerics = {*found.numerics, model.numerics.digest}
-        receipt.bitwise = model.bitwise and len(request.numerics) == 1 and receipt.precision == "exact"
+        assert request.plan is not None
+        computed = numerics(request)
+        receipt.bitwise = model.bitwise and len(computed) == 1 and receipt.precision == "exact"
+        taken = max([request.plan.prefix_tokens, *(segment.stop for segment in receipt.segments)])
         if receipt.precision == "approximate":
             exact = request.sequence.exact_until if request.sequence else 0
             detail = "behind segments from other positions: near the exact values, not equal"
             receipt.refusals += (Refusal(Reason.APPROXIMATE, exact, len(request.ids), detail),)
         elif receipt.precision != "exact":
             receipt.refusals += (
-                Refusal(Reason.LOSSY, 0, found.tokens, f"stored as {receipt.precision}: near the exact values, not equal"),
+                Refusal(Reason.LOSSY, 0, taken, f"stored as {receipt.precision}: near the exact values, not equal"),
             )
-        if len(request.numerics) > 1:
-            receipt.refusals += (Refusal(Reason.NUMERICS, 0, found.tokens, "computed with other threads or kernels"),)
+        if len(computed) > 1:
+            receipt.refusals += (Refusal(Reason.NUMERICS, 0, taken, "computed with other threads or kernels"),)
         elif not model.bitwise:
             receipt.refusals += (Refusal(Reason.NOT_ROW_PURE, 0, len(request.ids), "tokens are promised, bits are not"),)
 
@@ -163,10 +170,18 @@ class Life:
                 return self._non_finite(request, "keys or values")
             if request.fetch is not None and not request.remaining:
                 request.fetch.settle()
-            self.segments.decide(request)
+            self._decide(request)
         if request.fill_only:
             return self._filled(request) if not request.remaining else None
         return self._choose(request, outcome.logits) if outcome.logits is not None else None
+
+    def _decide(self, request: Request) -> None:
+        """Look at the junction that was reached, if one was; if that leaves nothing near, the account says so."""
+        before, receipt = request.receipt.precision, request.receipt
+        self.segments.decide(request)
+        if receipt.precision != before:
+            receipt.refusals = tuple(known for known in receipt.refusals if known.reason not in OF_BITS)
+            self._state_bits(request)
 
     def _note(self, request: Request, outcome: Outcome) -> None:
         numerics = self.runner.model.numerics
@@ -192,8 +207,7 @@ class Life:
         guide = request.guide
         masked = guide.mask(logits) if guide else logits
         if masked is not None and self.segments.unsure(request, masked):
-            self._attach(request)
-            self.segments.settle(request)
+            self._begin_anew(request)
             return None
         if request.on_logits is not None:
             request.on_logits(logits)
@@ -215,6 +229,11 @@ class Life:
             return "length"
         self._cross_regime(request)
         return None
+
+    def _begin_anew(self, request: Request) -> None:
+        """Compute what stood behind segments, which the request has renounced."""
+        self._attach(request)
+        self.segments.settle(request)
 
     def _cross_regime(self, request: Request) -> None:
         """A sequence that outgrows its rotary frequencies is computed again under the next ones, as transformers does."""
@@ -255,17 +274,20 @@ class Life:
         """Keep what is behind attached segments for those who accept such pages, in memory only. False: it is not finite."""
         count = sequence.length - (sequence.length % PAGE_TOKENS if whole_only else 0)
         known = max(request.near_kept, sequence.exact_until)
-        if request.near is None or count <= known:
+        if request.near is None or self.segments.off or count <= known:
             return True
         if not _finite(sequence, known, count):
             return False
         pages = sequence.pages[: -(-count // PAGE_TOKENS)]
-        self.store.admit(request.near, request.array(count), pages, frozenset(request.numerics), request.prefix_tokens)
+        self.store.admit(request.near, request.array(count), pages, numerics(request), request.prefix_tokens)
         request.near_kept = count
         return True
 
-    def _non_finite(self, request: Request, what: str) -> NonFiniteLogitsError:
-        """Take back what the request gave, and scrub what it wrote and never gave: masked slots must stay finite."""
+    def _non_finite(self, request: Request, what: str) -> NonFiniteLogitsError | None:
+        """Take back what the request gave, and scrub what it wrote and never gave: masked slots must stay finite.
+
+        Behind segments everything is computed instead, unless some of the answer is out already.
+        """
         sequence, at = request.sequence, len(request.ids)
         if isinstance(sequence, Sequence):
             at = sequence.length
@@ -273,7 +295,11 @@ class Life:
                 since = request.plan.prefix_tokens
                 for scope in filter(None, (request.near, request.scope)):
                     self.store.forget(scope, request.array(), since, sequence.pages[since // PAGE_TOKENS :])
-            sequence.withdraw(min(request.kept, sequence.length))
+            sequence.withdraw(min(max(request.kept, request.near_kept), sequence.length))
+        if request.near is not None and not request.receipt.completion_tokens:
+            self.segments.renounce(request, Reason.NON_FINITE, f"NaN or infinite {what} behind token {at}, computed behind moved text")
+            self._begin_anew(request)
+            return None
         return NonFiniteLogitsError(f"NaN or infinite {what} behind token {at}: nothing of this request was kept")
 
     def end(self, request: Request, reason: FinishReason) -> None:

@@ -54,10 +54,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Pages that hold a run of tokens; the first slot of the first one was position `base`."""
+    """Pages that hold a run of tokens; the first slot of the first one was position `base`. numerics: of what computed them."""
 
     pages: tuple[Page, ...]
     base: int
+    numerics: frozenset[str] = frozenset()
 
     def slots(self, start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
         """The pages under positions [start, stop) as (page, first slot, count)."""

@@ -37,8 +37,21 @@ class Segments:
     def look(self, request: Request, scope: Scope | None, layout: Layout, texts: Texts) -> None:
         """In the caller's thread: what is new in a prompt, as windows by which pages on disk are found, this one's later."""
         if request.calibration is not None and scope is not None and self.store.signed is not None:
-            known = self.store.match(scope, request.array(), peek=True).tokens
-            request.windows = windows(layout, texts, known)
+            request.windows = windows(layout, texts, self.known(request, scope))
+
+    def near(self, request: Request, scope: Scope) -> Scope | None:
+        """Among whose pages lies what was computed behind segments; None if the request takes no such pages.
+
+        Each repair has its own: what one calibration lets pass may be too far off for another.
+        """
+        if self.off or request.calibration is None:
+            return None
+        return replace(scope, precision="approximate", regime=f"{scope.regime} {request.calibration.repair}")
+
+    def known(self, request: Request, scope: Scope) -> int:
+        """How much of a waiting prompt is in memory, exact or as near as it accepts."""
+        scopes = filter(None, (scope, self.near(request, scope)))
+        return max(self.store.match(each, request.array(), peek=True).tokens for each in scopes)
 
     def waits(self, request: Request, scope: Scope | None, ms_per_token: float, wake: Callable[[], None]) -> bool:
         """Whether pages that the prompt repeats are on their way from disk."""
@@ -47,8 +60,7 @@ class Segments:
             return False
         stored = self.store.disk.precision if self.store.disk is not None else "exact"
         if request.bring is None and stored in request.calibration.precisions:
-            known = self.store.match(scope, request.array(), peek=True).tokens
-            least, scope = request.calibration.least, replace(scope, precision=stored)
+            known, least, scope = self.known(request, scope), request.calibration.least, replace(scope, precision=stored)
             request.bring = self.store.bring(scope, request.array(), request.windows, ms_per_token, spec, wake, since=known, least=least)
         if request.bring is not None and request.bring.pending():
             return True
@@ -71,7 +83,6 @@ class Segments:
     def find(self, request: Request, prefix_tokens: int) -> list[Repeat]:
         """Runs behind the prefix that may be attached; `request.sources` are where they lie."""
         calibration, scope = request.calibration, request.scope
-        request.sources = []
         if calibration is None or scope is None:
             return []
         if self.off:
@@ -79,14 +90,14 @@ class Segments:
             return []
         found = []
         for run in self.store.repeats(scope, request.array(), prefix_tokens, calibration.least, calibration.precisions):
-            source = Source(run.pages, run.source // PAGE_TOKENS * PAGE_TOKENS)
+            numerics = frozenset().union(*(entry.numerics for entry in run.entries))
+            source = Source(run.pages, run.source // PAGE_TOKENS * PAGE_TOKENS, numerics)
             layers = calibration.boundaries if self.runner.model.stepped else ()
             kept = frozenset(layer for layer in layers if source.states(layer, run.source, run.source + run.stop - run.start) is not None)
             precision = run.entries[0].scope.precision
             assert precision != "approximate"
             found.append(Repeat(run.start, run.stop, run.shift, kept, precision))
             request.sources.append(source)
-            request.numerics.update(*(entry.numerics for entry in run.entries))
         return found
 
     def attach(self, request: Request) -> None:
@@ -100,11 +111,14 @@ class Segments:
         receipt.precision, receipt.segments = "approximate", plan.segments
         receipt.segment_tokens = plan.segment_tokens
         receipt.halo_tokens = sum(segment.halo_tokens for segment in plan.segments)
-        request.near = replace(request.scope, precision="approximate")
+        request.near = self.near(request, request.scope)
         self.decide(request)
 
     def decide(self, request: Request) -> None:
-        """If a junction is reached, look at it and go on: with the segment, with less of it, or without."""
+        """If a junction is reached, look at it and go on: with the segment, with less of it, or without.
+
+        Where none is left and what it would have stood behind is exact, all that follows is.
+        """
         sequence = request.sequence
         while isinstance(sequence, Sequence) and (junction := sequence.junction) is not None:
             spans = [span for span in sequence.ahead if span.run == junction.run]
@@ -113,27 +127,27 @@ class Segments:
                 spans = []
             elif request.calibration is not None and request.calibration.share and self.runner.model.stepped:
                 spans = self._repair(request, sequence, spans, request.calibration.share)
+            if not request.receipt.segments and sequence.exact_until == sequence.length:
+                request.receipt.precision, request.near, request.sources = "exact", None, []
             sequence.settle([replace(span, held=False) for span in spans])
 
     def unsure(self, request: Request, logits: torch.Tensor) -> bool:
-        """Whether the next choice is too close to be made behind moved text: what is kept here may have tipped it.
-
-        Then the request is made ready to begin anew without segments, with the ids that it has.
-        """
-        near = request.near is not None or (request.scope is not None and request.scope.precision == "approximate")
-        margin = request.calibration.margin if request.calibration is not None and near and not request.forced else 0.0
+        """Whether the next choice is too close to be made behind moved text: what is kept here may have tipped it."""
+        margin = request.calibration.margin if request.calibration and request.near and not request.forced else 0.0
         if not margin or (gap := request.sampler.gap(logits, request.ids)) >= margin:
             return False
-        assert request.sequence is not None
-        receipt, at = request.receipt, len(request.ids)
-        why = f"first choices behind token {at} are {gap:.3f} nats apart, asked for are {margin:.3f}"
-        receipt.refusals = (
-            *(known for known in receipt.refusals if known.reason != Reason.APPROXIMATE),
-            Refusal(Reason.UNSURE, 0, at, why),
-        )
-        request.sequence.close()
-        request.calibration, request.near, request.sources, request.near_kept = None, None, [], 0
+        why = f"first choices behind token {len(request.ids)} are {gap:.3f} nats apart, asked for are {margin:.3f}"
+        self.renounce(request, Reason.UNSURE, why)
         return True
+
+    def renounce(self, request: Request, reason: Reason, why: str) -> None:
+        """Make the request ready to begin anew without segments, with the ids that it has."""
+        assert request.sequence is not None
+        receipt = request.receipt
+        receipt.refusals = tuple(known for known in receipt.refusals if known.reason != Reason.APPROXIMATE)
+        receipt.refusals += (Refusal(reason, 0, len(request.ids), why),)
+        request.sequence.close()
+        request.calibration = None
 
     def settle(self, request: Request) -> None:
         """The account of a request that has begun anew: its prompt's exact prefix is cached, the rest computed."""
@@ -142,8 +156,6 @@ class Segments:
         receipt.cached_tokens = min(request.plan.cached_tokens, request.prompt - 1)
         receipt.computed_tokens = request.prompt - receipt.cached_tokens
         receipt.segments, receipt.segment_tokens, receipt.halo_tokens = (), 0, 0
-        if receipt.completion_tokens:  # chosen behind moved text, with room to spare: near, not exact
-            receipt.precision, receipt.bitwise = "approximate", False
 
     def _disagrees(self, request: Request, sequence: Sequence, junction: Ahead) -> str:
         assert request.calibration is not None and request.plan is not None and request.scope is not None
@@ -184,3 +196,8 @@ class Segments:
             request.receipt.cached_tokens -= count
             request.receipt.computed_tokens += count
         return left
+
+
+def numerics(request: Request) -> frozenset[str]:
+    """Digests of all kernels that had a part in what a request stands behind, its segments' own included."""
+    return frozenset(request.numerics).union(*(source.numerics for source in request.sources))

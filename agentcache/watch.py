@@ -7,10 +7,11 @@ beyond what the calibration allows, segment reuse is switched off for this engin
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -45,9 +46,11 @@ class _Check:
 
 
 def divergence(exact: torch.Tensor, near: torch.Tensor) -> float:
-    """KL(exact ‖ near) of two rows of logits, in nats."""
+    """KL(exact ‖ near) of two rows of logits, in nats; infinite if they are not numbers."""
     logs = torch.log_softmax(exact.double(), -1), torch.log_softmax(near.double(), -1)
-    return max(0.0, float((logs[0].exp() * (logs[0] - logs[1])).sum()))
+    share = logs[0].exp()
+    found = float(torch.where(share == 0, 0.0, share * (logs[0] - logs[1])).sum())
+    return max(0.0, found) if math.isfinite(found) else math.inf
 
 
 class Watch:
@@ -81,10 +84,10 @@ class Watch:
         return sum(top1 for _, top1 in self._seen) / len(self._seen) if self._seen else 1.0
 
     def consider(self, request: Request) -> None:
-        """Perhaps choose this request, which was served with segments and whose sequence is still there."""
-        receipt, spec, sequence = request.receipt, self.runner.model.spec, request.sequence
-        if not receipt.segments or request.calibration is None or request.scope is None or spec is None:
-            return
+        """Perhaps choose this request, if it was served with segments or goes on behind some; its sequence is still there."""
+        spec, sequence = self.runner.model.spec, request.sequence
+        if request.near is None or request.calibration is None or request.scope is None or spec is None:
+            return  # it stands behind nothing that was moved
         due = self._served % request.calibration.watch_one_in == 0
         self._served += 1
         enough = isinstance(sequence, Sequence) and COMPARED < request.prompt <= sequence.length
@@ -92,9 +95,8 @@ class Watch:
             return
         assert isinstance(sequence, Sequence)
         ids = request.array(request.prompt).copy()
-        scope = replace(request.scope, precision="exact")
         pages = sequence.pages[: -(-len(ids) // PAGE_TOKENS)]
-        self._waiting.append(_Check(scope, ids, pages, request.calibration.kl, Sequence(spec), Sequence(spec)))
+        self._waiting.append(_Check(request.scope, ids, pages, request.calibration.kl, Sequence(spec), Sequence(spec)))
 
     def step(self) -> None:
         """Compute a little of the oldest check."""
@@ -150,5 +152,6 @@ class Watch:
             return
         why = f"mean KL of {len(self._seen)} sampled prompts is {self.kl:.3g} nats per token, calibrated is {check.bound:.3g}"
         self.segments.off = why
+        self.store.clear(grade="approximate")  # nobody takes them any more
         with suppress(ReuseWarning):  # an error where warnings are errors: not on the thread that serves everybody
             warnings.warn(f"segment reuse is switched off: {why}; run `agentcache calibrate` again", ReuseWarning, stacklevel=2)

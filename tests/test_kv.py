@@ -149,6 +149,21 @@ def test_withdraw_scrubs_what_a_failed_forward_left_behind_the_length() -> None:
     check(sequence, [*range(510), 5, 6, 7])
 
 
+def test_a_branch_has_no_states_of_what_it_left_behind() -> None:
+    """Computing must not be resumed from what another conversation's tokens were."""
+    first = ask(300)
+    with torch.inference_mode():  # as a forward does
+        first.keep_states(1, 0, torch.ones(300, 4))
+    other = Sequence(SPEC)
+    other.attach(list(first.pages), 200)
+    [own] = other.pages
+    assert torch.equal(own.boundaries[1][:200], torch.ones(200, 4))
+    assert torch.isnan(own.boundaries[1][200:]).all()
+    first.withdraw(250)
+    assert torch.isfinite(first.pages[0].boundaries[1][:250]).all()
+    assert torch.isnan(first.pages[0].boundaries[1][250:]).all()
+
+
 def test_a_closed_sequence_leaves_no_claim_and_no_reference() -> None:
     first = ask(300)
     shared = first.pages[0]

@@ -112,7 +112,7 @@ def hidden_states(
     all_cos, all_sin = cos[:, None], sin[:, None]
     last = len(decoder.layers) - 1
     for index, layer in enumerate(decoder.layers[:layers]):
-        if batch.later or batch.parts[0].sequence.spec.boundaries:
+        if batch.later or any(part.sequence.spec.boundaries for part in batch.parts):
             x = _join(batch, index, x)
             if not len(x):
                 continue  # everybody resumes further up
