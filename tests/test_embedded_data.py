@@ -13,8 +13,9 @@ import torch
 
 from agentcache.bench.quality_world.catalogs import FORBIDDEN, NO_TOOL
 from agentcache.bench.quality_world.dialogues import END, MULTI, SILENT, Bundle, Dialogue, bundle, hermes, messages, spoken
+from agentcache.bench.quality_world.facts import RELATIONS, facts
 from agentcache.bench.quality_world.tools import Tool
-from agentcache.bench.quality_world.words import MODIFIERS
+from agentcache.bench.quality_world.words import ACTIONS, MODIFIERS, READING
 from agentcache.bench.quality_world.world import SPLITS, sources, split_of
 from agentcache.layout import Renderer
 from agentcache.model.tool_calls import parse
@@ -190,8 +191,18 @@ def _resolve(one: Bundle, tool: Tool) -> Tool:
     return _resolve(one, names[named[1]]) if named else tool
 
 
+def _might_do(tool: Tool, request: str, thing: str) -> bool:
+    """Whether a tool is for what a request asks for, a kind of it, or what it is a kind of. A search finds out whatever there is."""
+    named = any(re.search(rf"\b{word}\b", request) for word in ACTIONS.get(tool.action, (*ACTIONS["get"], *ACTIONS["find"])))
+    if tool.action not in ACTIONS:
+        return named and tool.action == "search"
+    return named and (f" {thing}".endswith(f" {tool.thing}") or f" {tool.thing}".endswith(f" {thing}"))
+
+
 def _check(one: Bundle, dialogue: Dialogue) -> None:
     request, tool, args, reply = _final(one, dialogue)
+    for turn in (turn for turn in dialogue.turns if "I need to look up" in turn.thought):
+        assert [other for other in one.tools if other.thing == turn.tool.thing and other.action in READING] == [turn.tool]
     same = [other for other in one.tools if tool is not None and other.meaning == tool.meaning]
     if dialogue.kind == "forbidden":
         assert tool is None
@@ -199,6 +210,9 @@ def _check(one: Bundle, dialogue: Dialogue) -> None:
     elif dialogue.kind == "decline":
         assert tool is None
         assert reply == NO_TOOL
+        thoughts = [turn.thought for turn in dialogue.turns if turn.role == "assistant"]
+        asked = re.match(r"I need to \w+ the ([^:.]+)", thoughts[-1])
+        assert not asked or not [other for other in one.tools if _might_do(other, request.lower(), asked[1])], request
     elif dialogue.kind in ("like", "above") and reply != FORBIDDEN:
         assert tool is not None
         assert _resolve(one, tool) != tool or len(same) == 1
@@ -213,8 +227,18 @@ def _check(one: Bundle, dialogue: Dialogue) -> None:
         assert [other for other in same if re.search(rf"\b{other.name}\b", one.system)] == [tool]
     elif dialogue.kind == "service" and reply != FORBIDDEN:
         assert tool is not None
-        assert tool.service in one.system
         assert tool.service in tool.name + tool.description
+        here = re.findall(r"The user is in (.+?)\.(?:\s|$)", one.system)
+        assert len(here) <= 1
+        rules = [rf"For the {tool.thing} use (\w+)\.", rf"Everything about the {tool.thing} belongs to (\w+)\."]
+        rules += [rf"Users in {place} must use (\w+) for the {tool.thing}\." for place in here]
+        assert [name for rule in rules for name in re.findall(rule, one.system)] == [tool.service]
+    elif dialogue.kind == "glossary" and tool is not None:
+        thought = next(turn.thought for turn in reversed(dialogue.turns) if turn.tool is tool)
+        word = thought.removesuffix(".").rpartition(" the ")[2] if " That is to " in thought else tool.thing
+        assert word in f"{tool.name.replace('_', ' ')} {tool.description}"
+    elif dialogue.kind == "tried first" and tool is not None:
+        assert f"Try {tool.name} before " in one.system
     elif dialogue.kind in ("default", "profile", "today") and tool is not None:
         values = [str(value) for value in args.values()]
         assert any(value in one.system and value not in request for value in values)
@@ -249,6 +273,42 @@ def test_right_answers_follow_from_the_prompt() -> None:
             _check(one, dialogue)
     wanted = {"forbidden", "decline", "like", "above", "deprecated", "preferred", "service", "default", "profile", "today", "plain"}
     assert wanted <= set(seen)
+
+
+def test_rules_mean_the_tools_they_speak_of() -> None:
+    places = settled = 0
+    for number in range(60):
+        one = bundle(f"rules {number}", "hermes", 40, 1)
+        here = re.findall(r"The user is in .+?\.", one.system)
+        assert len(here) <= 1
+        places += len(here)
+        for thing in one.catalog.settled:
+            assert len({tool.action for tool in one.tools if tool.thing == thing}) == 1, thing
+            settled += 1
+    assert places > 10
+    assert settled > 30
+
+
+def test_texts_do_not_tell_two_answers_to_one_question() -> None:
+    catalog = next(one.catalog for one in made(count=60) if any(tool.action == "search" for tool in one.tools))
+    search = next(tool for tool in catalog.tools if tool.action == "search")
+    count = 0
+    for _ in range(150):
+        turns = facts(catalog, (search,))
+        told = " ".join(turn.text for turn in turns if turn.role == "tool")
+        for question in (turn.text for turn in turns if turn.role == "user"):
+            for forms, sentences, _draw in RELATIONS.values():
+                asked = "|".join(re.escape(form).replace(r"\{e\}", "(?:it|the .+)") for form in forms)
+                if not re.fullmatch(asked, question):
+                    continue
+                shapes = "|".join(
+                    re.escape(one).replace(r"\{v\}", "([^.]+)").replace(r"\{E\}", "The [^.]+?").replace(r"\{e\}", "the [^.]+?")
+                    for one in sentences
+                )
+                values = {value for match in re.finditer(rf"(?:^|(?<=[.] ))(?:{shapes})", told) for value in match.groups() if value}
+                assert len(values) == 1, (question, told)
+                count += 1
+    assert count > 100
 
 
 # Tokens and packs
