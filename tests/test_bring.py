@@ -316,6 +316,19 @@ def test_without_signing_or_a_disk_nothing_is_noted_or_brought(folder: Path) -> 
         store.sign(2)
 
 
+def test_what_is_cleared_leaves_no_signature_in_memory_and_is_found_on_disk_again(folder: Path) -> None:
+    keep(folder, KEPT)
+    store = opened(folder)
+    assert store.signed is not None
+    assert brought(store, PROMPT, first=4).tokens == 300
+    store.clear("another")
+    store.clear(grade="approximate")
+    assert len(store.signed.signatures)
+    store.clear(SCOPE.namespace)
+    assert len(store.signed.signatures) == 0
+    assert brought(store, PROMPT, first=4).tokens == 300
+
+
 @pytest.mark.alone
 def test_noting_does_not_wait_for_the_disk(folder: Path) -> None:
     store = opened(folder)

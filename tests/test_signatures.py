@@ -151,6 +151,20 @@ def test_the_longest_unused_text_goes() -> None:
     assert [bool(index.find(SCOPE, index.signer.sign(Said(0, 64, words(seed))), b"")) for seed in range(4)] == [True, False, True, True]
 
 
+def test_the_bound_is_of_all_scopes_together() -> None:
+    index, scopes = Signatures(most=3), [Scope(f"user {at}", "weights") for at in range(5)]
+    for at, scope in enumerate(scopes):
+        assert index.add(scope, kept(index.signer, words(at)))
+        index.find(scopes[0], index.signer.sign(Said(0, 64, words(0))), b"")
+    assert len(index) == 3
+    assert [scope in index for scope in scopes] == [True, False, False, True, True], "an index without texts goes, too"
+    assert index.add(scopes[1], kept(index.signer, words(1))), "as if it had never been there"
+    index.clear("user 1")
+    assert (len(index), scopes[1] in index) == (2, False)
+    index.clear()
+    assert len(index) == 0
+
+
 def test_what_is_dropped_is_gone() -> None:
     index, one = Signatures(), words(1)
     first, second = kept(index.signer, one), kept(index.signer, one, words(2))
@@ -229,6 +243,15 @@ def test_a_later_process_finds_what_was_noted(index: Index, monkeypatch: pytest.
         [found] = later.find(SCOPE, prompt(), window)
         assert (found.kept.parent, found.kept.page, found.kept.slot, found.kept.tokens) == (keys[page], page, slot, 64)
         assert (found.exact, found.left) == (True, 1.0)
+
+
+def test_what_left_memory_is_read_again(index: Index) -> None:
+    signed, windows = noted(index)
+    signed.refresh(SCOPE)
+    signed.clear("default")
+    assert signed.find(SCOPE, prompt(), windows[1]) == []
+    assert signed.refresh(SCOPE) == 4
+    assert signed.find(SCOPE, prompt(), windows[1])
 
 
 def test_a_window_belongs_to_the_page_with_its_middle(index: Index) -> None:

@@ -27,7 +27,7 @@ SHINGLE = 8  # canonical words that are hashed together
 LEFT_SHINGLE = 2
 LEFT = 16  # values kept of the signature of what stands left
 TAU = 0.8
-MOST = 16_384  # texts kept per scope, some 5 kB each
+MOST = 16_384  # texts kept in all scopes together, some 5 kB each
 PLACES = 4
 REMEMBERED = 4096  # signatures of windows that are asked for now and noted soon
 _BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -171,7 +171,7 @@ def shingles(words: Sequence[str], size: int) -> np.ndarray:
 
 
 class Signatures:
-    """The index over windows of kept prompts; a scope never sees another one's. Thread safe. most: texts per scope, oldest used go."""
+    """The index over windows of kept prompts; a scope never sees another one's. Thread safe. most: texts in all, oldest used go."""
 
     def __init__(self, tau: float = TAU, most: int = MOST) -> None:
         if not 0.0 < tau < 1.0:
@@ -182,27 +182,33 @@ class Signatures:
         self._lsh = datasketch().MinHashLSH
         self._bands = bands(tau)
         self._scopes: dict[Scope, _Scope] = {}
+        self._used: OrderedDict[tuple[Scope, bytes], None] = OrderedDict()  # texts, least recently used first
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """How many texts can be found."""
-        return sum(len(scope.texts) for scope in self._scopes.values())
+        return len(self._used)
+
+    def __contains__(self, scope: Scope) -> bool:
+        """Whether anything of a scope can be found."""
+        return scope in self._scopes
 
     def add(self, scope: Scope, kept: Kept) -> bool:
         """Note where a text stands; False if the same ids are known behind the same text."""
         with self._lock:
             own = self._scopes.get(scope)
             if own is None:
-                own = self._scopes[scope] = _Scope(self._lsh(params=self._bands, num_perm=PERMUTATIONS), OrderedDict())
+                own = self._scopes[scope] = _Scope(self._lsh(params=self._bands, num_perm=PERMUTATIONS), {})
             digest = kept.signature.digest
+            self._used[scope, digest] = None
+            self._used.move_to_end((scope, digest))
             places = own.texts.get(digest)
             if places is None:
                 own.lsh.insert(digest, self.signer.sketch(kept.signature.values), check_duplication=False)
                 own.texts[digest] = [kept]
-                while len(own.texts) > self._most:
-                    own.lsh.remove(own.texts.popitem(last=False)[0])
+                while len(self._used) > self._most:
+                    self._remove(*next(iter(self._used)))
                 return True
-            own.texts.move_to_end(digest)
             if any(place.name == kept.name for place in places):
                 return False
             places.append(kept)
@@ -223,7 +229,7 @@ class Signatures:
                 places = own.texts[digest]
                 similarity = float(np.mean(places[0].signature.values == signature.values))
                 if similarity >= self.tau:
-                    own.texts.move_to_end(digest)
+                    self._used.move_to_end((scope, digest))
                     for kept in places:
                         left = float(np.mean(kept.signature.left == signature.left))
                         found.append(Proposal(kept, similarity, left, kept.exact == exact))
@@ -238,17 +244,25 @@ class Signatures:
                 return
             places.remove(kept)
             if not places:
-                own.lsh.remove(kept.signature.digest)
-                del own.texts[kept.signature.digest]
+                self._remove(scope, kept.signature.digest)
+
+    def _remove(self, scope: Scope, digest: bytes) -> None:
+        """A text leaves, and with the last one its scope's index."""
+        own = self._scopes[scope]
+        own.lsh.remove(digest)
+        del own.texts[digest], self._used[scope, digest]
+        if not own.texts:
+            del self._scopes[scope]
 
     def clear(self, namespace: str | None = None) -> None:
         """Forget everything, or all of one namespace."""
         with self._lock:
             for scope in [scope for scope in self._scopes if namespace in (None, scope.namespace)]:
-                del self._scopes[scope]
+                for digest in self._scopes.pop(scope).texts:
+                    del self._used[scope, digest]
 
 
 @dataclass(slots=True)
 class _Scope:
     lsh: Any
-    texts: OrderedDict[bytes, list[Kept]]  # least recently used first
+    texts: dict[bytes, list[Kept]]

@@ -92,8 +92,10 @@ class Signed:
     def refresh(self, scope: Scope) -> int:
         """Learn what other processes noted since; returns how much that was. Reads the index: not for a thread that must answer."""
         with self._lock:
-            last, found = self._rows(scope, self._read.get(scope, 0))
-            self._read[scope] = last
+            known = self._read.pop(scope, 0) if scope in self.signatures else 0  # what had to leave memory is read again
+            self._read[scope], found = self._rows(scope, known)
+            if len(self._read) > MOST:
+                del self._read[next(iter(self._read))]
         return sum(self.signatures.add(scope, kept) for kept in found)
 
     def _rows(self, scope: Scope, after: int) -> tuple[int, list[Kept]]:
@@ -127,7 +129,7 @@ class Signed:
             self._after(lambda: self._index.database.write(lambda c: c.executemany(sql, values)))
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget what this process knows; rows go with the pages of their namespace."""
+        """Forget what this process knows until it is asked for again; rows go with the pages of their namespace."""
         self.signatures.clear(namespace)
 
 

@@ -150,6 +150,8 @@ class Store:
     def clear(self, namespace: str | None = None, grade: Grade | None = None) -> None:
         """Free all pages in memory, or those of one namespace or grade; what is on disk stays."""
         self.tree.clear(namespace, grade=grade)
+        if self.signed is not None and grade is None:
+            self.signed.clear(namespace)
 
     # -- repeated text that only the disk has ----------------------------------------------------------------------
 
