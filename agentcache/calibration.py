@@ -34,8 +34,8 @@ class Calibration:
     layer 1. probe: largest relative difference of the halo's last keys, as stored and as computed, in the middle layer; 0: no probe.
     margin: a greedy choice that is ahead of the next best by less (nats) is not made behind moved text: the prompt is computed; 0: it is.
     kl, top1: mean KL (nats per token) allowed, and share of equal first choices asked for. watch_one_in: one in so many requests served
-    with segments is computed again in idle time. precision: the fewest bits of stored pages that a segment may come from. measured: what
-    was seen.
+    with segments is computed again in idle time. precision: the fewest bits of stored pages that a segment may come from. tau: least
+    similarity of text on disk that is proposed, of an engine's own calibration; it moves no answer. measured: what was seen.
     """
 
     fingerprint: str
@@ -50,6 +50,7 @@ class Calibration:
     watch_one_in: int = 32
     model: str = ""
     precision: Precision = "exact"
+    tau: float = 0.8
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,10 +65,14 @@ class Calibration:
             refuse("steps", "above layer 0: what is taken nowhere is no segment")
         if self.least <= self.steps[-1][0]:
             refuse("least", f"more than the distance {self.steps[-1][0]!r} behind which tokens are taken whole")
-        for name in ("kl", "share", "probe", "margin", "top1"):
+        for name in ("kl", "share", "probe", "margin", "top1", "tau"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 refuse(name, "a finite number of at least 0")
+        if self.probe and not self.steps[0][0]:
+            refuse("probe", "0 where steps begin at distance 0: without a halo nothing is computed that could be held against what is kept")
+        if not 0 < self.tau < 1:
+            refuse("tau", "between 0 and 1")
         if not isinstance(self.watch_one_in, int) or self.watch_one_in < 1:
             refuse("watch_one_in", "a whole number of at least 1")
         if self.share > 1 or self.top1 > 1:
@@ -156,3 +161,21 @@ def find(given: Given, folder: str | os.PathLike[str] | None, fingerprint: str, 
         whose = f"with fingerprint {found.fingerprint[:12]!r} is not of this model ({fingerprint[:12]!r})"
         raise CalibrationError(f"calibration of {found.model!r} {whose}: {command}")
     return found
+
+
+@dataclass(slots=True)
+class Calibrations:
+    """An engine's own: the one it was given, else its folder's. Read once as long as its weights stay what they are."""
+
+    given: Given
+    folder: str | os.PathLike[str] | None
+    model: str
+    known: Calibration | None = None
+
+    def of(self, fingerprint: str, given: Calibration | None = None) -> Calibration:
+        """The calibration for these weights, or one request's own, which says nothing of the next. Errors as of `find`."""
+        if given is not None:
+            return find(given, self.folder, fingerprint, self.model)
+        if self.known is None or self.known.fingerprint != fingerprint:
+            self.known = find(self.given, self.folder, fingerprint, self.model)
+        return self.known

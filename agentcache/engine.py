@@ -16,8 +16,7 @@ from typing import Any, get_args
 
 import torch
 
-from .calibration import Calibration
-from .calibration import find as find_calibration
+from .calibration import Calibration, Calibrations
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError
 from .held import ToolGroups
 from .inflight import Chunk, Done, Request
@@ -106,7 +105,8 @@ class Engine:
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
         self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model, self.fingerprint)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
-        self._texts, self._calibration = TokenTexts(self.tokenizer), calibration
+        folder = self.store.disk.folder.path if self.store.disk else None
+        self._texts, self._calibrations = TokenTexts(self.tokenizer), Calibrations(calibration, folder, self.name)
         if reuse == "approximate" or calibration is not None:
             self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
@@ -175,8 +175,7 @@ class Engine:
     def _request(self, layout: Layout, sampling: Sampling, namespace: str, reuse: Reuse | Calibration, called: float) -> Request:
         if self._closed:
             raise EngineClosedError("the engine is closed: create a new one")
-        given = reuse if isinstance(reuse, Calibration) else None
-        reuse = _check_reuse("approximate" if isinstance(reuse, Calibration) else reuse)
+        given, reuse = (reuse, "approximate") if isinstance(reuse, Calibration) else (None, _check_reuse(reuse))
         receipt = Receipt(
             namespace=namespace,
             model=self.name,
@@ -212,11 +211,9 @@ class Engine:
         """What segments need to know about this model; CalibrationError without it. None if the model cannot be paged: it has none."""
         if self.fingerprint is None or self.model.spec is None:
             return None
-        folder = self.store.disk.folder.path if self.store.disk else None
-        known = find_calibration(given or self._calibration, folder, self.fingerprint.whole, self.name)
-        self._calibration = self._calibration if given else known  # one request's own says nothing of the next
+        known = self._calibrations.of(self.fingerprint.whole, given)
         self.model.keep_boundaries(known.boundaries)
-        self.store.sign()
+        self.store.sign(None if given else known.tau)
         return known
 
     def _forced(self, sampling: Sampling) -> Seq[int]:

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from agentcache import Engine
 from agentcache.bench import calibrate, shifts
-from agentcache.bench.segments import Bench, bound, first_unsure, variations
+from agentcache.bench.segments import Bench, Row, bound, first_unsure, variations
 from agentcache.bench.workloads import Call, Episode, read
 from agentcache.calibration import Calibration
 from agentcache.cli import app
 from agentcache.errors import ConfigError
+from agentcache.types import Precision
 from tests import models
 from tests.engines import TOOLS
 
@@ -195,12 +196,15 @@ def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, t
             assert other[key][name] == by_name[key][name], (key, name)
 
 
-def test_the_cheapest_setting_within_the_bounds_is_chosen(workload: Path, model: Path, threads: Callable[[int], None]) -> None:
+def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path, threads: Callable[[int], None]) -> None:
     threads(1)
     cases = shifts.cases(list(read(workload)), 1, ("dated system", "removed tool"))
     with Engine(str(model), store=None) as engine:
         bench = Bench(engine, 4)
         seen = calibrate.measure(bench, cases, lambda _: None)
+        for _, row, plain in seen:
+            assert plain["speedup"] > 0
+            plain["speedup"] = 1000 / row.work_tokens  # as on a machine that does nothing else
         loose = calibrate.choose(seen, 1e9, 0.0)
         assert loose is not None
         reused = [plain for _, _, plain in seen if plain["reused_tokens"]]
@@ -216,6 +220,26 @@ def test_the_cheapest_setting_within_the_bounds_is_chosen(workload: Path, model:
         fresh = Call([message("user", 1)], (), message("assistant", 2))
         with pytest.raises(ConfigError, match="no case repeats"):
             calibrate.calibrate(bench, [shifts.Case("x", (), fresh)], 1.0, 0.0, lambda _: None)
+
+
+def test_the_fastest_setting_is_chosen_and_none_that_is_slower_than_the_exact_prefix() -> None:
+    def measured(work: float, ms: list[float], precision: Precision = "exact", exact: float = 100.0) -> calibrate.Seen:
+        row = Row("all", "x", cases=len(ms), reused_tokens=1, work_tokens=work, step_ms=ms, exact_step_ms=[exact] * len(ms))
+        row.kl, row.top1 = [0.0], [1.0]
+        return Calibration("x", 2, ((8, 2),), 32, 1.0, precision=precision), row, {**row.plain(), "work": work}
+
+    def chosen(*seen: calibrate.Seen) -> float | None:
+        found = calibrate.choose(seen, 1.0, 0.0)
+        return None if found is None else found.measured["work"]
+
+    fast, frugal = measured(500, [40, 90, 41]), measured(100, [70, 20, 70])
+    assert chosen(fast, frugal) == chosen(frugal, fast) == 500, "FLOPs are not time, and one lucky case is not the middle"
+    assert chosen(fast, measured(300, [40.2, 90, 41.2])) == 300, "equally fast to a hundredth: the one that computes less"
+    assert chosen(measured(100, [101, 102, 90])) is None, "slower than the exact prefix"
+    bits = [measured(100, [40], precision) for precision in ("exact", "int4", "int8")]
+    found = calibrate.choose(bits, 1.0, 0.0)
+    assert found is not None
+    assert found.precision == "int4"
 
 
 def test_what_follows_a_close_choice_is_not_counted() -> None:

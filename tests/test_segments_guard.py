@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.errors import NonFiniteLogitsError
+from agentcache.calibration import place
+from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import Sequence
 from agentcache.model.hf import HFModel
 from agentcache.runner import Outcome, Runner, Work
@@ -245,6 +246,30 @@ def test_an_answer_that_outgrows_its_frequencies_stays_near() -> None:
         assert long
         assert {entry.scope.precision for entry in long} == {"exact"}, "computed under the new frequencies, behind nothing moved"
         assert len(ids) > 512
+
+
+def test_a_model_whose_weights_were_changed_gets_the_calibration_of_what_it_is(tmp_path: Path) -> None:
+    model, tokenizer = models.build("qwen3", num_hidden_layers=LAYERS), models.toy_tokenizer()
+    with Engine(model, tokenizer, store=str(tmp_path)) as running:
+        assert running.fingerprint is not None
+        first = running.fingerprint.whole
+        calibration(fingerprint=first, tau=0.7).save(place(tmp_path, first))
+        running.generate(FIRST, sampling=GREEDY)
+        assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 8
+        assert running.store.signed is not None
+        assert running.store.signed.signatures.tau == 0.7
+        with torch.no_grad():
+            model.get_input_embeddings().weight.add_(0.01)
+        other = running.fingerprint.whole
+        assert other != first
+        with pytest.raises(CalibrationError, match="has no calibration"):
+            running.generate(OTHER, sampling=GREEDY, reuse="approximate")
+        calibration(fingerprint=other, steps=((40, LAYERS),), least=64).save(place(tmp_path, other))
+        running.generate(FIRST, sampling=GREEDY)
+        assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 40
+        own = calibration(fingerprint=other, tau=0.9)
+        assert running.generate(OTHER, sampling=GREEDY, reuse=own).receipt.halo_tokens == 8
+        assert running.store.signed.signatures.tau == 0.8, "the engine's own, not that of a request"
 
 
 # -- exact requests ------------------------------------------------------------------------------------------------------

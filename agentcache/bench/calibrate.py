@@ -1,7 +1,7 @@
 """`agentcache calibrate`: which repair keeps a model's answers near what computing everything gives, and costs least.
 
 Every setting serves the same repeated text of the same recorded prompts, and its answers are held against exact ones: KL per token of the
-recorded answer, and how often the first choice is the same. The cheapest setting within the bounds is kept; none is kept if none is.
+recorded answer, and how often the first choice is the same. The fastest setting within the bounds is kept; none is kept if none is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def together(rows: Sequence[Row], method: str) -> Row:
 def calibrate(
     bench: Bench, cases: Sequence[Case], kl: float, top1: float, say: Say, margin: float = 0.0
 ) -> tuple[Calibration | None, list[dict[str, Any]]]:
-    """The cheapest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and what was seen of each."""
+    """The fastest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and what was seen of each."""
     seen = measure(bench, cases, say, margin)
     return choose(seen, kl, top1), [plain for _, _, plain in seen]
 
@@ -74,11 +74,16 @@ def measure(bench: Bench, cases: Sequence[Case], say: Say, margin: float = 0.0) 
 
 
 def choose(seen: Sequence[Seen], kl: float, top1: float) -> Calibration | None:
-    """The cheapest setting within the bounds."""
+    """The fastest setting within the bounds, to the first token and against the exact prefix on the same prompts; none that is slower.
+
+    Of those that take equally long to a hundredth of the exact prefix's time the one that computes least, and then the one that may take
+    the most.
+    """
     best = None
     for known, row, plain in seen:
         within = plain["kl_mean"] is not None and plain["kl_mean"] <= kl and plain["top1"] >= top1 and row.reused_tokens > 0
-        rank = (row.work_tokens, -PRECISIONS.index(known.precision))  # of equally cheap ones the one that may take the most
+        within = within and (plain["speedup"] or 0) >= 1
+        rank = (round(1 / (plain["speedup"] or 1), 2), row.work_tokens, -PRECISIONS.index(known.precision))
         if within and (best is None or rank < best[0]):
             best = (rank, known, plain)
     return None if best is None else replace(best[1], kl=max(kl, 1e-9), top1=top1, measured=best[2])

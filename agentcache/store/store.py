@@ -155,14 +155,15 @@ class Store:
 
     # -- repeated text that only the disk has ----------------------------------------------------------------------
 
-    def sign(self, tau: float = TAU) -> None:
+    def sign(self, tau: float | None = None) -> None:
         """Keep signatures of what prompts say from now on, where there is a disk; those that are there can be asked for.
 
-        tau: least similarity of what is proposed. Loads a library for some seconds. ConfigError: it is not installed, or tau is wrong.
+        tau: least similarity of what is proposed, None for what it is already. Loads a library for some seconds. ConfigError: it is not
+        installed, or tau is wrong.
         """
-        if self.disk is not None and (self.signed is None or self.signed.signatures.tau != tau):
+        if self.disk is not None and (self.signed is None or tau not in (None, self.signed.signatures.tau)):
             datasketch()
-            self.signed = Signed(self.disk.index, self.disk.writer.after, tau)
+            self.signed = Signed(self.disk.index, self.disk.writer.after, tau or TAU)
 
     def note(self, scope: Scope, ids: Ids, windows: Seq[Window]) -> None:
         """Remember the windows of an admitted prompt, behind the answer; no effect before `sign`."""
