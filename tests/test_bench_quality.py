@@ -23,7 +23,7 @@ from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 
 CELL = quality.Options(
-    tools=(6,), splits=("unseen tools",), count=30, episodes=6, episode_tools=6, styles=("hermes", "langchain", "llamaindex")
+    tools=(6,), splits=("unseen tools",), count=30, episodes=6, episode_tools=6, styles=("hermes", "langchain", "llamaindex"), speed=0
 )
 
 
@@ -327,7 +327,22 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
         monkeypatch.setattr(module, "ANSWER_TOKENS", 6)
     out = tmp_path / "quality.json"
     options = ["quality", "--model", str(folder), "--tools", "3", "--splits", "unseen tools", "--n", "3", "--episodes", "1"]
-    options += ["--styles", "hermes", "--dtype", "float32", "--paired", "2", "--sensitivity", "1", "--variants", "2", "--json", str(out)]
+    options += [
+        "--styles",
+        "hermes",
+        "--dtype",
+        "float32",
+        "--paired",
+        "2",
+        "--sensitivity",
+        "1",
+        "--variants",
+        "2",
+        "--speed",
+        "1",
+        "--json",
+        str(out),
+    ]
     done = CliRunner().invoke(app, options)
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
@@ -339,6 +354,7 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
     assert found["paired"][0]["cached_tokens"] > 0
     assert [row["variant"] for row in found["variants"]] == list(quality_cases.VARIANTS)
     assert found["variants"][0]["same"] == 2
+    assert found["speed"][0]["ttft_ms"] > 0
     assert "history in front" in done.stdout
     assert {row["kind"] for row in found["sensitivity"]} == set(quality_spoil.KINDS)
 

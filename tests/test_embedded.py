@@ -138,7 +138,14 @@ def test_the_card_says_what_was_measured_and_what_falls_short() -> None:
     assert not any(line.startswith("right tool, unseen tools, 20") for line in short)
     assert any("hermes: 0.500" in line for line in short)
     assert any("llamaindex: not measured" in line for line in short)
+    assert any(line.startswith("above the better baseline, unseen tools, 20 tools: 0.000") for line in short)
+    assert any(line.startswith("requests in a cell: 9") for line in short)
+    found["speed"] = [{"tools": 20, "n": 9, "prompt_tokens": 900.0, "ttft_ms": 400.0, "tokens_per_s": 149.0}]
+    assert any("400 ms, 149 tokens/s, wanted 1000 ms and 150/s" in line for line in card.missed(found))
+    found["speed"][0]["tokens_per_s"] = 151.0
+    assert card.missed(found) == short
     text = card.card(state, 5_000_000, found)
+    assert "(900 tokens) of which nothing is kept: 400 ms" in text
     assert "0.960 (0.10-0.97)" in text
     assert all(line in text for line in short)
 

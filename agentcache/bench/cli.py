@@ -255,6 +255,7 @@ def quality(
     selection: Annotated[list[Path] | None, typer.Option(help="A file of cases (.jsonl); may be given several times.")] = None,
     tools_dir: Annotated[Path | None, typer.Option(help="Folder of the catalogs that cases name; default: ../tools.")] = None,
     sensitivity: Annotated[int, typer.Option(min=0, help="Also: so many requests with KV spoilt on purpose.")] = 0,
+    speed: Annotated[int, typer.Option(min=0, help="So many one at a time, with nothing kept: times.")] = 9,
     variants: Annotated[int, typer.Option(min=0, help="Also: so many with tools shuffled, another system text, history in front.")] = 0,
     paired: Annotated[int, typer.Option(min=0, help="Also: so many requests with reuse and without, answers compared.")] = 0,
     held: Annotated[str, typer.Option(help="Held-out part of the world: test, or validation.")] = "test",
@@ -281,6 +282,7 @@ def quality(
             held=held,
             agents=agents,
             sensitivity=sensitivity,
+            speed=speed,
             variants=variants,
             paired=paired,
         )

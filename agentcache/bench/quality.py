@@ -7,6 +7,7 @@ Word overlap can solve many single requests, so BM25 over the same requests stan
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,14 @@ from rich.table import Table
 
 from ..engine import Engine
 from ..errors import ConfigError, GenerationError
+from ..types import Sampling
 from . import quality_spoil
-from .quality_cases import SPLITS, STYLES, VARIANTS, Case, episodes, read, selections, variants
-from .quality_play import Ask, all_of, all_solved, asking
+from .quality_cases import PER_CATALOG, SPLITS, STYLES, VARIANTS, Case, episodes, read, selections, variants
+from .quality_play import ANSWER_TOKENS, Ask, all_of, all_solved, asking
 from .quality_score import FIGURES, Ratio, Said, figures
 from .report import table
 
+PARTS = ("rows", "shares", "episodes", "selection", "speed", "variants", "paired", "sensitivity")
 Keep = Callable[[dict[str, Any]], None]
 
 
@@ -32,7 +35,7 @@ class Options:
     """What is asked. held: the part of the world that is kept for "test" or "validation"; agents: requests at a time.
 
     sensitivity: so many requests with KV spoilt on purpose (quality_spoil.py). paired: so many with reuse and without. variants: so many
-    with something changed that changes nothing about what is right.
+    with something changed that changes nothing about what is right. speed: so many one at a time, with nothing kept.
     """
 
     tools: Sequence[int] = (5, 20, 50)
@@ -50,6 +53,7 @@ class Options:
     sensitivity_tools: int = 20
     paired: int = 0
     variants: int = 0
+    speed: int = 9
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -80,6 +84,7 @@ def run(engine: Engine, options: Options, say: Callable[[str], None], keep: Keep
     shares    the same for the requests that depend on what stands before them, and for those that do not
     episodes  per style: n, solved, and both per kind of dialogue
     selection per file of cases
+    speed     to the first token of a prompt of which nothing is kept, one at a time, and tokens a second from there: medians
     paired    the same requests with reuse and with reuse off, how many tokens reuse spared, how many answers are the same tokens
     variants  the same requests with tools shuffled, another system text, history in front: figures, and how many calls are the same
     sensitivity  see quality_spoil.py
@@ -93,6 +98,8 @@ def run(engine: Engine, options: Options, say: Callable[[str], None], keep: Keep
     for path in options.selection:
         cases = read(path, options.tools_dir)
         found.add("selection", {"file": path.name, **_asked(ask, cases, options.agents, path.name, say)[0]})
+    if options.speed:
+        found.add("speed", _speed(engine, options, say))
     if options.variants:
         _variants(ask, found, options, say)
     if options.paired:
@@ -103,17 +110,8 @@ def run(engine: Engine, options: Options, say: Callable[[str], None], keep: Keep
     seconds = round(time.perf_counter() - began, 1)
     setting = {"held": options.held, "seed": options.seed, "agents": options.agents, "seconds": seconds}
     keep(setting)
-    return {
-        "rows": [],
-        "shares": [],
-        "episodes": [],
-        "selection": [],
-        "variants": [],
-        "paired": [],
-        "sensitivity": [],
-        **found.parts,
-        **setting,
-    }
+    empty: dict[str, Any] = {name: [] for name in PARTS}
+    return {**empty, **found.parts, **setting}
 
 
 def _asked(ask: Ask, cases: Sequence[Case], agents: int, what: str, say: Callable[[str], None]) -> tuple[dict[str, Any], list[Any]]:
@@ -144,6 +142,18 @@ def _paired(engine: Engine, options: Options, say: Callable[[str], None]) -> dic
             f"nothing is compared: {spared!r} tokens were reused in one run, {sum(o.cached for o in again)!r} in the other"
         )
     return {"tools": tools, "n": len(cases), "same": alike, "cached_tokens": spared, "reuse": kept, "off": anew}
+
+
+def _speed(engine: Engine, options: Options, say: Callable[[str], None]) -> dict[str, Any]:
+    tools, times = options.sensitivity_tools, options.speed
+    cases = selections("unseen tools", tools, PER_CATALOG * times, options.seed, options.held)[::PER_CATALOG]
+    calm = Sampling(max_tokens=ANSWER_TOKENS)
+    found = [engine.generate(case.prompt, case.tools, sampling=calm, reuse="off").receipt for case in cases]
+    say("speed")
+    rates = [1e3 * (one.completion_tokens - 1) / one.decode_ms for one in found if one.decode_ms]
+    prompt_tokens, ttft_ms = (statistics.median(getattr(one, name) for one in found) for name in ("prompt_tokens", "ttft_ms"))
+    rate = statistics.median(rates) if rates else None
+    return {"tools": tools, "n": times, "prompt_tokens": prompt_tokens, "ttft_ms": ttft_ms, "tokens_per_s": rate}
 
 
 def _variants(ask: Ask, found: _Found, options: Options, say: Callable[[str], None]) -> None:
@@ -201,6 +211,15 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     shares = [[row["split"], str(row["tools"]), row["share"], *cells(row)] for row in found["shares"]]
     files = [[row["file"], *cells(row), str(row["too_long"])] for row in found["selection"]]
     changed = [[row["variant"], str(row["tools"]), *cells(row), str(row["same"])] for row in found["variants"]]
+    speed = [
+        [
+            str(row["tools"]),
+            f"{row['prompt_tokens']:.0f}",
+            f"{row['ttft_ms']:.0f}",
+            f"{row['tokens_per_s']:.0f}" if row["tokens_per_s"] else "-",
+        ]
+        for row in found["speed"]
+    ]
     played = [[row["style"], str(row["tools"]), str(row["n"]), _share(row, "solved")] for row in found["episodes"]]
     spoilt = [
         [row["kind"], row["share"], str(row["n"]), _share(row, "tsa"), _share(row, "em")]
@@ -215,5 +234,6 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         table(
             "KV spoilt on purpose", ["kind", "share", "n", "tsa", "em", "cosine", "KL", "same"], spoilt, "same: answers as with exact KV"
         ),
+        table("reuse off, one at a time", ["tools", "prompt tokens", "first token ms", "tokens/s"], speed),
         table("files of cases", ["file", "n", *shown, "too long"], files),
     ]
