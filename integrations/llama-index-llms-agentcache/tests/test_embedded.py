@@ -1,0 +1,61 @@
+"""LlamaIndex's agents on the embedded model: no script, it chooses the tools itself, by calls and by text ReAct."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.agentcache import AgentCacheLLM, StableReActAgent
+
+pytest.importorskip("llguidance", reason="the embedded model's calls are held to their schemas")
+
+Asked = list[tuple[str, dict[str, Any]]]
+QUESTIONS = [
+    ("Get the invoice A-1204.", ("get_invoice", {"invoice_id": "A-1204"}), "240"),
+    ("Cancel the order 77812.", ("cancel_order", {"order_id": "77812"}), "accepted"),
+]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[AgentCacheLLM]:
+    with AgentCacheLLM(model="embedded", max_tokens=120) as llm:
+        yield llm
+
+
+@pytest.fixture
+def asked() -> Asked:
+    """The calls that the tools got."""
+    return []
+
+
+@pytest.fixture
+def tools(asked: Asked) -> list[FunctionTool]:
+    def get_invoice(invoice_id: str) -> str:
+        """Get an invoice."""
+        asked.append(("get_invoice", {"invoice_id": invoice_id}))
+        return '{"status": "open", "amount": 240}'
+
+    def cancel_order(order_id: str) -> str:
+        """Cancel an order."""
+        asked.append(("cancel_order", {"order_id": order_id}))
+        return '{"status": "accepted"}'
+
+    return [FunctionTool.from_defaults(one) for one in (get_invoice, cancel_order)]
+
+
+@pytest.mark.parametrize(("question", "call", "said"), QUESTIONS)
+@pytest.mark.parametrize("kind", [FunctionAgent, ReActAgent, StableReActAgent])
+def test_an_agent_chooses_the_tool_and_says_what_it_found(
+    embedded: AgentCacheLLM, run: Callable[[Any], Any], tools: Any, asked: Asked, kind: Any, question: str, call: Any, said: str
+) -> None:
+    agent = kind(tools=tools, llm=embedded, system_prompt="You are a helpful assistant.")
+
+    async def ask() -> str:
+        return str(await agent.run(question))
+
+    told = run(ask())
+    assert asked == [call]
+    assert said in told
