@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from .calibration import Calibration
 from .inflight import Request
 from .kv import PAGE_TOKENS, Ahead, Sequence
 from .layout.windows import Texts, windows
@@ -40,13 +41,8 @@ class Segments:
             request.windows = windows(layout, texts, self.known(request, scope))
 
     def near(self, request: Request, scope: Scope) -> Scope | None:
-        """Among whose pages lies what was computed behind segments; None if the request takes no such pages.
-
-        Each repair has its own: what one calibration lets pass may be too far off for another.
-        """
-        if self.off or request.calibration is None:
-            return None
-        return replace(scope, precision="approximate", regime=f"{scope.regime} {request.calibration.repair}")
+        """Among whose pages lies what was computed behind segments; None if the request takes no such pages."""
+        return None if self.off or request.calibration is None else behind(scope, request.calibration)
 
     def known(self, request: Request, scope: Scope) -> int:
         """How much of a waiting prompt is in memory, exact or as near as it accepts."""
@@ -196,6 +192,14 @@ class Segments:
             request.receipt.cached_tokens -= count
             request.receipt.computed_tokens += count
         return left
+
+
+def behind(scope: Scope, calibration: Calibration) -> Scope:
+    """Among whose pages lies what was computed behind segments.
+
+    Each repair has its own, as each rotary regime has: what one calibration lets pass may be too far off for another.
+    """
+    return replace(scope, precision="approximate", regime=f"{scope.regime} {calibration.repair}")
 
 
 def numerics(request: Request) -> frozenset[str]:

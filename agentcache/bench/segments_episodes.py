@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..types import Reuse, Sampling
 from .quality_play import ANSWER_TOKENS, hermes, react
 from .quality_score import Ratio, Said, right
-from .segments_paired import Say, agree, flops, tier
+from .segments_paired import TIERS, Say, agree, flops, tier
 from .segments_rows import Row, Rows
 from .segments_tasks import Run
 
@@ -86,7 +86,10 @@ class Episodes:
 
 
 def summaries(rows: Sequence[Row]) -> list[Row]:
-    """A row per style, family ("all" too) and method. ms: medians per episode (whole answers) and per step (to the first token)."""
+    """A row per style, family ("all" too) and method. ms: medians per episode (whole answers) and per step (to the first token).
+
+    tiers: the same steps by how each was served; ms: with its answer.
+    """
     found = []
     for style in dict.fromkeys(row["style"] for row in rows):
         styled = [row for row in rows if row["style"] == style]
@@ -118,6 +121,7 @@ def _summary(rows: Sequence[Row], style: str, family: str, name: str) -> Row:
         "reused_tokens": sum(sum(each["reused_tokens"]) for each in mine),
         "flops_of_exact": sum(sum(each["flops"]) for each in mine) / sum(sum(each["flops"]) for each in exact),
         "flops_of_off": sum(sum(each["flops"]) for each in mine) / sum(sum(each["flops"]) for each in off),
+        "tiers": {name: tiered for name in TIERS if (tiered := _tier(mine, name))},
         "step_ms": statistics.median(firsts),
         "first_step_ms": statistics.median([each["step_ms"][0] for each in mine]),
         "episode_ms": statistics.median([sum(each["ms"]) for each in mine]),
@@ -125,3 +129,12 @@ def _summary(rows: Sequence[Row], style: str, family: str, name: str) -> Row:
         "exact_over_ours": statistics.median([sum(o["ms"]) / sum(m["ms"]) for o, m in zip(exact, mine, strict=True)]),
         "first_exact_over_ours": statistics.median([o["step_ms"][0] / m["step_ms"][0] for o, m in zip(exact, mine, strict=True)]),
     }
+
+
+def _tier(played: Sequence[Row], name: str) -> Row:
+    """The steps of one method that were served so; empty if none was."""
+    steps = [at for each in played for at in zip(*(each[key] for key in ("tier", "reused_tokens", "step_ms", "ms")), strict=True)]
+    if not (mine := [step for step in steps if step[0] == name]):
+        return {}
+    _, reused, first, whole = zip(*mine, strict=True)
+    return {"steps": len(mine), "reused_tokens": sum(reused), "step_ms": statistics.median(first), "ms": statistics.median(whole)}

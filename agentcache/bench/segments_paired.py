@@ -9,6 +9,7 @@ Prompts are packed as an engine packs those of several agents, so nothing here i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -59,10 +60,10 @@ def ask(engine: Engine, prompt: Prompt, namespace: str, reuse: Reuse | Calibrati
 
 
 def tier(receipt: Receipt) -> str:
-    """How a request was served: with segments, without because they were refused, or by its exact prefix alone."""
-    if receipt.segments:
-        return "calibrated"
-    return "refused" if any(refusal.reason in REFUSED for refusal in receipt.refusals) else "exact"
+    """How a request was served: behind segments, without because they were refused, or by its exact prefix alone."""
+    if not receipt.segments and any(refusal.reason in REFUSED for refusal in receipt.refusals):
+        return "refused"
+    return "exact" if receipt.precision == "exact" else "calibrated"
 
 
 def agree(one: Said, other: Said) -> tuple[bool, bool]:
@@ -213,6 +214,7 @@ def summary(rows: Sequence[Row], method: str) -> Row:
             of[row["catalog"]] = (part + near[name], whole + 1)
         found[f"{name}_ci"] = Ratio(of).interval()
     return found | {
+        "kl_first_p99": sorted(near["kl_first"] for _, near in mine)[math.ceil(0.99 * n) - 1],
         "kl_most": max(near["kl_most"] for _, near in mine),
         "decision": sum(near["top1"] == 1.0 for _, near in mine) / n,
         "kl_ours": sum(row["methods"]["ours"]["kl"] for row, _ in mine) / n if "ours" in mine[0][0]["methods"] else None,

@@ -17,6 +17,7 @@ import torch
 from ..calibration import Calibration
 from ..engine import Engine
 from ..kv import PAGE_TOKENS, Page
+from ..segments import behind
 from ..store.keys import as_ids
 from ..types import Sampling
 from .quality_play import ANSWER_TOKENS
@@ -95,7 +96,7 @@ def deviation(engine: Engine, task: Task, namespace: str, known: Calibration) ->
         assert len(ids) == done.receipt.prompt_tokens
         scope = engine.store.tree.entries(other)[0].scope
         exact = engine.store.match(scope, ids, peek=True)
-        near = engine.store.match(replace(scope, namespace=namespace, precision="approximate"), ids, peek=True)
+        near = engine.store.match(behind(replace(scope, namespace=namespace), known), ids, peek=True)
         spans = [(part.stop - part.whole_tokens, min(part.stop, exact.tokens, near.tokens)) for part in receipt.segments]
         spans = [span for span in spans if span[0] < span[1]]
         if not spans:

@@ -76,6 +76,17 @@ def episodes_table(rows: Rows) -> Table:
     return table("dialogues of several steps", columns, cells, caption)
 
 
+def tiers_table(rows: Rows) -> Table:
+    """One line per style, method and tier of the dialogues' steps."""
+    cells = [
+        [r["style"], r["method"], tier, *(number(each[name]) for name in ("steps", "reused_tokens", "step_ms", "ms"))]
+        for r in rows
+        if r["family"] == "all"
+        for tier, each in r["tiers"].items()
+    ]
+    return table("their steps by tier", ["style", "method", "tier", "steps", "reused", "first token ms", "whole step ms"], cells)
+
+
 def sampled_table(row: Mapping[str, Any]) -> Table:
     """Answers drawn with several seeds, and deviation of keys and values."""
     names = ("distance", "distance_seeds", "same", "entropy_off", "entropy", "keys", "keys_most", "values", "values_most")
@@ -116,7 +127,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     if found.get("paired"):
         made.append(paired_table(found["paired"]))
     if found.get("episodes"):
-        made.append(episodes_table(found["episodes"]))
+        made += [episodes_table(found["episodes"]), tiers_table(found["episodes"])]
     if found.get("sampled"):
         made.append(sampled_table(found["sampled"]))
     if found.get("find"):

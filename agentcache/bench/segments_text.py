@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .report import number
-from .segments_verdicts import verdicts
+from .segments_verdicts import together
 
 Report = Mapping[str, Any]
 Named = Sequence[tuple[str, Report]]
@@ -29,18 +29,6 @@ only. On a machine that has them:
     agentcache calibrate --model MODEL --dtype bfloat16 --workload TRACES.jsonl
     agentcache bench segments --model MODEL --workload TRACES.jsonl --calibration FILE --paired 1000 --rows rows.jsonl --json segments.json
 """
-
-
-def together(reports: Named) -> list[dict[str, Any]]:
-    """One verdict per hypothesis: where several reports measured it, the last known shape's for times, else the first's. report: whose."""
-    rows = [(name, bool(report.get("shape")), verdicts(report)) for name, report in reports]
-    found = []
-    for at, plain in enumerate(verdicts({})):
-        known = [(name, shaped, mine[at]) for name, shaped, mine in rows if mine[at]["figure"] is not None]
-        shaped = [one for one in known if one[1] and "first token" in plain["hypothesis"]]
-        best = shaped[-1] if shaped else known[0] if known else None
-        found.append({**best[2], "report": best[0]} if best else {**plain, "report": ""})
-    return found
 
 
 def markdown(reports: Named) -> str:
@@ -79,6 +67,8 @@ def _report(found: Report) -> Iterator[str]:
         yield "By kind of shift, ours:\n\n" + _paired([row for row in paired if row["by"] == "family" and row["method"] == "ours"])
     if episodes := found.get("episodes"):
         yield _episodes([row for row in episodes if row["family"] == "all"])
+        if any("tiers" in row for row in episodes):
+            yield _tiers([row for row in episodes if row["family"] == "all" and "tiers" in row])
     if (sampled := found.get("sampled")) and sampled["n"]:
         yield _sampled(sampled)
     if find := found.get("find"):
@@ -145,14 +135,14 @@ def _paired(rows: Sequence[Report]) -> str:
             f"{row['tool']:.4f} ({row['tool_ci'][0]:.3f}-{row['tool_ci'][1]:.3f})",
             *(f"{row[name]:.4f}" for name in ("arguments", "same", "changed")),
             f"{row['right']:.3f} / {row['right_off']:.3f}",
-            *(_small(row[name], ".2g") for name in ("kl", "kl_most")),
+            *(_small(row.get(name), ".2g") for name in ("kl", "kl_first", "kl_first_p99", "kl_most")),
             *(f"{row[name]:.4f}" for name in ("top1", "distance")),
             str(row["refused"]),
         ]
         for row in rows
     ]
     columns = ["method", "of", "n", "of bound", "FLOPs / exact", "FLOPs / off", "same tool", "arguments", "same ids", "changed"]
-    columns += ["right / off", "KL", "most", "top-1", "distance", "probes failed"]
+    columns += ["right / off", "KL", "first token's", "99 of 100", "most", "top-1", "distance", "probes failed"]
     return "Made-up requests, whole greedy answers against everything computed:\n\n" + _table(columns, cells)
 
 
@@ -172,6 +162,16 @@ def _episodes(rows: Sequence[Report]) -> str:
     ]
     columns = ["style", "method", "n", "steps", "solved", "changed", "same tool", "arguments", "computed", "first step ms", "step ms"]
     return "Dialogues of several steps:\n\n" + _table([*columns, "episode ms", "off / it", "exact / it"], cells)
+
+
+def _tiers(rows: Sequence[Report]) -> str:
+    cells = [
+        [row["style"], row["method"], tier, *(number(each[name]) for name in ("steps", "reused_tokens", "step_ms", "ms"))]
+        for row in rows
+        for tier, each in row["tiers"].items()
+    ]
+    columns = ["style", "method", "tier", "steps", "reused", "first token ms", "whole step ms"]
+    return "Their steps by tier, medians of ms:\n\n" + _table(columns, cells)
 
 
 def _sampled(row: Report) -> str:
