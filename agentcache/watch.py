@@ -110,8 +110,8 @@ class Watch:
             self._drop()
             return
         if done:
-            self._drop()
             self._conclude(check)
+            self._drop()  # last: who sees that nothing is pending knows what came of it
 
     def _go_on(self, check: _Check) -> bool:
         last = len(check.ids) - COMPARED
