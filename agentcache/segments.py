@@ -86,8 +86,8 @@ class Segments:
             return []
         found = []
         for run in self.store.repeats(scope, request.array(), prefix_tokens, calibration.least, calibration.precisions):
-            numerics = frozenset().union(*(entry.numerics for entry in run.entries))
-            source = Source(run.pages, run.source // PAGE_TOKENS * PAGE_TOKENS, numerics)
+            kernels = frozenset().union(*(entry.numerics for entry in run.entries))
+            source = Source(run.pages, run.source // PAGE_TOKENS * PAGE_TOKENS, kernels)
             layers = calibration.boundaries if self.runner.model.stepped else ()
             kept = frozenset(layer for layer in layers if source.states(layer, run.source, run.source + run.stop - run.start) is not None)
             precision = run.entries[0].scope.precision
