@@ -145,9 +145,7 @@ class Life:
             detail = "behind segments from other positions: near the exact values, not equal"
             receipt.refusals += (Refusal(Reason.APPROXIMATE, exact, len(request.ids), detail),)
         elif receipt.precision != "exact":
-            receipt.refusals += (
-                Refusal(Reason.LOSSY, 0, taken, f"stored as {receipt.precision}: near the exact values, not equal"),
-            )
+            receipt.refusals += (Refusal(Reason.LOSSY, 0, taken, f"stored as {receipt.precision}: near the exact values, not equal"),)
         if len(computed) > 1:
             receipt.refusals += (Refusal(Reason.NUMERICS, 0, taken, "computed with other threads or kernels"),)
         elif not model.bitwise:
