@@ -60,7 +60,7 @@ class Audit:
             return
         if len(self._waiting) >= QUEUED or not disk.due_for_check():
             return
-        count = receipt.cached_tokens
+        count = request.kept  # not what it takes from other places
         found = self.store.tree.match(request.scope, request.array(count + 1), peek=True)
         if len(found.pages) * PAGE_TOKENS >= count:
             keys = tuple(entry.key for entry in found.entries)

@@ -19,8 +19,10 @@ from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import Sequence
 from agentcache.model.hf import HFModel
 from agentcache.runner import Outcome, Runner, Work
+from agentcache.types import StoreOptions
 from agentcache.watch import divergence
 from tests import models
+from tests.engines import until
 from tests.families import tokens
 from tests.test_segments import FIRST, GREEDY, LAYERS, OTHER, calibration, engine, prompt, tiny
 
@@ -48,6 +50,24 @@ def checked(running: Engine) -> int:
 def going_on(answered: str) -> list[dict[str, str]]:
     """The next turn behind OTHER, which repeats a text of its own."""
     return [*OTHER, {"role": "assistant", "content": answered}, {"role": "user", "content": f"And this? {BOOK}"}]
+
+
+def test_sampling_for_truth_compares_no_more_than_the_exact_prefix(tmp_path: Path) -> None:
+    model, tokenizer, fingerprint = tiny()
+    system = " ".join(f"rule {at} of the harbour is rule {at * 17 % 61}." for at in range(36))
+    text = ". ".join(BOOK.split(". ")[:13])
+    options = StoreOptions(tmp_path / "store", check_one_in=1)
+    told = [{"role": "system", "content": system}, {"role": "user", "content": "Hello."}]
+    asked = [told[0], {"role": "user", "content": f"Here it is: {text}"}]
+    with Engine(model, tokenizer, store=options) as first:
+        first.generate(told, sampling=GREEDY)
+        assert first.flush()
+    with Engine(model, tokenizer, store=options, reuse="approximate", calibration=calibration(fingerprint=fingerprint)) as running:
+        running.generate([{"role": "user", "content": f"Read. {text}"}], sampling=GREEDY)
+        receipt = running.generate(asked, sampling=GREEDY).receipt
+        assert 512 < receipt.disk_tokens < receipt.cached_tokens < 1024, "prefix and segment would fit into the prefix's pages"
+        assert until(lambda: running.scheduler.audit.checked and not running.scheduler.audit.pending)
+        assert (running.scheduler.audit.checked, running.scheduler.audit.wrong) == (receipt.cached_tokens - receipt.segment_tokens, 0)
 
 
 # -- who may go on from what ---------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def calibrate(
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Find the cheapest repair of repeated text that keeps a model's answers, and keep it for reuse="approximate".
+    """Find the fastest repair of repeated text that keeps a model's answers, and keep it for reuse="approximate".
 
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
@@ -110,7 +110,8 @@ def calibrate(
                 found["written"] = str(target)
         report.finish(found, [report.segments_table("settings, over all kinds of shifts", seen)], json_file)
         if known is None:
-            raise CalibrationError(f"no setting keeps kl={kl!r} and top1={top1!r}: nothing is written, approximate reuse stays refused")
+            within = f"kl={kl!r} and top1={top1!r} and is no slower than the exact prefix"
+            raise CalibrationError(f"no setting keeps {within}: nothing is written, approximate reuse stays refused")
         typer.echo(f"chosen: {found['chosen']}; written to {found['written']}")
 
 
@@ -126,7 +127,7 @@ def segments(
     workload: Workloads = None,
     model: ModelOption = None,
     shape: ShapeOption = None,
-    calibration: Annotated[Path | None, typer.Option(help="What calibrate wrote; default: the cheapest setting is found first.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="What calibrate wrote; default: the fastest setting is found first.")] = None,
     halo: Halo = None,
     ablations: Annotated[bool, typer.Option("--ablations/--no-ablations", help="Also halos, shares, layers, a probe, each alone.")] = True,
     off: Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt with reuse off.")] = True,
@@ -209,7 +210,7 @@ def _setting(
     say: Any,
     shaped: bool,
 ) -> Any:
-    """The setting that is measured: the one given, the one begun with, a plain halo, or the cheapest within the bound."""
+    """The setting that is measured: the one given, the one begun with, a plain halo, or the fastest within the bound."""
     from dataclasses import replace
 
     from ..calibration import Calibration
