@@ -139,11 +139,15 @@ def test_a_window_without_ids_is_found_by_its_last_message() -> None:
 def test_texts_that_say_the_same_words_over_and_over_are_not_compared_to_the_end() -> None:
     was = " ".join(f"tide {at % 7} reed" for at in range(90))
     now = " ".join(f"reed {at % 5} tide" for at in range(88))
-    began = time.thread_time()
-    found = pieces(was, now)
-    between = time.thread_time()
-    SequenceMatcher(None, values(was), values(now), autojunk=False).get_opcodes()
-    assert between - began < 0.5 * (time.thread_time() - between), "seconds of it were spent in requests that only asked why they missed"
+    ours, theirs = [], []
+    for _ in range(3):
+        began = time.thread_time()
+        found = pieces(was, now)
+        between = time.thread_time()
+        SequenceMatcher(None, values(was), values(now), autojunk=False).get_opcodes()
+        ours.append(between - began)
+        theirs.append(time.thread_time() - between)
+    assert min(ours) < 0.5 * min(theirs), "seconds of it were spent in requests that only asked why they missed"
     assert all(piece.was in was and piece.now in now for piece in found)
 
 

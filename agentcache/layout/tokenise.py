@@ -208,6 +208,8 @@ class Encoder:
         start = known.ends[cut - 1]
         ids, ends, answer = self._encode(text[start:])
         ends = [end + start for end in ends]
+        if known.text[known.ends[-1] :].strip() or text[ends[-1] if ends else start :].strip():
+            return None  # characters without a token: where the others end is not to be believed
         run, old, new = agreement(known.ids, known.ends, cut, ids, ends, shared)
         if run < RUN:
             return None
