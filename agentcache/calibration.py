@@ -6,6 +6,9 @@ depends on what stood before the run. So it is computed anew up to a layer that 
     distance   0 ......... steps[0] ............ steps[1] ................... end of the run
     taken      nothing     below that layer      in all layers
     computed   all (halo)  from that layer on    nothing
+
+The end of the prompt is another matter: what is asked last has read all that stands before it, and the answer is read off it. So the last
+turn is computed anew however far it stands behind a junction, or its end (tail) if it is long.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ class Calibration:
     """When segments of one model may be attached, and how they are repaired.
 
     fingerprint: of the weights. layers: how many the model has. steps: (distance, layer), both ascending, the last layer is `layers`.
-    least: shortest run that is attached. share: of a run's whole tokens, how many are computed again: those whose values differ most in
-    layer 1. probe: largest relative difference of the halo's last keys, as stored and as computed, in the middle layer; 0: no probe.
+    least: shortest run that is attached. tail: so many tokens at most, of the last turn and what is behind it, are never attached. share:
+    of a run's whole tokens, how many are computed again: those whose values differ most in layer 1. probe: largest relative difference of
+    the halo's last keys, as stored and as computed, in the middle layer; 0: no probe.
     margin: a greedy choice that is ahead of the next best by less (nats) is not made behind moved text: the prompt is computed; 0: it is.
     kl, top1: mean KL (nats per token) allowed, and share of equal first choices asked for. watch_one_in: one in so many requests served
     with segments is computed again in idle time. precision: the fewest bits of stored pages that a segment may come from. tau: least
@@ -43,6 +47,7 @@ class Calibration:
     steps: tuple[tuple[int, int], ...]
     least: int
     kl: float
+    tail: int = 0
     share: float = 0.0
     probe: float = 0.0
     margin: float = 0.0
@@ -73,8 +78,9 @@ class Calibration:
             refuse("probe", "0 where steps begin at distance 0: without a halo nothing is computed that could be held against what is kept")
         if not 0 < self.tau < 1:
             refuse("tau", "between 0 and 1")
-        if not isinstance(self.watch_one_in, int) or self.watch_one_in < 1:
-            refuse("watch_one_in", "a whole number of at least 1")
+        for name, low in (("watch_one_in", 1), ("tail", 0)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < low:
+                refuse(name, f"a whole number of at least {low}")
         if self.share > 1 or self.top1 > 1:
             refuse("share" if self.share > 1 else "top1", "a share of at most 1")
         if self.precision not in PRECISIONS:
@@ -88,7 +94,7 @@ class Calibration:
     @property
     def repair(self) -> str:
         """What decides how near to exact its pages are: calibrations that share this may share them."""
-        return repr((self.steps, self.least, self.share, self.probe, self.precision))
+        return repr((self.steps, self.least, self.tail, self.share, self.probe, self.precision))
 
     @property
     def boundaries(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from .kv import PAGE_TOKENS, Ahead, Sequence
 from .layout.windows import Texts, windows
 from .plan import Attach, Repeat
 from .runner import Runner, Source
-from .store.keys import Scope
+from .store.keys import Ids, Scope
 from .store.store import Store
 from .types import Layout, Reason, Refusal
 
@@ -57,7 +57,9 @@ class Segments:
         stored = self.store.disk.precision if self.store.disk is not None else "exact"
         if request.bring is None and stored in request.calibration.precisions:
             known, least, scope = self.known(request, scope), request.calibration.least, replace(scope, precision=stored)
-            request.bring = self.store.bring(scope, request.array(), request.windows, ms_per_token, spec, wake, since=known, least=least)
+            ids = _attachable(request, request.calibration)
+            wanted = tuple(window for window in request.windows if window.stop <= len(ids))
+            request.bring = self.store.bring(scope, ids, wanted, ms_per_token, spec, wake, since=known, least=least)
         if request.bring is not None and request.bring.pending():
             return True
         if request.bring is not None:
@@ -85,7 +87,8 @@ class Segments:
             request.receipt.refusals += (Refusal(Reason.DRIFT, prefix_tokens, len(request.ids), self.off),)
             return []
         found = []
-        for run in self.store.repeats(scope, request.array(), prefix_tokens, calibration.least, calibration.precisions):
+        ids = _attachable(request, calibration)
+        for run in self.store.repeats(scope, ids, prefix_tokens, calibration.least, calibration.precisions):
             kernels = frozenset().union(*(entry.numerics for entry in run.entries))
             source = Source(run.pages, run.source // PAGE_TOKENS * PAGE_TOKENS, kernels)
             layers = calibration.boundaries if self.runner.model.stepped else ()
@@ -192,6 +195,16 @@ class Segments:
             request.receipt.cached_tokens -= count
             request.receipt.computed_tokens += count
         return left
+
+
+def _attachable(request: Request, calibration: Calibration) -> Ids:
+    """The prompt up to its tail, and one token more: of what is looked up, the last one is always computed.
+
+    The tail begins with the last turn, or in it; somewhere in a prompt whose turns are not known.
+    """
+    ids = request.array()
+    turn = max((span.start for span in request.receipt.spans if span.kind == "turn"), default=0)
+    return ids[: max(turn, len(ids) - calibration.tail) + 1]
 
 
 def behind(scope: Scope, calibration: Calibration) -> Scope:

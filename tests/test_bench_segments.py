@@ -215,7 +215,7 @@ def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path,
         assert tight.measured["kl_mean"] <= kls[1] < loose.measured["kl_mean"]
         assert calibrate.choose(seen, kls[0] / 2, 0.0) is None
         assert calibrate.choose(seen, 1e9, 1.1) is None
-        sure = calibrate.measure(bench, cases[:1], lambda _: None, 1e9)
+        sure = calibrate.measure(bench, cases[:1], lambda _: None, {"margin": 1e9})
         assert all(plain["unsure"] == plain["cases"] and plain["kl_mean"] == 0 for _, _, plain in sure if plain["reused_tokens"])
         fresh = Call([message("user", 1)], (), message("assistant", 2))
         with pytest.raises(ConfigError, match="no case repeats"):

@@ -222,6 +222,32 @@ def test_a_repeated_document_is_attached_and_the_account_adds_up() -> None:
     assert near.as_dict()["segments"][0]["shift"] == segment.shift
 
 
+@pytest.mark.parametrize("tail", [0, 1, 40, 10**6])
+def test_what_is_asked_last_is_computed_whatever_was_kept_of_it(tail: int) -> None:
+    """All of the last turn, or its end, and nothing of the turn before."""
+    before, asked = (
+        [{"role": "system", "content": system}, {"role": "user", "content": DOC}, {"role": "assistant", "content": "Read."},
+         {"role": "user", "content": f"And so, by what entry {' and '.join(map(str, range(40)))} say, who was it?"}]
+        for system in ("You are one.", "You are quite another, and it is Monday.")
+    )  # fmt: skip
+    with engine(tail=tail) as running:
+        running.generate(before, sampling=GREEDY)
+        receipt = running.generate(asked, sampling=GREEDY).receipt
+        turn, behind = receipt.spans[-2:]
+        assert (turn.kind, behind.kind, behind.stop) == ("turn", "generation", receipt.prompt_tokens)
+        assert turn.stop - turn.start > 60, "else 40 are no end of it"
+        assert receipt.segments[-1].stop == min(max(turn.start, receipt.prompt_tokens - tail), receipt.prompt_tokens - 1)
+
+
+def test_of_a_prompt_without_turns_the_end_is_computed() -> None:
+    with engine(tail=40) as running:
+        running.generate(f"You are one. {DOC} Who was it, and why?", sampling=GREEDY)
+        receipt = running.generate(f"You are quite another. {DOC} Who was it, and why?", sampling=GREEDY).receipt
+        assert receipt.segments[-1].stop == receipt.prompt_tokens - 40
+        short = running.generate("You are another. Who was it, and why?", sampling=GREEDY).receipt
+        assert short.segments == ()
+
+
 def test_approximation_is_contagious_and_never_reaches_an_exact_request() -> None:
     with engine("off") as running:
         clean = running.generate(OTHER, sampling=GREEDY)
@@ -380,6 +406,8 @@ def test_without_a_calibration_approximate_reuse_says_what_to_run(tmp_path: Path
         ({"tau": 1.0}, "tau"),
         ({"margin": float("inf")}, "margin"),
         ({"watch_one_in": 0}, "watch_one_in"),
+        ({"tail": -1}, "tail=-1: must be a whole number of at least 0"),
+        ({"tail": 1.5}, "tail"),
         ({"precision": "int2"}, "precision"),
     ],
 )
@@ -458,6 +486,13 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
     [segment] = receipt.segments
     assert segment.whole_tokens > 500
     assert receipt.disk_bytes > 0
+    with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=replace(known, tail=10**6)) as third:
+        wanted: list[Any] = []
+        bring = third.store.bring
+        monkeypatch.setattr(third.store, "bring", lambda scope, ids, windows, *rest, **more: wanted.append(windows) or bring(
+            scope, ids, windows, *rest, **more))  # fmt: skip
+        assert third.generate(prompt("A third one.", "Where?"), sampling=GREEDY).receipt.segments == ()
+    assert wanted == [()], "it all stands in what is asked last"
 
 
 @pytest.mark.parametrize("stored", ["int8", "int4"])

@@ -106,6 +106,8 @@ def test_pages_of_another_repair_are_not_gone_on_from() -> None:
         assert running.generate(OTHER, sampling=GREEDY).receipt.halo_tokens == 0
         receipt = running.generate(OTHER, sampling=GREEDY, reuse=strict).receipt
         assert receipt.halo_tokens == 40, "with nothing of what was taken without a halo and a probe"
+        longer = running.generate(OTHER, sampling=GREEDY, reuse=replace(strict, tail=40)).receipt
+        assert longer.computed_tokens > receipt.computed_tokens, "nor with the tail of another"
         bounds = replace(strict, kl=0.5, top1=0.5, watch_one_in=3, margin=1e-9)
         assert running.generate(OTHER, sampling=GREEDY, reuse=bounds).receipt.computed_tokens == 1, "repaired alike"
 

@@ -6,8 +6,9 @@ recorded answer, and how often the first choice is the same. The fastest setting
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from ..calibration import PRECISIONS, Calibration
@@ -19,28 +20,32 @@ HALOS = (0, 4, 8, 16, 32, 64, 128)
 SHARES = (0.08, 0.16)
 SHARED = (4, 8, 32)  # halos that they are tried with
 PROBES = (0.05, 0.1, 0.2)  # with a halo of 8: what deviates more is computed, and what is left may keep bounds that all of it does not
+TAILS = (0, 32, 256)  # with a halo of 8
 WINDOWS = (16, 64)  # distances behind which a token may be resumed, and taken whole
 
 Seen = tuple[Calibration, Row, dict[str, Any]]  # a setting, its row over all families, and the same in plain numbers
 
 
-def settings(bench: Bench, margin: float = 0.0) -> dict[str, Calibration]:
+def settings(bench: Bench, given: Mapping[str, Any]) -> dict[str, Calibration]:
     """What is tried: halos; some of them behind pages stored with fewer bits, or with the most deviating tokens computed again; a probe;
-    resuming at a quarter, half, three quarters of the layers. Not tau, by which text on disk is proposed: it moves no answer. All of them
-    with this margin."""
+    other tails; resuming at a quarter, half, three quarters of the layers. Not tau, by which text on disk is proposed: it moves no answer.
+    All of them with what is given: margin, tail."""
     spec = bench.engine.model.spec
     assert spec is not None
     stepped, layers = bench.engine.model.stepped, spec.layers
     found = {f"halo {halo}": bench.calibration(halo) for halo in HALOS}
     found |= {f"halo {halo}, {stored}": bench.calibration(halo, precision=stored) for halo in SHARED for stored in PRECISIONS[1:]}
     found |= {f"halo 8, probe {bound:g}": bench.calibration(8, probe=bound) for bound in PROBES}
+    found = {name: replace(known, **given) for name, known in found.items()}
+    found |= {f"halo 8, tail {tail}": replace(found["halo 8"], tail=tail) for tail in TAILS if tail != found["halo 8"].tail}
     if stepped and layers > 2:
-        found |= {f"halo {halo}, share {share:g}": bench.calibration(halo, share=share) for halo in SHARED for share in SHARES}
+        shares = {f"halo {halo}, share {share:g}": bench.calibration(halo, share=share) for halo in SHARED for share in SHARES}
+        found |= {name: replace(known, **given) for name, known in shares.items()}
         for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):
             for window in WINDOWS:
                 steps = ((window // 4, layer), (window * 2, layers))
-                found[f"halo {window // 4}, from layer {layer} to {window * 2}"] = bench.calibration(steps=steps)
-    return {name: replace(known, margin=margin) for name, known in found.items()}
+                found[f"halo {window // 4}, from layer {layer} to {window * 2}"] = replace(bench.calibration(steps=steps), **given)
+    return found
 
 
 def together(rows: Sequence[Row], method: str) -> Row:
@@ -56,16 +61,16 @@ def together(rows: Sequence[Row], method: str) -> Row:
 
 
 def calibrate(
-    bench: Bench, cases: Sequence[Case], kl: float, top1: float, say: Say, margin: float = 0.0
+    bench: Bench, cases: Sequence[Case], kl: float, top1: float, say: Say, given: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Calibration | None, list[dict[str, Any]]]:
     """The fastest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and what was seen of each."""
-    seen = measure(bench, cases, say, margin)
+    seen = measure(bench, cases, say, given)
     return choose(seen, kl, top1), [plain for _, _, plain in seen]
 
 
-def measure(bench: Bench, cases: Sequence[Case], say: Say, margin: float = 0.0) -> list[Seen]:
+def measure(bench: Bench, cases: Sequence[Case], say: Say, given: Mapping[str, Any] = MappingProxyType({})) -> list[Seen]:
     """What each setting does to these cases."""
-    tried = settings(bench, margin)
+    tried = settings(bench, given)
     rows = bench.run(cases, tried, False, say)
     if not any(row.reused_tokens for row in rows):
         raise ConfigError("no case repeats text at another position: give a --workload whose prompts do")

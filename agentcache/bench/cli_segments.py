@@ -18,10 +18,12 @@ Cases = Annotated[int, typer.Option("--cases", min=1, help="At most so many per 
 Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: see docs/segments.md.")]
 Answer = Annotated[int, typer.Option("--answer", min=1, help="Tokens of the recorded answer that are compared.")]
 
+TAIL = 64  # a question, or the end of a long result; most of the drift of the embedded model is in it
 
 Margin = Annotated[
     float, typer.Option(min=0.0, help="A greedy choice closer than this (nats) is made behind everything computed; 0: never.")
 ]
+Tail = Annotated[int, typer.Option(min=0, help="Tokens of the last turn that are always computed: it has to have read the rest.")]
 MostTokens = Annotated[int, typer.Option(min=0, help="Leave out recorded prompts of more tokens (estimated); 0: none.")]
 
 
@@ -66,6 +68,7 @@ def calibrate(
     kl: Annotated[float, typer.Option(min=0.0, help="Mean KL allowed, in nats per token of the answer.")] = 0.02,
     top1: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of equal first choices asked for.")] = 0.98,
     margin: Margin = 0.0,
+    tail: Tail = TAIL,
     cases: Cases = 4,
     answer: Answer = 16,
     families: Families = "all",
@@ -90,17 +93,17 @@ def calibrate(
         from . import report, shifts
         from .segments import Bench
 
-        wanted = _wanted(families, shifts.FAMILIES)
+        wanted, given = _wanted(families, shifts.FAMILIES), {"margin": margin, "tail": tail}
         found_cases, texts = _shifted(workload, tools_dir, wanted, cases, shifts.made_up(made_up, tools), most_tokens)
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            known, seen = bench.calibrate(Bench(engine, answer, model is not None), found_cases, kl, top1, say, margin)
+            known, seen = bench.calibrate(Bench(engine, answer, model is not None), found_cases, kl, top1, say, given)
             found: dict[str, Any] = {
                 "bench": "calibrate",
                 **described(engine),
                 "cases": len(found_cases),
                 "kl": kl,
                 "top1": top1,
-                "margin": margin,
+                **given,
                 "tried": seen,
             }
             found["chosen"] = known.measured["method"] if known else None
@@ -133,6 +136,7 @@ def segments(
     off: Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt with reuse off.")] = True,
     kl: Annotated[float, typer.Option(min=0.0, help="Mean KL allowed when a calibration is to be found.")] = 0.02,
     margin: Margin = 0.0,
+    tail: Tail = TAIL,
     cases: Annotated[int, typer.Option("--cases", min=0, help="At most so many per kind of shift; 0: no such rows.")] = 4,
     answer: Answer = 16,
     families: Families = "all",
@@ -162,8 +166,8 @@ def segments(
         made = shifts.made_up(max(made_up, 8 if options.any and not workload else 0), tools)
         found_cases, texts = _shifted(workload, tools_dir, wanted, cases, made, most_tokens, required=not (options.any or find))
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            playing = bench.Bench(engine, answer, model is not None)
-            known = _setting(playing, calibration, segments_parts.begun(rows_file), halo, found_cases, made, kl, margin, say, model is None)
+            playing, given = bench.Bench(engine, answer, model is not None), {"margin": margin, "tail": tail}
+            known = _setting(playing, calibration, segments_parts.begun(rows_file), halo, found_cases, made, kl, given, say, model is None)
             found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None}
             if lacking := sorted(set(wanted) - {case.family for case in found_cases}) if cases else []:
                 say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
@@ -186,7 +190,7 @@ def segments(
 
 def _said(known: Any) -> dict[str, Any]:
     """What of a setting the JSON line has."""
-    return {"steps": known.steps, "share": known.share, "margin": known.margin}
+    return {"steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin}
 
 
 def _draw(rows: list[Any], single: Any, plot: Path | None) -> None:
@@ -206,7 +210,7 @@ def _setting(
     found: list[Any],
     made: list[Any],
     kl: float,
-    margin: float,
+    given: dict[str, Any],
     say: Any,
     shaped: bool,
 ) -> Any:
@@ -219,10 +223,10 @@ def _setting(
 
     if file is not None:
         known = Calibration.load(file)
-        return replace(known, margin=margin) if margin else known
+        return replace(known, margin=given["margin"]) if given["margin"] else known
     if halo is not None or (begun is None and shaped):  # random weights: drift says nothing, so there is nothing to look for
-        return playing.calibration(16 if halo is None else halo, margin=margin)
+        return playing.calibration(16 if halo is None else halo, **given)
     if begun is not None:
         return begun
     some = [case for case in found if case.family != shifts.NOTHING] or shifts.cases(made, 1)
-    return finding.calibrate(playing, some, kl, 0.0, say, margin)[0] or playing.calibration(128, margin=margin)
+    return finding.calibrate(playing, some, kl, 0.0, say, given)[0] or playing.calibration(128, **given)

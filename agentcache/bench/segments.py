@@ -278,13 +278,13 @@ def variations(bench: Bench, ours: Calibration) -> dict[str, Calibration]:
     """The calibration, no repair at all, and one thing changed at a time."""
     layers = ours.layers
     half = layers // 2
-    found = {"bare": bench.calibration(0, LEAST), "ours": ours}
-    for halo in (4, 8, 16, 32):
-        found[f"halo {halo}"] = bench.calibration(halo)
+    found = {f"halo {halo}": bench.calibration(halo) for halo in (4, 8, 16, 32)}
     for share in (0.08, 0.16):
         found[f"halo 8, share {share:g}"] = bench.calibration(8, share=share)
     for layer in sorted({layers // 4, half, 3 * layers // 4} - {0}):
         found[f"halo 8, from layer {layer} to 64"] = bench.calibration(steps=((8, layer), (64, layers)))
     found["halo 8, probe 0.1"] = bench.calibration(8, probe=0.1)
     found |= {f"halo 8, {precision}": bench.calibration(8, precision=precision) for precision in PRECISIONS[1:]}
+    found = {name: replace(known, tail=ours.tail) for name, known in found.items()}
+    found |= {"bare": bench.calibration(0, LEAST), "ours": ours, **({"no tail": replace(ours, tail=0)} if ours.tail else {})}
     return {name: replace(known, kl=ours.kl) for name, known in found.items()}

@@ -57,12 +57,14 @@ def begun(path: Path | None) -> Calibration | None:
 
 
 def methods(bench: Bench, ours: Calibration, ablations: bool) -> dict[str, Calibration]:
-    """What whole answers are compared under: ours and no repair; ours without its margin; a halo of 8, and ours with a probe."""
+    """What whole answers are compared under: ours and no repair; ours without its margin; ours without its tail, a halo of 8, and ours
+    with a probe."""
     found = {"ours": ours, "bare": bench.calibration(0)}
     if ours.margin:
         found["no margin"] = replace(ours, margin=0.0)
     if ablations:
-        found["halo 8"] = bench.calibration(HALO)
+        found["halo 8"] = bench.calibration(HALO, tail=ours.tail)
+        found |= {"no tail": replace(ours, tail=0)} if ours.tail else {}
         found["probe"] = replace(ours if ours.steps[0][0] else found["halo 8"], probe=PROBE)  # a probe looks at the halo
     return {name: replace(known, measured={}) for name, known in found.items()}
 
