@@ -196,6 +196,31 @@ def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, t
             assert other[key][name] == by_name[key][name], (key, name)
 
 
+def test_times_are_medians_of_interleaved_askings(
+    workload: Path, model: Path, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads(1)
+    [case] = shifts.cases(list(read(workload)), 1, ("dated system",))
+    order: list[str] = []
+    with Engine(str(model), store=None) as engine:
+        bench = Bench(engine, 4, repeats=3)
+        ask = bench.ask
+
+        def timed(call: Call, namespace: str, reuse: Any, forced: tuple[int, ...]) -> Any:
+            found = ask(call, namespace, reuse, forced)
+            name = reuse if isinstance(reuse, str) else "ours"
+            if call is case.call:
+                order.append(name)
+                found.ms = (900.0, 10.0, 30.0)[order.count(name) - 1] * (2 if name == "exact" else 1)
+            return found
+
+        monkeypatch.setattr(bench, "ask", timed)
+        rows = {row.method: row for row in bench.run([case], {"ours": bench.calibration(8)}, True, lambda _: None)}
+    assert order == ["exact", "ours", "off", "ours", "off", "exact", "off", "exact", "ours"]
+    assert (rows["ours"].step_ms, rows["exact"].step_ms, rows["ours"].exact_step_ms) == ([30.0], [60.0], [60.0])
+    assert rows["ours"].cases == 1
+
+
 def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path, threads: Callable[[int], None]) -> None:
     threads(1)
     cases = shifts.cases(list(read(workload)), 1, ("dated system", "removed tool"))

@@ -37,6 +37,19 @@ def test_the_worst_report_that_may_speak_is_the_verdict() -> None:
         assert said("text-match bound", *reports) == (0.85, "holds", "slow")
     assert said(">= 1.5 x", *trained) == (None, "not measured", "")
     assert said("KL below 0.1 nats per token", *shapes) == (None, "not measured", "")
+    whole = {"by": "family", "of": "moved tool", "method": "ours", "n": 9, "bound_tokens": 90, "of_bound": 0.75}
+    answers = {"paired": [{**whole, "spent_flops": 1.0, "exact_flops": 2.0, "changed": 0.0}]}
+    assert said("text-match bound", *shapes, ("answers", answers)) == (0.75, "fails", "answers"), (
+        "whole answers count what was computed again"
+    )
+
+
+def test_what_looking_costs_is_told_by_prompts_of_which_next_to_nothing_was_kept() -> None:
+    """A run as long as the bound's may stand even there; it says nothing of how much of other prompts is reused."""
+    row = {"family": "nothing repeats", "method": "ours", "cases": 7, "bound_tokens": 32, "reused_tokens": 0, "of_bound": 0.0}
+    found = {each["hypothesis"]: each["figure"] for each in verdicts({"rows": [{**row, "speedup": 0.8, "step_ms": 9.0}], "shape": "small"})}
+    assert found["never slower than 1.03 x the exact prefix where nothing repeats"] == 1.25
+    assert found["reused >= 0.8 x the text-match bound in each family"] is None
 
 
 def test_boundary_kl_is_that_of_the_first_token_too() -> None:

@@ -138,6 +138,7 @@ def segments(
     margin: Margin = 0.0,
     tail: Tail = TAIL,
     cases: Annotated[int, typer.Option("--cases", min=0, help="At most so many per kind of shift; 0: no such rows.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Askings of each case, interleaved; times are their medians.")] = 1,
     answer: Answer = 16,
     families: Families = "all",
     most_tokens: MostTokens = 8192,
@@ -166,9 +167,9 @@ def segments(
         made = shifts.made_up(max(made_up, 8 if options.any and not workload else 0), tools)
         found_cases, texts = _shifted(workload, tools_dir, wanted, cases, made, most_tokens, required=not (options.any or find))
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            playing, given = bench.Bench(engine, answer, model is not None), {"margin": margin, "tail": tail}
+            playing, given = bench.Bench(engine, answer, model is not None, repeats), {"margin": margin, "tail": tail}
             known = _setting(playing, calibration, segments_parts.begun(rows_file), halo, found_cases, made, kl, given, say, model is None)
-            found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None}
+            found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None, "repeats": repeats}
             if lacking := sorted(set(wanted) - {case.family for case in found_cases}) if cases else []:
                 say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
             found |= {"lacking": lacking, **_said(known), "moved": segments_verdicts.moved(engine), "rows": []}
@@ -181,8 +182,7 @@ def segments(
             methods = bench.variations(playing, known) if ablations else {"bare": playing.calibration(0), "ours": known}
             keep({"rows": [row.plain() for row in playing.run(found_cases, methods, off, say)]})
             if find:
-                some = made if made_up else []
-                keep({"find": segments_parts.finding(workload or (), tools_dir, find, some, engine.tokenizer, say)})
+                keep({"find": segments_parts.finding(workload or (), tools_dir, find, made if made_up else [], engine.tokenizer, say)})
             single = segments_parts.run(engine, playing, known, options, say, keep)
         _draw(found["rows"], single, plot)
         report.finish(found, segments_show.tables(found), json_file)

@@ -236,15 +236,21 @@ def _pyplot() -> Any:
     return pyplot
 
 
+_MARKS = ("o", "^", "s", "D")  # of ten colours each
+
+
 def segments_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Speed-up over the exact prefix, and KL, against the share of prompt tokens taken from other positions, as one PNG."""
     pyplot = _pyplot()
     shown = [r for r in rows if r["method"] not in ("exact", "off") and r["reused_tokens"]]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.4), layout="constrained")
-    for method in dict.fromkeys(r["method"] for r in shown):
+    methods = sorted({r["method"] for r in shown}, key=lambda method: (method == "ours", method))  # drawn last, so on top
+    for number, method in enumerate(methods):
         mine = [r for r in shown if r["method"] == method]
         shares = [r["reused_tokens"] / r["prompt_tokens"] for r in mine]
-        mark = {"marker": "s" if method == "ours" else "o", "s": 60 if method == "ours" else 26, "label": method}
+        ours = method == "ours"
+        mark = {"marker": "*" if ours else _MARKS[number // 10], "color": "black" if ours else f"C{number % 10}", "s": 90 if ours else 26}
+        mark["label"] = method
         left.scatter(shares, [r["speedup"] for r in mine], **mark)
         right.scatter(shares, [max(r["kl_mean"], 1e-9) for r in mine], **mark)
     left.axhline(1.0, color="tab:gray", linewidth=1)

@@ -148,14 +148,14 @@ class Bench:
     """Cases asked of one engine under several methods; each case in a namespace of its own, which is emptied afterwards.
 
     own: answers are compared along what the model itself says greedily when nothing is approximate, so that a case is decided alike if
-    its answers would be the same; otherwise along the recorded ones.
+    its answers would be the same; otherwise along the recorded ones. repeats: times are medians of so many askings, interleaved.
     """
 
-    def __init__(self, engine: Engine, answer_tokens: int = 16, own: bool = True) -> None:
+    def __init__(self, engine: Engine, answer_tokens: int = 16, own: bool = True, repeats: int = 1) -> None:
         if engine.model.spec is None or engine.fingerprint is None:
             raise ConfigError(f"model {engine.name!r} has no pages ({engine.model.support.why}): nothing of it can be reused")
         self.engine = engine
-        self.answer_tokens, self.own = answer_tokens, own
+        self.answer_tokens, self.own, self.repeats = answer_tokens, own, repeats
         self.replay = Replay(engine)
         self._number = 0
 
@@ -230,15 +230,17 @@ class Bench:
     ) -> None:
         ways: dict[str, Reuse | Calibration] = {"exact": "exact", **methods, **({"off": "off"} if off else {})}
         names = list(ways)
-        at = number % len(names)
-        found: dict[str, Asked] = {}
+        found: dict[str, list[Asked]] = {name: [] for name in names}
         with nothing_kept(self.engine):
-            for name in names[at:] + names[:at]:
-                with stored_as(self.engine, namespace, methods[name].precision if name in methods else "exact"):
-                    found[name] = self.ask(case.call, namespace, ways[name], answer)
-        for name, asked in found.items():
+            for repeat in range(self.repeats):
+                at = (number + repeat) % len(names)
+                for name in names[at:] + names[:at]:
+                    with stored_as(self.engine, namespace, methods[name].precision if name in methods else "exact"):
+                        found[name].append(self.ask(case.call, namespace, ways[name], answer))
+        whole = {name: replace(asked[0], ms=statistics.median(each.ms for each in asked)) for name, asked in found.items()}
+        for name, asked in whole.items():
             row = rows.setdefault((case.family, name), Row(case.family, name))
-            self._count(row, asked, found["exact"], most, methods.get(name))
+            self._count(row, asked, whole["exact"], most, methods.get(name))
 
     def _count(self, row: Row, asked: Asked, exact: Asked, most: int, known: Calibration | None) -> None:
         receipt = asked.receipt
