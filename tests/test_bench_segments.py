@@ -226,6 +226,8 @@ def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path,
     cases = shifts.cases(list(read(workload)), 1, ("dated system", "removed tool"))
     with Engine(str(model), store=None) as engine:
         bench = Bench(engine, 4)
+        given = calibrate.settings(bench, {"margin": 0.5, "tail": 48}).values()
+        assert {(known.margin, known.tail) for known in given} == {(0.5, 48)}, "neither is looked for"
         seen = calibrate.measure(bench, cases, lambda _: None)
         for _, row, plain in seen:
             assert plain["speedup"] > 0
