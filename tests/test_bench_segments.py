@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from agentcache import Engine
 from agentcache.bench import calibrate, shifts
 from agentcache.bench.segments import Bench, Row, bound, first_unsure, variations
+from agentcache.bench.segments_parts import methods
 from agentcache.bench.workloads import Call, Episode, read
 from agentcache.calibration import Calibration
 from agentcache.cli import app
@@ -228,6 +229,9 @@ def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path,
         bench = Bench(engine, 4)
         given = calibrate.settings(bench, {"margin": 0.5, "tail": 48}).values()
         assert {(known.margin, known.tail) for known in given} == {(0.5, 48)}, "neither is looked for"
+        for found in (variations(bench, bench.calibration(8, tail=48)), methods(bench, bench.calibration(8, tail=48), True)):
+            assert {name for name, known in found.items() if known.tail != 48} == {"bare", "no tail"}
+            assert {found[name].tail for name in ("bare", "no tail")} == {0}
         seen = calibrate.measure(bench, cases, lambda _: None)
         for _, row, plain in seen:
             assert plain["speedup"] > 0

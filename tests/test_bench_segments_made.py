@@ -259,6 +259,9 @@ def test_the_command_measures_the_made_up_world_and_goes_on(tmp_path: Path, thre
     assert done.exit_code == 0, done.output
     report = json.loads(saved.read_text())
     assert {row["method"] for row in report["paired"]} == {"ours", "bare"}
+    assert (report["tail"], report["margin"], report["repeats"]) == (64, 0.0, 1)
+    kept = json.loads(rows.read_text().splitlines()[0])["methods"]
+    assert (kept["ours"]["tail"], kept["bare"]["tail"]) == (64, 0), "no repair at all has none"
     assert report["verdicts"][0].keys() == {"hypothesis", "figure", "verdict", "reason"}
     assert drawn.with_name("s-paired.png").read_bytes().startswith(b"\x89PNG")
     before = rows.read_text()

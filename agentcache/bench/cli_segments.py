@@ -23,7 +23,7 @@ TAIL = 64  # a question, or the end of a long result; most of the drift of the e
 Margin = Annotated[
     float, typer.Option(min=0.0, help="A greedy choice closer than this (nats) is made behind everything computed; 0: never.")
 ]
-Tail = Annotated[int, typer.Option(min=0, help="Tokens of the last turn that are always computed: it has to have read the rest.")]
+Tail = Annotated[int, typer.Option(min=0, help="At most so many tokens of the last turn are always computed; a --calibration has its own.")]
 MostTokens = Annotated[int, typer.Option(min=0, help="Leave out recorded prompts of more tokens (estimated); 0: none.")]
 
 
