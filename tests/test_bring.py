@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -329,15 +330,23 @@ def test_what_is_cleared_leaves_no_signature_in_memory_and_is_found_on_disk_agai
     assert brought(store, PROMPT, first=4).tokens == 300
 
 
-@pytest.mark.alone
-def test_noting_does_not_wait_for_the_disk(folder: Path) -> None:
+def test_noting_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(folder)
     assert store.disk is not None
+    assert store.signed is not None
+    returned, in_time = threading.Event(), list[bool]()
+    put = store.signed.note_now
+
+    def slow(*given: Any) -> int:
+        in_time.append(returned.wait(20))
+        return put(*given)
+
+    monkeypatch.setattr(store.signed, "note_now", slow)
     store.note_busy(True)
-    began = time.perf_counter()
     store.note(SCOPE, KEPT, windows(KEPT))
-    assert time.perf_counter() - began < 0.05
+    returned.set()
     assert store.flush(20)
+    assert in_time == [True]
     assert store.disk.index.stats()["segments"] == len(windows(KEPT))
 
 

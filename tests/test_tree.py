@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -285,13 +286,15 @@ def best_ms(run: object) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize(("tokens", "limit_ms"), [(3_000, 3.0), (37_000, 6.0)])
-def test_match_and_hashing_are_fast(tokens: int, limit_ms: float) -> None:
+@pytest.mark.parametrize("tokens", [3_000, 37_000])
+def test_a_lookup_costs_about_what_hashing_its_ids_costs(tokens: int) -> None:
+    """Whatever the tree holds beside them."""
     store = Tree(10**9)
     ids = [number * 31 % 150_000 for number in range(tokens)]
     keep(store, ids)
     for agent in range(100):
         keep(store, [*ids[: tokens - 40], agent, agent])
     found: list[Match] = []
-    assert best_ms(lambda: found.append(store.match(HERE, as_ids([*ids, 1])))) < limit_ms
+    hashing = best_ms(lambda: blake3(as_ids([*ids, 1]).tobytes()).digest())
+    assert best_ms(lambda: found.append(store.match(HERE, as_ids([*ids, 1])))) < 12 * hashing
     assert found[-1].tokens == tokens
