@@ -264,6 +264,15 @@ def test_in_a_plain_world_comparing_words_is_enough() -> None:
     assert right / total > 0.8
 
 
+@pytest.mark.parametrize("kind", ["glossary", "decline"])
+def test_what_goes_wrong_most_can_be_drawn_more_often(kind: str) -> None:
+    shares = []
+    for often in ({}, {kind: 3.0}):
+        made = [one.kind for number in range(40) for one in bundle(f"often {number}", "hermes", 12, 12, often=often).dialogues]
+        shares.append(made.count(kind) / len(made))
+    assert shares[1] > 1.5 * shares[0] > 0.03
+
+
 def test_right_answers_follow_from_the_prompt() -> None:
     seen: dict[str, int] = {}
     for number in range(150):

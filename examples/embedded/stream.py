@@ -9,13 +9,13 @@ import math
 import multiprocessing
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Full
 from typing import Any
 
 from agentcache.bench.quality_world.dialogues import bundle
-from agentcache.bench.quality_world.world import VAGUE, World
+from agentcache.bench.quality_world.world import USUAL, VAGUE, World
 
 from .packing import Encoder, Pack, pack
 
@@ -32,6 +32,7 @@ class Stage:
     bare: the share, further, with synonyms and near-duplicates but without rules: what has to be learnt next.
     vague: the share of names that do not say what a tool does: what is told by a description only has to be found by it.
     short: the share of dialogues that end with the name of a tool: twice the choices in the same time, once arguments are known.
+    often: by how much more often than usual scenarios are drawn: what goes wrong most, at last.
     """
 
     until: float
@@ -45,12 +46,16 @@ class Stage:
     styles: Mapping[str, float]
     vague: float = VAGUE
     least: int = 2
+    often: Mapping[str, float] = field(default_factory=lambda: USUAL)
 
 
 HERMES = {"hermes": 1.0}
 SOME = {"hermes": 0.76, "langchain": 0.08, "langchain text": 0.06, "llamaindex": 0.1}
 ALL = {"hermes": 0.68, "langchain": 0.11, "langchain text": 0.07, "llamaindex": 0.14}
 MORE = {"hermes": 0.6, "langchain": 0.14, "langchain text": 0.1, "llamaindex": 0.16}
+LAST = {"hermes": 0.54, "langchain": 0.16, "langchain text": 0.1, "llamaindex": 0.2}
+WEAK = {"glossary": 2.2, "service": 1.8, "like": 1.3, "above": 1.3, "reading only": 2.0, "forbidden": 1.5, "fallback": 2.0}
+WEAK |= {"condition": 1.5, "chain": 1.2, "decline": 1.35, "default": 0.7, "today": 0.7, "facts": 0.8, "deprecated": 0.8}
 STAGES = (
     Stage(1, 4, 600, 3000, 0.1, 1.0, 0.0, 0.0, HERMES),
     Stage(2, 8, 800, 4000, 0.3, 0.6, 0.0, 0.0, SOME),
@@ -63,7 +68,8 @@ STAGES = (
     Stage(34, 36, 1300, 6000, 0.6, 0.0, 0.2, 0.3, MORE, 0.12),
     Stage(38.9, 50, 1400, 8000, 0.55, 0.0, 0.1, 0.3, MORE, 0.1),
     Stage(58.8, 50, 1800, 8000, 0.5, 0.0, 0.1, 0.45, MORE, 0.1, 4),
-    Stage(math.inf, 50, 2600, 9000, 0.55, 0.0, 0.1, 0.55, MORE, 0.1, 4),
+    Stage(63.4, 50, 2600, 9000, 0.55, 0.0, 0.1, 0.55, MORE, 0.1, 4),
+    Stage(math.inf, 50, 2600, 9000, 0.6, 0.0, 0.08, 0.5, LAST, 0.1, 4, WEAK),
 )
 
 
@@ -82,7 +88,8 @@ def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
     at = world.rng.random()
     plain, bare = at < stage.plain, at < stage.plain + stage.bare
     count = DIALOGUES * (2 if stage.short else 1)
-    made = bundle(f"{seed} {number}", style, size, count, context_share=stage.context, plain=plain, bare=bare, vague=stage.vague)
+    drawn = {"context_share": stage.context, "plain": plain, "bare": bare, "vague": stage.vague, "often": stage.often}
+    made = bundle(f"{seed} {number}", style, size, count, **drawn)
     return pack(encoder, made, stage.tail, {dialogue for dialogue in range(count) if world.rng.random() < stage.short})
 
 

@@ -7,7 +7,7 @@ sample   one text in pieces, each with or without loss; samples of a bundle shar
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from .plans import add_some
 from .steps import KNOWN, chain, condition, fallback, kth, siblings, switch, total
 from .tools import Tool
 from .words import ATTRIBUTES, CHOICES
-from .world import TRAIN, VAGUE, Source, World
+from .world import TRAIN, USUAL, VAGUE, Source, World
 
 MAKERS = {
     "siblings": siblings,
@@ -172,7 +172,8 @@ def dialogue(catalog: Catalog, context_share: float = 0.55, hold: bool = True) -
         said, reply = world.pick(SMALL_TALK)
         kind, context, turns = "small talk", False, [user(said), says(reply, KNOWN)]
     else:
-        wish = catalog.missing() if world.chance(0.1 if world.plain else 0.28) else catalog.plain()
+        missing = (0.1 if world.plain else 0.28) * world.often.get("decline", 1.0)
+        wish = catalog.missing() if world.chance(missing) else catalog.plain()
         kind, context, turns = wish.kind, wish.context, single(catalog, wish)
     if hold and world.chance(0.2):
         before = single(catalog, catalog.plain(), whole=True)
@@ -192,13 +193,14 @@ def bundle(
     plain: bool = False,
     bare: bool = False,
     vague: float = VAGUE,
+    often: Mapping[str, float] = USUAL,
 ) -> Bundle:
     """The bundle that a seed stands for. LangChain's text agents have no history: their dialogues have one user turn.
 
     plain: no scenarios, no near-duplicates, one word for each action: what is left is to compare words. bare: no scenarios. vague: the
-    share of tools that no rule is about and whose names do not say what they do all the same.
+    share of tools that no rule is about and whose names do not say what they do all the same. often: see World.
     """
-    world = World(seed, source, plain, vague)
+    world = World(seed, source, plain, vague, often)
     catalog = make_catalog(world, size, exact, bare)
     alone = style.startswith("langchain")
     found: list[Dialogue] = []

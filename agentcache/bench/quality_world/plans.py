@@ -153,7 +153,7 @@ SCENARIOS: dict[str, tuple[float, Callable[[Catalog], None]]] = {  # name -> how
 
 def add_some(catalog: Catalog, count: int) -> None:
     """`count` scenarios, by their weights; those about the whole catalog at most once."""
-    weights = {name: weight for name, (weight, _) in SCENARIOS.items()}
+    weights = {name: weight * catalog.world.often.get(name, 1.0) for name, (weight, _) in SCENARIOS.items()}
     for _ in range(count):
         name = catalog.world.rng.choices(list(weights), list(weights.values()))[0]
         SCENARIOS[name][1](catalog)

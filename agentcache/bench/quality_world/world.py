@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 from .words import CHOICES, CODAS, MODIFIERS, NOUNS, ONSETS, PEOPLE, PLACES, SCRIPTS, VOWELS
@@ -56,19 +57,24 @@ def sources(held: str) -> dict[str, Source]:
 
 
 VAGUE = 0.06
+USUAL: Mapping[str, float] = MappingProxyType({})
 
 
 class World:
     """Everything that chance decides about words and values. plain: actions go by one word, and tools have nothing in common.
 
-    vague: the share of ordinary tools whose names do not say what they do.
+    vague: the share of ordinary tools whose names do not say what they do. often: by how much more often than usual a scenario, or a
+    request that no tool fits, is drawn.
     """
 
-    def __init__(self, seed: str, source: Source = TRAIN, plain: bool = False, vague: float = VAGUE) -> None:
+    def __init__(
+        self, seed: str, source: Source = TRAIN, plain: bool = False, vague: float = VAGUE, often: Mapping[str, float] = USUAL
+    ) -> None:
         self.rng = random.Random(seed)
         self.source = source
         self.plain = plain
         self.vague = vague
+        self.often = often
 
     def pick(self, options: Sequence[T]) -> T:
         return options[int(self.rng.random() * len(options))]
