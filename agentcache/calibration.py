@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -154,9 +155,14 @@ def place(folder: str | os.PathLike[str], fingerprint: str) -> Path:
 Given = Calibration | str | os.PathLike[str] | None
 
 
-def find(given: Given, folder: str | os.PathLike[str] | None, fingerprint: str, model: str) -> Calibration:
-    """The calibration to use: the one given, else the one in the store's folder. CalibrationError says how to make it."""
-    command = f"run `agentcache calibrate --model {model} --workload FILE` first, or pass calibration="
+def find(given: Given, folder: str | os.PathLike[str] | None, fingerprint: str, model: str, dtype: str) -> Calibration:
+    """The calibration to use: the one given, else the one in the store's folder. CalibrationError says how to make it.
+
+    dtype: of the loaded weights, which is part of their fingerprint: in another one, what is found out would be of other weights.
+    """
+    there = "--out CALIBRATION" if folder is None else f"--store {shlex.quote(os.fspath(folder))}"
+    then = "and pass calibration=CALIBRATION" if folder is None else "or pass calibration="
+    command = f"run `agentcache calibrate --model {model} --dtype {dtype} {there} --workload FILE` first, {then}"
     if given is None:
         known = None if folder is None else place(folder, fingerprint)
         if known is None or not known.is_file():
@@ -176,12 +182,13 @@ class Calibrations:
     given: Given
     folder: str | os.PathLike[str] | None
     model: str
+    dtype: str
     known: Calibration | None = None
 
     def of(self, fingerprint: str, given: Calibration | None = None) -> Calibration:
         """The calibration for these weights, or one request's own, which says nothing of the next. Errors as of `find`."""
         if given is not None:
-            return find(given, self.folder, fingerprint, self.model)
+            return find(given, self.folder, fingerprint, self.model, self.dtype)
         if self.known is None or self.known.fingerprint != fingerprint:
-            self.known = find(self.given, self.folder, fingerprint, self.model)
+            self.known = find(self.given, self.folder, fingerprint, self.model, self.dtype)
         return self.known

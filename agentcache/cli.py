@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from rich.console import Console
 from . import __version__, cli_lint, cli_store, cli_tend
 from .bench.cli import app as bench_app
 from .bench.cli_segments import calibrate
+from .bench.given import to_write, write
 from .cli_print import facts, said_plainly, say_json
 
 app = typer.Typer(
@@ -54,7 +56,9 @@ def _options(
 
 @app.command()
 def demo(
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write every figure to FILE.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", callback=to_write, help="Also write every figure to FILE.")
+    ] = None,
     recorded: Annotated[bool, typer.Option("--recorded", help="Replay a recorded task with 20 tools on a random model instead.")] = False,
     layers: Annotated[int, typer.Option(min=1, help="Layers of that random model: more is slower and more like a real one.")] = 4,
 ) -> None:
@@ -64,9 +68,8 @@ def demo(
 
     with said_plainly():
         report = run(Console(), Recorded(layers) if recorded else None)
-        if json_file:
-            with open(json_file, "w", encoding="utf-8") as out:
-                json.dump(report, out, indent=1)
+        if json_file is not None:
+            write(json_file, json.dumps(report, indent=1) + "\n")
 
 
 @app.command()

@@ -170,7 +170,11 @@ def _tools(path: Path | None) -> list[Any]:
 
 
 def _system(given: str | None) -> str | None:
-    if given is None or not os.path.isfile(given):
+    if given is None:
+        return None
+    if not os.path.isfile(given):
+        if not any(map(str.isspace, given)) and (os.sep in given or Path(given).suffix):  # warmed as a prompt, it would never be hit
+            raise ConfigError(f"--system={given!r}: there is no such file; give one that is there, or the prompt itself")
         return given
     try:
         return Path(given).read_text(encoding="utf-8")

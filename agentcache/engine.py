@@ -105,8 +105,8 @@ class Engine:
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
         self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model, self.fingerprint)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
-        folder = self.store.disk.folder.path if self.store.disk else None
-        self._texts, self._calibrations = TokenTexts(self.tokenizer), Calibrations(calibration, folder, self.name)
+        folder, saved = self.store.disk.folder.path if self.store.disk else None, str(self.model.dtype).removeprefix("torch.")
+        self._texts, self._calibrations = TokenTexts(self.tokenizer), Calibrations(calibration, folder, self.name, saved)
         if reuse == "approximate" or calibration is not None:
             self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)

@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from agentcache import __version__, cli, cli_print
+from agentcache.bench import report
+from agentcache.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,6 +88,42 @@ def test_doctor_fails_when_the_installation_is_mixed(monkeypatch: pytest.MonkeyP
     code, said = _run("doctor")
     assert code == 1
     assert "something is in the way" in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["demo", "--json"],
+        ["bench", "store", "--json"],
+        ["bench", "latency", "--plot"],
+        ["bench", "react", "--plot"],
+        ["bench", "segments", "--rows"],
+        ["calibrate", "--out"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(command: list[str], tmp_path: Path) -> None:
+    code, said = _run(*command, str(tmp_path / "none" / "x"))
+    assert code == 2
+    assert "is in a folder that is not there" in " ".join(said.replace("│", " ").split())
+    code, said = _run(*command, str(tmp_path))
+    assert code == 2
+    assert "is a folder" in " ".join(said.replace("│", " ").split())
+
+
+def test_what_was_measured_is_printed_though_the_disk_takes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = tmp_path / "gone" / "x.json"
+    report.save({"part": 1}, full)  # more parts are to come
+    assert "cannot be written" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"x\.json' cannot be written: No such file"):
+        report.finish({"part": 2}, [], full)
+    assert json.loads(capsys.readouterr().out) == {"part": 2}
+
+
+def test_calibrate_looks_at_its_store_first(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("no folder")
+    code, said = _run("calibrate", "--made-up", "1", "--model", "/no/such/model", "--store", str(tmp_path / "store"))
+    assert code == 1
+    assert "/no/such/model" not in said
 
 
 def test_rows_of_a_report() -> None:

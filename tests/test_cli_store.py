@@ -399,6 +399,8 @@ def test_warm_refuses_before_a_model_is_loaded(tools: Path, tmp_path: Path) -> N
     assert "cannot be read" in refused("warm", "/no/model", "--tools", tmp_path / "broken.json", "--store", tmp_path / "store")
     assert "cannot be read" in refused("warm", "/no/model", "--tools", tmp_path / "none.json", "--store", tmp_path / "store")
     assert "JSON list" in refused("warm", "/no/model", "--tools", tmp_path / "number.json", "--store", tmp_path / "store")
+    for mistyped in ("promt.txt", "prompts/none"):
+        assert "there is no such file" in refused("warm", "/no/model", "--system", mistyped, "--store", tmp_path / "store")
     assert "AGENTCACHE_DIR=''" in refused("warm", "/no/model", "--tools", tools, env={"AGENTCACHE_DIR": ""})
     assert "cannot be loaded" in refused("warm", "/no/model", "--tools", tools, "--store", tmp_path / "store")
 

@@ -375,8 +375,10 @@ def test_computing_everything_again_is_exact_and_less_comes_nearer() -> None:
 
 def test_without_a_calibration_approximate_reuse_says_what_to_run(tmp_path: Path) -> None:
     model, tokenizer, fingerprint = tiny()
-    with pytest.raises(CalibrationError, match="agentcache calibrate --model"):
+    with pytest.raises(CalibrationError, match="agentcache calibrate --model .* --dtype float32 --out CALIBRATION"):
         Engine(model, tokenizer, store=None, reuse="approximate")
+    with pytest.raises(CalibrationError, match=f"agentcache calibrate --model .* --dtype float32 --store {tmp_path} "):
+        Engine(model, tokenizer, store=StoreOptions(tmp_path), reuse="approximate")
     with Engine(model, tokenizer, store=None) as running, pytest.raises(CalibrationError, match="has no calibration"):
         running.generate(FIRST, reuse="approximate")
     with pytest.raises(CalibrationError, match="is not of this model"):
@@ -427,7 +429,7 @@ def test_a_calibration_comes_back_as_it_was_saved_or_is_refused(tmp_path: Path) 
         with pytest.raises(CalibrationError, match="calibrate"):
             Calibration.load(path)
     with pytest.raises(CalibrationError, match="no calibration"):
-        find(None, tmp_path, "x", "m")
+        find(None, tmp_path, "x", "m", "float32")
 
 
 def test_drift_beyond_the_bound_switches_segment_reuse_off() -> None:

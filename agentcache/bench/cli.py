@@ -27,6 +27,7 @@ from .given import (
     loaded,
     numbers,
     said_plainly,
+    to_write,
     weights,
 )
 
@@ -59,7 +60,7 @@ def latency(
     second: Annotated[bool, typer.Option("--second-process/--no-second-process", help="Also ask a second process.")] = True,
     store_dir: Annotated[Path | None, typer.Option(help="Where the store of this run is made and removed; a disk, not memory.")] = None,
     json_file: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw time to first token and speed-up.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", callback=to_write, help="Draw time to first token and speed-up.")] = None,
 ) -> None:
     """Time to first token and per token, ours against generate and its caches, for growing tool lists."""
     with said_plainly():
@@ -146,7 +147,9 @@ def react(
     shape: ShapeOption = None,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="With --through: a picture (PNG) of the calls' times.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=to_write, help="With --through: a picture (PNG) of the calls' times.")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Replay recorded agent episodes: tokens computed against tokens new, and the time of every call."""

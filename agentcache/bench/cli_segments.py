@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CalibrationError, ConfigError
-from .given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, described, loaded, said_plainly
+from .given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, described, loaded, said_plainly, to_write
 
 Workloads = Annotated[list[Path] | None, typer.Option("--workload", help="A recorded trace (.jsonl); may be given several times.")]
 MadeUp = Annotated[int, typer.Option("--made-up", min=0, help="Also so many requests of the embedded model's generated world.")]
@@ -77,7 +77,7 @@ def calibrate(
     made_up: MadeUp = 0,
     tools: Tools = 8,
     store: Annotated[Path | None, typer.Option(help="The store to keep it in; default: AGENTCACHE_DIR, else the user's.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the calibration here instead.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", callback=to_write, help="Write the calibration here instead.")] = None,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
@@ -94,6 +94,7 @@ def calibrate(
         from .segments import Bench
 
         wanted, given = _wanted(families, shifts.FAMILIES), {"margin": margin, "tail": tail}
+        keeps = None if out else Folder.open(store).path  # before anything is measured
         found_cases, texts = _shifted(workload, tools_dir, wanted, cases, shifts.made_up(made_up, tools), most_tokens)
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
             known, seen = bench.calibrate(Bench(engine, answer, model is not None), found_cases, kl, top1, say, given)
@@ -108,7 +109,8 @@ def calibrate(
             }
             found["chosen"] = known.measured["method"] if known else None
             if known is not None:
-                target = out or place(Folder.open(store).path, known.fingerprint)
+                target = out if keeps is None else place(keeps, known.fingerprint)
+                assert target is not None
                 known.save(target)
                 found["written"] = str(target)
         report.finish(found, [report.segments_table("settings, over all kinds of shifts", seen)], json_file)
@@ -121,7 +123,10 @@ def calibrate(
 Paired = Annotated[int, typer.Option(min=0, help="Also so many made-up requests answered whole, beside their answers without reuse.")]
 Episodes = Annotated[int, typer.Option(min=0, help="Also so many made-up dialogues per style, beside reuse off and the exact prefix.")]
 Sampled = Annotated[int, typer.Option(min=0, help="Also so many requests drawn with 5 seeds; deviation of their keys and values.")]
-RowsFile = Annotated[Path | None, typer.Option("--rows", metavar="FILE.jsonl", help="Keep single results; an ended run goes on from it.")]
+RowsFile = Annotated[
+    Path | None, typer.Option("--rows", metavar="FILE.jsonl", callback=to_write, help="Keep single results; an ended run goes on from it.")
+]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", callback=to_write, help="Draw speed-up against the share of reused tokens.")]
 Find = Annotated[int, typer.Option(min=0, help="Also what finds text, on N episodes of each trace: windows 32, 64, 128; tau 0.6 to 0.9.")]
 Halo = Annotated[int | None, typer.Option(min=0, help="This halo, and no search for a setting. Default with a --shape: 16.")]
 
@@ -154,7 +159,7 @@ def segments(
     find: Find = 0,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed-up against the share of reused tokens.")] = None,
+    plot: Plot = None,
     json_file: JsonOption = None,
 ) -> None:
     """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""

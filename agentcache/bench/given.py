@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -40,11 +41,30 @@ class Dtype(str, Enum):
     float32 = "float32"
 
 
+def to_write(path: Path | None) -> Path | None:
+    """For an option that names a file to write: one that cannot be is refused before anything is computed, not behind it."""
+    if path is not None:
+        folder = path.absolute().parent
+        if path.is_dir() or not folder.is_dir():
+            raise typer.BadParameter(f"{str(path)!r} {'is a folder' if path.is_dir() else 'is in a folder that is not there'}; name a file")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise typer.BadParameter(f"{str(path)!r} may not be written; name another file")
+    return path
+
+
+def write(path: Path, text: str) -> None:
+    """A file that an option names; ConfigError if the disk does not take it."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
 ModelOption = Annotated[str | None, typer.Option(help="Folder or Hugging Face id of a model; instead of --shape.")]
 ShapeOption = Annotated[Shape | None, typer.Option(help="A known shape with random weights: timing does not depend on them.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Type of the weights (of a --shape, or to load a --model in).")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default its own choice.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON line to FILE.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", callback=to_write, help="Also write the JSON line to FILE.")]
 
 
 class said_plainly(AbstractContextManager[None]):

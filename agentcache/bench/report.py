@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
+from .given import write
 
 WIDTH = 170
 _TTFT = ("stock", "static", "recipe", "kept", "off", "disk_cold", "disk_warm", "hit")
@@ -298,17 +299,18 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def save(report: Mapping[str, Any], json_file: Path | None) -> str:
+def save(report: Mapping[str, Any], json_file: Path | None) -> None:
     """The report as one JSON line, into a file if one is named. Called after each part, so that a long run that is ended loses one."""
-    line = json.dumps(report, allow_nan=False)
     if json_file is not None:
-        json_file.write_text(line + "\n", encoding="utf-8")
-    return line
+        try:
+            write(json_file, json.dumps(report, allow_nan=False) + "\n")
+        except ConfigError as error:  # a full disk may be emptied while the next part is measured
+            print(f"agentcache: {error}", file=sys.stderr, flush=True)
 
 
 def finish(report: Mapping[str, Any], tables: Sequence[Table], json_file: Path | None) -> None:
     """The report into a file, if one is named; tables and the same line, the last one, to standard output."""
-    line = save(report, json_file)
+    line = json.dumps(report, allow_nan=False)
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)  # tables keep their columns in a file or a pipe
@@ -316,6 +318,8 @@ def finish(report: Mapping[str, Any], tables: Sequence[Table], json_file: Path |
         if each.row_count:
             console.print(each)
     print(line, flush=True)
+    if json_file is not None:
+        write(json_file, line + "\n")  # behind what is printed: a full disk loses nothing
 
 
 class Progress:
