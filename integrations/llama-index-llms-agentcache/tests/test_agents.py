@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import call, tide, tools, user, wind
+from cases import call, system, tide, tools, user, wind
 from llama_index.core.agent.workflow import AgentOutput, AgentStream, AgentWorkflow, FunctionAgent, ReActAgent, ToolCallResult
+from llama_index.core.base.llms.types import ChatMessage, TextBlock
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Context
 from llama_index.llms.agentcache import AppendOnlyMemory, SharedAgentWorkflow, StableReActAgent, answer_at_tail
 from llama_index.llms.agentcache.replay import kept
+from llama_index.llms.agentcache.workflow import with_told
 from pydantic import BaseModel
 
 from agentcache.errors import ConfigError
@@ -254,6 +256,134 @@ def test_a_shared_workflow_tells_the_next_agent_its_instructions_at_the_tail(llm
     assert [agent.system_prompt for agent in agents] == [KEEPER, PILOT]  # the given agents are as they were
 
 
+class Told:
+    """What the model was sent, request by request."""
+
+    def __init__(self, model: Any) -> None:
+        self.prompts: list[list[Any]] = []
+        ask_inner = model._ask
+
+        def spy(messages: Any, given: Any) -> Any:
+            made = ask_inner(messages, given)
+            self.prompts.append(list(made[0].prompt))
+            return made
+
+        object.__setattr__(model, "_ask", spy)
+
+
+def _shared(llm: Make, *script: str, pilot: str = PILOT, **options: Any) -> tuple[SharedAgentWorkflow, Any, Told]:
+    """A workflow whose keeper hands off to the pilot at once, its model, and what that is sent."""
+    model = llm(call("handoff", to_agent="pilot", reason="The wind is asked for."), *script)
+    told, agents = Told(model), _pilots(model)
+    agents[1] = agents[1].model_copy(update={"system_prompt": pilot})
+    return SharedAgentWorkflow(agents, root_agent="keeper", system_prompt=PROMPT, **options), model, told
+
+
+def _later(workflow: SharedAgentWorkflow, memory: Any) -> Any:
+    """Runs in one context, after the first of which the memory has let the handoff go."""
+
+    async def ask() -> Any:
+        ctx = Context(workflow)
+        await workflow.run("Tide and wind?", memory=memory, ctx=ctx)
+        for number in range(6):
+            await workflow.run(f"Question {number}, of the wind at sea." * 3, ctx=ctx, memory=memory)
+        return await ctx.store.get("current_agent_name")
+
+    return ask()
+
+
+@pytest.mark.filterwarnings("ignore:Skipping serialization of known unserializable key")  # LlamaIndex's own memory
+@pytest.mark.parametrize("memory", ["append", "buffer"])
+def test_an_agent_keeps_its_instructions_when_the_memory_drops_the_handoff(llm: Make, run: Make, memory: str) -> None:
+    workflow, model, told = _shared(llm, *["North."] * 8)
+    kind = {"append": AppendOnlyMemory, "buffer": ChatMemoryBuffer}[memory]
+    assert run(_later(workflow, kind.from_defaults(token_limit=200 if memory == "append" else 300, tokenizer_fn=model.count))) == "pilot"
+    for prompt in told.prompts[1:]:
+        text = "\n".join(one.content for one in prompt)
+        assert text.count(PILOT.strip()) == 1
+        assert [one.role for one in prompt[:2]] == ["system", "user"]  # no two turns in a row that a template would refuse
+    assert told.prompts[-1][1].content.startswith("You are now the agent 'pilot'. From here on these instructions hold:\n" + PILOT)
+    assert all(prompt[0] == told.prompts[0][0] for prompt in told.prompts)  # system prompt and tools stay shared
+    if memory == "append":
+        assert sum(share == 1.0 for share in kept(model.receipts)) >= 5  # only where turns were dropped is anything computed again
+
+
+@pytest.mark.parametrize("way", ["chat_history", "reset"])
+def test_an_agent_keeps_its_instructions_in_a_fresh_history(llm: Make, run: Make, way: str) -> None:
+    workflow, _, told = _shared(llm, "North.", "West.", initial_state={"lamp": "lit"})
+
+    async def ask() -> str:
+        ctx = Context(workflow)
+        await workflow.run("Tide and wind?", memory=AppendOnlyMemory(), ctx=ctx)
+        if way == "reset":
+            (await ctx.store.get("memory")).reset()
+            await workflow.run("And now?", ctx=ctx)
+        else:
+            history = [ChatMessage(role="assistant", content="Hello."), user("And now?")]
+            await workflow.run(chat_history=history, ctx=ctx)
+        return "".join(str(one.content) for one in (await ctx.store.get("memory")).get_all())
+
+    remembered = run(ask())
+    last = told.prompts[-1]
+    assert last[-1].content.count(PILOT.strip()) == 1
+    assert "And now?" in last[-1].content
+    assert "lit" in last[-1].content
+    assert "And now?" in remembered
+    assert PILOT.strip() not in remembered  # put back for the model, not into the memory
+
+
+def test_an_agent_without_instructions_is_told_who_it_is(llm: Make, run: Make) -> None:
+    workflow, model, told = _shared(llm, *["North."] * 8, pilot="")
+    run(_later(workflow, AppendOnlyMemory.from_defaults(token_limit=200, tokenizer_fn=model.count)))
+    for prompt in told.prompts[1:]:
+        assert "\n".join(one.content for one in prompt).count("You are now the agent 'pilot'.") == 1
+
+
+def test_the_first_agent_is_told_nothing_again(llm: Make, run: Make) -> None:
+    model = llm("Lit.", "Lit.")
+    told = Told(model)
+    workflow = SharedAgentWorkflow(_pilots(model), root_agent="keeper")
+
+    async def ask() -> None:
+        ctx, memory = Context(workflow), AppendOnlyMemory()
+        for _ in range(2):
+            memory.reset()
+            await workflow.run("Lit?", ctx=ctx, memory=memory)
+
+    run(ask())
+    assert "".join(one.content for one in told.prompts[-1]).count(KEEPER.strip()) == 1
+
+
+def test_an_agent_that_is_stopped_early_answers_by_its_instructions(llm: Make, run: Make) -> None:
+    workflow, model, told = _shared(llm, call("wind", harbour="Averil"), "North.", early_stopping_method="generate")
+
+    async def ask() -> str:
+        ctx, memory = Context(workflow), AppendOnlyMemory()
+        await ctx.store.set("current_agent_name", "pilot")
+        return str(await workflow.run("Wind?", ctx=ctx, memory=memory, max_iterations=2))
+
+    model._script.popleft()  # no handoff: it is the pilot from the start
+    model._script.appendleft(call("wind", harbour="Averil"))
+    assert run(ask()) == "North."
+    assert all("".join(one.content for one in prompt).count(PILOT.strip()) == 1 for prompt in told.prompts)
+    assert len(told.prompts) == 3
+
+
+def test_instructions_are_put_back_in_front_of_the_first_user_turn() -> None:
+    image = ChatMessage(role="user", blocks=[TextBlock(text="one"), TextBlock(text="two")], additional_kwargs={"k": 1})
+    said = [system("s"), ChatMessage(role="assistant", content="a"), image, user("b")]
+    made = with_told(said, "Told.")
+    assert [one.content for one in made] == ["s", "a", "Told.\n\none\ntwo", "b"]
+    assert made[2].additional_kwargs == {"k": 1}
+    assert said[2].content == "one\ntwo"
+    without = [system("s"), system("t"), ChatMessage(role="assistant", content="a")]
+    assert [(one.role.value, one.content) for one in with_told(without, "Told.")][1:] == [
+        ("system", "t"),
+        ("user", "Told."),
+        ("assistant", "a"),
+    ]
+
+
 def test_a_masked_tool_is_not_run(llm: Make, run: Make) -> None:
     model = llm(call("wind", harbour="Averil", hour=3), "I cannot see the wind.")  # as if the mask had a hole
 
@@ -353,6 +483,27 @@ def test_the_formatter_alone_writes_json_and_stops(llm: Make, run: Make) -> None
 
     assert run(ask()) == "At 14:05."
     assert model.receipts[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("where", ["stop", "additional_kwargs"])
+def test_react_stops_where_the_model_was_told_to_as_well(llm: Make, run: Make, where: str) -> None:
+    stop = {"stop": ["Averil"]} if where == "stop" else {"additional_kwargs": {"stop": "Averil"}}
+    model = llm("Thought: I can answer.\nAnswer: At 14:05 in Averil, twice.", STEPS[0], STEPS[1], **stop)
+    agent = StableReActAgent(tools=tools(), llm=model)
+
+    async def ask() -> str:
+        return str(await agent.run("Tide?"))
+
+    assert run(ask()) == "At 14:05 in"  # the setting's stop
+    turns = agent.formatter.format(tools(), [user("Tide?")])
+    assert model.chat(turns, stop=None).message.content == STEPS[0].partition("Averil")[0]
+    assert model.chat(turns, stop=[]).message.content == STEPS[1]  # a call's own replaces both
+
+
+def test_stops_of_formatter_and_model_are_joined(llm: Make) -> None:
+    model = llm(STEPS[0], stop=["never said"])
+    turns = StableReActAgent(tools=tools(), llm=model).formatter.format(tools(), [user("Tide?")])
+    assert model.chat(turns).message.content == STEPS[0].partition("\nObservation")[0]
 
 
 def test_react_retries_what_it_cannot_read(llm: Make, run: Make) -> None:

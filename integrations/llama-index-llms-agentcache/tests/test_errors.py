@@ -34,6 +34,13 @@ class Berth(BaseModel):
         ({"namespace": 3}, "namespace=3: input should be a valid string"),
         ({"additional_kwargs": 3}, "additional_kwargs=3: must be a dict"),
         ({"additional_kwargs": {"colour": 1}}, r"unknown options \['colour'\]: known are"),
+        (
+            {"additional_kwargs": {"tool_choice": "any"}},
+            "additional_kwargs=.*'tool_choice'.*: given to each call, .*with_superset",
+        ),
+        ({"additional_kwargs": {"tool_required": True}}, "'tool_required'"),
+        ({"additional_kwargs": {"allow_parallel_tool_calls": False}}, "'allow_parallel_tool_calls'"),
+        ({"additional_kwargs": {"tools": []}}, "'tools'"),
         ({"colour": "red"}, r"leave out .*\['colour'\]"),
     ],
 )

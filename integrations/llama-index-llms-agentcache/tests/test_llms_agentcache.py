@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from cases import call, system, tools, user
 from llama_index.core.base.llms.base import BaseLLM
-from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock, ToolCallBlock
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, TextBlock, ThinkingBlock, ToolCallBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.llms.agentcache import AgentCacheLLM, NoToolCallError, ReceiptEvent
+from llama_index.llms.agentcache.translate import to_messages
 
 from agentcache.errors import ConfigError
 
@@ -46,6 +49,23 @@ def test_chat(llm: Make) -> None:
     assert response.message.role == "assistant"
     assert response.message.content == "At five past two."
     assert response.delta is None
+
+
+def test_chat_holds_one_response_at_a_time(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each response carries all of the answer so far: a long answer's, kept until its end, would take the square of its length."""
+    model, made, alive = llm("At five past two. " * 20), [], []
+    responses = AgentCacheLLM._responses
+
+    def watched(*args: Any) -> Any:
+        for response in responses(*args):
+            made.append(weakref.ref(response))
+            alive.append(sum(one() is not None for one in made))
+            yield response
+
+    monkeypatch.setattr(AgentCacheLLM, "_responses", watched)
+    assert model.chat(ASKED).message.content == ("At five past two. " * 20).strip()
+    assert len(made) > 20
+    assert max(alive) <= 3  # the one just made, and those before it that a frame still holds
 
 
 def test_stream_chat_deltas_make_the_message(llm: Make) -> None:
@@ -127,6 +147,39 @@ def test_text_before_a_call_is_streamed_and_the_call_is_not(llm: Make) -> None:
     responses = list(llm(text).stream_chat_with_tools(tools(), user_msg="tide?"))
     assert "".join(one.delta for one in responses) == "Let me look." == responses[-1].message.content
     assert [block.block_type for block in responses[-1].message.blocks] == ["text", "tool_call"]
+
+
+FOUND = {"answer": "At 14:05.", "query_satisfied": True}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_query_engine_that_filters_answers_finds_the_call(llm: Make, run: Make, streaming: bool) -> None:
+    """LlamaIndex looks for the calls of a stream in additional_kwargs only."""
+    options: dict[str, Any] = {"streaming": streaming, "structured_answer_filtering": True, "response_mode": "refine"}
+    said = [call("StructuredRefineResponse", **FOUND)] * 2
+    synthesizer = get_response_synthesizer(llm=llm(*said), **options)
+
+    async def ask() -> str:
+        told = await synthesizer.aget_response("Tide?", ["High water at 14:05."])
+        return told if isinstance(told, str) else "".join([one async for one in told])
+
+    assert "".join(synthesizer.get_response("Tide?", ["High water at 14:05."])) == "At 14:05."
+    assert run(ask()) == "At 14:05."
+
+
+def test_a_call_that_comes_back_is_told_once(llm: Make) -> None:
+    model = llm("Look:\n" + call("tide", harbour="Averil"), "At 14:05.")
+    message = model.chat([user("?")], tools=tools()).message
+    assert message.additional_kwargs["tool_calls"] == [
+        {"id": message.blocks[-1].tool_call_id, "type": "function", "function": {"name": "tide", "arguments": '{"harbour": "Averil"}'}}
+    ]
+    (made,) = to_messages([message])
+    assert [(one.name, one.arguments) for one in made.tool_calls] == [("tide", {"harbour": "Averil"})]
+    again = ChatMessage.model_validate_json(message.model_dump_json())
+    assert to_messages([again]) == [made]
+    model.chat([user("?"), again, *_result(ChatResponse(message=again))], tools=tools())
+    before, after = model.receipts
+    assert after.cached_tokens >= before.prompt_tokens + before.completion_tokens - 2
 
 
 def test_parallel_calls_are_kept_or_cut_to_one(llm: Make) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
+import llama_index.core
 import pytest
 from cases import system, user
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.workflow import Context
 from llama_index.llms.agentcache import AppendOnlyMemory
 from llama_index.llms.agentcache.replay import kept
 
@@ -68,6 +73,51 @@ def test_it_goes_through_json_and_counts_calls() -> None:
     again = AppendOnlyMemory.from_dict(memory.to_dict())
     assert again.get() == memory.get()
     assert again.start == memory.start > 0
+
+
+def _spelled() -> list[ChatMessage]:
+    """Messages with far more tokens than a quarter of their letters."""
+    return [ChatMessage(role="assistant" if i % 2 else "user", content="§¶ø " * 10) for i in range(40)]
+
+
+def test_a_memory_that_was_saved_counts_with_the_same_model(llm: Make) -> None:
+    model = llm()
+    memory = AppendOnlyMemory.from_defaults(_spelled(), llm=model, token_limit=400)
+    again = AppendOnlyMemory.from_dict(json.loads(memory.to_json()))
+    assert again.get() == memory.get()
+    assert copy.deepcopy(again).get() == memory.get()
+    assert again.start == memory.start > 20
+    guessed = AppendOnlyMemory(messages=_spelled(), token_limit=400)  # a quarter of its letters
+    guessed.get()
+    assert guessed.start == 0
+
+
+def test_each_run_in_one_context_counts_with_the_model(llm: Make, run: Make) -> None:
+    """LlamaIndex saves and restores a context's memory between its runs."""
+    model = llm("One.", "Two.")
+
+    async def ask() -> AppendOnlyMemory:
+        agent = FunctionAgent(llm=model)
+        ctx, memory = Context(agent), AppendOnlyMemory.from_defaults(_spelled(), llm=model, token_limit=10_000)
+        await agent.run("Lit?", ctx=ctx, memory=memory)
+        await agent.run("Lit now?", ctx=ctx)
+        return await ctx.store.get("memory")
+
+    memory = run(ask())
+    assert len(memory.get_all()) == 44
+    assert memory._size(_spelled()[0]) == len(model.count("§¶ø " * 10)) > 20
+
+
+def test_a_memory_counts_with_the_tokenizer_of_settings_if_its_own_is_gone(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = AppendOnlyMemory.from_defaults(llm=llm(), tokenizer_fn=list, token_limit=400)
+    assert memory._size(user("one two")) == 7
+    again = AppendOnlyMemory.from_dict(memory.to_dict())
+    assert again._size(user("one two")) == 1
+    monkeypatch.setattr(llama_index.core, "global_tokenizer", str.split)  # what Settings.tokenizer = ... sets
+    assert again._size(user("one two")) == 2
+    assert memory._size(user("one two")) == 7
+    gone = AppendOnlyMemory(messages=_said(1), counter="a model that is not open here")
+    assert gone._size(user("one two")) == 2
 
 
 @pytest.mark.parametrize("options", [{"token_limit": 0}, {"keep_share": 1.0}, {"chat_store": None}])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import gc
 import json
 import subprocess
 import sys
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from cases import tide, tools
+from cases import tide, tools, user
 from llama_index.core.tools import FunctionTool, QueryEngineTool, ToolMetadata
 from llama_index.llms.agentcache import canonical, canonical_tool
 from llama_index.llms.agentcache.canonical import canonical_repr, canonical_schema
@@ -71,6 +75,36 @@ def test_canonical_schema_sorts_defaults_of_sets_only() -> None:
     assert canonical_schema(schema) == {"properties": {"a": {"uniqueItems": True, "default": ["a", "z"]}, "b": {"default": ["z", "a"]}}}
 
 
+class Lamp(enum.Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+DAYS = {datetime.date(2026, 1, day) for day in (1, 2, 3)}
+SETS: list[tuple[Any, Any, Any]] = [
+    (set[datetime.date], DAYS, ["2026-01-01", "2026-01-02", "2026-01-03"]),
+    (set[Lamp], {Lamp.RED, Lamp.GREEN}, ["green", "red"]),
+    (frozenset[Path], frozenset({Path("/b"), Path("/a")}), ["/a", "/b"]),
+    (set[uuid.UUID], {uuid.UUID(int=2), uuid.UUID(int=1)}, [str(uuid.UUID(int=1)), str(uuid.UUID(int=2))]),
+    (dict[datetime.date, list[set[Lamp]]], {datetime.date(2026, 1, 1): [{Lamp.RED, Lamp.GREEN}]}, {"2026-01-01": [["green", "red"]]}),
+    (set[frozenset[str]], {frozenset({"b", "a"}), frozenset({"z"})}, [["a", "b"], ["z"]]),
+    (tuple[set[int], str], ({3, 1, 2}, "x"), [[1, 2, 3], "x"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "default", "shown"), SETS)
+def test_a_default_of_sets_is_the_json_that_pydantic_makes_of_it(llm: Callable[..., Any], kind: Any, default: Any, shown: Any) -> None:
+    def log(day: Any = default) -> str:
+        """Read the log."""
+        return str(day)
+
+    log.__annotations__["day"] = kind
+    tool = FunctionTool.from_defaults(log)
+    schema = Translator().schema(tool)
+    assert json.loads(json.dumps(schema))["function"]["parameters"]["properties"]["day"]["default"] == shown
+    assert llm("Read.").chat([user("Log?")], tools=[tool]).message.content == "Read."
+
+
 @pytest.mark.filterwarnings("ignore:Default value")
 def test_canonical_tool_still_works() -> None:
     made = canonical_tool(FunctionTool.from_defaults(fetch))
@@ -127,6 +161,7 @@ def test_offer_without_and_with_a_superset() -> None:
     assert masked.allowed == ("wind",)
     assert offer((two, one), (one, two)).allowed is None
     assert offer((), (one, two)).allowed == ()
+    assert offer((one, one), (one, two)).allowed == ("tide",)  # one tool given twice is not both
     assert [name_of(schema) for schema in offer((three,), (one, two)).shown] == ["tide", "wind", "three"]
     with pytest.raises(ConfigError, match="differs"):
         offer(({**two, "function": {**two["function"], "description": "other"}},), (one, two))

@@ -148,11 +148,11 @@ def test_a_cache_point_is_pinned_and_never_rendered(llm: Make, monkeypatch: pyte
 
 
 def test_a_cache_point_ends_after_its_time(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama_index.llms.agentcache import host
+    from llama_index.llms.agentcache import pins
 
     model = llm("One.", "Two.")
     now = [1000.0]
-    monkeypatch.setattr(host.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pins.time, "monotonic", lambda: now[0])
     pinned = lambda: [group.name for group in model.engine.groups if group.namespace == model.namespace]  # noqa: E731
     model.chat([ChatMessage(role="system", blocks=[TextBlock(text="First. " * 30), _point("5m")]), user("hello")])
     (first,) = pinned()

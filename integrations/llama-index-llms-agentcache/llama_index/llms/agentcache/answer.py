@@ -5,12 +5,13 @@ What a response shows only grows: the deltas of a stream, joined, are the conten
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ContentBlock, MessageRole, TextBlock, ThinkingBlock, ToolCallBlock
 
-from agentcache import Completion, Message, Receipt
+from agentcache import Completion, Message, Receipt, ToolCall
 
 _FIGURES = ("prompt_tokens", "cached_tokens", "computed_tokens", "spliced_tokens", "disk_tokens", "exact_until", "bitwise", "precision")
 _TIMES = ("ttft_ms", "prefill_ms", "decode_ms", "saved_ms")
@@ -52,6 +53,8 @@ class Answer:
         for call in calls:
             block = ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments))
             response.message.blocks.append(block)
+        if calls:  # where LlamaIndex's streams of objects look for calls; a message that comes back is read by its blocks
+            response.message.additional_kwargs["tool_calls"] = [_openai(call) for call in calls]
         response.raw = raw(completion.receipt, self.notes)
         return response
 
@@ -70,6 +73,11 @@ class Answer:
             blocks.append(TextBlock(text=content))
         extra = {"thinking_delta": thought} if thought else {}
         return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks), delta=said, additional_kwargs=extra)
+
+
+def _openai(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def raw(receipt: Receipt, notes: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -8,7 +8,7 @@ chat(messages, tools=...)
 
 from __future__ import annotations
 
-import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,8 @@ from . import requests
 from .answer import Answer
 from .errors import NoToolCallError
 from .events import ReceiptEvent
-from .host import Host
+from .host import Host, count
+from .making import Making, in_words, making, name_of, remade
 from .points import hold_points
 from .requests import Ask
 from .structured import ObjectLLM
@@ -83,6 +84,7 @@ class AgentCacheLLM(ObjectLLM):
     additional_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further options of every request; see the README.")
 
     _host: Host = PrivateAttr()
+    _making: Making = PrivateAttr()
     _superset: tuple[Schema, ...] = PrivateAttr(default=())
 
     def __init__(self, model: Any = None, tokenizer: Any = None, *, engine: Engine | None = None, **options: Any) -> None:
@@ -91,22 +93,13 @@ class AgentCacheLLM(ObjectLLM):
         Options that are no fields go to the Engine: device, dtype, load_in_4bit, chat_template, store, memory_bytes and so on.
         """
         mine = {name: options.pop(name) for name in list(options) if name in type(self).model_fields}
-        if not isinstance(engine, (Engine, type(None))):
-            raise ConfigError(f"engine={engine!r:.100}: must be an agentcache.Engine; a name or a folder goes into model=")
-        if engine is not None and (model is not None or options):
-            raise ConfigError(f"engine= comes ready made: leave out model={model!r:.80} and {sorted(options)!r}")
-        if engine is None and model is None:
-            raise ConfigError("model=None: give a Hugging Face id, a folder, a loaded model with its tokenizer, or engine=")
-        unknown = sorted(set(options) - set(inspect.signature(Engine.__init__).parameters))
-        if unknown:
-            raise ConfigError(f"unknown options {unknown!r}: neither AgentCacheLLM nor Engine has them")
-        given = mine.get("additional_kwargs") or {}
-        requests.split(given)  # refuses what no request could use, before weights are loaded
-        requests.sampling({}, {name: value for name, value in given.items() if name in requests.SAMPLING})
+        how = making(model, tokenizer, engine, options)
+        requests.check_settings(mine.get("additional_kwargs") or {})  # before weights are loaded
         try:
-            super().__init__(**{**mine, "model": engine.name if engine else _name(model)})
+            super().__init__(**{**mine, "model": engine.name if engine else name_of(model)})
         except ValidationError as error:
-            raise ConfigError("; ".join(map(_in_words, error.errors(include_url=False, include_context=False)))) from error
+            raise ConfigError(in_words(error)) from error
+        self._making = how
         self._host = Host(engine or Engine(model, tokenizer, **options), owned=engine is None)
 
     @classmethod
@@ -130,7 +123,7 @@ class AgentCacheLLM(ObjectLLM):
 
     def count(self, text: str) -> list[int]:
         """The model's own token ids of a text: `Settings.tokenizer = llm.count` makes LlamaIndex count as this model does."""
-        return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return count(self.engine, text)
 
     def with_superset(self, tools: Sequence[BaseTool | Mapping[str, Any]]) -> AgentCacheLLM:
         """This model (on the same engine) with `tools` in every prompt; a call's own tools are a mask over them.
@@ -147,7 +140,7 @@ class AgentCacheLLM(ObjectLLM):
         return offer(self._host.translator.schemas(tools), self._superset)
 
     def close(self) -> None:
-        """End running requests; the engine is closed too, unless it was given."""
+        """End running requests, let cache points go; the engine is closed too, unless it was given."""
         self._host.close()
 
     def __enter__(self) -> AgentCacheLLM:
@@ -159,14 +152,27 @@ class AgentCacheLLM(ObjectLLM):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> AgentCacheLLM:
         return self.model_copy()  # an engine is a resource: copies share it
 
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """The settings, with what the Engine was made with; `from_dict` loads the same again, or says what must be given to it."""
+        return {**super().to_dict(**kwargs), **self._making.written()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> AgentCacheLLM:
+        return super().from_dict(remade(data, kwargs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._making.check_pickled(self.model)
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "callback_manager"}
+        return _unpickled, (type(self), {**fields, **self._making.plain}, self._superset)
+
     # -- one request -----------------------------------------------------------------------------------------------
 
     def _ask(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> tuple[Ask, Answer]:
         """The request that a call means, and what will make responses of its chunks."""
         self._host.check_open()
-        if not isinstance(messages, str):
-            given = {**_kept_in(messages), **given}
-        said, options, form = requests.split({**self.additional_kwargs, **given})
+        kept = () if given.get("stop") is not None else _kept_in(messages)  # a call's own stop strings replace all others
+        settings, own = requests.split(self.additional_kwargs), requests.split(given)
+        said, options, form = ({**every, **one} for every, one in zip(settings, own))
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
         tools = requests.schemas_of(given)
         offered = Offer(self._host.translator.schemas(tools)) if isinstance(messages, str) else self.offered(tools)
@@ -176,7 +182,7 @@ class AgentCacheLLM(ObjectLLM):
             choice=tool_choice(given.get("tool_choice"), bool(given.get("tool_required")), offered),
             parallel=given.get("allow_parallel_tool_calls") is not False,
             constrain=self.constrain,
-            sampling=requests.sampling(defaults, said),
+            sampling=requests.sampling(defaults, said, kept),
             options={"namespace": self.namespace, **options},
             form=form,
         )
@@ -190,7 +196,7 @@ class AgentCacheLLM(ObjectLLM):
 
     def _responses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseGen:
         ask, answer = self._ask(messages, given)
-        with self._open(ask, messages, answer) as stream:
+        with self._host.running(lambda: self._open(ask, messages, answer)) as stream:
             for delta in stream.deltas():
                 if (response := answer.feed(delta.kind, delta.text)) is not None:
                     yield response
@@ -299,28 +305,23 @@ class AgentCacheLLM(ObjectLLM):
         return [ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=arguments_of(call)) for call in calls]
 
 
-def _name(model: Any) -> str:
-    if isinstance(model, str):
-        return model
-    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+def _unpickled(kind: type[AgentCacheLLM], options: dict[str, Any], superset: tuple[Schema, ...]) -> AgentCacheLLM:
+    made = kind(**options)
+    made._superset = superset
+    return made
 
 
-def _in_words(wrong: Mapping[str, Any]) -> str:
-    text = wrong["msg"]
-    return f"{'.'.join(map(str, wrong['loc']))}={wrong['input']!r:.200}: {text[:1].lower()}{text[1:]}"
-
-
-def _kept_in(messages: Any) -> dict[str, Any]:
+def _kept_in(messages: Any) -> Any:
     """Stop strings that a formatter put into a message, because agents pass them no other way. Nothing else is taken from there."""
     for message in messages if isinstance(messages, Sequence) else ():
         kept = message.additional_kwargs.get(KEEP_IN_MESSAGE) if isinstance(message, ChatMessage) else None
         if isinstance(kept, Mapping) and "stop" in kept:
-            return {"stop": kept["stop"]}
-    return {}
+            return kept["stop"]
+    return ()
 
 
 def _last(responses: Iterator[ChatResponse]) -> ChatResponse:
-    *_, last = responses
+    last = deque(responses, maxlen=1).pop()  # only the last: each holds all of the answer so far
     last.delta = None
     return last
 

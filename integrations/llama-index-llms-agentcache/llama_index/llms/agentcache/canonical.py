@@ -48,12 +48,12 @@ def canonical_schema(schema: Any) -> Any:
 
 def canonical_parameters(tool: BaseTool, schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, with defaults that the function holds as sets, at whatever depth, in sorted order."""
-    schema = canonical_schema(schema)
+    made = canonical_schema(schema)
     for name, default in _defaults(tool):
         shown = schema.get("properties", {}).get(name)
         if isinstance(shown, dict) and "default" in shown and _has_set(default):
-            shown["default"] = _sorted_sets(default)
-    return schema
+            made["properties"][name]["default"] = _sorted_sets(shown["default"], default)
+    return made  # type: ignore[no-any-return]
 
 
 def _has_set(value: Any) -> bool:
@@ -62,13 +62,14 @@ def _has_set(value: Any) -> bool:
     return isinstance(value, (set, frozenset)) or (isinstance(value, (list, tuple)) and any(map(_has_set, value)))
 
 
-def _sorted_sets(value: Any) -> Any:
-    """`value` as JSON has it: sets as sorted lists."""
-    if isinstance(value, Mapping):
-        return {key: _sorted_sets(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return [_sorted_sets(item) for item in sorted(value, key=canonical_repr)]
-    return [_sorted_sets(item) for item in value] if isinstance(value, (list, tuple)) else value
+def _sorted_sets(shown: Any, value: Any) -> Any:
+    """`shown`, the JSON that pydantic made of `value`, with sorted lists where that has sets. One process walks both in the same order."""
+    if isinstance(shown, dict) and isinstance(value, Mapping) and len(shown) == len(value):
+        return {key: _sorted_sets(item, value[own]) for (key, item), own in zip(shown.items(), value)}
+    if isinstance(shown, list) and isinstance(value, (set, frozenset, list, tuple)) and len(shown) == len(value):
+        items = [_sorted_sets(item, own) for item, own in zip(shown, value)]
+        return items if isinstance(value, (list, tuple)) else sorted(items, key=repr)
+    return shown  # not made of `value`: the tool has a schema of its own
 
 
 def canonical_repr(value: Any) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import llama_index.core
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, model_validator
 from llama_index.core.llms.llm import LLM
@@ -20,6 +21,7 @@ from llama_index.core.memory.types import BaseMemory
 from agentcache.errors import ConfigError
 
 from .base import AgentCacheLLM
+from .host import counting
 
 Count = Callable[[str], Sequence[Any]]
 
@@ -35,6 +37,7 @@ class AppendOnlyMemory(BaseMemory):
     start: int = Field(default=0, ge=0, description="The first message that the model is shown.")
     token_limit: int | None = Field(default=None, description="Leave out old turns once the rest counts more tokens.")
     keep_share: float = Field(default=0.5, description="The share of token_limit that is left then.")
+    counter: str = Field(default="", description="The model that counts the tokens, by its name: for a memory that is restored.")
 
     _count: Count | None = PrivateAttr(default=None)
     _sizes: list[int] = PrivateAttr(default_factory=list)
@@ -69,7 +72,10 @@ class AppendOnlyMemory(BaseMemory):
         if token_limit is None and llm is not None:
             token_limit = llm.metadata.context_window * 3 // 4
         made = cls(messages=list(chat_history or []), token_limit=token_limit, keep_share=keep_share)
-        made._count = tokenizer_fn or (llm.count if isinstance(llm, AgentCacheLLM) else None)
+        if tokenizer_fn is None and isinstance(llm, AgentCacheLLM):
+            made._count, made.counter = llm.count, llm.engine.name
+        else:
+            made._count = tokenizer_fn
         return made
 
     def get(self, input: str | None = None, **kwargs: Any) -> list[ChatMessage]:
@@ -93,6 +99,11 @@ class AppendOnlyMemory(BaseMemory):
     def reset(self) -> None:
         self.messages, self.start, self._sizes = [], 0, []
 
+    def __getstate__(self) -> dict[str, Any]:
+        other = self.model_copy()
+        other._count = None  # a pickled one would bring a model with it
+        return super(AppendOnlyMemory, other).__getstate__()
+
     def _leave_out(self) -> None:
         """Move `start` to the user turn from which on at most keep_share of the limit is left; at least the last turn stays."""
         if self.token_limit is None:
@@ -109,4 +120,11 @@ class AppendOnlyMemory(BaseMemory):
 
     def _size(self, message: ChatMessage) -> int:
         text = "\n".join(getattr(block, "text", None) or block.model_dump_json() for block in message.blocks)
-        return len(self._count(text)) if self._count else len(text) // 4  # about four characters per token
+        count = self._counting()
+        return len(count(text)) if count else len(text) // 4  # about four characters per token
+
+    def _counting(self) -> Count | None:
+        """What was given; in a restored memory the model of that name, if it is there; else `Settings.tokenizer`, if it was set."""
+        if self._count is None and self.counter:
+            self._count = counting(self.counter)
+        return self._count or llama_index.core.global_tokenizer  # not by get_tokenizer: that would load one from the network

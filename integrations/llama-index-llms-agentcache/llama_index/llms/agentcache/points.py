@@ -16,7 +16,7 @@ from llama_index.core.base.llms.types import CachePoint, ChatMessage
 
 from agentcache.errors import ConfigError
 
-from .host import Pins
+from .pins import Pins
 from .requests import Ask
 from .translate import LateSystem, cache_points, to_messages
 

@@ -74,16 +74,31 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
     return sampling, options, form
 
 
-def sampling(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Sampling:
-    """A Sampling of the settings, overridden by what the call says. A stop string alone may stand for a list of one."""
+def check_settings(given: Mapping[str, Any]) -> None:
+    """Refuse what no request could use among the options of every request."""
+    said, _, _ = split(given)
+    if tools := sorted(set(given) & set(TOOLS)):
+        raise ConfigError(
+            f"additional_kwargs={dict(given)!r:.200} has {tools!r}: given to each call, as chat(..., tool_choice='any'); "
+            "with_superset(tools) puts tools into every prompt"
+        )
+    sampling({}, said)
+
+
+def sampling(defaults: Mapping[str, Any], given: Mapping[str, Any], stop: Any = ()) -> Sampling:
+    """A Sampling of the settings, overridden by what the call says. stop: stop strings beside those."""
     values = {**defaults, **given}
-    stop = values.get("stop") or ()
-    if not isinstance(stop, (str, list, tuple)):
-        raise ConfigError(f"stop={stop!r:.200}: must be a text or a list of texts")
-    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    values["stop"] = tuple(dict.fromkeys((*_texts(values.get("stop")), *_texts(stop))))
     if isinstance(values.get("forced"), list):
         values["forced"] = tuple(values["forced"])
     return Sampling(**values)
+
+
+def _texts(stop: Any) -> tuple[str, ...]:
+    """Stop strings; one alone may stand for a list of one."""
+    if not isinstance(stop := stop or (), (str, list, tuple)):
+        raise ConfigError(f"stop={stop!r:.200}: must be a text or a list of texts")
+    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def schemas_of(given: Mapping[str, Any]) -> Sequence[Schema]:

@@ -110,7 +110,7 @@ def offer(given: Sequence[Schema], superset: Sequence[Schema]) -> Offer:
                 f"tool {name!r} differs from the tool of that name in the superset: give both the same description and arguments"
             )
         shown.setdefault(name, schema)
-    allowed = tuple(name_of(schema) for schema in given)
+    allowed = tuple(dict.fromkeys(name_of(schema) for schema in given))  # a tool given twice is one
     return Offer(tuple(shown.values()), None if len(allowed) == len(shown) else allowed)
 
 

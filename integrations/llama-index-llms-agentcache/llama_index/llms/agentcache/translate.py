@@ -57,10 +57,9 @@ def _to_message(index: int, message: ChatMessage) -> Message:
     role = _ROLES[message.role.value]
     texts: list[str] = []
     thoughts: list[str] = []
-    calls = list(_legacy_calls(index, message.additional_kwargs.get("tool_calls"))) if role == "assistant" else []
-    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-    if blocks:
-        calls = [_call(index, block.tool_name, block.tool_kwargs, block.tool_call_id) for block in blocks]
+    calls = [_call(index, one.tool_name, one.tool_kwargs, one.tool_call_id) for one in message.blocks if isinstance(one, ToolCallBlock)]
+    if not calls and role == "assistant":
+        calls = list(_legacy_calls(index, message.additional_kwargs.get("tool_calls")))
     if calls and role != "assistant":
         raise MessageError(
             f"messages[{index}]: a ToolCallBlock on a {message.role.value!r} message; only an assistant message may call tools"

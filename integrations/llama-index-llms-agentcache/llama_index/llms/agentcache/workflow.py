@@ -4,7 +4,8 @@ AgentWorkflow, agent by agent            SharedAgentWorkflow, every agent
 the agent's own system prompt            one system prompt: common text, and the first agent's instructions
 the agent's own tools                    the tools of all, and one handoff tool; a mask says which may be called
 its handoff tool, naming the others
-conversation                             conversation; a handoff's result brings the next agent's instructions
+conversation                             conversation; a handoff's result brings the next agent's instructions, and once the
+                                         memory has let that go they stand in front of the first user turn that is left
 """
 # Annotations are not postponed here: LlamaIndex finds the context of a tool by its annotation.
 
@@ -15,10 +16,11 @@ from typing import Any, Literal, TypeVar
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
 from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
 from llama_index.core.agent.workflow.multi_agent_workflow import handoff as llama_index_handoff
-from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.agent.workflow.workflow_events import AgentInput, AgentSetup
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole, TextBlock
 from llama_index.core.bridge.pydantic import BaseModel, Field, create_model
 from llama_index.core.tools import AsyncBaseTool, BaseTool, FunctionTool
-from llama_index.core.workflow import Context
+from llama_index.core.workflow import Context, step
 
 from agentcache.errors import ConfigError
 
@@ -27,6 +29,8 @@ from .structured import read, schema_of, with_instruction
 
 Agent = TypeVar("Agent", bound=BaseWorkflowAgent)
 
+BROUGHT = "From here on these instructions hold:\n{own}"
+NOW = "You are now the agent {name!r}."
 START = "Several agents answer in turn. You begin as the agent {name!r}; a handoff makes you another one, with the instructions it brings."
 
 
@@ -91,15 +95,54 @@ class SharedAgentWorkflow(AgentWorkflow):
 
     async def _handoff(self, ctx: Context, to_agent: str, reason: str) -> str:
         said = await llama_index_handoff(ctx, to_agent, reason)
-        if await ctx.store.get("next_agent", default=None) != to_agent or not self._own[to_agent]:
-            return said
-        return f"{said}\n\nFrom here on these instructions hold:\n{self._own[to_agent]}"
+        if await ctx.store.get("next_agent", default=None) != to_agent:
+            return said  # refused
+        return f"{said}\n\n{self._brought(to_agent)}"
+
+    def _brought(self, name: str) -> str:
+        """What a handoff to this agent ends with."""
+        return BROUGHT.format(own=self._own[name]) if self._own[name] else NOW.format(name=name)
+
+    @step
+    async def setup_agent(self, ctx: Context, ev: AgentInput) -> AgentSetup:
+        scratchpad = await ctx.store.get(getattr(self.agents[ev.current_agent_name], "scratchpad_key", ""), default=[])
+        messages = self._with_own(ev.input, ev.current_agent_name, scratchpad)
+        made: AgentSetup = await super().setup_agent(ctx, AgentInput(input=messages, current_agent_name=ev.current_agent_name))
+        return made
+
+    async def _get_llm_response(self, ctx: Context, llm_input: list[ChatMessage], agent: BaseWorkflowAgent) -> ChatResponse:
+        """The answer of an agent that is stopped early, which is not set up once more."""
+        return await super()._get_llm_response(ctx, self._with_own(llm_input, agent.name), agent)
+
+    def _with_own(self, messages: list[ChatMessage], name: str, behind: Sequence[ChatMessage] = ()) -> list[ChatMessage]:
+        """The messages, with the agent's own instructions put back where a memory has let the handoff go that brought them.
+
+        behind: what follows the messages in the prompt. What is put back goes to the model only, not into the memory.
+        """
+        brought = self._brought(name)
+        if name == self.root_agent or any((one.content or "").strip().endswith(brought.strip()) for one in (*messages, *behind)):
+            return messages
+        return with_told(messages, f"{NOW.format(name=name)} {brought}" if self._own[name] else brought)
 
 
 def as_tool(tool: Any) -> BaseTool:
     """A tool of an agent's: agents wrap plain functions when they are made."""
     assert isinstance(tool, BaseTool)
     return tool
+
+
+def with_told(messages: list[ChatMessage], text: str) -> list[ChatMessage]:
+    """The messages with `text` in front of the first user turn, in that turn: not every template takes two user turns in a row.
+
+    There it stays as long as the memory only appends, and system prompt and tools before it are those of all agents.
+    """
+    first = next((at for at, one in enumerate(messages) if one.role == MessageRole.USER), None)
+    if first is None:
+        start = next((at for at, one in enumerate(messages) if one.role not in (MessageRole.SYSTEM, MessageRole.DEVELOPER)), len(messages))
+        return [*messages[:start], ChatMessage(role=MessageRole.USER, content=text), *messages[start:]]
+    turn = messages[first]  # its blocks stay the memory's own: LlamaIndex writes a workflow's state into them
+    told = ChatMessage(role=turn.role, blocks=[TextBlock(text=f"{text}\n"), *turn.blocks], additional_kwargs=turn.additional_kwargs)
+    return [*messages[:first], told, *messages[first + 1 :]]
 
 
 def answer_at_tail(agent: Agent, output_cls: type[BaseModel]) -> Agent:

@@ -1,0 +1,92 @@
+"""What a model is made of: checked before weights are loaded, and kept, so that a copy elsewhere loads the same. Knows no requests."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llama_index.core.bridge.pydantic import ValidationError
+
+from agentcache import Engine
+from agentcache.errors import ConfigError
+
+ENGINE = frozenset(inspect.signature(Engine.__init__).parameters) - {"self"}
+GIVE_AGAIN = "give_again"  # where a written model names what could not be written
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """plain: the Engine's options, as JSON has them. objects: names of the arguments that live in this process only."""
+
+    plain: Mapping[str, Any]
+    objects: tuple[str, ...]
+
+    def written(self) -> dict[str, Any]:
+        """What `from_dict` needs beside the fields."""
+        return {**self.plain, **({GIVE_AGAIN: list(self.objects)} if self.objects else {})}
+
+    def check_pickled(self, name: str) -> None:
+        """Refuse what could only be made again as another model."""
+        if self.objects:
+            give = ", ".join(f"{one}=..." for one in self.objects)
+            raise ConfigError(
+                f"model {name!r} with its {list(self.objects)!r} cannot be pickled: they live in this process only. "
+                f"Send data = llm.to_dict(), and make it again as AgentCacheLLM.from_dict(data, {give})"
+            )
+
+
+def making(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, Any]) -> Making:
+    """How these arguments make a model; refuses those that cannot."""
+    if not isinstance(engine, (Engine, type(None))):
+        raise ConfigError(f"engine={engine!r:.100}: must be an agentcache.Engine; a name or a folder goes into model=")
+    if engine is not None and (model is not None or options):
+        raise ConfigError(f"engine= comes ready made: leave out model={model!r:.80} and {sorted(options)!r}")
+    if engine is None and model is None:
+        raise ConfigError("model=None: give a Hugging Face id, a folder, a loaded model with its tokenizer, or engine=")
+    if unknown := sorted(set(options) - ENGINE):
+        raise ConfigError(f"unknown options {unknown!r}: neither AgentCacheLLM nor Engine has them")
+    if engine is not None:
+        return Making({}, ("engine",))
+    given = {"tokenizer": tokenizer, **{name: _plain(name, value) for name, value in options.items()}}
+    if not isinstance(model, (str, os.PathLike)):
+        given["model"] = model
+    objects = tuple(sorted(name for name, value in given.items() if not isinstance(value, (str, int, float, type(None)))))
+    return Making({name: value for name, value in given.items() if name not in objects and name != "tokenizer"}, objects)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """An option as JSON has it, if it can be said so."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return str(value).removeprefix("torch.") if name == "dtype" and value is not None else value
+
+
+def remade(data: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a written model is made of, with what is given to it again; refuses one that would be another model."""
+    kept = {name: value for name, value in data.items() if name != GIVE_AGAIN and not ("engine" in given and name in ENGINE)}
+    whole = {"engine", "model"} & set(given)
+    lost = [one for one in data.get(GIVE_AGAIN) or () if one not in given and not (whole and one in ("engine", "model", "tokenizer"))]
+    if lost and "engine" not in given:
+        give = ", ".join(f"{one}=..." for one in lost)
+        raise ConfigError(f"{lost!r} of model {data.get('model')!r} lived in the process that wrote it: use from_dict(data, {give})")
+    return {**kept, **given}
+
+
+def name_of(model: Any) -> str:
+    """What a model is called: its id, its folder, or its class."""
+    if isinstance(model, (str, os.PathLike)):
+        return str(os.fspath(model))
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+
+
+def in_words(error: ValidationError) -> str:
+    """Which settings are wrong, and why."""
+    return "; ".join(map(_one, error.errors(include_url=False, include_context=False)))
+
+
+def _one(wrong: Mapping[str, Any]) -> str:
+    text = wrong["msg"]
+    return f"{'.'.join(map(str, wrong['loc']))}={wrong['input']!r:.200}: {text[:1].lower()}{text[1:]}"
