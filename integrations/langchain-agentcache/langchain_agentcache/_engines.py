@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ _lock = threading.Lock()
 _by_name: dict[str, Engine] = {}
 _by_object: weakref.WeakValueDictionary[tuple[int, str], Engine] = weakref.WeakValueDictionary()
 _loading: dict[str, threading.Lock] = {}
+_identities: weakref.WeakKeyDictionary[Engine, str] = weakref.WeakKeyDictionary()
 
 
 def named(model: str, options: Mapping[str, Any]) -> Engine:
@@ -48,6 +50,12 @@ def loaded(model: str, options: Mapping[str, Any]) -> Engine | None:
     """The engine, if it is there already."""
     with _lock:
         return _by_name.get(json.dumps([model, sorted(options.items())], default=repr))
+
+
+def identity(engine: Engine) -> str:
+    """What tells this engine from every other one, of this process or another: a name may stand for several, an id is used again."""
+    with _lock:
+        return _identities.setdefault(engine, uuid.uuid4().hex)
 
 
 def close_all() -> None:

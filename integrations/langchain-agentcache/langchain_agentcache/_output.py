@@ -13,6 +13,7 @@ from agentcache.model.call_stream import Delta
 from agentcache.stream import Completion
 
 PROVIDER = "agentcache"
+_BEHIND = 1 << 16  # under output_version="v1", core numbers blocks of text and thought 0, 1, ..., and joins what has one number
 _LONG = ("spans", "namespace", "model", "finish_reason")  # grows with the conversation, or is said elsewhere
 
 
@@ -50,14 +51,15 @@ def message_of(done: Completion, label: str | None = None) -> AIMessage:
     )
 
 
-def chunk_of(delta: Delta) -> AIMessageChunk:
-    """One piece of the answer."""
+def chunk_of(delta: Delta, output_version: str | None = None) -> AIMessageChunk:
+    """One piece of the answer. Under output_version="v1" calls are numbered where core's own count of blocks does not come."""
     if delta.kind == "text":
         return AIMessageChunk(content=delta.text)
     if delta.kind == "reasoning":
         return AIMessageChunk(content="", additional_kwargs={"reasoning_content": delta.text})
     name, call_id, args = (delta.text, delta.id, "") if delta.kind == "call" else (None, None, delta.text)
-    return AIMessageChunk(content="", tool_call_chunks=[tool_call_chunk(name=name, args=args, id=call_id, index=delta.index)])
+    index = delta.index + _BEHIND if output_version == "v1" else delta.index
+    return AIMessageChunk(content="", tool_call_chunks=[tool_call_chunk(name=name, args=args, id=call_id, index=index)])
 
 
 def last_chunk(receipt: Receipt, label: str | None = None) -> AIMessageChunk:

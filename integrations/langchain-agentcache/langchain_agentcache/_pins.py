@@ -1,7 +1,7 @@
 """`cache_control`: the start of a prompt stays in memory for a while, whatever else is asked. Knows nothing of LangChain's messages.
 
-A pin costs nothing beyond the request itself: what it computes is what the request would compute. It ends when its time is over, which is
-looked at when the next request comes.
+A request's start is pinned once the request is answered: then it is there, and a pin costs next to nothing. Before that it would be a
+computation that neither `timeout` nor cancelling ends. A pin ends when its time is over, which is looked at when the next one is made.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agentcache import Engine, Message, Tool
@@ -21,6 +22,19 @@ from agentcache.errors import AgentCacheError
 from .errors import ModelInvalidRequestError
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to pin, and how long: the start that messages and tools make. options: of `Engine.pin`, with the namespace."""
+
+    engine: Engine
+    messages: Sequence[Message]
+    tools: Sequence[Tool]
+    ttl: float
+    label: str | None
+    options: Mapping[str, Any]
+
 
 _lock = threading.Lock()
 _until: weakref.WeakKeyDictionary[Engine, dict[tuple[str, str], float]] = weakref.WeakKeyDictionary()
@@ -38,23 +52,19 @@ def seconds(cache_control: Mapping[str, Any]) -> float:
     return _TTL_S[ttl] if isinstance(ttl, str) else float(ttl)
 
 
-def pin(
-    engine: Engine,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    cache_control: Mapping[str, Any],
-    label: str | None,
-    options: Mapping[str, Any],
-) -> str | None:
-    """Pin what messages and tools begin, under a name with `label`; prolong it if it is pinned. None if there is nothing to pin.
+def keep(wishes: Sequence[Wish]) -> None:
+    """Pin what was wished for."""
+    for wish in wishes:
+        pin(wish)
 
-    options: of `Engine.pin`, with the namespace.
-    """
-    ttl, namespace = seconds(cache_control), str(options["namespace"])
-    if not messages and not tools:
+
+def pin(wish: Wish) -> str | None:
+    """Pin under a name with the label; prolong it if it is pinned. None if there is nothing to pin."""
+    engine, namespace = wish.engine, str(wish.options["namespace"])
+    if not wish.messages and not wish.tools:
         return None
-    said = json.dumps([messages, tools, sorted(options.items())], default=repr)
-    name = f"{label or 'pinned'}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
+    said = json.dumps([wish.messages, wish.tools, sorted(wish.options.items())], default=repr)
+    name = f"{wish.label or 'pinned'}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
     now = time.monotonic()
     with _lock:
         pins = _until.setdefault(engine, {})
@@ -62,20 +72,20 @@ def pin(
         for key in over:
             del pins[key]
         known = (namespace, name) in pins
-        pins[namespace, name] = now + ttl
+        pins[namespace, name] = now + wish.ttl
     for space, old in over:
         engine.release(old, namespace=space)
-    if not known and not _pinned(engine, messages, tools, name, options):
+    if not known and not _pinned(wish, name):
         with _lock:
             pins.pop((namespace, name), None)
         return None
     return name
 
 
-def _pinned(engine: Engine, messages: Sequence[Message], tools: Sequence[Tool], name: str, options: Mapping[str, Any]) -> bool:
-    """Whether the prefix is pinned now. A pin is a wish: where it cannot be had, the request goes on without it."""
+def _pinned(wish: Wish, name: str) -> bool:
+    """Whether the prefix is pinned now. A pin is a wish: where it cannot be had, the answer stands without it."""
     try:
-        engine.pin(messages, tools, name=name, **options)
+        wish.engine.pin(wish.messages, wish.tools, name=name, **wish.options)
     except AgentCacheError as error:
         warnings.warn(f"cache_control: nothing was pinned: {error}", stacklevel=2)
         return False

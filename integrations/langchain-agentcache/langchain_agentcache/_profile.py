@@ -22,8 +22,8 @@ from agentcache.model.tool_calls import THINK
 
 def profile_of(model: str, engine: Engine | None, context: int | None, chat_template: str | None) -> ModelProfile:
     """The profile; what cannot be known without downloading something is left out, not guessed."""
-    config, tokens = _of_engine(engine) if engine is not None else (_json(model, "config.json"), _tokenizer(model))
-    limit = context or config.get("max_position_embeddings")
+    known_context, tokens = _of_engine(engine) if engine is not None else (_context(_json(model, "config.json")), _tokenizer(model))
+    limit = context or known_context
     known: dict[str, Any] = {
         "name": model,
         "open_weights": True,
@@ -53,11 +53,19 @@ def _tried(template: str) -> dict[str, bool]:
     }
 
 
-def _of_engine(engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
+def _context(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence of a config.json; models that read pictures as well say it under "text_config"."""
+    inner = config.get("text_config")
+    found = config.get("max_position_embeddings") or (inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None)
+    return found if isinstance(found, int) else None
+
+
+def _of_engine(engine: Engine) -> tuple[int | None, dict[str, Any]]:
     said = {name: getattr(engine.tokenizer, name, None) for name in ("chat_template", "response_template")}
     if isinstance(many := said["chat_template"], dict):  # several, by name
         said["chat_template"] = many.get("tool_use") or many.get("default")
-    return engine.model.config.to_dict(), said
+    said_so = getattr(engine.model.config, "max_position_embeddings", None)  # without it the engine sets no limit, which is none to tell
+    return engine.model.context_tokens if said_so else None, said
 
 
 def _tokenizer(model: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any, Literal, cast
 
 from langchain_core.language_models import ModelProfile
@@ -19,8 +20,9 @@ from langchain_core.utils import from_env
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self, override
 
-from agentcache import Engine, Sampling
+from agentcache import Engine, LayoutOptions, Sampling
 from agentcache import errors as own
+from agentcache.calibration import Calibration
 
 from . import _engines
 from ._messages import converted
@@ -42,6 +44,11 @@ ALIASES = {
 }
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _FOR_ENGINE = ("device", "dtype", "load_in_4bit", "load_in_8bit", "chat_template", "memory_bytes", "layout", "reuse", "calibration")
+RENDERING = ("namespace", "group", "tools_order")
+# What decides an answer besides the sampling, as far as the model is set to it; what a call says is added by LangChain.
+_DECIDES = ("model", "strict", "template_kwargs", *RENDERING, "num_ctx", *(name for name in _FOR_ENGINE if name != "memory_bytes"))
+# Settings that are objects, and their fields that JSON keeps as lists.
+_OBJECTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {"layout": (LayoutOptions, ("repairs",)), "calibration": (Calibration, ("steps",))}
 PER_CALL = {
     *SAMPLING,
     *("model", "tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "format"),
@@ -136,7 +143,19 @@ class Settings(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {"model": self.model, **{name: getattr(self, name) for name in (*SAMPLING, "stop", "reasoning", "strict")}}
+        """What tracers show, and all that LangChain's cache of answers tells models apart by.
+
+        "settings" stands apart from what a call may say under the same names: that is added to it, or replaces it only in part.
+        """
+        settings: dict[str, Any] = {name: _plain(getattr(self, name)) for name in _DECIDES}
+        if self.engine is not None:
+            settings["engine"] = _engines.identity(self.engine)
+        said = {name: getattr(self, name) for name in (*SAMPLING, "stop", "reasoning", "strict")}
+        return {"model": self.model, **said, "settings": settings}
+
+    @override
+    def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
+        return super()._get_invocation_params(stop=self.stop if stop is None else stop, **kwargs)
 
     @override
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -177,6 +196,11 @@ class Settings(BaseChatModel):
         fields = {"max_tokens": 1024, **{name: value for name, value in given.items() if value is not None}}
         return Sampling(stop=(ends,) if isinstance(ends, str) else tuple(ends), **fields)
 
+    def _rendering(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What decides the tokens of a prompt besides messages and tools: the same for a request and for a pin of its start."""
+        said = {name: kwargs.get(name, getattr(self, name)) for name in RENDERING}
+        return {**said, "template_kwargs": self._template_kwargs(kwargs)}
+
     def _template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = kwargs.get("template_kwargs") or {}
         if not isinstance(given, Mapping):
@@ -194,7 +218,8 @@ class Settings(BaseChatModel):
             return _engines.named(model or self.model, self._engine_options())
 
     def _engine_options(self) -> dict[str, Any]:
-        options = {name: value for name in _FOR_ENGINE if (value := getattr(self, name)) not in (None, False)}
+        given = {name: getattr(self, name) for name in _FOR_ENGINE}
+        options = {name: value for name, value in given.items() if value is not None and value is not False}  # 0 bytes are said
         return options if self.cache_dir is None else {**options, "store": self.cache_dir or None}
 
     # -- configuration as a file -----------------------------------------------------------------------------------
@@ -202,15 +227,38 @@ class Settings(BaseChatModel):
     def to_config(self) -> dict[str, Any]:
         """What was set, as JSON would keep it. LangChain's own serialisation is closed to packages outside of it."""
         kept = self.model_dump(exclude_unset=True, exclude={"engine", "callbacks", "cache", "rate_limiter", "profile", "metadata", "tags"})
-        return {
-            name: value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)
-            for name, value in kept.items()
-        }
+        return {name: _plain(value) for name, value in kept.items()}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """The model that `to_config` described."""
-        return cls(**config)
+        return cls(**{name: _rebuilt(name, value) for name, value in config.items()})
+
+
+def _rebuilt(name: str, value: Any) -> Any:
+    """The setting that `_plain` wrote."""
+    form, listed = _OBJECTS.get(name, (None, ()))
+    if form is None or not isinstance(value, Mapping):
+        return value
+    try:
+        return form(**{**value, **{each: _tupled(value[each]) for each in listed if each in value}})
+    except (TypeError, LookupError, own.AgentCacheError) as error:
+        raise ModelInvalidRequestError(f"{name}={value!r:.200}: is no {form.__name__} ({error}); give what to_config() wrote") from error
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON would keep it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, (list, tuple)) else value
 
 
 def seconds(timeout: Any) -> float | None:

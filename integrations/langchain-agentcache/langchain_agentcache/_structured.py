@@ -14,13 +14,15 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
-from ._tools import formatted
+from ._tools import UNDESCRIBABLE, formatted, reason
 from .errors import ModelInvalidRequestError
 
 if TYPE_CHECKING:
     from .chat_models import ChatAgentCache
 
 METHODS = ("function_calling", "json_schema", "json_mode")
+_FUNCTIONS = {"function", "parameters", "input_schema", "toolSpec"}  # keys of function schemas, of one provider or another
+_NAMES = {"name", "title", "description", "strict"}
 
 
 def structured(
@@ -36,10 +38,13 @@ def structured(
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     if method != "json_mode" or schema is not None:
         _check(schema)
-    said = {"kwargs": {"method": method}, "schema": schema} if schema is not None else None
+    form: dict[str, Any] = {"type": "json_object"}
+    if method == "json_schema":
+        form = {"type": "json_schema", "json_schema": {"schema": _whole(schema)}}
+    said = {"kwargs": {"method": method}, "schema": _for_tracers(schema, form)} if schema is not None else None
     parser: Any
     if method == "function_calling":
-        name = formatted([schema])[0]["function"]["name"]
+        name = _function_name(schema)
         bound = model.bind_tools([schema], tool_choice=name, parallel_tool_calls=False, ls_structured_output_format=said)
         parser = (
             PydanticToolsParser(tools=[schema], first_tool_only=True)
@@ -47,9 +52,6 @@ def structured(
             else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
         )
     else:
-        form: dict[str, Any] = {"type": "json_object"}
-        if method == "json_schema":
-            form = {"type": "json_schema", "json_schema": {"schema": convert_to_json_schema(schema)}}
         bound = model.bind(response_format=form, ls_structured_output_format=said)
         parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
     if not include_raw:
@@ -57,6 +59,41 @@ def structured(
     read = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=bound) | read.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def _whole(schema: Any) -> dict[str, Any]:
+    """The JSON schema of a form. What is one already is taken as it is: LangChain's way through a function keeps objects only."""
+    if isinstance(schema, Mapping):
+        inner = schema["json_schema"] if schema.get("type") == "json_schema" and "json_schema" in schema else schema
+        if isinstance(inner, Mapping) and isinstance(wrapped := inner.get("schema"), Mapping):
+            return dict(wrapped)
+        if not _FUNCTIONS & schema.keys():
+            return dict(schema)
+    try:
+        if isinstance(schema, type) and issubclass(schema, BaseModel):
+            return schema.model_json_schema()
+        return convert_to_json_schema(schema)
+    except UNDESCRIBABLE as error:
+        raise ModelInvalidRequestError(
+            f"schema={schema!r:.200}: cannot be written as a JSON schema ({reason(error)}); pass a pydantic class, or a JSON schema"
+        ) from error
+
+
+def _function_name(schema: Any) -> str:
+    """What the function is called that a form becomes; refuses a form of which it would hold the name only."""
+    function = formatted([schema])[0]["function"]
+    if isinstance(schema, Mapping) and "parameters" not in function and schema.keys() - _NAMES and "function" not in schema:
+        raise ModelInvalidRequestError(
+            f"schema={schema!r:.200}: has no properties at its top, and cannot be the arguments of a function; use method='json_schema'"
+        )
+    return str(function["name"])
+
+
+def _for_tracers(schema: Any, form: Mapping[str, Any]) -> Any:
+    """The form as LangChain's tracing can read it: a JSON schema as the parameters of a function, or it would be lost there."""
+    if isinstance(schema, Mapping) and "json_schema" in form:
+        return {"name": str(schema.get("title") or schema.get("name") or "answer"), "parameters": form["json_schema"]["schema"]}
+    return schema
 
 
 def _check(schema: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic.errors import PydanticUserError
 
 from agentcache import Constraint, Tool
 
@@ -18,6 +19,8 @@ from .errors import ModelInvalidRequestError
 ToolLike: TypeAlias = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 Formatted = dict[str, Any]
 
+# What LangChain and pydantic raise about types that no schema can show, such as functions, plain classes, and forms that hold themselves.
+UNDESCRIBABLE = (ValueError, TypeError, KeyError, AttributeError, PydanticUserError, RecursionError)
 REMEMBERED = 512  # tools; each keeps its object alive, so that its id cannot be another's
 
 
@@ -50,12 +53,16 @@ def _identity(tool: Any) -> Any:
     return id(tool), getattr(tool, "__doc__", None)
 
 
+def reason(error: BaseException) -> str:
+    """Its words, in one line."""
+    return f"{' '.join(str(error).split()):.300}"
+
+
 def _formatted(tool: Any) -> Formatted:
     try:
         made = convert_to_openai_tool(tool)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        why = " ".join(str(error).split())
-        raise ModelInvalidRequestError(f"tool {tool!r:.200}: cannot be described to a model ({why:.300})") from error
+    except UNDESCRIBABLE as error:
+        raise ModelInvalidRequestError(f"tool {tool!r:.200}: cannot be described to a model ({reason(error)})") from error
     function = made.get("function")
     if not isinstance(function, Mapping) or not function.get("name"):
         raise ModelInvalidRequestError(
@@ -128,20 +135,21 @@ def _choice(value: Any) -> tuple[str, tuple[str, ...] | None]:
             return _choice(str(kind))
         if kind == "allowed_tools":
             inner = value.get("allowed_tools", value)
-            names = tuple(_name(tool) for tool in inner.get("tools", ()))
-            return _choice(inner.get("mode", "auto"))[0], names
-        name = _name(value)
-        if name:
+            tools, mode = (inner.get("tools", ()), inner.get("mode") or "auto") if isinstance(inner, Mapping) else (None, None)
+            names = tuple(map(_name, tools)) if isinstance(tools, (list, tuple)) else ("",)
+            if all(names) and mode in ("auto", "none", "any", "required"):
+                return _choice(mode)[0], names
+        elif name := _name(value):
             return name, None
     raise ModelInvalidRequestError(
         f"tool_choice={value!r:.200}: must be 'auto', 'none', 'any', 'required', True, the name of a tool, "
-        "{'type': 'function', 'function': {'name': ...}} or {'type': 'allowed_tools', ...}"
+        "{'type': 'function', 'function': {'name': ...}} or {'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': [...]}"
     )
 
 
 def _name(value: Any) -> str:
     if not isinstance(value, Mapping):
-        return str(value)
+        return value if isinstance(value, str) else ""
     function = value.get("function", value)
     return str(function.get("name") or "") if isinstance(function, Mapping) else ""
 

@@ -116,20 +116,28 @@ class ChatAgentCache(Settings):
     def _generate(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any
     ) -> ChatResult:
-        with translated(), self._opened(messages, stop, kwargs) as stream:
-            return _result(message_of(stream.completion, _label(kwargs)))
+        with translated():
+            stream, wishes = self._open(messages, stop, kwargs)
+            with self._limited(stream, kwargs):
+                message = message_of(stream.completion, _label(kwargs))
+            _pins.keep(wishes)
+            return _result(message)
 
     @override
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
-        with translated(), self._opened(messages, stop, kwargs) as stream:
-            for delta in stream.deltas():
-                chunk = ChatGenerationChunk(message=chunk_of(delta))
-                if run_manager:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
-            yield ChatGenerationChunk(message=last_chunk(stream.completion.receipt, _label(kwargs)))
+        with translated():
+            stream, wishes = self._open(messages, stop, kwargs)
+            with self._limited(stream, kwargs):
+                for delta in stream.deltas():
+                    chunk = ChatGenerationChunk(message=chunk_of(delta, self.output_version))
+                    if run_manager:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+                last = last_chunk(stream.completion.receipt, _label(kwargs))
+            _pins.keep(wishes)
+            yield ChatGenerationChunk(message=last)
 
     @override
     async def _agenerate(
@@ -140,11 +148,14 @@ class ChatAgentCache(Settings):
         **kwargs: Any,
     ) -> ChatResult:
         with translated():
-            stream = await asyncio.to_thread(self._open, messages, stop, kwargs)
+            stream, wishes = await asyncio.to_thread(self._open, messages, stop, kwargs)
             with self._limited(stream, kwargs):
                 async for _ in stream:
                     pass
-                return _result(message_of(stream.completion, _label(kwargs)))
+                message = message_of(stream.completion, _label(kwargs))
+            if wishes:
+                await asyncio.to_thread(_pins.keep, wishes)
+            return _result(message)
 
     @override
     async def _astream(
@@ -155,19 +166,17 @@ class ChatAgentCache(Settings):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with translated():
-            stream = await asyncio.to_thread(self._open, messages, stop, kwargs)
+            stream, wishes = await asyncio.to_thread(self._open, messages, stop, kwargs)
             with self._limited(stream, kwargs):
                 async for delta in stream.adeltas():
-                    chunk = ChatGenerationChunk(message=chunk_of(delta))
+                    chunk = ChatGenerationChunk(message=chunk_of(delta, self.output_version))
                     if run_manager:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
-                yield ChatGenerationChunk(message=last_chunk(stream.completion.receipt, _label(kwargs)))
-
-    @contextmanager
-    def _opened(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Iterator[Stream]:
-        with self._limited(self._open(messages, stop, kwargs), kwargs) as stream:
-            yield stream
+                last = last_chunk(stream.completion.receipt, _label(kwargs))
+            if wishes:
+                await asyncio.to_thread(_pins.keep, wishes)
+            yield ChatGenerationChunk(message=last)
 
     @contextmanager
     def _limited(self, stream: Stream, kwargs: Mapping[str, Any]) -> Iterator[Stream]:
@@ -194,8 +203,8 @@ class ChatAgentCache(Settings):
             if timer:
                 timer.cancel()
 
-    def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Stream:
-        """Translate one request and hand it to the engine."""
+    def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> tuple[Stream, list[_pins.Wish]]:
+        """Translate one request and hand it to the engine; what is to be pinned once it is answered."""
         for name in kwargs.keys() - PER_CALL:
             warn_once(name, kwargs[name])
         seconds(kwargs.get("timeout"))  # refused here, before anything is computed
@@ -215,19 +224,19 @@ class ChatAgentCache(Settings):
                     response_format=kwargs.get("response_format", kwargs.get("format")),
                     forbidden=kwargs.get("forbidden_tools") or (),
                 ),
-                **{name: kwargs.get(name, getattr(self, name)) for name in ("namespace", "group", "tools_order")},
-                "template_kwargs": self._template_kwargs(kwargs),
+                **self._rendering(kwargs),
                 "volatile": kwargs.get("volatile") or (),
             }
-            for end, control in marked(messages, kwargs.get("cache_control")).items():
-                as_asked = {name: options[name] for name in ("namespace", "group", "tools_order", "template_kwargs")}
-                _pins.pin(engine, converted(messages[:end]) if end else [], tools, control, _label(kwargs), as_asked)
+            wishes = [
+                _pins.Wish(engine, said[:end], tools, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))
+                for end, control in marked(messages, kwargs.get("cache_control")).items()
+            ]
             stream = engine.stream(said, tools, **options)
             prompt = stream.receipt.prompt_tokens
             if self.num_ctx and prompt >= self.num_ctx:
                 stream.close()
                 raise ContextOverflowError(prompt, self.num_ctx, 1)
-            return stream
+            return stream, wishes
 
     # -- tools and structured output -------------------------------------------------------------------------------
 

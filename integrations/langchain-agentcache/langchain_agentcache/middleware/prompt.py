@@ -5,9 +5,7 @@ Place it last: it sees the request as it is sent.
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -22,10 +20,11 @@ from .. import _pins
 from .._tools import formatted, own_tools
 from ..chat_models import ChatAgentCache
 from ..errors import ModelInvalidRequestError
-from .culprit import Seen, change, culprits, seen, tool_name
+from .culprit import change, culprits, seen, tool_name
+from .talks import Talks
 
 EVENT = "agentcache.receipt"
-CONVERSATIONS = 256  # remembered for the comparison with the step before
+WARM_S = 3600.0  # the prefix stays in memory for so long
 _OPENING, _CLOSING = "<context>\n", "\n</context>"
 
 Text = Callable[[Mapping[str, Any]], str | None]
@@ -38,20 +37,18 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         volatile: text that changes at every call, made from the agent's state, such as the time: the engine shows it at the very end of the
             prompt, as the user's, for one call. What the next step pays for it is this step's answer and tool results.
         facts: text that changes now and then, such as a user's profile: becomes a message of the conversation whenever it has changed.
-        sticky_tools: tools stay in the prompt once they were there; those that an outer middleware took away cannot be called, because
-            decoding does not let them through.
-        model, system_prompt, tools: with these the prefix is computed, and pinned, before the agent's first step.
+        sticky_tools: tools stay in the prompt of a conversation once they were there; those that an outer middleware took away cannot be
+            called, because decoding does not let them through.
+        model, system_prompt, tools: with these the prefix is computed, and pinned, before the agent's first step. The tools are shown to
+            every conversation from its first step on.
         on_change: "warn" names what of an earlier step's prompt was changed, and by which middleware; "ignore" does not.
+
+    A subclass's own `before_agent` or `before_model` stands instead of the one for `model` or `facts`.
 
     Blocks of the system message behind the last one that is tagged with `cache_control` are volatile, too, with or without this middleware.
 
     Each step's receipt is a custom event, "agentcache.receipt", and goes to `stream_mode="custom"`.
     """
-
-    def __new__(cls, **said: Any) -> AgentCacheMiddleware:
-        """An instance whose class has the hooks that it uses: LangGraph runs each hook of a class as a step, even an idle one."""
-        hooks = {"before_agent": said.get("model") is not None, "before_model": said.get("facts") is not None}
-        return super().__new__(_hooked(cls, [name for name, used in hooks.items() if used]))
 
     def __init__(
         self,
@@ -77,10 +74,11 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         self.on_change = on_change
         self.tools = []  # none of our own: those given are the agent's
         self._prefix = (model, system_prompt or "", list(tools))
-        self._lock = threading.Lock()
-        self._superset: dict[str, Any] = {tool_name(tool): tool for tool in self._listed(tools)}
-        self._before: OrderedDict[str, Seen] = OrderedDict()
+        self._talks = Talks({tool_name(tool): tool for tool in self._listed(tools)})
         self._warned: set[tuple[str, ...]] = set()
+        # LangGraph runs each hook of a class as a step, even an idle one: this instance's class has those that it uses
+        used = {"before_agent": model is not None, "before_model": facts is not None}
+        self.__class__ = _hooked(type(self), [name for name, is_used in used.items() if is_used])
 
     @staticmethod
     def _listed(tools: Sequence[Any]) -> list[Any]:
@@ -92,11 +90,8 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         """Compute the prefix and pin it."""
         model, system, tools = self._prefix
         if model is not None:
-            listed = own_tools(formatted(tools))
             said = [Message("system", system)] if system else []
-            _pins.pin(
-                model._engine(), said, listed, {"ttl": "1h"}, "agent", {"namespace": model.namespace, "tools_order": model.tools_order}
-            )
+            _pins.pin(_pins.Wish(model._engine(), said, own_tools(formatted(tools)), WARM_S, "agent", model._rendering({})))
         return None
 
     def _before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
@@ -146,22 +141,15 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         if not self.sticky_tools:
             return request.tools, []
         wanted = {tool_name(tool): tool for tool in request.tools}
-        with self._lock:
-            self._superset.update(wanted)  # those that are known keep their place
-            superset = dict(self._superset)
-        return list(superset.values()), [name for name in superset if name not in wanted]
+        shown = self._talks.shown(request, wanted)
+        return list(shown.values()), [name for name in shown if name not in wanted]
 
     def _compare(self, request: ModelRequest[Any]) -> None:
         """Warn if this step's prompt is not the last one's with something behind it."""
-        if self.on_change == "ignore" or not request.messages:
+        if self.on_change == "ignore":
             return
         now = seen(request, [tool_name(tool) for tool in request.tools])
-        key = str(request.messages[0].id or id(request.messages[0]))
-        with self._lock:
-            before = self._before.pop(key, None)
-            self._before[key] = now
-            while len(self._before) > CONVERSATIONS:
-                self._before.popitem(last=False)
+        before = self._talks.before(request, now)
         found = change(before, now) if before else None
         if found is None:
             return
@@ -194,9 +182,15 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         return told
 
 
-def _hooked(base: type[AgentCacheMiddleware], hooks: Sequence[str]) -> type[AgentCacheMiddleware]:
-    """The class with these hooks, under its own name: agents name their steps by it."""
-    return type(base.__name__, (base,), {name: getattr(base, f"_{name}") for name in hooks}) if hooks else base
+def _hooked(base: type[Any], hooks: Sequence[str]) -> type[Any]:
+    """The class with these hooks, but for those it has of its own, under its own name: agents name their steps by it."""
+    own = [name for name in hooks if not any(_is_own(base, hook) for hook in (name, f"a{name}"))]
+    given = {name: getattr(base, f"_{name}") for name in own}
+    return type(base.__name__, (base,), {"__module__": base.__module__, **given}) if own else base
+
+
+def _is_own(base: type[Any], hook: str) -> bool:
+    return getattr(base, hook) is not getattr(AgentMiddleware, hook)
 
 
 def _text(name: str, made: Text | None, state: Mapping[str, Any]) -> str | None:

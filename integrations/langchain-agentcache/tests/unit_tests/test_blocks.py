@@ -1,0 +1,78 @@
+"""Streamed answers under output_version="v1": LangChain's blocks, each with its own content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import script
+from harbour import log, tide
+from langchain_core.messages import AIMessage, AIMessageChunk
+
+SAID = "<think>\nThe tide.\n</think>\n\nI look now. " + script.call("tide", harbour="Averil") + "\n" + script.call("log", text="{")
+
+
+def streamed(model: Any) -> AIMessage:
+    joined: AIMessageChunk | None = None
+    for piece in model.stream("Look!"):
+        joined = piece if joined is None else joined + piece
+    assert joined is not None
+    return joined
+
+
+async def streamed_async(model: Any) -> AIMessage:
+    joined: AIMessageChunk | None = None
+    async for piece in model.astream("Look!"):
+        joined = piece if joined is None else joined + piece
+    assert joined is not None
+    return joined
+
+
+def read(message: AIMessage) -> list[tuple[Any, ...]]:
+    """(type, content) of each block."""
+    found = {"text": ("text",), "reasoning": ("reasoning",), "tool_call": ("name", "args")}
+    return [(block["type"], *(block[name] for name in found.get(block["type"], ()))) for block in message.content]
+
+
+EXPECTED = [
+    ("reasoning", "The tide."),
+    ("text", "I look now."),
+    ("tool_call", "tide", {"harbour": "Averil"}),
+    ("tool_call", "log", {"text": "{"}),
+]
+
+
+@pytest.fixture
+def model(chat: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setitem(script.LINES, "Look!", SAID)
+    return lambda **options: chat(max_tokens=200, output_version="v1", **options).bind_tools([tide, log])
+
+
+def test_blocks_of_a_stream(model: Callable[..., Any]) -> None:
+    message = streamed(model())
+    assert read(message) == EXPECTED
+    assert [call["name"] for call in message.tool_calls] == ["tide", "log"]
+
+
+async def test_blocks_of_an_async_stream(model: Callable[..., Any]) -> None:
+    assert read(await streamed_async(model())) == EXPECTED
+
+
+def test_blocks_of_invoke(model: Callable[..., Any]) -> None:
+    assert read(model(streaming=True).invoke("Look!")) == EXPECTED
+    assert read(model().invoke("Look!")) == EXPECTED
+
+
+@pytest.mark.parametrize("said", ["I look now. ", "<think>\nSo.\n</think>\n\n", ""])
+def test_a_call_is_no_part_of_what_stands_before_it(model: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.LINES, "Look!", said + script.call("tide", harbour="Averil"))
+    message = streamed(model())
+    assert read(message)[-1] == ("tool_call", "tide", {"harbour": "Averil"})
+    assert [block["type"] for block in message.content].count("tool_call") == 1
+
+
+def test_without_blocks_calls_are_numbered_from_nought(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.LINES, "Look!", SAID)
+    pieces = list(chat(max_tokens=200).bind_tools([tide, log]).stream("Look!"))
+    assert {chunk["index"] for piece in pieces for chunk in piece.tool_call_chunks} == {0, 1}
