@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -48,6 +49,21 @@ def lint(
         if (source is None) == (template is None):
             raise ConfigError("give recorded requests (a file, -, or module:object), or --template: one of them")
         if template is not None:
+            given = {
+                "--tokenizer": tokenizer,
+                "--chat-template": chat_template,
+                "--across": across or None,
+                "--tools-first/--system-first": tools_first,
+                "--transcripts": transcripts or None,
+                "--tools-dir": tools_dir,
+                "--price-per-million": price,
+                "--html": html,
+                "--redact": redact or None,
+                "--suggest-layout": suggest,
+                "--fail-under": fail_under,
+            }
+            if over := [name for name, value in given.items() if value is not None]:
+                raise ConfigError(f"--template={template!r}: examines a template, no requests; leave out {', '.join(over)}")
             bad = _template(template, as_json)
         else:
             report = _report(str(source), tokenizer, chat_template, across, tools_first, transcripts, tools_dir, price, redact, suggest, as_json)  # fmt: skip # noqa: E501
@@ -115,7 +131,20 @@ def _say(report: Report, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))  # ASCII: text of a trace may hold lone surrogates
     else:
-        Console().print(drawn(report))
+        _print(drawn(report, _encoding()))
+
+
+def _encoding() -> str:
+    return getattr(sys.stdout, "encoding", None) or "utf-8"
+
+
+def _print(drawn: RenderableType) -> None:
+    """On standard output, with a mark in place of what its encoding lacks: a trace may be written in any script."""
+    console = Console()
+    with console.capture() as captured:
+        console.print(drawn)
+    sys.stdout.write(captured.get().encode(_encoding(), "replace").decode(_encoding()))
+    sys.stdout.flush()
 
 
 def _template(name: str, as_json: bool) -> bool:
@@ -135,5 +164,5 @@ def _template(name: str, as_json: bool) -> bool:
             said = f"{answer:.0%}" if isinstance(answer, float) else str(answer)
             colour = "green" if one.good else "red" if one.good is False else ""
             table.add_row(Text(one.name), Text(said, colour), Text(one.says))
-        Console().print(table)
+        _print(table)
     return any(one.good is False for one in probes)

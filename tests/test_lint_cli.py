@@ -176,6 +176,20 @@ def test_what_cannot_work_is_said_in_one_line(clean: Path, tmp_path: Path, argum
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "over",
+    ["--html x.html", "--redact", "--suggest-layout x.toml", "--tokenizer T", "--chat-template x.jinja", "--price-per-million 3 0.3"]
+    + ["--fail-under 0", "--across", "--transcripts", "--tools-dir .", "--tools-first", "--system-first"],
+)
+def test_what_does_not_go_with_a_template_is_named(tmp_path: Path, over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said = run("--template", "T", *over.split())
+    assert (code, said.count("\n")) == (1, 1)
+    assert said.startswith("agentcache: --template='T'")
+    assert over.split()[0] in said.partition("leave out")[2]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_code_that_is_run_is_said_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pier_log.py").write_text(f"REQUESTS = {conversation(1)!r}\n")

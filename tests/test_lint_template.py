@@ -171,3 +171,36 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     assert "no chat template" in done.output
     with pytest.raises(ValueError, match="no chat template"):
         template_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("bad.jinja", b"{% for m in messages %}\n{% if %}{% endif %}{% endfor %}", "Expected an expression"),
+        ("bad.jinja", b"a\n{{ messages | nothing_of_the_kind }}", "nothing_of_the_kind"),
+        ("bad.jinja", "{# \u00fcber #}".encode("latin-1"), "UTF-8"),
+        ("missing.jinja", None, "missing.jinja"),
+    ],
+    ids=["syntax", "filter", "encoding", "missing"],
+)
+@pytest.mark.parametrize("option", ["--template", "--chat-template"])
+def test_a_file_that_is_no_template_is_said_in_one_line(tmp_path: Path, name: str, content: bytes | None, said: str, option: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "log.jsonl").write_text(json.dumps(conversation(0)[0]))
+    toy_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    more = [] if option == "--template" else [str(tmp_path / "log.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")]
+    done = CliRunner().invoke(cli.app, ["lint", option, str(tmp_path / name), *more])
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == 1
+    assert done.output.startswith("agentcache: ")
+    assert done.output.count("\n") == 1
+    assert said in done.output
+
+
+def test_a_tokenizer_whose_own_template_is_none(tmp_path: Path) -> None:
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = "{% if %}"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is not Jinja.*line 1"):
+        template_of(str(tmp_path))

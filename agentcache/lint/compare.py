@@ -112,7 +112,7 @@ def _unordered(value: object) -> object:
     if isinstance(value, dict):
         return {key: _unordered(each) for key, each in sorted(value.items())}
     if isinstance(value, list):
-        return sorted(json.dumps(_unordered(each), sort_keys=True) for each in value)
+        return sorted(map(_unordered, value), key=lambda each: json.dumps(each, sort_keys=True))
     return value
 
 

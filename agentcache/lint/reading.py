@@ -7,17 +7,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import ConfigError
-
-CHUNK = 1 << 20  # bytes read at a time from a JSON array
-MOST = 64 << 20  # of one value of an array, beyond which it is taken for damaged
-
-Note = Callable[[int, str], None]
+from .streamed import CHUNK, Note, Stream, is_message
 
 
 def open_values(source: str, note: Note) -> Iterator[tuple[int, Any]]:
@@ -68,9 +64,9 @@ def _of_bytes(file: IO[bytes], note: Note) -> Iterator[tuple[int, Any]]:
     first, newline, _ = text.lstrip().partition(b"\n")
     start = 1 + text[: len(text) - len(text.lstrip())].count(b"\n")
     if text.lstrip()[:1] == b"[" and not _is_list_line(first, bool(newline)):
-        return _array(text, file, note)
-    if text.lstrip()[:1] == b"{" and newline and _goes_on(first, text.lstrip()):
-        return _array(text, file, note)
+        return Stream(text, file, note).values()
+    if text.lstrip()[:1] == b"{" and newline and _goes_on(first, text.lstrip(), len(head) == CHUNK):
+        return Stream(text, file, note).values()
     return _lines(text.lstrip(), file, start, note)
 
 
@@ -80,12 +76,16 @@ def _is_list_line(line: bytes, ended: bool) -> bool:
         value = json.loads(line) if ended or len(line) < CHUNK else None
     except (ValueError, RecursionError):
         return False
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+    return isinstance(value, list) and bool(value) and is_message(value[0])
 
 
-def _goes_on(first: bytes, text: bytes) -> bool:
+def _goes_on(first: bytes, text: bytes, more: bool) -> bool:
     """Whether an object is spread over several lines: the first line is no value, nor is any of the next ones."""
-    for line in (first, *text.split(b"\n")[1:4]):
+    lines = text.split(b"\n")[1:4]
+    cut = more and text.count(b"\n") <= len(lines)  # the last of them goes on behind what was read
+    if cut and lines.pop()[:1] == b"{":
+        return False  # in an object that is spread, a key stands there, or a space
+    for line in (first, *lines):
         try:
             json.loads(line)
             return False
@@ -116,34 +116,3 @@ def _why(error: ValueError, size: int) -> str:
         half = error.pos >= len(error.doc.rstrip()) - 1 or error.msg.startswith("Unterminated string")
         return f"{'half-written' if half else 'not JSON'} ({error.msg} at column {error.colno}): left out"
     return f"not JSON ({error}): left out"
-
-
-def _array(text: bytes, file: IO[bytes], note: Note) -> Iterator[tuple[int, Any]]:
-    """The elements of a JSON array, or values one behind the other, decoded from a buffer that holds little more than one of them."""
-    decoder = json.JSONDecoder()
-    buffer, line, ended = text.decode("utf-8", "replace"), 1, False
-    at = 0
-    pending = b""
-    while True:
-        while at < len(buffer) and buffer[at] in " \t\r\n,[]":
-            line += buffer[at] == "\n"
-            at += 1
-        try:
-            value, stop = decoder.raw_decode(buffer, at) if at < len(buffer) else (None, -1)
-        except (json.JSONDecodeError, RecursionError):
-            stop = -1
-        if stop >= 0:
-            yield line, value
-            line += buffer.count("\n", at, stop)
-            at = stop
-            continue
-        if ended or len(buffer) - at > MOST:
-            if buffer[at:].strip():
-                note(line, "half-written or not JSON from here to the end: left out")
-            return
-        more = file.read(max(CHUNK, len(buffer) - at))  # doubling: a large value is not decoded again for each chunk
-        ended = not more
-        pending += more
-        cut = len(pending) if ended else max(pending.rfind(b"}") + 1, pending.rfind(b" ") + 1)
-        buffer, at = buffer[at:] + pending[:cut].decode("utf-8", "replace"), 0
-        pending = pending[cut:]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,25 +134,31 @@ class _Run:
 
     def report(self) -> Report:
         for request in self._requests():
-            self._step(request)
+            try:
+                self._step(request)
+            except RecursionError:
+                self._note(request.line, f"request {request.number}: nested too deeply to be compared: left out")
             self._tell(len(self._report.steps))
         self._report.hazards = self._hazards.listed()
         return self._report
 
-    def _note(self, line: int, message: str) -> None:
+    def _note(self, line: int, said: str, *values: object) -> None:
         if len(self._report.problems) < PROBLEMS:
-            said = re.sub(r"=.+?(?=: | is | has |$)", "=...", message) if self._options.redact else message
-            self._report.problems.append(Problem(line, said))
+            shown = tuple("..." if self._options.redact else _quoted(value) for value in values)
+            self._report.problems.append(Problem(line, said % shown if values else said))
         else:
             self._report.unread += 1
 
     def _requests(self) -> Iterator[Request]:
         number = 1
         for line, value in self._values:
-            for request in self._shaper.requests(value, line, number, lambda message, line=line: self._note(line, message)):  # type: ignore[misc]
-                first = self._options.tools_first
-                yield request if first is None else replace(request, tools_first=first)
-                number += 1
+            try:
+                for request in self._shaper.requests(value, line, number, partial(self._note, line)):
+                    first = self._options.tools_first
+                    yield request if first is None else replace(request, tools_first=first)
+                    number += 1
+            except RecursionError:
+                self._note(line, "nested too deeply: left out")
 
     def _step(self, request: Request) -> None:
         track, before = self._tracks.place(request)
@@ -162,6 +168,7 @@ class _Run:
         self._hazards.look(request)
         self._prompts[track.name] = prompt
         if before is None or old is None or old.unit != prompt.unit:
+            self._report.conversations += track.number == 1
             self._first(request, prompt, name)
             return
         self._hazards.came_back(before, request)
@@ -175,7 +182,6 @@ class _Run:
 
     def _first(self, request: Request, prompt: Prompt, name: str) -> None:
         """The first request of a conversation; with `across`, against the first one of the conversation before."""
-        self._report.conversations += 1
         self._add(request, prompt, name, 0, 0, True, None)
         if not self._options.across:
             return
@@ -196,7 +202,7 @@ class _Run:
             try:
                 return self._templated.prompt(request, known)
             except REFUSALS as error:
-                self._note(request.line, f"request {request.number}: compared in characters, since {error}")
+                self._note(request.line, f"request {request.number}: compared in characters ({type(error).__name__}), since %s", error)
         return written(request)
 
     def _add(self, request: Request, prompt: Prompt, name: str, reused: int, again: int, first: bool, found: Finding | None) -> None:
@@ -208,6 +214,10 @@ class _Run:
         if not self._options.redact:
             return name
         return self._names.setdefault(name, f"conversation {len(self._names) + 1}")
+
+
+def _quoted(value: object) -> str:
+    return str(value) if isinstance(value, Exception) else f"{value!r:.120}"
 
 
 def _stable(request: Request) -> Request:

@@ -6,14 +6,13 @@ What cannot be used is told to `note` and left out or kept as text: one odd mess
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .values import Call, Request, Said, Shown
-
-Note = Callable[[str], None]
+from .kept import Kept, conversation_id
+from .values import Call, Note, Request, Said, Shown
 
 _WRAPPERS = ("request", "body", "req", "payload", "kwargs", "params", "data", "json", "attributes")
 _TRACKS = ("conversation_id", "conversation", "session_id", "session", "thread_id", "thread", "chat_id", "episode_id", "episode")
@@ -32,21 +31,25 @@ class Shaper:
     catalogs: Path | None = None
     transcripts: bool = False
     _known: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _kept: Kept = field(default_factory=Kept, repr=False)
 
     def requests(self, value: Any, line: int, first: int, note: Note) -> Iterator[Request]:
         """The requests in one value of the source, numbered from `first`."""
         outer = value if isinstance(value, Mapping) else {}
         body = _unwrapped(value)
         if body is None:
-            keys = f"keys {sorted(map(str, value))[:12]!r}" if isinstance(value, Mapping) else f"{type(value).__name__}"
-            note(f"no request: {keys}; one has 'messages', 'prompt' or 'input', alone or under 'request' or 'body'")
+            found = f"{type(value).__name__} %s" if not isinstance(value, Mapping) else "keys %s"
+            shown = value if not isinstance(value, Mapping) else sorted(map(str, value))[:12]
+            note(f"no request: {found}; one has 'messages', 'prompt' or 'input', alone or under 'request' or 'body'", shown)
             return
         track = _track(outer) or _track(body)
         if _is_episode(body) or (self.transcripts and "messages" in body):
             yield from self._episode(body, track, line, first, note)
             return
         answer = _answer(outer, note) or (_answer(body, note) if body is not outer else None)
-        yield _request(body, body.get("tools") or body.get("functions") or (), track, line, first, answer, note)
+        whole, alone = self._kept.whole(body, outer, note)
+        request = _request(whole, body.get("tools") or body.get("functions") or (), track, line, first, answer, note)
+        yield replace(request, alone=True) if alone else request
 
     def _episode(self, raw: Mapping[str, Any], track: str | None, line: int, first: int, note: Note) -> Iterator[Request]:
         name = track or str(raw.get("id") or f"line {line}")
@@ -67,15 +70,16 @@ class Shaper:
         """Each assistant message is one call, whose prompt is everything before it."""
         messages = raw.get("messages") if isinstance(raw.get("messages"), list) else []
         catalog = self._catalog(raw["tools_ref"], note) if raw.get("tools_ref") else {}
-        given = raw.get("tools") or _named(catalog, raw.get("tool_names") or list(catalog), note)
-        events = [event for event in raw.get("tools_events") or () if isinstance(event, Mapping)]
+        names = _list(raw.get("tool_names"), "tool_names", note) or list(catalog)
+        given = _list(raw.get("tools") or None, "tools", note) or _named(catalog, names, note)
+        events = _events(raw.get("tools_events"), note)
         number = first
         for at, message in enumerate(messages or ()):
             if not isinstance(message, Mapping) or message.get("role") != "assistant" or (at == 0 and not raw.get("system")):
                 continue
             if at == 0 and raw.get("first_assistant_is_fixed_greeting"):
                 continue
-            added = [tool for event in events if event.get("before_message", 0) <= at for tool in event.get("add_tools") or ()]
+            added = [tool for before, tools in events if before <= at for tool in tools]
             tools = [*given, *_named(catalog, added, note)]
             body = {"system": raw.get("system"), "messages": (messages or [])[:at]}
             yield _request(body, tools, name, line, number, None, note)
@@ -87,12 +91,10 @@ class Shaper:
             self._known[key] = {}
             path = self.catalogs / f"{key}.jsonl" if self.catalogs is not None and Path(key).name == key else None
             if path is None or not path.is_file():
-                note(f"tools_ref={key!r}: no such catalog; name the folder that has {key}.jsonl with --tools-dir (tools are left out)")
+                named = "name the folder that has %s with --tools-dir (tools are left out)"
+                note(f"tools_ref=%s: no such catalog; {named}", key, f"{key}.jsonl")
             else:
-                for text in path.read_text(encoding="utf-8").splitlines():
-                    if text.strip():
-                        tool = json.loads(text)
-                        self._known[key][_tool_name(tool)] = tool
+                self._known[key] = _catalogued(path, key, note)
         return self._known[key]
 
 
@@ -102,7 +104,7 @@ def _unwrapped(value: Any) -> Mapping[str, Any] | None:
         if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
         if isinstance(value, list):
             return {"messages": value} if any(isinstance(item, Mapping) and ("role" in item or "type" in item) for item in value) else None
@@ -126,6 +128,8 @@ def _track(raw: Mapping[str, Any]) -> str | None:
             for key in _TRACKS:
                 if isinstance(place.get(key), (str, int)) and not isinstance(place.get(key), bool):
                     return str(place[key])
+                if (found := conversation_id(place.get(key))) is not None:
+                    return found
     return None
 
 
@@ -149,7 +153,7 @@ def _request(
 ) -> Request:  # fmt: skip
     listed = tools if isinstance(tools, list) else list(tools) if isinstance(tools, tuple) else []
     if tools and not isinstance(tools, (list, tuple)):
-        note(f"tools={tools!r:.80} is not a list: left out")
+        note("tools=%s is not a list: left out", tools)
     shown = tuple(_shown(tool, at, note) for at, tool in enumerate(listed))
     messages = body.get("messages", body.get("input") if isinstance(body.get("input"), list) else None)
     if messages is None:
@@ -157,12 +161,12 @@ def _request(
         text = prompt if isinstance(prompt, str) else "\n".join(map(str, prompt)) if isinstance(prompt, list) else ""
         return Request(number, line, track, tools=shown, prompt=text, answer=answer)
     if not isinstance(messages, list):
-        note(f"messages={messages!r:.80} is not a list: left out")
+        note("messages=%s is not a list: left out", messages)
         messages = []
     said = [one for at, message in enumerate(messages) for one in _said(message, at, note)]
     leading = next((at for at, one in enumerate(said) if one.role != "system"), len(said))
     top = body.get("system") or body.get("instructions")
-    system = [Said("system", _text(top, note))] if top else []
+    system = [Said("system", _text(top))] if top else []
     first_tools = any(isinstance(tool, Mapping) and "input_schema" in tool for tool in listed)
     front, history = (*system, *said[:leading]), tuple(said[leading:])
     return Request(number, line, track, front, shown, history, None, answer, tools_first=first_tools)
@@ -171,8 +175,38 @@ def _request(
 def _named(catalog: Mapping[str, Any], listed: Sequence[Any], note: Note) -> list[Any]:
     unknown = [name for name in listed if isinstance(name, str) and name not in catalog]
     if unknown and catalog:
-        note(f"tools {unknown[:8]!r} are not in the catalog: left out")
+        note("tools %s are not in the catalog: left out", unknown[:8])
     return [catalog[name] if isinstance(name, str) else name for name in listed if not isinstance(name, str) or name in catalog]
+
+
+def _events(events: Any, note: Note) -> list[tuple[int, list[Any]]]:
+    """(before which message, tools) of what was added in the middle of a conversation."""
+    out = []
+    for event in _list(events, "tools_events", note):
+        before = event.get("before_message", 0) if isinstance(event, Mapping) else None
+        if isinstance(before, int):
+            out.append((before, _list(event.get("add_tools"), "tools_events: add_tools", note)))
+        else:
+            note("tools_events: %s has no 'before_message' that is a number: left out", event)
+    return out
+
+
+def _catalogued(path: Path, key: str, note: Note) -> dict[str, Any]:
+    """The tools of one catalog by name."""
+    out = {}
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        note(f"tools_ref=%s: the catalog cannot be read ({error.strerror}): its tools are left out", key)
+        return {}
+    for number, text in enumerate(lines, 1):
+        try:
+            if text.strip():
+                tool = json.loads(text)
+                out[_tool_name(tool)] = tool
+        except (ValueError, RecursionError):
+            note(f"tools_ref=%s: line {number} of the catalog is not JSON: that tool is left out", key)
+    return out
 
 
 def _tool_name(tool: Any) -> str:
@@ -183,7 +217,7 @@ def _tool_name(tool: Any) -> str:
 def _shown(tool: Any, at: int, note: Note) -> Shown:
     name = _tool_name(tool) or (str(tool.get("type", "")) if isinstance(tool, Mapping) else "")
     if not name:
-        note(f"tools[{at}]={tool!r:.80} has no name")
+        note(f"tools[{at}]=%s has no name", tool)
     if isinstance(tool, Mapping) and "cache_control" in tool:
         tool = {key: value for key, value in tool.items() if key != "cache_control"}
     return Shown(name, json.dumps(tool, ensure_ascii=False, default=repr))
@@ -195,14 +229,14 @@ def _shown(tool: Any, at: int, note: Note) -> Shown:
 def _said(message: Any, at: int, note: Note) -> list[Said]:
     """One message of the source: several, if it carries tool results as blocks."""
     if not isinstance(message, Mapping):
-        note(f"messages[{at}]={message!r:.80} is not an object: kept as text")
+        note(f"messages[{at}]=%s is not an object: kept as text", message)
         return [Said("user", str(message), source=at)]
     if "role" not in message and (item := _item(message, at)) is not None:
         return [item]
     role = message.get("role", message.get("type"))
     role = _ROLES.get(str(role), str(role))
     if role not in _KNOWN:
-        note(f"messages[{at}]: role={message.get('role')!r} is unknown: compared as it is")
+        note(f"messages[{at}]: role=%s is unknown: compared as it is", message.get("role", message.get("type")))
     content = message.get("content")
     if isinstance(content, str) and message.keys() <= _PLAIN:  # most messages
         name = _maybe(message.get("name")) if role == "tool" else None
@@ -210,7 +244,7 @@ def _said(message: Any, at: int, note: Note) -> list[Said]:
     blocks = [block for block in content if isinstance(block, Mapping)] if isinstance(content, list) else []
     results = [block for block in blocks if block.get("type") == "tool_result"]
     rest = [block for block in content if block not in results] if results and isinstance(content, list) else content
-    out = [Said("tool", _text(block.get("content"), note), call_id=_maybe(block.get("tool_use_id")), source=at) for block in results]
+    out = [Said("tool", _text(block.get("content")), call_id=_maybe(block.get("tool_use_id")), source=at) for block in results]
     if results and not rest:
         return out
     calls = [_call(call, at, note) for call in _list(message.get("tool_calls"), f"messages[{at}]: tool_calls", note)]
@@ -219,11 +253,12 @@ def _said(message: Any, at: int, note: Note) -> list[Said]:
     calls += [_call(block, at, note) for block in blocks if block.get("type") == "tool_use"]
     thoughts = [_thought(block) for block in blocks if block.get("type") in _THOUGHTS]
     for key in ("reasoning_details", "thinking_blocks"):
-        thoughts += [_thought(part) for part in message.get(key) or () if isinstance(part, Mapping)]
+        details = _list(message.get(key), f"messages[{at}]: {key}", note)
+        thoughts += [_thought(part) for part in details if isinstance(part, Mapping)]
     reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if isinstance(message.get(key), str)), "")
     name = _maybe(message.get("name")) if role == "tool" else None
     call_id = _maybe(message.get("tool_call_id"))
-    return [*out, Said(role, _text(rest, note), reasoning or "\n".join(thoughts), tuple(calls), call_id, name, at)]
+    return [*out, Said(role, _text(rest), reasoning or "\n".join(thoughts), tuple(calls), call_id, name, at)]
 
 
 def _thought(part: Mapping[str, Any]) -> str:
@@ -237,7 +272,7 @@ def _item(item: Mapping[str, Any], at: int) -> Said | None:
         call = Call(str(item.get("name", "")), _arguments(item.get("arguments")), _maybe(item.get("call_id")))
         return Said("assistant", calls=(call,), source=at)
     if kind == "function_call_output":
-        return Said("tool", _text(item.get("output"), lambda said: None), call_id=_maybe(item.get("call_id")), source=at)
+        return Said("tool", _text(item.get("output")), call_id=_maybe(item.get("call_id")), source=at)
     if kind == "reasoning":
         return Said("assistant", reasoning=json.dumps(item.get("summary", item.get("content", "")), default=repr), source=at)
     return None
@@ -250,13 +285,13 @@ def _maybe(value: Any) -> str | None:
 def _list(value: Any, what: str, note: Note) -> list[Any]:
     if value is None or isinstance(value, list):
         return value or []
-    note(f"{what}={value!r:.80} is not a list: left out")
+    note(f"{what}=%s is not a list: left out", value)
     return []
 
 
 def _call(call: Any, at: int, note: Note) -> Call:
     if not isinstance(call, Mapping):
-        note(f"messages[{at}]: tool call {call!r:.80} is not an object: kept as text")
+        note(f"messages[{at}]: tool call %s is not an object: kept as text", call)
         return Call("", str(call))
     function = call.get("function") if isinstance(call.get("function"), Mapping) else call
     assert function is not None
@@ -268,7 +303,7 @@ def _arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments, ensure_ascii=False, default=repr)
 
 
-def _text(content: Any, note: Note) -> str:
+def _text(content: Any) -> str:
     """What a content says; parts that are no text stand as their JSON."""
     if isinstance(content, str) or content is None:
         return content or ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -26,10 +26,10 @@ def plain(text: str, most: int = 0) -> str:
     return out if not most or len(out) <= most else out[: most - 1] + "…"
 
 
-def shown(report: Report) -> RenderableType:
-    """All of it."""
+def shown(report: Report, encoding: str = "utf-8") -> RenderableType:
+    """All of it, for a stream of this encoding."""
     parts: list[RenderableType] = [_head(report)]
-    for part in (_strips(report), _findings(report), _hazards(report), _problems(report)):
+    for part in (_strips(report, _marks(encoding)), _findings(report), _hazards(report), _problems(report)):
         if part is not None:
             parts += [Text(), part]
     return Group(*parts)
@@ -64,7 +64,16 @@ def strip(step: Step, width: int) -> list[tuple[str, int]]:
     return [(REUSED, reused), (AGAIN, again), (NEW, width - reused - again)]
 
 
-def _strips(report: Report) -> RenderableType | None:
+def _marks(encoding: str) -> dict[str, str]:
+    """What a column of a strip is drawn with; letters where the stream has no blocks: then it is likely to have no colours either."""
+    try:
+        "█".encode(encoding)
+    except UnicodeEncodeError:
+        return {REUSED: "=", AGAIN: "x", NEW: "."}
+    return dict.fromkeys((REUSED, AGAIN, NEW), "█")
+
+
+def _strips(report: Report, marks: Mapping[str, str]) -> RenderableType | None:
     tracks: dict[str, list[Step]] = defaultdict(list)
     for step in report.steps:
         tracks[step.conversation].append(step)
@@ -78,12 +87,12 @@ def _strips(report: Report) -> RenderableType | None:
         row = Text()
         for step in steps[:STRIP]:
             for colour, columns in strip(step, 3):
-                row.append("█" * columns, colour)
+                row.append(marks[colour] * columns, colour)
             row.append(" ")
         table.add_row(Text(plain(steps[0].conversation, 34)), row)
     caption = Text("each step: ")
     for colour, what in ((REUSED, "reused"), (AGAIN, "computed again"), (NEW, "new")):
-        caption.append("█ ", colour)
+        caption.append(f"{marks[colour]} ", colour)
         caption.append(f"{what}  ")
     if len(chosen) > CONVERSATIONS:
         caption.append(f"({counted(len(chosen) - CONVERSATIONS, 'more conversation')})")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import ConfigError, PromptError, TemplateError
+from ..errors import ConfigError, PromptError, TemplateError, ToolSchemaError
 from ..layout.canonical import Turn
 from ..layout.plain import plain_messages
 from ..layout.spans import generation_start, marks, places, spans
@@ -35,7 +35,7 @@ def load(name: str, chat_template: Path | None = None) -> Loaded:
     """A tokenizer by id or folder; ConfigError if it cannot be had."""
     from transformers import PreTrainedTokenizerFast  # not AutoTokenizer, which would load torch
 
-    given = chat_template.read_text(encoding="utf-8") if chat_template is not None else None
+    given = read_template(chat_template) if chat_template is not None else None
     try:
         return Loaded(PreTrainedTokenizerFast.from_pretrained(name), given)
     except (OSError, ValueError, TypeError) as first:
@@ -45,6 +45,28 @@ def load(name: str, chat_template: Path | None = None) -> Loaded:
             return Loaded(AutoTokenizer.from_pretrained(name), given)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"tokenizer {name!r} cannot be loaded ({error}); give a folder with tokenizer.json or an id") from first
+
+
+def read_template(path: Path) -> str:
+    """The chat template in a file; ConfigError if it cannot be read, TemplateError if it is no template."""
+    try:
+        return checked(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat template {str(path)!r} is not UTF-8 (at byte {error.start}): save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"chat template {str(path)!r} cannot be read ({error.strerror or error}): give a .jinja file") from error
+
+
+def checked(source: str, name: str) -> str:
+    """The template, once transformers' own renderer has compiled it: one that cannot be refuses all messages alike."""
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template(conversations=[], chat_template=source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(f"chat template {name!r} is not Jinja: {error.message} (line {error.lineno}); mend it there") from error
+    return source
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +181,13 @@ def _numbered(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _openai(tool: dict[str, Any]) -> dict[str, Any]:
+def _openai(tool: Any) -> dict[str, Any]:
     """A tool as chat templates expect it."""
-    if "function" in tool or "name" not in tool:
-        return tool
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ToolSchemaError(f"tool {tool!r:.80} is no object with a name: a chat template shows none such; give its schema")
+    if "function" in tool:
+        return tool  # type: ignore[no-any-return]
     parameters = tool.get("input_schema", tool.get("parameters")) or {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}}
 

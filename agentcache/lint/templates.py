@@ -11,7 +11,7 @@ from ..errors import ConfigError, PromptError
 from ..layout.repairs import applicable
 from ..layout.template import Template
 from ..layout.tokenise import common_chars
-from .templated import load
+from .templated import checked, load, read_template
 
 Plain = dict[str, Any]
 
@@ -64,10 +64,11 @@ def template_of(name: str) -> Any:
     """What renders: the template of a file, or the tokenizer of a folder or an id."""
     path = Path(name)
     if path.is_file() and path.name != "tokenizer_config.json":
-        return Bare(path.read_text(encoding="utf-8"))
+        return Bare(read_template(path))
     tokenizer = load(str(path.parent) if path.is_file() else name).tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"template {name!r}: its tokenizer has no chat template; give a .jinja file or another model")
+    checked(Template(tokenizer, None).source(True), name)
     return tokenizer
 
 

@@ -1,4 +1,7 @@
-"""Which conversation a request belongs to: by the id its log gives, else by what it shares with the last request of each."""
+"""Which conversation a request belongs to: by the id its log gives, else by what it shares with the last request of each.
+
+Under one id several agents may speak, each in conversations of its own: `agents` says which of them a request goes on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
+from .agents import Front, front_of, whose
 from .history import alike, similar, speaks_of_summary
 from .values import Request
 from .volatile import masked
@@ -16,19 +22,35 @@ OPEN = 2_048  # conversations kept open; the one that is silent longest goes fir
 HELD = 32 << 20  # characters of their last requests in all, at most
 SAME = 0.4  # share of the earlier request's messages, by weight, that the later one must have
 NEWEST = 0.2  # a conversation whose history was replaced is the last one that spoke, unless another one shares so many more words
+FEW = 8  # words that name something; fewer say little of what a request is about, then all its words are compared
+NAMED = 0.1  # share of the words that name something that a request must have in common with the conversation it may go on from
+WORDED = 0.4  # the same of all words
+NEAR = 64  # conversations, the newest ones, of which one may have been replaced
 _WORD = re.compile(r"\w[\w.:/@#-]*")
 LEAST = 0.1  # the same, if its last message is among them: a window or a summary leaves little else
 
 
 @dataclass(slots=True)
 class Track:
-    """An open conversation: its name, its last request, and what that one's messages are known by."""
+    """An open conversation: its name, its last request, and what that one's messages are known by.
+
+    followed: the log has its beginning, or two requests of it that go on from each other, and so may have the next one too.
+    """
 
     name: str
     last: Request
-    number: int = 1
+    followed: bool = False
+    number: int = 0
     size: int = 0
     marks: Counter[bytes] = field(default_factory=Counter)
+    known_front: Front | None = None
+
+    @property
+    def front(self) -> Front:
+        """What all requests of its agent share."""
+        if self.known_front is None:
+            self.known_front = front_of(self.last)
+        return self.known_front
 
 
 class Tracks:
@@ -39,6 +61,8 @@ class Tracks:
         self._size = 0
         self._open: OrderedDict[str, Track] = OrderedDict()
         self._where: dict[bytes, dict[str, None]] = {}  # mark: names of the conversations whose last request has it, the newest last
+        self._ids: dict[str, dict[str, None]] = {}  # id: names of the conversations under it, the newest last
+        self._words: OrderedDict[str, Words] = OrderedDict()  # of the last requests that were asked about
         self._digests: OrderedDict[int, bytes] = OrderedDict()  # by the hash of a message, so that none is held
         self._made = 0
 
@@ -47,29 +71,29 @@ class Tracks:
 
     def place(self, request: Request) -> tuple[Track, Request | None]:
         """The conversation, with `request` as its last now, and the request before it, if any."""
+        marks: Counter[bytes] = Counter()
         if request.track is not None:
-            name: str | None = request.track
-            known = self._open.get(request.track)
-            marks: Counter[bytes] = Counter()
+            here = self._ids.get(request.track, ())
+            known = whose([self._open[name] for name in reversed(here)], request)
         else:
             marks = self._marks(request)
-            name = self._likest(request, marks)
+            name = None if request.alone else self._likest(request, marks)
             known = self._open.get(name) if name is not None else None
         if known is None:
-            self._made += 1
-            name = request.track if request.track is not None else f"conversation {self._made}"
-            known = self._open[name] = Track(name, request, 0)
-            before = None
-        else:
-            before = known.last
+            known = self._opened(request)
+        before = known.last if known.number and not request.alone else None
+        known.followed |= not known.marks.keys().isdisjoint(marks)
         self._forget(known)
         self._size -= known.size
-        known.last, known.marks, known.size = request, marks, _size(request)
+        known.last, known.marks, known.size, known.known_front = request, marks, _size(request), None
+        self._words.pop(known.name, None)
         self._size += known.size
         known.number += 1
         for mark in marks:
             self._where.setdefault(mark, {})[known.name] = None
         self._open.move_to_end(known.name)
+        if request.track is not None:
+            self._ids.setdefault(request.track, {})[known.name] = None
         while len(self._open) > self._most or (self._size > self._held and len(self._open) > 1):
             gone = self._open.popitem(last=False)[1]
             self._size -= gone.size
@@ -77,7 +101,23 @@ class Tracks:
             self._closed(gone.name)
         return known, before
 
+    def _opened(self, request: Request) -> Track:
+        """A new conversation: named by its id, with a number if it is not the first one under that."""
+        self._made += 1
+        count = 1
+        name = given = request.track if request.track is not None else f"conversation {self._made}"
+        while name in self._open:
+            count += 1
+            name = f"{given} ({count})"
+        self._open[name] = track = Track(name, request, _begins(request))
+        return track
+
     def _forget(self, track: Track) -> None:
+        """What finds it; it is found again once it is placed."""
+        if track.last.track is not None and (names_of := self._ids.get(track.last.track)) is not None:
+            names_of.pop(track.name, None)
+            if not names_of:
+                del self._ids[track.last.track]
         for mark in track.marks:
             names = self._where.get(mark)
             if names is not None:
@@ -128,18 +168,26 @@ class Tracks:
     def _replaced(self, request: Request) -> str | None:
         """The open conversation that this one may be with its history replaced: a request in the middle of a task that nobody began."""
         told = [*request.system[1:], *request.history[:1]]
-        if all(said.role not in ("assistant", "tool") for said in request.history) and not any(speaks_of_summary(s.content) for s in told):
+        if _begins(request) and not any(speaks_of_summary(said.content) for said in told):
             return None
-        front, words = _front(request), _words(request)
+        front, words = front_of(request), Words.of(request)
         best, best_score = None, 0.0
-        newest = next(reversed(self._open), None)
-        for name, track in self._open.items():
-            if track.last.prompt is not None or _front(track.last) != front or _demonstrated(track.last, request):
+        for at, (name, track) in enumerate(islice(reversed(self._open.items()), NEAR)):
+            last = track.last
+            if not track.followed or last.track is not None or track.front != front or _demonstrated(last, request):
                 continue
-            score = len(words & _words(track.last)) / max(1, len(words)) + NEWEST * (name == newest)
-            if score >= max(NEWEST, best_score):
+            known = self._words_of(track)
+            score = share(words.naming, known.naming) + NEWEST * (at == 0)
+            if score >= NEWEST and score > best_score and words.overlap(known):  # the newest wins a tie
                 best, best_score = name, score
         return best
+
+    def _words_of(self, track: Track) -> Words:
+        if track.name not in self._words:
+            self._words[track.name] = Words.of(track.last)
+            if len(self._words) > NEAR:
+                self._words.popitem(last=False)
+        return self._words[track.name]
 
     def _starts_over(self, track: Track, request: Request, marks: Counter[bytes]) -> bool:
         """Whether the request is only the beginning of that conversation once more, or of another one; or a text that lacks its end."""
@@ -155,16 +203,35 @@ class Tracks:
         return begun and all(said.role != "assistant" for said in request.history)
 
 
-def _front(request: Request) -> tuple[list[str], str]:
-    """What all requests of an application share: its tools, and how its system text begins, but for times and numbers."""
-    system = masked(request.system[0].content[:400])[:200] if request.system else ""
-    return sorted({tool.name for tool in request.tools}), system
+def _begins(request: Request) -> bool:
+    """Whether nobody has answered yet."""
+    return all(said.role not in ("assistant", "tool") for said in request.history)
 
 
-def _words(request: Request) -> set[str]:
-    """What names something: words with digits, and long ones."""
-    found = _WORD.findall(" ".join(said.content for said in request.history))
-    return {word for word in found if len(word) >= 7 or any(letter.isdigit() for letter in word)}
+class Words(NamedTuple):
+    """What a history says: all its words, and those that name something: with digits, or long, and not the system text's."""
+
+    naming: set[str]
+    all: set[str]
+
+    @classmethod
+    def of(cls, request: Request) -> Words:
+        """Of one request."""
+        found = set(_WORD.findall(" ".join(said.content for said in request.history)))
+        common = set(_WORD.findall(" ".join(said.content for said in request.system)))
+        naming = {word for word in found if len(word) >= 7 or any(letter.isdigit() for letter in word)}
+        return cls(naming - common, {word for word in found if len(word) >= 3})
+
+    def overlap(self, known: Words) -> bool:
+        """Whether this may be about the same as what is known: two conversations of one application share some words too."""
+        if min(len(self.naming), len(known.naming)) >= FEW:
+            return share(self.naming, known.naming) >= NAMED
+        return share(self.all, known.all) >= WORDED
+
+
+def share(words: set[str], known: set[str]) -> float:
+    """Which share of the words is known."""
+    return len(words & known) / max(1, len(words))
 
 
 def _demonstrated(last: Request, request: Request) -> int:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 Json = Mapping[str, Any]
+
+
+class Note(Protocol):
+    """Hears what cannot be used as it is: wording of ours, with %s for each value of the source, which not everybody may be shown."""
+
+    def __call__(self, said: str, *values: object) -> None: ...
 
 
 class Cause(str, Enum):
@@ -67,6 +73,7 @@ class Request:
 
     system: the leading system messages; history: the others; prompt: the text instead of both, where there are no messages.
     answer: what the model said to it, where it was recorded. tools_first: the provider puts tools before the system text.
+    alone: its provider holds a history that the source does not tell, so that it is compared with no request before it.
     """
 
     number: int
@@ -78,6 +85,7 @@ class Request:
     prompt: str | None = None
     answer: Said | None = None
     tools_first: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

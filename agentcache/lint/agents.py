@@ -1,0 +1,95 @@
+"""Which conversation under one id a request goes on: a planner, its sub-agents and a writer of titles have one each. Keeps nothing.
+
+Requests of one agent share their front: its tools and how its system text begins. Where those changed, what was said tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from .history import alike, similar, speaks_of_summary
+from .values import Request
+from .volatile import masked
+
+SIMILAR = 0.6  # share of the shorter text that two which are one, changed, have in common at their ends
+LOOKED_AT = 16  # conversations of one id, the newest ones
+
+Front = tuple[bool, tuple[str, ...], str]
+
+
+class Line(Protocol):
+    """What one agent said last."""
+
+    @property
+    def last(self) -> Request: ...
+
+    @property
+    def front(self) -> Front: ...
+
+
+L = TypeVar("L", bound=Line)
+
+
+def front_of(request: Request) -> Front:
+    """What all requests of an agent share: its tools, and how its system text begins, but for times and ids; raw text has neither."""
+    return request.prompt is not None, tuple(sorted({tool.name for tool in request.tools})), _start(request)[:200]
+
+
+def whose(lines: Sequence[L], request: Request) -> L | None:
+    """Of the conversations under one id, the newest one first, the one that this request goes on; None: it begins another one."""
+    if not lines:
+        return None
+    newest = lines[0].last
+    if (newest.prompt is None) == (request.prompt is None) and newest.system[:1] == request.system[:1] and newest.tools == request.tools:
+        found: L | None = lines[0]
+    else:
+        front, before = front_of(request), lines[0].front
+        if front != before and front[2] and front[2] == before[2] and _shared(newest, request):  # one agent, with other tools
+            return lines[0]
+        found = next((line for line in lines[:LOOKED_AT] if line.front == front), None) or _likest(lines[:LOOKED_AT], request)
+    return None if found is not None and len(lines) > 1 and _asked_once(found.last, request) else found
+
+
+def _likest(lines: Sequence[L], request: Request) -> L | None:
+    """The one that this may be with another front: its system text or its tools changed, and something stayed."""
+    best, best_rank = None, (0, 0)
+    for line in lines:
+        rank = _likeness(line.last, request), _shared(line.last, request)
+        if rank[0] and rank > best_rank:
+            best, best_rank = line, rank
+    return best
+
+
+def _likeness(last: Request, request: Request) -> int:
+    """How surely a request with another front is the same agent's; 0: it is not."""
+    if (last.prompt is None) != (request.prompt is None):
+        return 0
+    old, new = _start(last), _start(request)
+    had, has = {tool.name for tool in last.tools}, {tool.name for tool in request.tools}
+    if old and new and similar(old, new, SIMILAR):
+        return 3
+    if had == has and any(map(speaks_of_summary, (old, new))):  # in place of the history, or of the one before
+        return 2
+    if had & has:
+        return 2 if _shared(last, request) else 0
+    grown = len(request.history) > len(last.history) > 0
+    return 1 if grown and alike(last.history[-1]) in {alike(said) for said in request.history} else 0
+
+
+def _asked_once(last: Request, request: Request) -> bool:
+    """Whether both are questions that are not gone on from, and not the same: each call of a writer of titles is one."""
+    if last.prompt is not None or request.prompt is not None or not last.history or not request.history:
+        return False
+    if any(said.role in ("assistant", "tool") for said in (*last.history, *request.history)):
+        return False
+    return not _shared(last, request) and not similar(last.history[-1].content, request.history[-1].content, SIMILAR)
+
+
+def _shared(last: Request, request: Request) -> int:
+    """How many messages are said again."""
+    return len({alike(said) for said in last.history} & {alike(said) for said in request.history})
+
+
+def _start(request: Request) -> str:
+    return masked(request.system[0].content[:400]) if request.system else ""
