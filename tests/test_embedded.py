@@ -164,6 +164,17 @@ def test_training_goes_on_from_an_exported_folder(folder: Path, trained: Path) -
 
 
 @pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
+def test_a_card_takes_each_cell_from_the_longest_of_several_runs() -> None:
+    short = {"held": "test", "rows": [{"split": "seen", "tools": 5, "n": 100}, {"split": "seen", "tools": 20, "n": 100}], "speed": [1]}
+    short |= {"shares": [{"split": "seen", "tools": 5, "share": "context", "n": 40}], "episodes": [{"style": "hermes", "n": 9}]}
+    long = {"held": "test", "rows": [{"split": "seen", "tools": 5, "n": 1000}], "speed": [], "shares": [], "episodes": []}
+    found = card.joined([short, long])
+    assert [(row["tools"], row["n"]) for row in found["rows"]] == [(5, 1000), (20, 100)]
+    assert (found["shares"], found["episodes"], found["speed"]) == (short["shares"], short["episodes"], [1])
+    with pytest.raises(ValueError, match="different held-out parts"):
+        card.joined([short, {**long, "held": "validation"}])
+
+
 def test_the_shipped_model_is_whole_small_and_has_a_card() -> None:
     folder = embedded.checked(embedded._FOLDER)
     assert (folder / "model.safetensors").stat().st_size <= 16_000_000

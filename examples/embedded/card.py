@@ -110,6 +110,23 @@ def _speed(found: Mapping[str, Any]) -> str:
     return "".join(said.format(**row) for row in found.get("speed", ()) if row["tokens_per_s"])
 
 
+def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several runs of the benchmark on the same weights as one report: of each cell the one with most requests, of all else the last."""
+    if len({report["held"] for report in reports}) > 1:
+        raise ValueError(f"figures of different held-out parts: {[report['held'] for report in reports]!r}")
+    out: dict[str, Any] = {}
+    for report in reports:
+        out |= {name: value for name, value in report.items() if value and name not in ("rows", "shares", "episodes")}
+    for name, key in (("rows", ("split", "tools")), ("shares", ("split", "tools", "share")), ("episodes", ("style",))):
+        best: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+        for row in (row for report in reports for row in report.get(name) or ()):
+            cell = tuple(row[part] for part in key)
+            if cell not in best or row["n"] > best[cell]["n"]:
+                best[cell] = row
+        out[name] = list(best.values())
+    return out
+
+
 def missed(found: Mapping[str, Any]) -> list[str]:
     """The targets that these figures do not reach, or that were not measured."""
     rows = {(row["split"], row["tools"]): row for row in found.get("rows", ())}

@@ -1,8 +1,9 @@
-"""Makes the package's model folder from a training: python examples/embedded/export.py FOLDER [--quality quality.json] [--to DIR]
+"""Makes the package's model folder from a training: python examples/embedded/export.py FOLDER [--quality quality.json ...] [--to DIR]
 
 FOLDER is what train.py writes to. The mean of the last and the averaged weights goes out in bf16, with tokenizer, chat template, model card
 and checksums.
---quality: what `agentcache bench quality --json` wrote for these weights; without it the card says that nothing was measured yet.
+--quality: what `agentcache bench quality --json` wrote for these weights; several runs may be named, each cell is of the longest.
+Without it the card says that nothing was measured yet.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def export(trained: Path, to: Path, quality: Path | None = None) -> Path:
+def export(trained: Path, to: Path, quality: Sequence[Path] = ()) -> Path:
     """Writes the folder beside its place first: it is there whole, or as it was."""
     from agentcache import embedded
     from examples.embedded import card, checkpoints
     from examples.embedded.tokenizer import load
 
-    measured = json.loads(quality.read_text("utf-8")) if quality is not None else None
+    measured = card.joined([json.loads(path.read_text("utf-8")) for path in quality]) if quality else None
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent) as made:
         folder = Path(made) / "model"
@@ -42,7 +44,7 @@ def export(trained: Path, to: Path, quality: Path | None = None) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trained", type=Path, help="the folder of train.py")
-    parser.add_argument("--quality", type=Path, default=None, help="figures for the card")
+    parser.add_argument("--quality", type=Path, action="append", default=[], help="figures for the card")
     parser.add_argument("--to", type=Path, default=ROOT / "agentcache" / "embedded" / "model")
     given = parser.parse_args()
     sys.path[0] = str(ROOT)
