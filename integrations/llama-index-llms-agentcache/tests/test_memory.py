@@ -20,6 +20,12 @@ from llama_index.llms.agentcache.replay import kept
 Make = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def _no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LlamaIndex sets its own for all of the process once something of it counts tokens: a test of another file may have."""
+    monkeypatch.setattr(llama_index.core, "global_tokenizer", None)
+
+
 def _said(count: int) -> list[ChatMessage]:
     return [ChatMessage(role="assistant" if i % 2 else "user", content=f"turn {i} " * 10) for i in range(count)]
 
