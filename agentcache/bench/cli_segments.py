@@ -94,8 +94,8 @@ def calibrate(
         from .segments import Bench
 
         wanted, given = _wanted(families, shifts.FAMILIES), {"margin": margin, "tail": tail}
-        keeps = None if out else Folder.open(store).path  # before anything is measured
         found_cases, texts = _shifted(workload, tools_dir, wanted, cases, shifts.made_up(made_up, tools), most_tokens)
+        keeps = None if out else Folder.open(store).path  # before anything is measured
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
             known, seen = bench.calibrate(Bench(engine, answer, model is not None), found_cases, kl, top1, say, given)
             found: dict[str, Any] = {
