@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .bench.given import write
 from .cli_print import bar, said_plainly, shown
 from .errors import ConfigError
 
@@ -117,12 +118,8 @@ def _written(report: Report, html: Path | None, suggest: Path | None) -> None:
     from .lint.suggest import toml
 
     for path, text in ((html, page), (suggest, toml)):
-        if path is None:
-            continue
-        try:
-            path.write_text(text(report), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+        if path is not None:
+            write(path, text(report))
 
 
 def _say(report: Report, as_json: bool) -> None:
