@@ -130,8 +130,8 @@ def test_the_card_says_what_was_measured_and_what_falls_short() -> None:
     state = {"step": 10, "tokens": 2_000_000, "targets": 500_000, "hours": 1.0}
     assert "None were measured" in card.card(state, 5_000_000, None)
     row = {"split": "unseen tools", "tools": 20, "n": 9, "too_long": 0}
-    row |= dict.fromkeys(("tsa", "pf1", "em", "fnr", "bm25_tsa", "first_tsa"), 0.96) | {"fpr": 0.2}
-    row |= {f"{name}_ci": (0.1, 0.97) for name in ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "first_tsa")}
+    row |= dict.fromkeys(("tsa", "pf1", "em", "fnr", "bm25_tsa", "bm25_params_tsa", "first_tsa"), 0.96) | {"fpr": 0.2}
+    row |= {f"{name}_ci": (0.1, 0.97) for name in ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "bm25_params_tsa", "first_tsa")}
     found = {"held": "test", "rows": [row], "episodes": [{"style": "hermes", "tools": 8, "n": 3, "solved": 0.5, "solved_ci": (0.1, 0.9)}]}
     short = card.missed(found)
     assert any(line.startswith("calls though no tool fits") and "0.200" in line for line in short)

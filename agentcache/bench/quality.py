@@ -136,7 +136,7 @@ def _paired(engine: Engine, options: Options, say: Callable[[str], None]) -> dic
     cases = selections("unseen tools", tools, options.paired, options.seed, options.held)
     kept, said = _asked(asking(engine), cases, options.agents, "with reuse", say)
     anew, again = _asked(asking(engine, "off"), cases, options.agents, "without", say)
-    spared, alike = sum(one.cached for one in said), sum(one.ids == other.ids for one, other in zip(said, again))
+    spared, alike = sum(one.cached for one in said), sum(one.ids == other.ids and not one.failed for one, other in zip(said, again))
     if not spared or any(other.cached for other in again):
         raise GenerationError(
             f"nothing is compared: {spared!r} tokens were reused in one run, {sum(o.cached for o in again)!r} in the other"
@@ -201,11 +201,11 @@ def _share(row: Mapping[str, Any], name: str, interval: bool = True) -> str:
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """Rows, shares, episodes, files of cases; nothing for what was not asked."""
-    shown = [name.replace("_tsa", "") for name in FIGURES]
-    caption = "95 % intervals; fpr of requests that no tool fits, the others of those that one fits; bm25, first: tsa of the baselines"
+    shown = [name.removesuffix("_tsa").replace("_", " ") for name in FIGURES]
+    caption = "95 % intervals; fpr of requests that no tool fits, the others of those that one fits; behind them, tsa of the baselines"
 
     def cells(row: Mapping[str, Any]) -> list[str]:
-        return [str(row["n"]), *(_share(row, name, interval=name not in ("bm25_tsa", "first_tsa")) for name in FIGURES)]
+        return [str(row["n"]), *(_share(row, name, interval=not name.endswith("_tsa")) for name in FIGURES)]
 
     rows = [[row["split"], str(row["tools"]), *cells(row)] for row in found["rows"]]
     shares = [[row["split"], str(row["tools"]), row["share"], *cells(row)] for row in found["shares"]]

@@ -53,6 +53,7 @@ class Case:
     style: str = "hermes"
     says: str = ""  # what the answer has to say where no call is right: words that come from results
     wants: bool = True  # whether anything is asked for: nobody calls a tool for a greeting
+    rivals: bool = False  # whether another tool is about the same thing, so that its name alone does not lead to the right one
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,10 @@ def variants(split: str, tools: int, count: int, seed: str = "bench", held: str 
 
 
 def _first(made: Bundle, talk: Dialogue, catalog: int, begins: int = 0) -> Case:
-    """The first decision behind the first `begins` turns. Of several steps only the first of a switch depends on anything."""
-    context = talk.context and (talk.kind not in MULTI or talk.kind == "switch")
-    return _hermes_step(made, talk.turns, begins + 1, catalog, context, talk.kind)
+    """The first decision behind the first `begins` turns. Of several steps' first ones few depend on anything."""
+    context = talk.context and (talk.kind not in MULTI or talk.kind in ("switch", "fallback"))
+    case, right = _hermes_step(made, talk.turns, begins + 1, catalog, context, talk.kind), talk.turns[begins + 1].tool
+    return replace(case, rivals=right is not None and any(tool is not right and tool.thing == right.thing for tool in made.tools))
 
 
 def episodes(style: str, count: int, tools: int = 8, split: str = "unseen tools", seed: str = "bench", held: str = "test") -> list[Episode]:
@@ -166,12 +168,27 @@ def words(text: str) -> list[str]:
 def _says(turns: Sequence[Turn]) -> str:
     """What the last turn takes from the results before it: an answer in other words that says this is right too.
 
-    From all of them: "unchanged" has to be answered with what an earlier one said.
+    From all of them: "unchanged" has to be answered with what an earlier one said. Of an error, all its words.
     """
-    told = [word for turn in turns[:-1] if turn.role == "tool" for word in words(turn.text)]
     if turns[-1].tool is not None or turns[-2].role != "tool":
         return ""
-    return " ".join(word for word in words(turns[-1].text) if word in told and word not in LINKS)
+    told = [word for turn in turns[:-1] if turn.role == "tool" for word in words(_values(turn.text))]
+    links = LINKS if _result(turns[-2].text).keys() != {"error"} else ()
+    return " ".join(word for word in words(turns[-1].text) if word in told and word not in links)
+
+
+def _result(text: str) -> Mapping[str, Any]:
+    """The object that a result is, or an empty one."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _values(text: str) -> str:
+    """A result without the names of its fields: nobody need say those."""
+    return " ".join(map(str, _result(text).values())) or text
 
 
 _CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)

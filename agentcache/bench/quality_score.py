@@ -1,4 +1,4 @@
-"""Counts what a model said against what is right, with intervals, and the baselines BM25 and first tool. Knows no model.
+"""Counts what a model said against what is right, with intervals, and the baselines BM25 (twice) and first tool. Knows no model.
 
 tsa   tool selection accuracy: of the requests that a tool fits, how often the right one was called
 pf1   F1 over arguments (name and value), pooled; a wrong tool has none right
@@ -19,7 +19,7 @@ import numpy as np
 
 from .quality_cases import Case, Plain, Right, words
 
-FIGURES = ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "first_tsa")
+FIGURES = ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "bm25_params_tsa", "first_tsa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,13 @@ def _terms(text: str) -> list[str]:
     return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in words(parted)]
 
 
-def bm25(query: str, tools: Sequence[Plain], k1: float = 1.5, b: float = 0.75) -> str:
-    """The tool whose name and description the query's words fit best; the first of those that fit as well."""
+def bm25(query: str, tools: Sequence[Plain], params: bool = False, k1: float = 1.5, b: float = 0.75) -> str:
+    """The tool whose name and description the query's words fit best; the first of those that fit as well.
+
+    params: names and descriptions of parameters are read too. Requests that say them often give the tool away.
+    """
     functions = [tool.get("function", tool) for tool in tools]
-    texts = [Counter(_terms(f"{each['name']} {each.get('description', '')}")) for each in functions]
+    texts = [Counter(_terms(f"{each['name']} {each.get('description', '')} {_params(each) if params else ''}")) for each in functions]
     mean = sum(sum(text.values()) for text in texts) / len(texts) or 1.0
     scores = [0.0] * len(texts)
     for term in set(_terms(query)):
@@ -109,6 +112,11 @@ def bm25(query: str, tools: Sequence[Plain], k1: float = 1.5, b: float = 0.75) -
             count = text[term]
             scores[number] += weight * count * (k1 + 1) / (count + k1 * (1 - b + b * sum(text.values()) / mean))
     return str(functions[scores.index(max(scores))]["name"])
+
+
+def _params(function: Plain) -> str:
+    known: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
+    return " ".join(f"{name} {each.get('description', '') if isinstance(each, Mapping) else ''}" for name, each in known.items())
 
 
 def first(tools: Sequence[Plain]) -> str:
@@ -165,6 +173,7 @@ def figures(cases: Sequence[Case], said: Sequence[Said]) -> dict[str, Any]:
         add("pf1", case.catalog, 2 * hits, 2 * hits + wrong + missing)
         add("fnr", case.catalog, answer.name is None)
         add("bm25_tsa", case.catalog, bm25(case.query, case.tools) == case.right.name)
+        add("bm25_params_tsa", case.catalog, bm25(case.query, case.tools, params=True) == case.right.name)
         add("first_tsa", case.catalog, first(case.tools) == case.right.name)
     calls = sum(case.right is not None for case in cases)
     row: dict[str, Any] = {"n": len(cases), "calls": calls, "too_long": sum(answer.failed == "too long" for answer in said)}

@@ -33,7 +33,9 @@ SHARES: dict[str, Callable[[Case], bool]] = {
     "all": lambda case: True,
     "independent": lambda case: not case.context,
     "context": lambda case: case.context,
-    "another tool": lambda case: case.kind in ("like", "above"),  # what is right stands in another tool, whose KV is spoilt too
+    # what is right stands in another tool, whose KV is spoilt too; with rivals, there is no other way to tell
+    "another tool": lambda case: case.kind in ("like", "above"),
+    "with rivals": lambda case: case.kind in ("like", "above") and case.rivals,
 }
 KV = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [1, kv heads, tokens, head dim]
 

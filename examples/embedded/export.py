@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ def export(trained: Path, to: Path, quality: Sequence[Path] = ()) -> Path:
         embedded.seal(folder)
         embedded.checked(folder)
         if to.exists():
-            shutil.rmtree(to)
+            to.rename(Path(made) / "before")  # goes with the folder that it was made in
         folder.rename(to)
     return to
 

@@ -149,7 +149,7 @@ def logits(model: Any, made: Pack, rows: Any) -> torch.Tensor:
 
 
 def loss(model: Any, made: Pack, choice: float = 1.0, fork: float = 1.0) -> tuple[torch.Tensor, float]:
-    """The sum of the cross entropies of all tokens with loss, and their number.
+    """The weighted sum of the cross entropies of all tokens with loss, and the sum of the weights.
 
     Tokens that decide between tools count `choice` times; those of them on which all else hangs count `fork` times.
     """

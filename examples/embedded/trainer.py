@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass(slots=True)
 class State:
-    """How far it is. hours: spent on steps, without pauses and evaluations."""
+    """How far it is. targets: the weights of all tokens with loss; hours: spent on steps, without pauses and evaluations."""
 
     step: int = 0
     packs: int = 0
@@ -208,7 +208,7 @@ class Log:
                     shares.setdefault(name, []).append((int(row["tokens"]) / 1e6, float(row["share"])))
         figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 9), sharex=True)
         above.semilogy(*zip(*losses), linewidth=0.8)
-        above.set_ylabel("loss per target token")
+        above.set_ylabel("loss, weighted mean of target tokens")
         for name, points in sorted(shares.items()):
             below.plot(*zip(*points), marker=".", label=name)
         below.set_xlabel("million tokens")
@@ -321,5 +321,4 @@ class Training:
         self.save()
         if not self.stopped:
             self.evaluate()
-        self.average.swap(self.model)
-        checkpoints.export(self.plan.out / "model", self.model, self.tokenizer)
+        checkpoints.export_checkpoint(self.checkpoint, self.plan.out / "model", self.tokenizer)
