@@ -92,7 +92,7 @@ def test_every_completion_parses_back() -> None:
             turns = [turn for turn in dialogue.turns if turn.role == "assistant"]
             for text, turn in zip(said, turns):
                 message = parse(text.removesuffix(END))
-                assert message.content == spoken(turn, one.thinks)
+                assert (message.reasoning or "", message.content) == spoken(turn, one.aloud)
                 if turn.tool is None:
                     assert not message.tool_calls
                 else:
@@ -405,25 +405,27 @@ def test_forks_are_where_a_rule_begins_to_matter_and_where_a_name_begins(tokeniz
             if completion.kind == "call":
                 name = "".join(words[forks[-1] :])
                 assert any(name.startswith((f'{tool.name}"', f"{tool.name}\n")) for tool in one.tools), name
-            if completion.kind == "call" and (one.thinks or style != "hermes"):
+            if completion.kind == "call":
                 assert any("".join(words[:fork]).endswith((".", ". ")) for fork in forks[:-1]), words
             seen += len(forks)
         assert set(packed.forks()) <= set(packed.choices()) <= set(packed.targets())
     assert seen > 20
 
 
-def test_thoughts_stand_before_calls_and_refusals_unless_the_system_prompt_forbids_them() -> None:
+def test_thoughts_stand_before_calls_and_refusals_and_are_kept_to_itself_where_the_system_prompt_wants_no_words() -> None:
     silent = 0
     for one in made():
-        assert one.thinks != any(rule in one.system for rule in SILENT)
-        silent += not one.thinks
+        assert one.aloud != any(rule in one.system for rule in SILENT)
+        silent += not one.aloud
         for turn in (turn for dialogue in one.dialogues for turn in dialogue.turns if turn.role == "assistant"):
-            said = spoken(turn, one.thinks)
+            thought, said = spoken(turn, one.aloud)
+            assert said.endswith(turn.text)
             if turn.tool is not None:
-                assert said == (turn.thought if one.thinks else "")
                 assert turn.thought
+            if turn.tool is not None or turn.text in (NO_TOOL, FORBIDDEN):
+                assert (thought, said) == (("", f"{turn.thought} {turn.text}".strip()) if one.aloud else (turn.thought, turn.text))
             else:
-                assert said.endswith(turn.text)
+                assert (thought, said) == ("", turn.text)
     assert silent
 
 

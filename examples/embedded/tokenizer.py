@@ -64,7 +64,9 @@ TEMPLATE = f"""\
 {{%- for message in messages %}}
 {{%- if message.role == 'system' and loop.first %}}
 {{%- elif message.role == 'assistant' %}}
-{{{{- '<|im_start|>assistant\\n' + (message.content or '') }}}}
+{{{{- '<|im_start|>assistant\\n' }}}}
+{{%- if message.reasoning_content %}}{{{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}}}{{%- endif %}}
+{{{{- message.content or '' }}}}
 {{%- for call in message.tool_calls or [] %}}
 {{%- if not loop.first or message.content %}}{{{{- '\\n' }}}}{{%- endif %}}
 {{{{- '<tool_call>\\n{{"name": "' + call.function.name + '", "arguments": ' }}}}
@@ -128,10 +130,12 @@ def _unspecial(backend: Any) -> Any:
 
 
 def load(folder: Path) -> Any:
-    """The tokenizer in a folder, trained and saved there first if need be."""
+    """The tokenizer in a folder, trained and saved there first if need be, with the template as it is now."""
     from transformers import AutoTokenizer
 
     if not (folder / "tokenizer.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         train().save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    made = AutoTokenizer.from_pretrained(folder)
+    made.chat_template = TEMPLATE
+    return made

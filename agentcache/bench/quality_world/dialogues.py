@@ -47,6 +47,7 @@ ASIDES = (
     "Do not repeat the question.",
 )
 SILENT = ("Call tools without a word.", "No thoughts, only calls.", "Do not explain your calls.")
+THINK = "<think>\n{}\n</think>\n\n"  # where a thought stands that is not to be said
 SMALL_TALK = (("Hello!", "Hello! How can I help?"), ("Thanks!", "You are welcome."), ("Good morning.", "Hello! How can I help?"))
 MULTI = frozenset(MAKERS)
 
@@ -64,7 +65,7 @@ class Dialogue:
 class Bundle:
     """One catalog in one prompt style: hermes | langchain | langchain text | llamaindex.
 
-    thinks: whether a Hermes call stands behind its thought; text ReAct always thinks.
+    aloud: whether the thought before a Hermes call is said to the user, or stands between <think> and </think>; text ReAct says it.
     """
 
     style: str
@@ -72,7 +73,7 @@ class Bundle:
     tools: tuple[Tool, ...]
     dialogues: tuple[Dialogue, ...]
     form: str = "openai"
-    thinks: bool = True
+    aloud: bool = True
     catalog: Catalog | None = field(default=None, compare=False)
 
 
@@ -211,7 +212,7 @@ def bundle(
         if len(found) == count:
             break
     form = world.pick(("openai", "openai", "openai", "pydantic", "titled")) if style == "hermes" else "titled"
-    silent = style == "hermes" and not plain and world.chance(0.05)
+    silent = style == "hermes" and not plain and world.chance(0.05 * world.often.get("silent", 1.0))
     if silent:
         catalog.rule(world.pick(SILENT))
     return Bundle(style, system_text(catalog), tuple(catalog.tools), tuple(found), form, not silent, catalog)
@@ -246,20 +247,21 @@ def kind_of(turn: Turn) -> str:
     return "refusal" if turn.text in (NO_TOOL, FORBIDDEN) else "answer"
 
 
-def spoken(turn: Turn, thinks: bool) -> str:
-    """What is said in words in this turn: before a call and before a refusal, the thought that leads there."""
-    if turn.tool is not None:
-        return turn.thought if thinks else ""
-    return f"{turn.thought} {turn.text}" if thinks and kind_of(turn) == "refusal" else turn.text
+def spoken(turn: Turn, aloud: bool) -> tuple[str, str]:
+    """What is thought in this turn and what is said: before a call and before a refusal, the thought that leads there is one of them."""
+    if turn.tool is None and kind_of(turn) == "answer":
+        return "", turn.text
+    return ("", f"{turn.thought} {turn.text}".strip()) if aloud else (turn.thought, turn.text)
 
 
-def completion(turn: Turn, thinks: bool = True) -> Piece:
+def completion(turn: Turn, aloud: bool = True) -> Piece:
     """What the model says in this turn, up to the end of the turn."""
-    said, kind = spoken(turn, thinks), kind_of(turn)
+    (thought, said), kind = spoken(turn, aloud), kind_of(turn)
+    said = (THINK.format(thought) if thought else "") + said
     if turn.tool is None:
         return Piece(said + END, kind, len(said) if kind == "refusal" else 1)
-    thought = f"{said}\n" if said else ""
-    head = f'{thought}<tool_call>\n{{"name": "{turn.tool.name}'
+    joint = "\n" if said and not thought else ""
+    head = f'{said}{joint}<tool_call>\n{{"name": "{turn.tool.name}'
     return Piece(f'{head}", "arguments": {json.dumps(dict(turn.args), ensure_ascii=False)}}}\n</tool_call>{END}', "call", len(head))
 
 
@@ -271,7 +273,7 @@ def hermes(made: Bundle) -> list[Sample]:
         pieces = [first]
         for turn in talk.turns:
             if turn.role == "assistant":
-                pieces += [completion(turn, made.thinks), Piece("\n")]
+                pieces += [completion(turn, made.aloud), Piece("\n")]
             elif turn.role == "tool":
                 pieces.append(Piece(f"{start('user')}<tool_response>\n{turn.text}\n</tool_response>{END}\n{start('assistant')}"))
             else:
@@ -284,9 +286,15 @@ def messages(made: Bundle, turns: Sequence[Turn]) -> list[dict[str, object]]:
     """The same as a chat template gets it."""
     out: list[dict[str, object]] = [{"role": "system", "content": made.system}] if made.system else []
     for turn in turns:
-        if turn.tool is None:
-            out.append({"role": turn.role, "content": spoken(turn, made.thinks) if turn.role == "assistant" else turn.text})
-        else:
-            call = {"type": "function", "function": {"name": turn.tool.name, "arguments": dict(turn.args)}}
-            out.append({"role": "assistant", "content": spoken(turn, made.thinks), "tool_calls": [call]})
+        if turn.role != "assistant":
+            out.append({"role": turn.role, "content": turn.text})
+            continue
+        thought, said = spoken(turn, made.aloud)
+        message: dict[str, object] = {"role": "assistant", "content": said}
+        if thought:
+            message["reasoning_content"] = thought
+        if turn.tool is not None:
+            call = {"name": turn.tool.name, "arguments": dict(turn.args)}
+            message["tool_calls"] = [{"type": "function", "function": call}]
+        out.append(message)
     return out

@@ -63,8 +63,8 @@ USUAL: Mapping[str, float] = MappingProxyType({})
 class World:
     """Everything that chance decides about words and values. plain: actions go by one word, and tools have nothing in common.
 
-    vague: the share of ordinary tools whose names do not say what they do. often: by how much more often than usual a scenario, or a
-    request that no tool fits, is drawn.
+    vague: the share of ordinary tools whose names do not say what they do. often: by how much more often than usual a scenario, a
+    request that no tool fits ("decline") or a system prompt that wants no words before a call ("silent") is drawn.
     """
 
     def __init__(
