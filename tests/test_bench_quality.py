@@ -369,6 +369,8 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
         "1",
         "--variants",
         "2",
+        "--seed",
+        "another",
         "--speed",
         "1",
         "--json",
@@ -388,6 +390,8 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
     assert found["speed"][0]["ttft_ms"] > 0
     assert "history in front" in done.stdout
     assert {row["kind"] for row in found["sensitivity"]} == set(quality_spoil.KINDS)
+    assert found["seed"] == "another"
+    assert quality_cases.selections("unseen tools", 3, 3, "another")[0].query != quality_cases.selections("unseen tools", 3, 3)[0].query
 
 
 # KV spoilt on purpose

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from agentcache import embedded
-from agentcache.bench.quality_world.dialogues import bundle, messages
+from agentcache.bench.quality_world.dialogues import bundle, messages, spoken
 from agentcache.engine import Engine
 from agentcache.errors import ModelLoadError
-from agentcache.types import Sampling
+from agentcache.types import Message, Sampling
 from examples.embedded import card, checkpoints, export
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
@@ -50,7 +51,7 @@ def as_embedded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_export_is_whole_and_lies_half_way_between_the_averaged_and_the_last_weights(folder: Path, trained: Path) -> None:
+def test_the_export_is_whole_and_lies_between_the_averaged_and_the_last_weights(folder: Path, trained: Path) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
@@ -70,7 +71,7 @@ def test_the_export_is_whole_and_lies_half_way_between_the_averaged_and_the_last
         name = "model.layers.1.mlp.up_proj.weight"
         mean, last = file.get_tensor(f"average.{name}"), file.get_tensor(f"model.{name}")
     assert not torch.equal(mean, last)
-    assert torch.equal(loaded.state_dict()[name], mean.lerp(last, 0.5).bfloat16())
+    assert torch.equal(loaded.state_dict()[name], mean.lerp(last, 0.75).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -160,10 +161,9 @@ def test_training_goes_on_from_an_exported_folder(folder: Path, trained: Path) -
     again = models.build(700, layers=2, hidden=64, mlp=64)
     checkpoints.restore(trained / "checkpoint.safetensors", again, models.optimizers(again, 1e-3, muon=True), mean := models.Average(again))
     last = dict(again.named_parameters())[name]
-    assert torch.equal(weight, mean.values[name].lerp(last, 0.5).bfloat16().float())
+    assert torch.equal(weight, mean.values[name].lerp(last, 0.75).bfloat16().float())
 
 
-@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 def test_a_card_takes_each_cell_from_the_longest_of_several_runs() -> None:
     short = {"held": "test", "rows": [{"split": "seen", "tools": 5, "n": 100}, {"split": "seen", "tools": 20, "n": 100}], "speed": [1]}
     short |= {"shares": [{"split": "seen", "tools": 5, "share": "context", "n": 40}], "episodes": [{"style": "hermes", "n": 9}]}
@@ -171,10 +171,13 @@ def test_a_card_takes_each_cell_from_the_longest_of_several_runs() -> None:
     found = card.joined([short, long])
     assert [(row["tools"], row["n"]) for row in found["rows"]] == [(5, 1000), (20, 100)]
     assert (found["shares"], found["episodes"], found["speed"]) == (short["shares"], short["episodes"], [1])
-    with pytest.raises(ValueError, match="different held-out parts"):
+    with pytest.raises(ValueError, match="different requests"):
         card.joined([short, {**long, "held": "validation"}])
+    with pytest.raises(ValueError, match="different requests"):
+        card.joined([short, {**long, "seed": "again"}])
 
 
+@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 def test_the_shipped_model_is_whole_small_and_has_a_card() -> None:
     folder = embedded.checked(embedded._FOLDER)
     assert (folder / "model.safetensors").stat().st_size <= 16_000_000
@@ -184,3 +187,22 @@ def test_the_shipped_model_is_whole_small_and_has_a_card() -> None:
     assert "## Limits" in text
     with Engine("embedded", store=None) as engine:
         assert engine.renderer.report.prefix_preserving
+
+
+@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
+def test_where_no_words_are_wanted_the_shipped_model_keeps_its_thought_to_itself() -> None:
+    made = next(one for number in range(100) if not (one := bundle(f"silent {number}", "hermes", 4, 4, exact=True, hold=False)).aloud)
+    tools = [tool.schema(made.form) for tool in made.tools]
+    calm = Sampling(max_tokens=120)
+    with Engine("embedded", store=None) as engine:
+        for loud in (False, True):
+            one = replace(made, aloud=loud, system="You are a helpful assistant." if loud else made.system)
+            for talk in one.dialogues:
+                if talk.turns[1].tool is None:
+                    continue
+                done = engine.generate(asked := messages(one, talk.turns[:1]), tools, sampling=calm)
+                thought, said = spoken(talk.turns[1], loud)
+                assert bool(done.message.reasoning) == bool(thought)
+                assert bool(done.message.content) == bool(said)
+                longer = engine.generate([*asked, done.message, Message("tool", "{}")], tools, sampling=Sampling(max_tokens=1))
+                assert longer.receipt.cached_tokens >= done.receipt.prompt_tokens + len(done.ids) - 1

@@ -114,8 +114,9 @@ def _speed(found: Mapping[str, Any]) -> str:
 
 def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Several runs of the benchmark on the same weights as one report: of each cell the one with most requests, of all else the last."""
-    if len({report["held"] for report in reports}) > 1:
-        raise ValueError(f"figures of different held-out parts: {[report['held'] for report in reports]!r}")
+    drawn = [(report["held"], report.get("seed")) for report in reports]
+    if len(set(drawn)) > 1:
+        raise ValueError(f"figures of different requests: held, seed = {drawn!r}")
     out: dict[str, Any] = {}
     for report in reports:
         out |= {name: value for name, value in report.items() if value and name not in ("rows", "shares", "episodes")}

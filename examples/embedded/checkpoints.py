@@ -100,7 +100,7 @@ def export(folder: Path, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def export_checkpoint(path: Path, folder: Path, tokenizer: Any, last: float = 0.5) -> dict[str, Any]:
+def export_checkpoint(path: Path, folder: Path, tokenizer: Any, last: float = 0.75) -> dict[str, Any]:
     """A Hugging Face folder in bf16 of a checkpoint; returns the training's state.
 
     last: the share of its last weights in what is exported; the rest is the running mean, which lags where the rate has just fallen.
