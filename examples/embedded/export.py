@@ -1,7 +1,7 @@
 """Makes the package's model folder from a training: python examples/embedded/export.py FOLDER [--quality quality.json ...] [--to DIR]
 
-FOLDER is what train.py writes to. The mean of the last and the averaged weights goes out in bf16, with tokenizer, chat template, model card
-and checksums.
+FOLDER is what train.py writes to. Three quarters of the last weights and a quarter of the averaged ones go out in bf16, with tokenizer,
+chat template, model card and checksums.
 --quality: what `agentcache bench quality --json` wrote for these weights; several runs may be named, each cell is of the longest.
 Without it the card says that nothing was measured yet.
 """
