@@ -316,6 +316,18 @@ def test_a_comparison_in_which_nothing_was_reused_is_none(monkeypatch: pytest.Mo
         quality._paired(engine, quality.Options(paired=2, sensitivity_tools=3), lambda said: None)
 
 
+def test_two_answers_that_are_none_are_not_the_same_tokens(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def asking(engine: Engine, reuse: str | None = None) -> Callable[[Case], Said]:
+        kept = 0 if reuse == "off" else 5
+        answers = iter((Said(None, {}, failed="too long"), Said(None, {}, ids=(1, 2), cached=kept)))
+        return lambda case: next(answers)
+
+    monkeypatch.setattr(quality, "asking", asking)
+    with Engine(str(folder), store=None) as engine:
+        found = quality._paired(engine, quality.Options(paired=2, sensitivity_tools=3, agents=1), lambda said: None)
+    assert (found["n"], found["same"]) == (2, 1)
+
+
 NAMED = replace(STEP, right=Right("get_order", {"id": "Köln"}))
 
 

@@ -33,7 +33,7 @@ SHARES: dict[str, Callable[[Case], bool]] = {
     "all": lambda case: True,
     "independent": lambda case: not case.context,
     "context": lambda case: case.context,
-    # what is right stands in another tool, whose KV is spoilt too; with rivals, there is no other way to tell
+    # what is right stands in another tool, whose KV is spoilt too; with rivals, the thing alone does not lead there
     "another tool": lambda case: case.kind in ("like", "above"),
     "with rivals": lambda case: case.kind in ("like", "above") and case.rivals,
 }

@@ -321,4 +321,5 @@ class Training:
         self.save()
         if not self.stopped:
             self.evaluate()
-        checkpoints.export_checkpoint(self.checkpoint, self.plan.out / "model", self.tokenizer)
+        share = {"last": 0.0} if self.stopped else {}  # the running mean, where the rate has not fallen yet
+        checkpoints.export_checkpoint(self.checkpoint, self.plan.out / "model", self.tokenizer, **share)
