@@ -53,11 +53,13 @@ HERMES = {"hermes": 1.0}
 SOME = {"hermes": 0.76, "langchain": 0.08, "langchain text": 0.06, "llamaindex": 0.1}
 ALL = {"hermes": 0.68, "langchain": 0.11, "langchain text": 0.07, "llamaindex": 0.14}
 MORE = {"hermes": 0.6, "langchain": 0.14, "langchain text": 0.1, "llamaindex": 0.16}
+TEXT = {"hermes": 0.5, "langchain": 0.14, "langchain text": 0.08, "llamaindex": 0.28}
 LAST = {"hermes": 0.54, "langchain": 0.16, "langchain text": 0.1, "llamaindex": 0.2}
 WEAK = {"glossary": 2.2, "service": 1.8, "like": 1.3, "above": 1.3, "reading only": 2.0, "forbidden": 1.5, "fallback": 2.0}
 WEAK |= {"condition": 1.5, "chain": 1.2, "decline": 1.35, "default": 0.7, "today": 0.7, "facts": 0.8, "deprecated": 0.8}
 LEFT = WEAK | {"like": 1.8, "above": 2.0, "service": 2.2, "siblings": 1.5, "silent": 2.5, "decline": 1.3, "default": 0.5, "today": 0.5}
 LEFT |= {"deprecated": 1.2, "sum": 1.2, "facts": 1.2, "condition": 1.3, "fallback": 1.5, "forbidden": 1.2, "reading only": 1.0}
+CLEAR = LEFT | {"deprecated": 1.8, "facts": 2.0, "sum": 1.5, "chain": 1.4, "condition": 1.4, "siblings": 1.6, "decline": 1.35}
 STAGES = (
     Stage(1, 4, 600, 3000, 0.1, 1.0, 0.0, 0.0, HERMES),
     Stage(2, 8, 800, 4000, 0.3, 0.6, 0.0, 0.0, SOME),
@@ -72,7 +74,8 @@ STAGES = (
     Stage(58.8, 50, 1800, 8000, 0.5, 0.0, 0.1, 0.45, MORE, 0.1, 4),
     Stage(63.4, 50, 2600, 9000, 0.55, 0.0, 0.1, 0.55, MORE, 0.1, 4),
     Stage(69.5, 50, 2600, 9000, 0.6, 0.0, 0.08, 0.5, LAST, 0.1, 4, WEAK),
-    Stage(math.inf, 50, 2600, 9000, 0.62, 0.0, 0.06, 0.4, LAST, 0.1, 4, LEFT),
+    Stage(78.8, 50, 2600, 9000, 0.62, 0.0, 0.06, 0.4, LAST, 0.1, 4, LEFT),
+    Stage(math.inf, 50, 2600, 9000, 0.62, 0.0, 0.06, 0.35, TEXT, 0.1, 4, CLEAR),
 )
 
 

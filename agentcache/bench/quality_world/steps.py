@@ -99,11 +99,11 @@ def _former(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     turns = [_request(world, tool, one), *_act(world, tool, one), user(f"Also {two}."), *_act(world, tool, two)]
     other = world.pick(tools)
     first = world.chance(0.5)
-    which = world.pick(("first", "former") if first else ("second", "latter"))
+    which, value = world.pick(("first", "former") if first else ("second", "latter")), one if first else two
     return [
         *turns,
         user(f"{phrase(world, other.action)} the {which} one."),
-        *_act(world, other, one if first else two, f"There were {one} and {two}."),
+        *_act(world, other, value, f"There were {one} and {two}. The {which} one is {value}."),
     ]
 
 
@@ -142,9 +142,9 @@ def switch(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     return turns
 
 
-def look_up(tool: Tool) -> str:
-    """The purpose of a step that the request does not name: whichever tool reads the thing will do."""
-    return purpose("look up", tool.thing)
+def look_up(tool: Tool, which: str = "") -> str:
+    """The purpose of a step that the request does not name: whichever tool reads the thing will do. which: its id or name."""
+    return purpose("look up", f"{tool.thing} {which}".strip())
 
 
 def condition(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
@@ -164,7 +164,7 @@ def condition(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
         )
     )
     found = {name: actual} | (fields(world, "get") if world.chance(0.4) else {}) | {name: actual}
-    turns = [user(text), calls(seen, {seen.params[0].name: value}, look_up(seen)), results(dump(found))]
+    turns = [user(text), calls(seen, {seen.params[0].name: value}, look_up(seen, value)), results(dump(found))]
     if (actual == wanted) == positive:
         return [*turns, *_act(world, done, value, f"The {name} is {actual}.")]
     return [*turns, says(f"Nothing to do: the {name} is {actual}.", KNOWN)]
@@ -200,7 +200,7 @@ def chain(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     text = f"{world.pick(OPENERS)}{phrase(world, done.action)} the {done.thing} {of}{tail}."
     found = {needed: value} | fields(world, "get")
     shown = {label: found[label] for label in world.shuffled(sorted(found))}
-    call = calls(seen, {key.name: name}, look_up(seen))
+    call = calls(seen, {key.name: name}, look_up(seen, str(name)))
     return [
         user(text), call, results(dump(shown)),
         calls(done, {needed: value} | rest, f"The {done.params[0].words} is {value}. {purpose(*done.meaning)}"), *outcome(world, done),
