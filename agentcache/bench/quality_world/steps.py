@@ -215,7 +215,9 @@ def fallback(catalog: Catalog, tools: tuple[Tool, ...]) -> list[T]:
     if world.chance(0.3):
         return [*turns, *_well(world, first)]
     failed = results(dump({"error": world.pick(("timed out", "service unavailable", "out of order"))}))
-    return [*turns, failed, calls(second, args, f"It failed. I use {second.name}."), *_well(world, second)]
+    told = f"If {first.name} fails, use {second.name}."
+    why = told if told in catalog.rules else second.description
+    return [*turns, failed, calls(second, args, f"It failed. {why} I use {second.name}."), *_well(world, second)]
 
 
 def _well(world: World, tool: Tool) -> list[T]:
