@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentcache.bench import quality_cases
 from agentcache.bench.quality_world.catalogs import FORBIDDEN, NO_TOOL
 from agentcache.bench.quality_world.dialogues import END, MULTI, SILENT, Bundle, Dialogue, bundle, hermes, messages, spoken
 from agentcache.bench.quality_world.facts import RELATIONS, facts
@@ -298,6 +299,47 @@ def test_rules_mean_the_tools_they_speak_of() -> None:
     assert settled > 30
 
 
+def test_answers_from_texts_say_what_was_asked_for_and_requests_are_judged_by_the_value() -> None:
+    catalog = next(one.catalog for one in made(count=60) if {"search", "calculate"} <= {tool.action for tool in one.tools})
+    tools = tuple(next(tool for tool in catalog.tools if tool.action == action) for action in ("search", "calculate"))
+    said = {relation.said("X") for relation in RELATIONS.values()} | {"The birthplace is X.", "The answer is X."}
+    seen = set()
+    for _ in range(200):
+        turns = facts(catalog, tools)
+        for at, turn in enumerate(turns):
+            if turn.role == "assistant" and turn.tool is None:
+                begins = [one[:-2] for one in said if turn.text.startswith(one[:-2])]
+                assert len(begins) == 1, turn.text
+                value = turn.text.removeprefix(begins[0]).removesuffix(".")
+                assert quality_cases._says(turns[: at + 1]).split() == quality_cases.words(value)
+                seen.add(begins[0])
+    assert len(seen) == len(said)
+
+
+def test_after_a_failure_the_thought_quotes_what_comes_next() -> None:
+    quoted = set()
+    for one in made(count=200):
+        for talk in one.dialogues:
+            for turn in talk.turns:
+                if talk.kind == "fallback" and turn.thought.startswith("It failed. "):
+                    why = turn.thought.removeprefix("It failed. ").removesuffix(f" I use {turn.tool.name}.")
+                    assert (why in one.catalog.rules) != (why == turn.tool.description), turn.thought
+                    quoted.add(why in one.catalog.rules)
+    assert quoted == {True, False}
+
+
+def test_of_two_ids_the_thought_names_the_one_that_is_meant() -> None:
+    count = 0
+    for one in made(count=150):
+        for talk in one.dialogues:
+            for turn in talk.turns:
+                if found := re.match(r"There were (\S+) and (\S+)\. The (\w+) one is (\S+)\. ", turn.thought):
+                    meant = found[1] if found[3] in ("first", "former") else found[2]
+                    assert found[4] == meant == next(iter(turn.args.values()))
+                    count += 1
+    assert count > 3
+
+
 def test_texts_do_not_tell_two_answers_to_one_question() -> None:
     catalog = next(one.catalog for one in made(count=60) if any(tool.action == "search" for tool in one.tools))
     search = next(tool for tool in catalog.tools if tool.action == "search")
@@ -306,13 +348,13 @@ def test_texts_do_not_tell_two_answers_to_one_question() -> None:
         turns = facts(catalog, (search,))
         told = " ".join(turn.text for turn in turns if turn.role == "tool")
         for question in (turn.text for turn in turns if turn.role == "user"):
-            for forms, sentences, _draw in RELATIONS.values():
-                asked = "|".join(re.escape(form).replace(r"\{e\}", "(?:it|the .+)") for form in forms)
+            for relation in RELATIONS.values():
+                asked = "|".join(re.escape(form).replace(r"\{e\}", "(?:it|the .+)") for form in relation.questions)
                 if not re.fullmatch(asked, question):
                     continue
                 shapes = "|".join(
                     re.escape(one).replace(r"\{v\}", "([^.]+)").replace(r"\{E\}", "The [^.]+?").replace(r"\{e\}", "the [^.]+?")
-                    for one in sentences
+                    for one in relation.sentences
                 )
                 values = {value for match in re.finditer(rf"(?:^|(?<=[.] ))(?:{shapes})", told) for value in match.groups() if value}
                 assert len(values) == 1, (question, told)
