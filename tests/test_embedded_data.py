@@ -316,6 +316,22 @@ def test_answers_from_texts_say_what_was_asked_for_and_requests_are_judged_by_th
     assert len(seen) == len(said)
 
 
+def test_look_ups_say_which_and_second_searches_what_the_first_one_told() -> None:
+    looked, searched = 0, 0
+    for talk in (talk for one in made(count=200) for talk in one.dialogues):
+        called = [turn for turn in talk.turns if turn.tool is not None]
+        if talk.kind in ("chain", "condition"):
+            first = next(turn for turn in called if turn.thought.startswith("I need to look up"))
+            assert first.thought == f"I need to look up the {first.tool.thing} {next(iter(first.args.values()))}."
+            looked += 1
+        for turn in called[1:]:
+            if talk.kind == "facts" and turn.tool.action == "search" and sum(one.role == "user" for one in talk.turns) == 1:
+                assert re.match(r"The [a-z ]+ is .+\. I need to search for ", turn.thought), turn.thought
+                searched += 1
+    assert looked > 20
+    assert searched > 3
+
+
 def test_after_a_failure_the_thought_quotes_what_comes_next() -> None:
     quoted = set()
     for one in made(count=200):
