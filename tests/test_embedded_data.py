@@ -23,7 +23,7 @@ from agentcache.model.tool_calls import parse
 from examples.embedded import model as models
 from examples.embedded import stream
 from examples.embedded import tokenizer as tokenizers
-from examples.embedded.packing import Encoder, pack, samples_of
+from examples.embedded.packing import Encoder, pack, samples_of, turnings
 
 STYLES = stream.STYLES
 
@@ -461,13 +461,42 @@ def test_forks_are_where_a_rule_begins_to_matter_and_where_a_name_begins(tokeniz
             forks = [rows.index(row) for row in completion.forks.tolist()]
             assert all(fork < completion.pick for fork in forks)
             if completion.kind == "call":
-                name = "".join(words[forks[-1] :])
+                begins = next(fork for fork in forks if "".join(words[:fork]).endswith(('"name": "', "Action: ")))
+                name = "".join(words[begins:])
                 assert any(name.startswith((f'{tool.name}"', f"{tool.name}\n")) for tool in one.tools), name
-            if completion.kind == "call":
-                assert any("".join(words[:fork]).endswith((".", ". ")) for fork in forks[:-1]), words
+                assert any("".join(words[:fork]).endswith((".", ". ")) for fork in forks if fork < begins), words
             seen += len(forks)
         assert set(packed.forks()) <= set(packed.choices()) <= set(packed.targets())
     assert seen > 20
+
+
+def test_a_name_forks_where_it_turns_away_from_others() -> None:
+    names = ("letter_tool", "letter_task", "letter", "open_letter", "copy")
+
+    def apart(text: str) -> set[str]:
+        return {text[place:] for place in turnings(text, names)}
+
+    assert apart("call letter_task") == {"letter_task", "_task", "ask"}
+    assert apart("call letter_tool") == {"letter_tool", "_tool", "ool"}
+    assert apart("call letter") == {"letter"}
+    assert apart("call open_letter") == {"open_letter"}
+    assert apart("call paint") == set()
+
+
+def test_the_end_of_a_name_is_a_fork_where_another_tool_has_the_same_beginning(tokenizer: Any) -> None:
+    encoder, seen = Encoder(tokenizer), 0
+    for one in made("hermes", 12):
+        names = [tool.name for tool in one.tools]
+        packed = pack(encoder, one, 1_000_000)
+        for completion in (found for found in packed.completions if found.kind == "call"):
+            text = tokenizer.decode(packed.ids[completion.rows[: completion.pick]])
+            name = text.rsplit('"name": "', 1)[1]
+            rivals = [other for other in names if other != name and other.rsplit("_", 1)[0] == name.rsplit("_", 1)[0]]
+            last = packed.ids[completion.rows[completion.pick - 1]]
+            if rivals and "_" in name and tokenizer.decode([last]) == name.rsplit("_", 1)[1]:
+                assert completion.rows[completion.pick - 1] in completion.forks, (name, rivals)
+                seen += 1
+    assert seen > 3
 
 
 def test_thoughts_stand_before_calls_and_refusals_and_are_kept_to_itself_where_the_system_prompt_wants_no_words() -> None:

@@ -133,6 +133,29 @@ def test_heads_become_twice_as_wide_and_the_model_stays_what_it_was(tmp_path: Pa
         checkpoints.wider(dict(narrow.named_parameters()), 48)
 
 
+def test_a_layer_more_says_nothing_at_first_and_learns_from_the_first_step_on(tokenizer: Any, tmp_path: Path) -> None:
+    def fresh(layers: int, seed: int) -> Any:
+        return models.build(len(tokenizer), layers=layers, hidden=64, mlp=64, heads=4, kv_heads=2, seed=seed)
+
+    five = fresh(5, 0)
+    checkpoints.export(tmp_path / "five", five, tokenizer)
+    (tmp_path / "five" / checkpoints.STATE).write_text('{"step": 7}', "utf-8")
+    seven = fresh(7, 1)
+    average = models.Average(seven)
+    assert checkpoints.begin_from(tmp_path / "five", seven, average) == {"step": 7}
+    checkpoints.begin_from(tmp_path / "five", five, models.Average(five))  # as it was written: rounded
+    ids = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert torch.equal(five(ids).logits, seven(ids).logits)
+    assert all(torch.equal(average.values[name], value) for name, value in seven.named_parameters())
+    layers = seven.model.layers
+    says = [bool(layer.mlp.down_proj.weight.any()) for layer in layers]
+    assert says == [True, True, True, True, False, False, True]
+    assert torch.equal(layers[4].self_attn.q_proj.weight, layers[3].self_attn.q_proj.weight)
+    seven(ids).logits.square().sum().backward()
+    assert all(layers[number].self_attn.o_proj.weight.grad.any() for number in (4, 5))
+
+
 def test_what_is_exported_lies_between_the_mean_and_the_last_weights(tokenizer: Any, tmp_path: Path) -> None:
     model = models.build(len(tokenizer), layers=1, hidden=64, mlp=64)
     average = models.Average(model)

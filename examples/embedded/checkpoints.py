@@ -1,10 +1,11 @@
-"""Weights as files: checkpoints, exported folders, wider heads. A file is there whole or not at all. Knows nothing of data or of time."""
+"""Weights as files: checkpoints, exported folders, wider heads, more layers. A file is there whole or not at all. Knows no data, no time."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,26 @@ def wider(tensors: dict[str, torch.Tensor], head_dim: int, seed: int = 0) -> dic
     return out
 
 
+def deeper(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same model with one more layer, two thirds of the way up: it looks where the one below looks, and says nothing yet.
+
+    Below the last layers, so that they can make use of it from the first step on.
+    """
+    at = _shape_of(tensors)["layers"] * 2 // 3
+    out = {}
+    for name, value in tensors.items():
+        found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+        if found is None:
+            out[name] = value
+            continue
+        layer, rest = int(found[1]), found[2]
+        out[f"model.layers.{layer + (layer > at)}.{rest}"] = value
+        if layer == at:
+            silent = rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+            out[f"model.layers.{at + 1}.{rest}"] = torch.zeros_like(value) if silent else value.clone()
+    return out
+
+
 def export(folder: Path, model: Any, tokenizer: Any) -> None:
     """A Hugging Face folder in bf16."""
     copy = build(**shape(model.config))
@@ -117,10 +138,16 @@ def export_checkpoint(path: Path, folder: Path, tokenizer: Any, last: float = 0.
 
 
 def begin_from(folder: Path, model: Any, average: Average) -> dict[str, Any]:
-    """Puts an exported folder's weights into model and average; returns the state its training had. The optimizers start anew."""
+    """Puts an exported folder's weights into model and average; returns the state its training had. The optimizers start anew.
+
+    A model of more layers gets them by `deeper`.
+    """
     with safe_open(folder / "model.safetensors", "pt") as file, torch.no_grad():
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for _ in range(model.config.num_hidden_layers - _shape_of(tensors)["layers"]):
+            tensors = deeper(tensors)
         for name, value in model.named_parameters():
-            value.copy_(file.get_tensor(name))
+            value.copy_(tensors[name])
             average.values[name].copy_(value)
     state: dict[str, Any] = json.loads((folder / STATE).read_text("utf-8"))
     return state

@@ -62,7 +62,8 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: list[Block], half: bool) -> torch.Tensor:
         """query (scaled) [kv heads, group, n, head dim], key and value [kv heads, n, head dim]; returns the query's shape.
 
-        half: all products but the scores in bf16, which would round the score of a head that copies by a tenth.
+        half: all products but the scores in bf16, which would round the score of a head that copies by a tenth: of them only the
+        factors are (trainer.round_factors).
         """
         kv, _, _, dim = query.shape
         kind = torch.bfloat16 if half else query.dtype

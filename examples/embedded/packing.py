@@ -10,8 +10,9 @@ for a fraction of the work. Samples that go on from each other (text ReAct) shar
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from agentcache.bench.quality_world.react import langchain, llamaindex
 
 Ints = npt.NDArray[np.int64]
 
-# Here all hangs on one token: whether there is something to recall (the sign behind the thing), which sentence, and which tool.
+# Here all hangs on one token: whether there is something to recall (the sign behind the thing), which sentence, and which tool. So it does
+# where a name turns away from others that begin like it (`turnings`).
 FORKS = re.compile(r'(?=[.:]\s)|(?<=[.:])(?=\s)|(?<=[.:]\s)|(?<="name": ")')
 
 
@@ -100,8 +102,8 @@ class Encoder:
         """Tokens of the first piece: the catalog."""
         return len(self._ids(sample.pieces[0].text))
 
-    def sample(self, sample: Sample) -> tuple[Ints, list[Place]]:
-        """Ids, and where its completions stand."""
+    def sample(self, sample: Sample, names: Sequence[str] = ()) -> tuple[Ints, list[Place]]:
+        """Ids, and where its completions stand. names: of the catalog's tools."""
         ids: list[int] = []
         found: list[Place] = []
         for number, piece in enumerate(sample.pieces):
@@ -111,10 +113,19 @@ class Encoder:
             coded = self._backend.encode(piece.text, add_special_tokens=False)
             pick = sum(first < piece.pick for first, _ in coded.offsets)
             after = {match.end() for match in FORKS.finditer(piece.text[: piece.pick])} - {piece.pick}
-            forks = tuple(len(ids) + at for at, (first, _) in enumerate(coded.offsets) if first in after)
+            apart = turnings(piece.text[: piece.pick], names) if piece.kind == "call" else set()
+            decides = (first in after or any(first <= place < last for place in apart) for first, last in coded.offsets)
+            forks = tuple(len(ids) + at for at, here in enumerate(decides) if here)
             found.append(Place(len(ids), len(ids) + len(coded.ids), pick, forks))
             ids += coded.ids
         return np.asarray(ids, dtype=np.int64), found
+
+
+def turnings(text: str, names: Sequence[str]) -> set[int]:
+    """Where in `text`, which ends with one of the names, that name turns away from the others: message_a from message_tool at its end."""
+    name = max((name for name in names if text.endswith(name)), key=len, default="")
+    shared = {len(os.path.commonprefix((name, other))) for other in names if other != name}
+    return {len(text) - len(name) + count for count in shared if count < len(name)}
 
 
 def _common(one: Ints, other: Ints) -> int:
@@ -146,8 +157,9 @@ def pack(encoder: Encoder, made: Bundle, limit: int, short: Container[int] = ())
     full: set[int] = set()
     samples = samples_of(made)
     limit += encoder.size(samples[0])
+    names = [tool.name for tool in made.tools]
     for sample in samples:
-        ids, found = encoder.sample(sample)
+        ids, found = encoder.sample(sample, names)
         kinds = [piece.kind for piece in sample.pieces if piece.loss]
         if sample.dialogue in short:
             ids, found = _until_choice(ids, found, kinds)

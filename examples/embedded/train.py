@@ -34,7 +34,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--evaluate-minutes", type=float, default=30.0, help="of training, as --hours counts it")
     parser.add_argument("--pause-file", type=Path, default=None, help="while it exists, no steps are made (default: FOLDER.pause)")
     parser.add_argument("--resume", action="store_true", help="go on from FOLDER's checkpoint if there is one")
-    parser.add_argument("--begin-from", type=Path, default=None, help="without a checkpoint, go on from an exported model's weights")
+    parser.add_argument(
+        "--begin-from",
+        type=Path,
+        default=None,
+        help="without a checkpoint, go on from an exported model's weights; more --layers than it has are added",
+    )
     return parser.parse_args()
 
 
@@ -46,10 +51,11 @@ def main() -> None:
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
     from examples.embedded.stream import stage_at
-    from examples.embedded.trainer import Plan, State, Training
+    from examples.embedded.trainer import Plan, State, Training, round_factors
 
     values = vars(given)
     values["pause_file"] = given.pause_file or given.out.with_name(f"{given.out.name}.pause")
+    round_factors()
     console = Console(width=None if sys.stdout.isatty() else 200)
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[said]}"), console=console) as progress:
         progress.live.auto_refresh = console.is_terminal
