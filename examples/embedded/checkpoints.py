@@ -1,4 +1,4 @@
-"""Weights as files: checkpoints, exported folders, wider heads, more layers. A file is there whole or not at all. Knows no data, no time."""
+"""Weights as files: checkpoints, exported folders, wider heads, more layers. A file is there whole or not at all. Knows no data."""
 
 from __future__ import annotations
 
