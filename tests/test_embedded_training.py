@@ -154,6 +154,9 @@ def test_a_layer_more_says_nothing_at_first_and_learns_from_the_first_step_on(to
     assert torch.equal(layers[4].self_attn.q_proj.weight, layers[3].self_attn.q_proj.weight)
     seven(ids).logits.square().sum().backward()
     assert all(layers[number].self_attn.o_proj.weight.grad.any() for number in (4, 5))
+    four = fresh(4, 2)
+    with pytest.raises(ValueError, match="layers=4: the model in .* has 5; give 5"):
+        checkpoints.begin_from(tmp_path / "five", four, models.Average(four))
 
 
 def test_what_is_exported_lies_between_the_mean_and_the_last_weights(tokenizer: Any, tmp_path: Path) -> None:

@@ -140,11 +140,14 @@ def export_checkpoint(path: Path, folder: Path, tokenizer: Any, last: float = 0.
 def begin_from(folder: Path, model: Any, average: Average) -> dict[str, Any]:
     """Puts an exported folder's weights into model and average; returns the state its training had. The optimizers start anew.
 
-    A model of more layers gets them by `deeper`.
+    A model of more layers gets them by `deeper`; one of fewer is refused with a ValueError.
     """
+    wanted = model.config.num_hidden_layers
     with safe_open(folder / "model.safetensors", "pt") as file, torch.no_grad():
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        for _ in range(model.config.num_hidden_layers - _shape_of(tensors)["layers"]):
+        if wanted < (layers := _shape_of(tensors)["layers"]):
+            raise ValueError(f"layers={wanted!r}: the model in {str(folder)!r} has {layers}; give {layers}, or more to add some")
+        for _ in range(wanted - layers):
             tensors = deeper(tensors)
         for name, value in model.named_parameters():
             value.copy_(tensors[name])
