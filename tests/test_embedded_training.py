@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from agentcache.bench.quality_world.dialogues import bundle
-from examples.embedded import checkpoints, evaluate, initial, stream
+from examples.embedded import checkpoints, evaluate, initial, stream, trainer
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 from examples.embedded.packing import Encoder, pack, samples_of
@@ -157,6 +157,18 @@ def test_a_layer_more_says_nothing_at_first_and_learns_from_the_first_step_on(to
     four = fresh(4, 2)
     with pytest.raises(ValueError, match="layers=4: the model in .* has 5; give 5"):
         checkpoints.begin_from(tmp_path / "five", four, models.Average(four))
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_factors_are_rounded_where_the_processor_is_faster_at_it(monkeypatch: pytest.MonkeyPatch, half: bool) -> None:
+    products = torch.backends.mkldnn.matmul
+    before = products.fp32_precision
+    monkeypatch.setattr(trainer, "HALF", half)
+    try:
+        trainer.round_factors()
+        assert (products.fp32_precision == "bf16") is half
+    finally:
+        products.fp32_precision = before
 
 
 def test_what_is_exported_lies_between_the_mean_and_the_last_weights(tokenizer: Any, tmp_path: Path) -> None:
