@@ -17,7 +17,7 @@ from agentcache.bench.quality_world.dialogues import END, MULTI, SILENT, Bundle,
 from agentcache.bench.quality_world.facts import RELATIONS, facts
 from agentcache.bench.quality_world.tools import Tool
 from agentcache.bench.quality_world.words import ACTIONS, MODIFIERS, READING
-from agentcache.bench.quality_world.world import SPLITS, sources, split_of
+from agentcache.bench.quality_world.world import SPLITS, World, sources, split_of
 from agentcache.layout import Renderer
 from agentcache.model.tool_calls import parse
 from examples.embedded import model as models
@@ -272,6 +272,19 @@ def test_what_goes_wrong_most_can_be_drawn_more_often(kind: str) -> None:
         made = [one.kind for number in range(40) for one in bundle(f"often {number}", "hermes", 12, 12, often=often).dialogues]
         shares.append(made.count(kind) / len(made))
     assert shares[1] > 1.5 * shares[0] > 0.03
+
+
+def test_words_are_made_of_pieces_that_mean_nothing_by_themselves() -> None:
+    """Of the words' split as any others, and only where there are pieces: without them a seed says what it said before."""
+    pieces = ("delete", "airy", "pudru", "ool", "report")
+    made = World("pieces", pieces=pieces)
+    words = [made.made_up() for _ in range(400)]
+    glued = [word for word in words if any(piece in word for piece in pieces)]
+    assert 0.4 < len(glued) / len(words) < 0.75
+    assert all(any(piece in word for word in words) for piece in ("airy", "pudru", "ool"))
+    assert not any("delete" in word or "report" in word for word in words)
+    assert {split_of("words", word) for word in words} == {"train"}
+    assert World("pieces").made_up() == World("pieces", pieces=("delete",)).made_up()
 
 
 def test_right_answers_follow_from_the_prompt() -> None:

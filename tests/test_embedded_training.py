@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from agentcache import embedded
+from agentcache.bench.quality_world import world
 from agentcache.bench.quality_world.dialogues import bundle
 from examples.embedded import checkpoints, evaluate, initial, stream, trainer
 from examples.embedded import model as models
@@ -50,6 +52,33 @@ def test_stages_grow_to_every_style(tokenizer: Any) -> None:
     packs = stream.packs(tokenizer, 0)
     kinds = {completion.kind for _ in range(4) for completion in next(packs).completions}
     assert {"call", "answer"} <= kinds
+
+
+def test_the_last_stage_says_every_part_of_a_word() -> None:
+    """Parts that were never to be said were not copied: a tool with one in its name went wrong in one answer of four."""
+    tokenizer = tokenizers.load(embedded.folder())
+    encoder = Encoder(tokenizer)
+    pieces = stream.unsaid(encoder, 0)
+    assert pieces == stream.unsaid(encoder, 0)
+    alone = {part: ids for ids, part in encoder.parts.items() if tokenizer(part)["input_ids"] == [ids]}
+    rare = {alone[part] for part in pieces if part in alone and part not in world.KNOWN}
+    said: dict[bool, set[int]] = {}
+    for wanted in (False, True):
+        packs = [stream.draw(encoder, 1, number, 10**9, pieces if wanted else ()) for number in range(40)]
+        said[wanted] = rare & {token for made in packs for token in made.ids[made.targets()].tolist()}
+    assert len(said[True] - said[False]) > 2 * len(said[False] - said[True])
+
+
+def test_small_catalogs_come_with_shorter_tails(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(stream, "pack", lambda _, made, limit, short: drawn.append((made.style, len(made.tools), limit)))
+    encoder, last = Encoder(tokenizer), stream.STAGES[-1]
+    for number in range(120):
+        stream.draw(encoder, 0, number, 10**9)
+    short = [(style, tools) for style, tools, limit in drawn if limit == last.tail // 2]
+    assert 0.3 * last.small < len(short) / 120 < 0.8 * last.small  # in Hermes' style, one half
+    assert {style for style, _ in short} == {"hermes"}
+    assert sum(tools <= stream.FEW for _, tools in short) > 0.8 * len(short)  # those of a scenario may be one or two more
 
 
 def test_the_average_follows_the_weights_and_swaps_back(tokenizer: Any) -> None:

@@ -28,6 +28,8 @@ Ints = npt.NDArray[np.int64]
 # where a name turns away from others that begin like it (`turnings`).
 FORKS = re.compile(r'(?=[.:]\s)|(?<=[.:])(?=\s)|(?<=[.:]\s)|(?<="name": ")')
 
+WORD = re.compile(r"[A-Za-z][a-z]+")  # a part of a word in the vocabulary, of two letters or more
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -85,11 +87,15 @@ def samples_of(made: Bundle) -> list[Sample]:
 
 
 class Encoder:
-    """Pieces to ids; what many samples share is tokenised once. Pieces meet at special tokens or where pre-tokens end."""
+    """Pieces to ids; what many samples share is tokenised once. Pieces meet at special tokens or where pre-tokens end.
+
+    parts: the ids that are words or parts of words, in small letters.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._known: dict[str, list[int]] = {}
+        self.parts = {ids: text.lower() for text, ids in sorted(tokenizer.get_vocab().items()) if WORD.fullmatch(text)}
 
     def _ids(self, text: str) -> list[int]:
         if text not in self._known:

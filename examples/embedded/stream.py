@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Full
@@ -20,6 +21,7 @@ from agentcache.bench.quality_world.world import USUAL, VAGUE, World
 from .packing import Encoder, Pack, pack
 
 DIALOGUES = 18  # drawn for a catalog; as many are taken as fit
+FEW = 7  # tools of a small catalog at most
 STYLES = ("hermes", "langchain", "langchain text", "llamaindex")
 
 
@@ -33,6 +35,8 @@ class Stage:
     vague: the share of names that do not say what a tool does: what is told by a description only has to be found by it.
     short: the share of dialogues that end with the name of a tool: twice the choices in the same time, once arguments are known.
     often: by how much more often than usual scenarios are drawn: what goes wrong most, at last.
+    small: the share, further, of catalogs of few tools, with half a tail in Hermes' style: where one tool that is misread is one in five.
+    pieces: whether words without meaning are made of the vocabulary's pieces too. A piece that was never to be said is not copied.
     """
 
     until: float
@@ -47,6 +51,8 @@ class Stage:
     vague: float = VAGUE
     least: int = 2
     often: Mapping[str, float] = field(default_factory=lambda: USUAL)
+    small: float = 0.0
+    pieces: bool = False
 
 
 HERMES = {"hermes": 1.0}
@@ -78,7 +84,8 @@ STAGES = (
     Stage(78.8, 50, 2600, 9000, 0.62, 0.0, 0.06, 0.4, LAST, 0.1, 4, LEFT),
     Stage(88.4, 50, 2600, 9000, 0.62, 0.0, 0.06, 0.35, TEXT, 0.1, 4, CLEAR),
     Stage(90.8, 50, 2600, 9000, 0.62, 0.0, 0.06, 0.35, TEXT, 0.1, 4, CLEAR | {"fallback": 4.0}),
-    Stage(math.inf, 50, 2600, 9000, 0.6, 0.0, 0.06, 0.35, TEXT, 0.3, 4, NAMES),
+    Stage(105.2, 50, 2600, 9000, 0.6, 0.0, 0.06, 0.35, TEXT, 0.3, 4, NAMES),
+    Stage(math.inf, 50, 2600, 9000, 0.6, 0.0, 0.06, 0.35, TEXT, 0.3, 4, NAMES, 0.3, True),
 )
 
 
@@ -86,27 +93,44 @@ def stage_at(tokens: int) -> Stage:
     return next(stage for stage in STAGES if tokens < stage.until * 1e6)
 
 
-def draw(encoder: Encoder, seed: int, number: int, tokens: int) -> Pack:
-    """Pack `number` of the stream, when `tokens` went before it."""
+def unsaid(encoder: Encoder, seed: int, packs: int = 100) -> list[str]:
+    """The parts of words that nothing in some packs says, or hardly. Never said, one is not copied either: another is taken for it."""
+    said: Counter[int] = Counter()
+    before = int(max(stage.until for stage in STAGES if not stage.pieces) * 1e6) - 1
+    for number in range(packs):
+        made = draw(encoder, seed, number, before)
+        said.update(made.ids[made.targets()].tolist())
+    return sorted({part for token, part in encoder.parts.items() if said[token] < 3})
+
+
+def draw(encoder: Encoder, seed: int, number: int, tokens: int, pieces: Sequence[str] = ()) -> Pack:
+    """Pack `number` of the stream, when `tokens` went before it. pieces: see World; only a stage that wants them takes them."""
     stage = stage_at(tokens)
     world = World(f"{seed} {number} plan")
     style = world.rng.choices(list(stage.styles), list(stage.styles.values()))[0]
-    size = round(math.exp(world.rng.uniform(math.log(stage.least), math.log(stage.tools + 0.49))))
+    few = stage.small > 0 and world.chance(stage.small)
+    most = FEW if few else stage.tools
+    size = round(math.exp(world.rng.uniform(math.log(stage.least), math.log(most + 0.49))))
     if style == "llamaindex":
         size = min(size, 16)  # its schemas are twice as long
     at = world.rng.random()
     plain, bare = at < stage.plain, at < stage.plain + stage.bare
     count = DIALOGUES * (2 if stage.short else 1)
     drawn = {"context_share": stage.context, "plain": plain, "bare": bare, "vague": stage.vague, "often": stage.often}
+    drawn["pieces"] = pieces if stage.pieces else ()
+    tail = stage.tail // 2 if few and style == "hermes" else stage.tail
     made = bundle(f"{seed} {number}", style, size, count, **drawn)
-    return pack(encoder, made, stage.tail, {dialogue for dialogue in range(count) if world.rng.random() < stage.short})
+    return pack(encoder, made, tail, {dialogue for dialogue in range(count) if world.rng.random() < stage.short})
 
 
 def packs(tokenizer: Any, seed: int, number: int = 0, tokens: int = 0) -> Iterator[Pack]:
     """The stream from pack `number` on."""
     encoder = Encoder(tokenizer)
+    pieces: list[str] | None = None
     while True:
-        made = draw(encoder, seed, number, tokens)
+        if pieces is None and stage_at(tokens).pieces:
+            pieces = unsaid(encoder, seed)
+        made = draw(encoder, seed, number, tokens, pieces or ())
         yield made
         number += 1
         tokens += len(made.ids)

@@ -195,13 +195,14 @@ def bundle(
     bare: bool = False,
     vague: float = VAGUE,
     often: Mapping[str, float] = USUAL,
+    pieces: Sequence[str] = (),
 ) -> Bundle:
     """The bundle that a seed stands for. LangChain's text agents have no history: their dialogues have one user turn.
 
     plain: no scenarios, no near-duplicates, one word for each action: what is left is to compare words. bare: no scenarios. vague: the
-    share of tools that no rule is about and whose names do not say what they do all the same. often: see World.
+    share of tools that no rule is about and whose names do not say what they do all the same. often, pieces: see World.
     """
-    world = World(seed, source, plain, vague, often)
+    world = World(seed, source, plain, vague, often, pieces)
     catalog = make_catalog(world, size, exact, bare)
     alone = style.startswith("langchain")
     found: list[Dialogue] = []

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from .words import CHOICES, CODAS, MODIFIERS, NOUNS, ONSETS, PEOPLE, PLACES, SCRIPTS, VOWELS
+from .words import ACTIONS, CHOICES, CODAS, MODIFIERS, NOUNS, ONSETS, PEOPLE, PLACES, SCRIPTS, VOWELS
 
 T = TypeVar("T")
 Value = str | int | float | bool
@@ -58,23 +58,34 @@ def sources(held: str) -> dict[str, Source]:
 
 VAGUE = 0.06
 USUAL: Mapping[str, float] = MappingProxyType({})
+GLUED = 0.6  # of the words without meaning are made of pieces, where there are any
+LETTERS = "bcdfghjklmnprstvwz"
+KNOWN = frozenset(" ".join((*NOUNS, *MODIFIERS, *(verb for verbs in ACTIONS.values() for verb in verbs))).split())
 
 
 class World:
     """Everything that chance decides about words and values. plain: actions go by one word, and tools have nothing in common.
 
     vague: the share of ordinary tools whose names do not say what they do. often: by how much more often than usual a scenario, a
-    request that no tool fits ("decline") or a system prompt that wants no words before a call ("silent") is drawn.
+    request that no tool fits ("decline") or a system prompt that wants no words before a call ("silent") is drawn. pieces: what a
+    tokenizer cuts words into; most of the words without meaning are then made of them, so that no piece is left unlearnt.
     """
 
     def __init__(
-        self, seed: str, source: Source = TRAIN, plain: bool = False, vague: float = VAGUE, often: Mapping[str, float] = USUAL
+        self,
+        seed: str,
+        source: Source = TRAIN,
+        plain: bool = False,
+        vague: float = VAGUE,
+        often: Mapping[str, float] = USUAL,
+        pieces: Sequence[str] = (),
     ) -> None:
         self.rng = random.Random(seed)
         self.source = source
         self.plain = plain
         self.vague = vague
         self.often = often
+        self.pieces = [piece for piece in pieces if piece not in KNOWN]
 
     def pick(self, options: Sequence[T]) -> T:
         return options[int(self.rng.random() * len(options))]
@@ -102,7 +113,17 @@ class World:
     # words
 
     def _syllables(self, count: int) -> str:
+        if self.pieces and self.chance(GLUED):
+            return self._glued()
         return "".join(self.pick(ONSETS) + self.pick(VOWELS) for _ in range(count)) + self.pick(CODAS)
+
+    def _glued(self) -> str:
+        """A piece, mostly with another, a letter before it or a syllable behind it, that is no word with a meaning."""
+        while True:
+            word = self.pick(self.pieces)
+            word = self.pick((word, word + self.pick(self.pieces), self.pick(LETTERS) + word, word + self.pick(ONSETS) + self.pick(VOWELS)))
+            if 3 <= len(word) <= 12 and word not in KNOWN:
+                return word
 
     def made_up(self) -> str:
         """A word without meaning, of the words' split."""
