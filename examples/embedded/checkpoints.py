@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,26 @@ def deeper(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             silent = rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
             out[f"model.layers.{at + 1}.{rest}"] = torch.zeros_like(value) if silent else value.clone()
     return out
+
+
+def renew(model: Any, using: Optimizers, average: Average, tokens: Sequence[int], seed: int = 0) -> None:
+    """New embeddings for tokens that were never read: such are only ever told apart from what is said, all in the same way, until they are
+    alike and one is taken for another (Land and Bartolo, "Fishing for Magikarp", 2024). New ones vary as those of other words do.
+    """
+    weight = model.get_input_embeddings().weight
+    name = next(name for name, value in model.named_parameters() if value is weight)
+    rows = torch.as_tensor(tokens)
+    others = torch.ones(len(weight), dtype=torch.bool)
+    others[rows] = False
+    with torch.no_grad():
+        mean, apart = weight[others].mean(0), weight[others] - weight[others].mean(0)
+        mixed = torch.randn(len(rows), len(apart), generator=torch.Generator().manual_seed(seed)) / len(apart) ** 0.5
+        weight[rows] = mean + mixed @ apart
+        average.values[name][rows] = weight[rows]
+        for one in using:
+            for key, part in one.state.get(weight, {}).items():
+                if key != "step":
+                    part[rows] = 0.0 if key == "exp_avg" else part[others].mean(0)
 
 
 def export(folder: Path, model: Any, tokenizer: Any) -> None:

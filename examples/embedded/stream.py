@@ -93,14 +93,28 @@ def stage_at(tokens: int) -> Stage:
     return next(stage for stage in STAGES if tokens < stage.until * 1e6)
 
 
-def unsaid(encoder: Encoder, seed: int, packs: int = 100) -> list[str]:
-    """The parts of words that nothing in some packs says, or hardly. Never said, one is not copied either: another is taken for it."""
+def counted(encoder: Encoder, seed: int, packs: int) -> tuple[Counter[int], Counter[int]]:
+    """How often packs without pieces hold each id, and have it said."""
+    read: Counter[int] = Counter()
     said: Counter[int] = Counter()
     before = int(max(stage.until for stage in STAGES if not stage.pieces) * 1e6) - 1
     for number in range(packs):
         made = draw(encoder, seed, number, before)
+        read.update(made.ids.tolist())
         said.update(made.ids[made.targets()].tolist())
+    return read, said
+
+
+def unsaid(encoder: Encoder, seed: int) -> list[str]:
+    """The parts of words that packs hardly say. Never said, one is not copied either: another is taken for it."""
+    _, said = counted(encoder, seed, 100)
     return sorted({part for token, part in encoder.parts.items() if said[token] < 3})
+
+
+def unread(encoder: Encoder, seed: int) -> list[int]:
+    """The ids of parts of words that packs without pieces do not hold at all."""
+    read, _ = counted(encoder, seed, 400)
+    return sorted(token for token in encoder.parts if not read[token])
 
 
 def draw(encoder: Encoder, seed: int, number: int, tokens: int, pieces: Sequence[str] = ()) -> Pack:

@@ -40,6 +40,7 @@ def options() -> argparse.Namespace:
         default=None,
         help="without a checkpoint, go on from an exported model's weights; more --layers than it has are added",
     )
+    parser.add_argument("--renew", action="store_true", help="give parts of words that were never read new embeddings, at once")
     return parser.parse_args()
 
 
