@@ -53,8 +53,8 @@ Trained from random weights, into which some look-up heads were put by construct
 cores, the first 12 of them on older ones (docs/embedded.md says how fast each were). It is one run that was stopped and resumed while
 the generator and the order of its stages were still being mended, so it cannot be repeated to the bit. `python
 examples/embedded/train.py --out FOLDER --tokens 46.5e6`, then the same with `--head-dim 64 --resume` (its heads began with 32 channels
-and became twice as wide there), then at 90.8e6 with `--layers 8 --begin-from` what that left (it began with seven layers), trains another
-one like it, on the same texts for a seed.
+and became twice as wide there), then at 90.8e6 with `--layers 8 --renew --begin-from` what that left (it began with seven layers),
+trains another one like it, on the same texts for a seed.
 `examples/embedded/export.py` makes this folder.
 Training, validation and test share function words, action verbs and a closed set of paraphrases; pairs of action and thing ("tools"),
 nouns and made-up words ("words") and values are disjoint. What can generalise to them is lexical matching and copying, and that is what
