@@ -111,7 +111,7 @@ def deeper(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def renew(model: Any, using: Optimizers, average: Average, tokens: Sequence[int], seed: int = 0) -> None:
+def renew(model: Any, average: Average, tokens: Sequence[int], seed: int = 0) -> None:
     """New embeddings for tokens that were never read: such are only ever told apart from what is said, all in the same way, until they are
     alike and one is taken for another (Land and Bartolo, "Fishing for Magikarp", 2024). New ones vary as those of other words do.
     """
@@ -125,10 +125,6 @@ def renew(model: Any, using: Optimizers, average: Average, tokens: Sequence[int]
         mixed = torch.randn(len(rows), len(apart), generator=torch.Generator().manual_seed(seed)) / len(apart) ** 0.5
         weight[rows] = mean + mixed @ apart
         average.values[name][rows] = weight[rows]
-        for one in using:
-            for key, part in one.state.get(weight, {}).items():
-                if key != "step":
-                    part[rows] = 0.0 if key == "exp_avg" else part[others].mean(0)
 
 
 def export(folder: Path, model: Any, tokenizer: Any) -> None:

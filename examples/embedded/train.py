@@ -40,8 +40,13 @@ def options() -> argparse.Namespace:
         default=None,
         help="without a checkpoint, go on from an exported model's weights; more --layers than it has are added",
     )
-    parser.add_argument("--renew", action="store_true", help="give parts of words that were never read new embeddings, at once")
-    return parser.parse_args()
+    parser.add_argument(
+        "--renew", action="store_true", help="with --begin-from, once: new embeddings for parts of words that were never read"
+    )
+    given = parser.parse_args()
+    if given.renew and given.begin_from is None:
+        parser.error("--renew is about an exported model's weights: name its folder with --begin-from")
+    return given
 
 
 def main() -> None:

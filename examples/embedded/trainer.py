@@ -253,10 +253,10 @@ class Training:
             self.state = State(**state)
         elif plan.begin_from is not None:
             self.state = State(**checkpoints.begin_from(plan.begin_from, self.model, self.average))
-        if plan.renew:
-            tokens = stream.unread(self.encoder, plan.seed)
-            checkpoints.renew(self.model, self.optimizers, self.average, tokens, plan.seed)
-            say(f"new embeddings for {len(tokens)} parts of words that were never read")
+            if plan.renew:  # once: a resumed run keeps what they have learnt since
+                tokens = stream.unread(self.encoder, plan.seed)
+                checkpoints.renew(self.model, self.average, tokens, plan.seed)
+                say(f"new embeddings for {len(tokens)} parts of words that were never read")
         self.first = 0 if resumed and not widened else self.state.step
         self.log = Log(plan.out, fresh=not resumed)
         self.team = Team(self.model, plan.threads - 1)
