@@ -67,6 +67,7 @@ LEFT = WEAK | {"like": 1.8, "above": 2.0, "service": 2.2, "siblings": 1.5, "sile
 LEFT |= {"deprecated": 1.2, "sum": 1.2, "facts": 1.2, "condition": 1.3, "fallback": 1.5, "forbidden": 1.2, "reading only": 1.0}
 CLEAR = LEFT | {"deprecated": 1.8, "facts": 2.0, "sum": 1.5, "chain": 1.4, "condition": 1.4, "siblings": 1.6, "decline": 1.35}
 NAMES = CLEAR | {"fallback": 2.5, "like": 2.4, "above": 2.2, "service": 2.8, "glossary": 2.4, "siblings": 1.8, "decline": 1.3}
+NEARER = NAMES | {"above": 4.0, "like": 3.6, "deprecated": 2.2, "decline": 1.6, "preferred": 1.4}
 STAGES = (
     Stage(1, 4, 600, 3000, 0.1, 1.0, 0.0, 0.0, HERMES),
     Stage(2, 8, 800, 4000, 0.3, 0.6, 0.0, 0.0, SOME),
@@ -85,7 +86,8 @@ STAGES = (
     Stage(88.4, 50, 2600, 9000, 0.62, 0.0, 0.06, 0.35, TEXT, 0.1, 4, CLEAR),
     Stage(90.8, 50, 2600, 9000, 0.62, 0.0, 0.06, 0.35, TEXT, 0.1, 4, CLEAR | {"fallback": 4.0}),
     Stage(105.2, 50, 2600, 9000, 0.6, 0.0, 0.06, 0.35, TEXT, 0.3, 4, NAMES),
-    Stage(math.inf, 50, 2600, 9000, 0.6, 0.0, 0.06, 0.35, TEXT, 0.3, 4, NAMES, 0.3, True),
+    Stage(121.6, 50, 2600, 9000, 0.6, 0.0, 0.06, 0.35, TEXT, 0.3, 4, NAMES, 0.3, True),
+    Stage(math.inf, 50, 2600, 9000, 0.6, 0.0, 0.06, 0.45, TEXT, 0.3, 4, NEARER, 0.35, True),
 )
 
 
