@@ -29,6 +29,7 @@ def test_the_loop_goes_on_while_the_model_computes(llm: Make, run: Make) -> None
                 pauses.append(time.perf_counter() - at)
 
         ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0.01)  # it is at it
         start = time.perf_counter()
         await model.achat([user("the log " * 800)])
         took = time.perf_counter() - start
@@ -36,8 +37,11 @@ def test_the_loop_goes_on_while_the_model_computes(llm: Make, run: Make) -> None
         await ticking
         return max(pauses), took
 
-    pause, took = run(longest_pause())
-    assert pause < max(0.3, took / 3)
+    for _ in range(4):  # others on the machine pause the loop now and then, a model that blocks it does so each time
+        pause, took = run(longest_pause())
+        if pause < took / 3:
+            return
+    raise AssertionError(f"the loop stood still for {pause:.2f} s of {took:.2f} s, four times")
 
 
 def test_leaving_a_stream_ends_the_request(run: Make, caplog: pytest.LogCaptureFixture) -> None:
