@@ -83,7 +83,7 @@ class Desk:
 
     def list_notes(self) -> str:
         """List the notes."""
-        return _told(notes=self.notes)
+        return _told(notes=", ".join(self.notes))
 
     def book_ticket(self, place: str, date: str) -> str:
         """Book a ticket."""

@@ -64,9 +64,9 @@ the model does.
 TAIL = """\
 ## Limits
 
-Requests that need knowledge, synonyms outside the closed list, arithmetic in the head, nested or array arguments, several calls in one
-turn, languages other than English, more than 8,192 tokens. It was made for the tools and requests of its own world; what it gets of those
-that people wrote is in the figures, where they were asked.
+Requests that need knowledge, synonyms outside the closed list, arithmetic in the head, nested or array arguments, lists in results,
+several calls in one turn, languages other than English, more than 8,192 tokens. It was made for the tools and requests of its own world;
+what it gets of those that people wrote is in the figures, where they were asked.
 """
 
 
