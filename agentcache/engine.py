@@ -124,6 +124,7 @@ class Engine:
         sampling: Sampling | None = None,
         constraint: Constraint | None = None,
         volatile: Volatile = (),
+        turn: str = "",
         namespace: str = "default",
         reuse: Reuse | Calibration | None = None,
         rendering: Rendering = "canonical",
@@ -136,10 +137,11 @@ class Engine:
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
-        stands at the tail, and is taken out of the system prompt if it stands there. reuse: as of the engine; a calibration means
-        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total):
-        prompt tokens so far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on the
-        device's thread with what each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
+        stands at the tail, and is taken out of the system prompt if it stands there. turn: names this turn of its conversation: the calls'
+        ids depend on it, where a shortened history makes one prompt of two turns. reuse: as of the engine; a calibration means "approximate"
+        under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total): prompt tokens so
+        far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on the device's thread with
+        what each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
         """
         called = time.perf_counter()
         sampling = sampling or Sampling()
@@ -155,7 +157,7 @@ class Engine:
         )
         sampling = self._fit(layout, sampling)
         request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
-        request.on_progress, request.on_logits = on_progress, on_logits
+        request.on_progress, request.on_logits, request.turn = on_progress, on_logits, turn
         expect(request, layout, tools, constraint, self.grammars)
         self.scheduler.life.segments.look(request, self.scheduler.life.scope(request, len(layout.ids)), layout, self._texts)
         self.scheduler.submit(request)

@@ -90,7 +90,8 @@ class Request:
     found by others. near, near_kept: among whose pages what is behind them is
     kept, and how much is. fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the
     store has or had.
-    guide: what its completion is held to. tools: names that may be called, None if no text is a call. opened: the prompt begins a thought.
+    turn: the caller's name for this turn of the conversation. guide: what its completion is held to. tools: names that may be called, None
+    if no text is a call. opened: the prompt begins a thought.
     reading: makes the reader of its answer that the tokenizer's response template asks for, None if our own parsers read it.
     numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
     """
@@ -108,6 +109,7 @@ class Request:
     lossy: bool = False
     calibration: Calibration | None = None
     fill_only: bool = False
+    turn: str = ""
     guide: Guide | None = None
     tools: frozenset[str] | None = frozenset()
     opened: bool = False

@@ -1,6 +1,7 @@
 """What a completion says: reasoning, text and calls, at once or piece by piece. Knows nothing of how its tokens came about.
 
-A call is known by an id made from the prompt and its place in the answer: the same in every process, and different at each step.
+A call's id is made from the prompt, the turn that the caller names, and the call's place in the answer: the same in every process, and
+different at each turn.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .errors import AgentCacheError
+from .errors import AgentCacheError, ConfigError
 from .inflight import Request
 from .model.call_stream import CallStream, Delta
 from .model.grammar import Grammars
@@ -32,6 +33,8 @@ def expect(
     request: Request, layout: Layout, tools: Iterable[Tool | Mapping[str, Any]], constraint: Constraint | None, grammars: Grammars
 ) -> None:
     """Tell the request what its completion may be. Raises before anything is computed if nothing could satisfy the constraint."""
+    if not isinstance(request.turn, str):
+        raise ConfigError(f"turn={request.turn!r:.200}: must be a text that names this turn of its conversation")
     listed = list(tools)
     request.tools = frozenset(map(tool_name, listed))
     request.opened = layout.text.rstrip().endswith(THINK)
@@ -130,7 +133,9 @@ class Reader:
 
 
 def call_id(request: Request, index: int) -> str:
-    """The id of call number `index` of an answer."""
+    """The id of call number `index` of an answer. Equal prompts of different turns, as trimming makes them, give different ids."""
     prompt = as_ids(request.ids[: request.receipt.prompt_tokens])
-    number = int.from_bytes(hashlib.blake2b(prompt.tobytes() + index.to_bytes(4, "big"), digest_size=8).digest(), "big")
+    said = prompt.tobytes() + index.to_bytes(4, "big")
+    turn = hashlib.blake2b(request.turn.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+    number = int.from_bytes(hashlib.blake2b(said, key=turn, digest_size=8).digest(), "big")
     return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(ID_CHARS))

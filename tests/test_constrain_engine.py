@@ -72,6 +72,20 @@ def test_random_weights_make_valid_calls(family: str) -> None:
         assert any("Hermes' form" in note for note in after.receipt.notes) == (family == "other")
 
 
+def test_call_ids_tell_turns_with_one_prompt_apart() -> None:
+    with engine() as running:
+        options = {"sampling": hot(1), "constraint": Constraint("ping")}
+        ids = {}
+        for turn in ("", "1", "2", "1"):
+            stream = running.stream(ASKED, TOOLS, turn=turn, **options)
+            told = [delta.id for delta in stream.deltas() if delta.kind == "call"]
+            assert told == [call.id for call in stream.completion.message.tool_calls]
+            assert ids.setdefault(turn, told) == told, "the same for the same turn"
+        assert len({told[0] for told in ids.values()}) == 3
+        with pytest.raises(ConfigError, match="turn=7"):
+            running.stream(ASKED, TOOLS, turn=7, **options)
+
+
 def test_free_text_with_calls_in_it() -> None:
     """A model that wants to begin calls all the time finishes each as a valid one."""
     tokenizer = models.toy_tokenizer()

@@ -30,6 +30,11 @@ def converted(messages: Sequence[BaseMessage]) -> list[Message]:
     return [_converted(index, message) for index, message in enumerate(messages)]
 
 
+def turn(messages: Sequence[BaseMessage]) -> str:
+    """A name for this turn of its conversation: the ids of the messages, which LangGraph gives and a trimmed history keeps."""
+    return json.dumps(ids) if any(ids := [message.id for message in messages]) else ""
+
+
 def _converted(index: int, message: BaseMessage) -> Message:
     text, reasoning = _parts(index, message)
     if isinstance(message, HumanMessage):

@@ -20,7 +20,7 @@ from agentcache import Stream
 from agentcache import errors as own
 
 from . import _engines, _pins
-from ._messages import converted, marked
+from ._messages import converted, marked, turn
 from ._output import chunk_of, last_chunk, message_of
 from ._settings import ALIASES, PER_CALL, SAMPLING, Settings, seconds, warn_once
 from ._structured import structured
@@ -226,6 +226,7 @@ class ChatAgentCache(Settings):
                 ),
                 **self._rendering(kwargs),
                 "volatile": kwargs.get("volatile") or (),
+                "turn": turn(messages),
             }
             wishes = [
                 _pins.Wish(engine, said[:end], tools, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))
