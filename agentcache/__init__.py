@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 from . import errors
 from .types import (
     Constraint,
+    InvalidCall,
     Layout,
     LayoutOptions,
     Message,
@@ -41,6 +42,7 @@ __all__ = [
     "Completion",
     "Constraint",
     "Engine",
+    "InvalidCall",
     "Layout",
     "LayoutOptions",
     "Message",

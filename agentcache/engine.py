@@ -28,7 +28,7 @@ from .model.grammar import Grammars
 from .model.hf import HFModel, load
 from .model.sampling import Sampler, TextStream
 from .receipt import Receipt
-from .reply import expect, message_of, tool_name
+from .reply import cut_short, expect, message_of, tool_name
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.policy import budgets
@@ -229,7 +229,7 @@ class Engine:
         receipt = request.receipt
         receipt.missed = self._misses.look(request.namespace, layout) if request.reuse else None
         generated = tuple(request.ids[receipt.prompt_tokens :])
-        message = message_of(request)
+        message, invalid = message_of(request)
         if message.tool_calls and receipt.finish_reason == "stop":
             receipt.finish_reason = "tool_calls"
         if spelled := generated[: request.text.spelled or 0]:  # what a stop string cut off is no part of the message
@@ -237,7 +237,7 @@ class Engine:
         receipt.repeated_tokens = len(generated) if layout.ephemeral_tokens else 0
         receipt.saved_ms = receipt.cached_tokens * self.scheduler.ms_per_token
         receipt.saved_flops = self.model.flops(receipt.cached_tokens)
-        return Completion(request.text.text, generated, message, receipt)
+        return Completion(request.text.text, generated, message, receipt, invalid, cut_short(request, message, invalid))
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 

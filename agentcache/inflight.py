@@ -90,8 +90,8 @@ class Request:
     found by others. near, near_kept: among whose pages what is behind them is
     kept, and how much is. fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the
     store has or had.
-    turn: the caller's name for this turn of the conversation. guide: what its completion is held to. tools: names that may be called, None
-    if no text is a call. opened: the prompt begins a thought.
+    turn: the caller's name for this turn of the conversation. guide: what its completion is held to. formed: all of it has a prescribed
+    form. tools: names that may be called, None if no text is a call. opened: the prompt begins a thought.
     reading: makes the reader of its answer that the tokenizer's response template asks for, None if our own parsers read it.
     numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
     """
@@ -111,6 +111,7 @@ class Request:
     fill_only: bool = False
     turn: str = ""
     guide: Guide | None = None
+    formed: bool = False
     tools: frozenset[str] | None = frozenset()
     opened: bool = False
     reading: Callable[[], ResponseStream] | None = None

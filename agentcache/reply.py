@@ -16,9 +16,9 @@ from .inflight import Request
 from .model.call_stream import CallStream, Delta
 from .model.grammar import Grammars
 from .model.response import ResponseStream, reads, template_for, template_of
-from .model.tool_calls import THINK, parse, split_thought
+from .model.tool_calls import CUT, MALFORMED, THINK, Made, read, split_thought
 from .store.keys import as_ids
-from .types import Constraint, Layout, Message, Tool
+from .types import Constraint, InvalidCall, Layout, Message, Tool, ToolCall
 
 ID_CHARS = 9  # what the strictest templates ask for: nine letters and digits
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -58,7 +58,7 @@ def expect(
     if request.forced:
         request.receipt.notes.append("forced tokens: the constraint was not applied")
         return
-    request.guide = guide
+    request.guide, request.formed = guide, constraint.structured or constraint.calls
     if listed and not grammars.form.known:
         request.receipt.notes.append("calls are held to Hermes' form: how this chat template writes them is not known")
 
@@ -84,23 +84,48 @@ def _reading(
     return lambda: ResponseStream(template, begun, shown, request.tools or ())
 
 
-def message_of(request: Request) -> Message:
-    """The assistant message that the request's text spells."""
+def message_of(request: Request) -> tuple[Message, tuple[InvalidCall, ...]]:
+    """The assistant message that the request's text spells, and the calls that it began and that are none."""
+    made: Made = ()
     if request.reading is not None:
-        whole = request.reading()
-        whole.push(request.text.text)
-        whole.finish(cut=request.receipt.finish_reason == "length")
-        message = whole.message
+        reader = request.reading()
+        reader.push(request.text.text)
+        reader.finish(cut=request.receipt.finish_reason == "length")
+        message, made = reader.read()
     elif request.tools is None:
         reasoning, text = split_thought(request.text.text, request.opened)
         message = Message("assistant", text.strip(), reasoning=reasoning)
     else:
-        message = parse(request.text.text, request.tools, opened=request.opened)
+        message, made = read(request.text.text, request.tools, opened=request.opened)
     if message.reasoning:
         request.receipt.reasoning_tokens = request.text.tokens_of(_end_of(message.reasoning, request.text.text))
-    if not message.tool_calls:
-        return message
-    return replace(message, tool_calls=tuple(replace(call, id=call_id(request, n)) for n, call in enumerate(message.tool_calls)))
+    calls, invalid, told = list[ToolCall](), list[InvalidCall](), 0
+    for call in made:
+        named = None if call.id is None and isinstance(call, InvalidCall) else call_id(request, told)
+        told += named is not None
+        if isinstance(call, ToolCall):
+            calls.append(replace(call, id=named))
+        else:
+            invalid.append(replace(call, id=named, error=_why(request, call.error)))
+    return replace(message, tool_calls=tuple(calls)), tuple(invalid)
+
+
+def _why(request: Request, error: str) -> str:
+    """Why a call is none, with what ended the completion in it."""
+    if error == CUT and request.receipt.finish_reason == "length":
+        return f"{CUT}, at max_tokens={request.sampling.max_tokens}: raise it"
+    return f"{CUT}, at a stop string" if error == CUT and request.text.stopped else MALFORMED
+
+
+def cut_short(request: Request, message: Message, invalid: tuple[InvalidCall, ...]) -> bool:
+    """Whether the completion ended inside what was asked for: an object, a call, or a thought with no answer behind it."""
+    out_of_tokens = request.receipt.finish_reason == "length"
+    if request.guide is not None and (not request.guide.accepting or (request.formed and out_of_tokens and not request.guide.over)):
+        return True
+    if request.formed and request.text.stopped:
+        return True
+    answered = message.content or message.tool_calls or not message.reasoning
+    return (out_of_tokens or request.text.stopped) and (any(call.error.startswith(CUT) for call in invalid) or not answered)
 
 
 def _end_of(thought: str, text: str) -> int:

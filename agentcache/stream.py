@@ -13,17 +13,23 @@ from .inflight import Chunk, Done, Event, Progress, Request
 from .model.call_stream import Delta
 from .receipt import Receipt
 from .reply import Reader
-from .types import Message
+from .types import InvalidCall, Message
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a request produced. `message` is the assistant turn to send back; unchanged, it costs nothing the next time."""
+    """What a request produced. `message` is the assistant turn to send back; unchanged, it costs nothing the next time.
+
+    invalid_calls: calls that it began and that are none. cut: max_tokens or a stop string ended it inside an object, a call, or a thought
+    with no answer behind it: nothing in it is a result but the whole calls of `message`.
+    """
 
     text: str
     ids: tuple[int, ...]
     message: Message
     receipt: Receipt
+    invalid_calls: tuple[InvalidCall, ...] = ()
+    cut: bool = False
 
     @property
     def finish_reason(self) -> str | None:

@@ -226,8 +226,8 @@ def test_random_weights_make_valid_calls_that_go_on(tiny: Any, response: Any) ->
 
 def test_held_answers_are_read_by_the_tokenizers_template(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    message = ResponseStream.message
-    monkeypatch.setattr(ResponseStream, "message", property(lambda self: asked.append(self._fed) or message.fget(self)))  # type: ignore[attr-defined]
+    inner = ResponseStream.read
+    monkeypatch.setattr(ResponseStream, "read", lambda self: asked.append(self._fed) or inner(self))
     with Engine(tiny("qwen3"), tokenizer(OBJECT, toy.CHAT_TEMPLATE), store=None) as running:
         done = running.generate(chat("Tide?"), [Tool("ping")], sampling=Sampling(max_tokens=100), constraint=Constraint("ping"))
     assert [each.name for each in done.message.tool_calls] == ["ping"]

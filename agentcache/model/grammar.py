@@ -36,6 +36,11 @@ class Guide:
         """Whether nothing can follow."""
         return bool(self._matcher.is_stopped())
 
+    @property
+    def accepting(self) -> bool:
+        """Whether the completion may end here."""
+        return bool(self._matcher.is_accepting() or self._matcher.is_stopped())
+
     def mask(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Logits [vocab] with those of other tokens at minus infinity; None if the completion can only end."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..types import Message, ToolCall
+from ..types import InvalidCall, Message, ToolCall
 from . import tag_calls
 from .call_stream import CallStream, Delta, DeltaKind
 from .grammar_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm
-from .tool_calls import HERMES, HERMES_END, THINK_END, parse
+from .tool_calls import CUT, HERMES, HERMES_END, MALFORMED, THINK_END, Made, broken, read, whole
 
 CALLS, TEXT, THOUGHTS = "tool_calls", "content", frozenset({"reasoning_content", "reasoning", "thinking"})
 _OPENED = "agentcache_opened"  # name of the group that takes what opened a call
@@ -134,7 +134,7 @@ class ResponseStream:
         self._told_call = False
         self._out: list[Delta] = []
         self._said: dict[str, list[str]] = {"text": [], "reasoning": []}
-        self._calls: list[ToolCall] = []
+        self._made: list[ToolCall | InvalidCall] = []
         for event in self._parser.initial_events:
             self._field = None if event["type"] == "region_close" else event["field"]
 
@@ -155,7 +155,7 @@ class ResponseStream:
             return self._take(events)
         out = self._take(events[:-1])
         if cut and not self._template.exact:
-            self._malformed(events[-1]["value"])
+            self._malformed(events[-1]["value"], ended=True)
         else:
             self._closed(events[-1]["value"], ended=True)
         return out + self._flush()
@@ -163,10 +163,14 @@ class ResponseStream:
     @property
     def message(self) -> Message:
         """The message that the completion spells; whole once `finish` was called."""
-        if not self._calls and not any("".join(said).strip() for said in self._said.values()):
-            return parse(self._fed, self._names)  # nothing was where the template looks for it
-        thought = "".join(self._said["reasoning"]).strip() or None
-        return Message("assistant", "".join(self._said["text"]).strip(), tuple(self._calls), reasoning=thought)
+        return self.read()[0]
+
+    def read(self) -> tuple[Message, Made]:
+        """The same, with all calls in order, those included that are none."""
+        if not self._made and not any("".join(said).strip() for said in self._said.values()):
+            return read(self._fed, self._names)  # nothing was where the template looks for it
+        thought, made = "".join(self._said["reasoning"]).strip() or None, tuple(self._made)
+        return Message("assistant", "".join(self._said["text"]).strip(), whole(made), reasoning=thought), made
 
     def _flush(self) -> list[Delta]:
         out, self._out = self._out, []
@@ -213,24 +217,24 @@ class ResponseStream:
         for piece in pieces:
             if piece.kind in ("call", "arguments", "cut"):
                 self._told_call = True
-                self._out.append(replace(piece, index=len(self._calls)))
+                self._out.append(replace(piece, index=self._told()))
 
     def _closed(self, value: Any, ended: bool = False) -> None:
         """A call is whole: tell what was not told of it; or it is none, and text. ended: by the end of the completion."""
         calls = self._read(value, ended)
         if calls is None:
-            self._malformed(value)
+            self._malformed(value, ended)
             return
         if self._live is not None and self._told_call:
             self._forward([*self._live.push(HERMES_END), *self._live.finish()])
-            self._calls += calls
+            self._made += calls
         else:
             for call in calls:
                 self._out += [
-                    Delta("call", call.name, len(self._calls)),
-                    Delta("arguments", json.dumps(call.arguments, ensure_ascii=False), len(self._calls)),
+                    Delta("call", call.name, self._told()),
+                    Delta("arguments", json.dumps(call.arguments, ensure_ascii=False), self._told()),
                 ]
-                self._calls.append(call)
+                self._made.append(call)
         self._live = None
 
     def _read(self, value: Any, ended: bool) -> list[ToolCall] | None:
@@ -257,8 +261,13 @@ class ResponseStream:
         schema = known.get(call.name, {})
         return ToolCall(call.name, {key: tag_calls.value_of(text, schema, key) for key, text in call.arguments.items()})
 
-    def _malformed(self, value: Any) -> None:
-        raw = "".join(_raw(value))
+    def _told(self) -> int:
+        """How many calls were told before the one under way."""
+        return sum(isinstance(call, ToolCall) or call.id is not None for call in self._made)
+
+    def _malformed(self, value: Any, ended: bool) -> None:
+        opened, body = _raw(value)
+        raw = opened + body
         behind = self._fed[self._fed.rfind(raw) + len(raw) :]
         close = self._template.parts.fields[CALLS].close_re
         found = close.match(behind) if close is not None else None
@@ -269,7 +278,15 @@ class ResponseStream:
             self._space["text"] = ""
         else:
             self._tell("text", raw)
+        self._made.append(self._invalid(opened, body, ended))
         self._live = None
+
+    def _invalid(self, opened: str, body: str, ended: bool) -> InvalidCall:
+        if self._template.streams:
+            return replace(broken(body, cut=ended), id="" if self._told_call else None)
+        pattern = self._template.calls.fields[CALLS].open_re
+        named = pattern.match(opened) if pattern is not None else None
+        return InvalidCall((named.groupdict().get("name") or "") if named else "", body, CUT if ended else MALFORMED)
 
 
 def _raw(value: Any) -> tuple[str, str]:

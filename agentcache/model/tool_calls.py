@@ -12,13 +12,17 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..types import Message, ToolCall
+from ..types import InvalidCall, Message, ToolCall
 
 HERMES, HERMES_END, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
 THINK, THINK_END = "<think>", "</think>"
 LLAMA = '{"name"'
 _SPACE = re.compile(r"\s*")
 _JSON = json.JSONDecoder()
+_BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL)
+
+CUT, MALFORMED = "cut short: the completion ends inside it", "malformed: not an object with a name and arguments"
+Made = tuple[ToolCall | InvalidCall, ...]  # calls in the order in which they were begun
 
 
 def _call(value: Any) -> ToolCall | None:
@@ -62,10 +66,26 @@ def parse(text: str, tools: Collection[str] | None = None, *, opened: bool = Fal
     tools: names of those that were offered, None if not known; JSON of Llama's form is a call only if it names one of them. opened: the
     prompt ended in the beginning of a thought.
     """
+    return read(text, tools, opened=opened)[0]
+
+
+def read(text: str, tools: Collection[str] | None = None, *, opened: bool = False) -> tuple[Message, Made]:
+    """The same, with all calls in order, those included that are none."""
     reasoning, text = split_thought(text, opened)
-    found = _tagged(text) or _listed(text) or _bare(text, tools)
-    content, calls = found or (text, ())
-    return Message("assistant", content.strip(), calls, reasoning=reasoning)
+    content, made = _tagged(text) or _listed(text) or _bare(text, tools) or (text, ())
+    return Message("assistant", content.strip(), whole(made), reasoning=reasoning), made
+
+
+def whole(made: Made) -> tuple[ToolCall, ...]:
+    """The calls among those that were begun."""
+    return tuple(call for call in made if isinstance(call, ToolCall))
+
+
+def broken(body: str, *, cut: bool) -> InvalidCall:
+    """The call that a text begins and is none. cut: the completion ended in it. `id` is not None if deltas told of it, still empty then."""
+    found = _BEGUN.match(body)
+    name, arguments = (str(_load(found.group(1)) or ""), found.group(2) or "") if found else ("", "")
+    return InvalidCall(name, arguments, CUT if cut else MALFORMED, "" if arguments.startswith("{") else None)
 
 
 def split_thought(text: str, opened: bool) -> tuple[str | None, str]:
@@ -79,48 +99,56 @@ def split_thought(text: str, opened: bool) -> tuple[str | None, str]:
     return thought.strip("\n"), rest.lstrip()
 
 
-def _tagged(text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
-    """Content and calls of Hermes' form; None if there are none, or one is malformed. Half an object stays content, half a tag is fine."""
-    content, calls, at = "", list[ToolCall](), 0
+def _tagged(text: str) -> tuple[str, Made] | None:
+    """Content and calls of Hermes' form; None if there are none. Half an object stays content, half a tag is fine."""
+    content, made, at = "", list[ToolCall | InvalidCall](), 0
     while (start := text.find(HERMES, at)) >= 0:
         content += text[at:start]
         value, at = _value(text, start + len(HERMES))
         end = _skip(text, at)
-        if value is None and text.find(HERMES_END, at) < 0:
-            content, at = content + text[start:], len(text)
-            break
-        call = _call(value)
-        closing = text[end : end + len(HERMES_END)]
-        if call is None or not HERMES_END.startswith(closing) or (closing != HERMES_END and end + len(closing) != len(text)):
-            return None
-        calls.append(call)
-        at = end + len(closing)
-    return (content + text[at:], tuple(calls)) if calls else None
+        call, closing = _call(value), text[end : end + len(HERMES_END)]
+        if call is not None and (closing == HERMES_END or (HERMES_END.startswith(closing) and end + len(closing) == len(text))):
+            made.append(call)
+            at = end + len(closing)
+            continue
+        body, mark, rest = text[start + len(HERMES) :].partition(HERMES_END)
+        if body.lstrip().startswith("{") or not body.strip():  # else the tag is only spoken of
+            made.append(broken(body, cut=not mark))
+        at = len(text) - len(rest)
+        content += text[start:at]
+    return (content + text[at:], tuple(made)) if made else None
 
 
-def _listed(text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
-    """Content and calls of Mistral's form; None if there are none, or one is malformed. A list that was cut short keeps its whole calls."""
+def _listed(text: str) -> tuple[str, Made] | None:
+    """Content and calls of Mistral's form; None if there are none. A list that was cut short keeps its whole calls."""
     content, marker, rest = text.partition(MISTRAL)
     at = _skip(rest, 0)
     if not marker or not rest.startswith("[", at):
-        return None
-    calls, at = list[ToolCall](), at + 1
-    while (value := _value(rest, at))[0] is not None:
-        call, at = _call(value[0]), _skip(rest, value[1])
+        return (text, (broken("", cut=True),)) if marker and at == len(rest) else None
+    made, at = list[ToolCall | InvalidCall](), at + 1
+    while True:
+        value, end = _value(rest, at)
+        call = _call(value)
         if call is None:
-            return None
-        calls.append(call)
+            left = rest[at:].lstrip()
+            made += [broken(left, cut=value is None)] if left.startswith("{") or not left else []
+            break
+        made.append(call)
+        at = _skip(rest, end)
         if not rest.startswith(",", at):
             break
         at += 1
-    left = rest[at + rest.startswith("]", at) :]
-    return (content + left, tuple(calls)) if calls else None
+    if not whole(tuple(made)):
+        return (text, tuple(made)) if made else None
+    return content + rest[at + rest.startswith("]", at) :], tuple(made)
 
 
-def _bare(text: str, tools: Collection[str] | None) -> tuple[str, tuple[ToolCall, ...]] | None:
+def _bare(text: str, tools: Collection[str] | None) -> tuple[str, Made] | None:
     """The one call of Llama's form."""
     bare = text.strip()
-    call = _call(_load(bare)) if bare.startswith(LLAMA) else None
-    if call is None or (tools is not None and call.name not in tools):
-        return None
-    return "", (call,)
+    value = _load(bare) if bare.startswith(LLAMA) else None
+    call = _call(value)
+    if call is not None:
+        return ("", (call,)) if tools is None or call.name in tools else None
+    begun = broken(bare, cut=True) if bare.startswith(LLAMA) and value is None else None
+    return (text, (begun,)) if begun and begun.arguments and begun.name in (tools or ()) else None
