@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine import Chunk, Completion, Engine, Stream
     from .layout.declared import volatile
+    from .model.tool_calls import InvalidCall
     from .receipt import Receipt
 
 from . import errors
 from .types import (
     Constraint,
-    InvalidCall,
     Layout,
     LayoutOptions,
     Message,
@@ -35,7 +35,11 @@ from .types import (
 __version__ = "0.1.0"
 DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name
 
-_LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {"Receipt": "receipt", "volatile": "layout.declared"}
+_LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
+    "InvalidCall": "model.tool_calls",
+    "Receipt": "receipt",
+    "volatile": "layout.declared",
+}
 
 __all__ = [
     "Chunk",

@@ -16,9 +16,9 @@ from .inflight import Request
 from .model.call_stream import CallStream, Delta
 from .model.grammar import Grammars
 from .model.response import ResponseStream, reads, template_for, template_of
-from .model.tool_calls import CUT, MALFORMED, THINK, Made, read, split_thought
+from .model.tool_calls import CUT, MALFORMED, THINK, InvalidCall, Made, read, split_thought
 from .store.keys import as_ids
-from .types import Constraint, InvalidCall, Layout, Message, Tool, ToolCall
+from .types import Constraint, Layout, Message, Tool, ToolCall
 
 ID_CHARS = 9  # what the strictest templates ask for: nine letters and digits
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

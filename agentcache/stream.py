@@ -11,9 +11,10 @@ from typing import Any
 from .errors import AgentCacheError, CancelledError
 from .inflight import Chunk, Done, Event, Progress, Request
 from .model.call_stream import Delta
+from .model.tool_calls import InvalidCall
 from .receipt import Receipt
 from .reply import Reader
-from .types import InvalidCall, Message
+from .types import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,20 +37,6 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class InvalidCall:
-    """A call that a completion began and that is none: cut short, or malformed. Never one to run; its text stays in the message's content.
-
-    name: empty if it was not written whole. arguments: their text, as far as it came. error: why, in words. id: the id under which deltas
-    told of it, None if they told of none.
-    """
-
-    name: str
-    arguments: str
-    error: str
-    id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Message:
     """One turn. `tool_calls` only on assistant turns, `tool_call_id` and `name` only on tool turns."""
 

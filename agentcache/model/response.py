@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..types import InvalidCall, Message, ToolCall
+from ..types import Message, ToolCall
 from . import tag_calls
 from .call_stream import CallStream, Delta, DeltaKind
 from .grammar_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm
-from .tool_calls import CUT, HERMES, HERMES_END, MALFORMED, THINK_END, Made, broken, read, whole
+from .tool_calls import CUT, HERMES, HERMES_END, MALFORMED, THINK_END, InvalidCall, Made, broken, read, whole
 
 CALLS, TEXT, THOUGHTS = "tool_calls", "content", frozenset({"reasoning_content", "reasoning", "thinking"})
 _OPENED = "agentcache_opened"  # name of the group that takes what opened a call

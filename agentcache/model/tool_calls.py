@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ..types import InvalidCall, Message, ToolCall
+from ..types import Message, ToolCall
 
 HERMES, HERMES_END, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
 THINK, THINK_END = "<think>", "</think>"
@@ -20,6 +21,21 @@ LLAMA = '{"name"'
 _SPACE = re.compile(r"\s*")
 _JSON = json.JSONDecoder()
 _BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidCall:
+    """A call that a completion began and that is none: cut short, or malformed. Never one to run; its text stays in the message's content.
+
+    name: empty if it was not written whole. arguments: their text, as far as it came. error: why, in words. id: the id under which deltas
+    told of it, None if they told of none.
+    """
+
+    name: str
+    arguments: str
+    error: str
+    id: str | None = None
+
 
 CUT, MALFORMED = "cut short: the completion ends inside it", "malformed: not an object with a name and arguments"
 Made = tuple[ToolCall | InvalidCall, ...]  # calls in the order in which they were begun
