@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .layout.declared import volatile
     from .model.tool_calls import InvalidCall
     from .receipt import Receipt
+    from .recorder import Recorder
 
 from . import errors
 from .types import (
@@ -38,6 +39,7 @@ DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from
 _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "InvalidCall": "model.tool_calls",
     "Receipt": "receipt",
+    "Recorder": "recorder",
     "volatile": "layout.declared",
 }
 
@@ -54,6 +56,7 @@ __all__ = [
     "Move",
     "Reason",
     "Receipt",
+    "Recorder",
     "Refusal",
     "Sampling",
     "Span",

@@ -17,15 +17,17 @@ import json
 import math
 import os
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import CalibrationError
+from .errors import CalibrationError, ReuseWarning
 from .types import Precision, Segment
 
 FORMAT = 1
+LEAST_CASES = 32  # fewer tell little: each answer is a thirtieth of what its bounds were held against
 PRECISIONS: tuple[Precision, ...] = ("exact", "int8", "int4")
 
 
@@ -96,6 +98,17 @@ class Calibration:
     def repair(self) -> str:
         """What decides how near to exact its pages are: calibrations that share this may share them."""
         return repr((self.steps, self.least, self.tail, self.share, self.probe, self.precision))
+
+    @property
+    def doubt(self) -> str:
+        """Why its bounds are not to be relied on: it was measured on few cases; empty if it was not, or was made by hand."""
+        cases = self.measured.get("cases")
+        if not isinstance(cases, int) or cases >= LEAST_CASES:
+            return ""
+        return (
+            f"calibration of {self.model!r} from {cases!r} cases, fewer than {LEAST_CASES}: how far answers drift is hardly known; "
+            "run `agentcache calibrate` with more recorded requests, or with a higher --cases"
+        )
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -191,4 +204,6 @@ class Calibrations:
             return find(given, self.folder, fingerprint, self.model, self.dtype)
         if self.known is None or self.known.fingerprint != fingerprint:
             self.known = find(self.given, self.folder, fingerprint, self.model, self.dtype)
+            if doubt := self.known.doubt:
+                warnings.warn(doubt, ReuseWarning, stacklevel=2)
         return self.known

@@ -19,7 +19,7 @@ from agentcache.bench.segments_parts import methods
 from agentcache.bench.workloads import Call, Episode, read
 from agentcache.calibration import Calibration
 from agentcache.cli import app
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, ReuseWarning
 from agentcache.types import Precision
 from tests import models
 from tests.engines import TOOLS
@@ -298,9 +298,12 @@ def test_what_calibrate_writes_serves_an_engine(workload: Path, model: Path, tmp
     )
     assert done.exit_code == 0, done.output
     assert "chosen: " in done.output
+    assert "from 1 cases, fewer than 32" in done.stderr
     report = json.loads((tmp_path / "c.json").read_text())
     assert Calibration.load(report["written"]).model == str(model)
-    with Engine(str(model), store=str(tmp_path / "store"), reuse="approximate") as engine:
+    with pytest.warns(ReuseWarning, match="from 1 cases, fewer than 32"):
+        engine = Engine(str(model), store=str(tmp_path / "store"), reuse="approximate")
+    with engine:
         for system in ("One.", "Quite another."):
             messages = [{"role": "system", "content": system}, message("user", 1), message("assistant", 2), message("user", 3)]
             receipt = engine.generate(messages, sampling=None).receipt

@@ -118,6 +118,8 @@ def calibrate(
             within = f"kl={kl!r} and top1={top1!r} and is no slower than the exact prefix"
             raise CalibrationError(f"no setting keeps {within}: nothing is written, approximate reuse stays refused")
         typer.echo(f"chosen: {found['chosen']}; written to {found['written']}")
+        if known.doubt:
+            typer.secho(f"warning: {known.doubt}", err=True)
 
 
 Paired = Annotated[int, typer.Option(min=0, help="Also so many made-up requests answered whole, beside their answers without reuse.")]

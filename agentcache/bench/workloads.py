@@ -5,6 +5,7 @@ Kinds, told apart by their keys:
     chat         {"system", "tools" | "tools_ref" [+ "tool_names"], "messages", ["tools_events"]}   history only grows
     text         {"prompts", "completions"}                                                         raw text, no chat template
     chat_steps   {"tools", "steps": [{"messages", "completion"}]}                                   history may be edited
+    requests     {"conversation_id", "messages", "tools", "response"}      one a line, as `agentcache.Recorder` writes them
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One recorded run of an agent. kind: chat, text or chat_steps."""
+    """One recorded run of an agent. kind: chat, text, chat_steps or requests."""
 
     id: str
     kind: str
@@ -41,24 +42,47 @@ class Episode:
 def read(path: Path, tools_dir: Path | None = None, *, episodes: int | None = None, calls: int | None = None) -> Iterator[Episode]:
     """The episodes of a trace file, at most so many, each cut behind its first `calls` calls.
 
-    tools_dir: where `tools_ref` catalogs lie; by default `tools` beside the trace's own folder.
+    Recorded requests are one episode per conversation, behind the others; those without an answer are left out. tools_dir: where
+    `tools_ref` catalogs lie; by default `tools` beside the trace's own folder.
     """
     if not path.is_file():
         raise ConfigError(f"workload {str(path)!r} is not a file: give a .jsonl trace")
     folder = tools_dir if tools_dir is not None else path.resolve().parent.parent / "tools"
+    recorded: dict[str, list[Call]] = {}
     with path.open(encoding="utf-8") as lines:
         done = 0
         for number, line in enumerate(lines, 1):
             if episodes is not None and done >= episodes:
-                return
+                break
             if not line.strip():
                 continue
             try:
                 raw = json.loads(line)
             except ValueError as error:
                 raise ConfigError(f"workload {str(path)!r}, line {number}: not JSON ({error})") from error
-            yield episode(raw, folder, where=f"workload {str(path)!r}, line {number}", calls=calls)
+            where = f"workload {str(path)!r}, line {number}"
+            if isinstance(raw, Mapping) and "conversation_id" in raw:
+                _record(raw, recorded, where, episodes)
+                continue
+            yield episode(raw, folder, where=where, calls=calls)
             done += 1
+    for name, found in list(recorded.items())[: None if episodes is None else max(0, episodes - done)]:
+        yield Episode(name, "requests", tuple(found[:calls]))
+
+
+def _record(raw: Mapping[str, Any], recorded: dict[str, list[Call]], where: str, most: int | None) -> None:
+    """Add a recorded request to its conversation's. One without an id belongs to those that begin with the same words of a user."""
+    if raw.get("response") is None:
+        return
+    try:
+        prompt = raw["prompt"] if "prompt" in raw else list(raw["messages"])
+        choice = raw["response"]["choices"][0]
+        answer = choice["text"] if "text" in choice else choice["message"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"{where}: a recorded request without {error.args[0]!r}") from error
+    name = raw["conversation_id"] or json.dumps(next((m for m in prompt if m.get("role") == "user"), None) if "messages" in raw else prompt)
+    if name in recorded or most is None or len(recorded) < most:
+        recorded.setdefault(str(name), []).append(Call(prompt, tuple(raw.get("tools") or ()), answer))
 
 
 def episode(raw: Any, tools_dir: Path, *, where: str = "episode", calls: int | None = None) -> Episode:
