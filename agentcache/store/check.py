@@ -1,8 +1,9 @@
 """Is everything stored as it was written? Finds what is not, and mends it. Knows no requests, and prints nothing.
 
 damaged index     made anew from what the pages say of themselves      page without a row      deleted once its writer is dead
-changed page      its row and its blob deleted: it is computed again   unfinished page         likewise
-row without page  deleted                                              quarantined page        deleted, it was never served
+changed row       made anew from what its page says of itself          unfinished page         likewise
+changed page      its row and its blob deleted: it is computed again   quarantined page        deleted, it was never served
+row without page  deleted
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from ..errors import BlobError, StoreCorruptError, StoreError, StorePermissionError
+from ..errors import BlobError, StoreBusyError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
 from ..types import PAGE_TOKENS, Precision
 from . import files, process
 from .folder import Folder
@@ -66,8 +67,6 @@ def verify(folder: Folder, *, fix: bool = False, progress: Progress | None = Non
     with index:
         _check_rows(folder, index, report, fix, progress or _silent)
         report.problems += _orphans(folder, index, fix)
-        if fix:
-            index.drop_dead_pins()
     return report
 
 
@@ -78,20 +77,24 @@ def _silent(done: int, total: int) -> None:
 # -- the index -----------------------------------------------------------------------------------------------------
 
 
-def index_problems(folder: Folder) -> list[str]:
-    """What is wrong with the index, in words."""
+def index_problems(folder: Folder, fix: bool = False) -> list[str]:
+    """What is wrong with the index, in words. fix: whether it shall be written to, too."""
     try:
         with Index(folder) as index:
             found = index.check()
             lost = int(str(index.stats()["groups"])) - len(index.groups())
+            if fix:
+                index.drop_dead_pins()
             return [*found, f"{lost} manifests of tool groups are damaged"] if lost > 0 else found
-    except StoreCorruptError as error:
+    except (StoreBusyError, StoreFormatError, StoreFullError):
+        raise
+    except StoreError as error:  # damaged, or as good as that
         return [str(error)]
 
 
 def _sound_index(folder: Folder, report: Report, fix: bool) -> Index | None:
     """The index, made anew where it is damaged and that is asked for; None: it is damaged."""
-    found = index_problems(folder)
+    found = index_problems(folder, fix)
     problems = [Problem("index", folder.index.name, why) for why in found]
     if found and fix:
         try:
@@ -125,7 +128,18 @@ def _check_rows(folder: Folder, index: Index, report: Report, fix: bool, progres
         progress(report.bytes, max(total, report.bytes))
         if problem is None or not _still(index, row):
             continue
-        report.problems.append(replace(problem, mended=fix and delete(folder, index, [row.id])[0] > 0))
+        report.problems.append(replace(problem, mended=fix and _mend(folder, index, row, problem)))
+
+
+def _mend(folder: Folder, index: Index, row: Row, problem: Problem) -> bool:
+    if problem.kind != "index":
+        return delete(folder, index, [row.id])[0] > 0
+    from . import blob
+
+    told = replace(blob.describe(folder, row.blob), role=row.role, used=row.used, hits=row.hits)
+    gone = index.remove([row.id], force=True)
+    index.restore([told])
+    return bool(gone)
 
 
 def _problem(folder: Folder, row: Row) -> Problem | None:
@@ -137,8 +151,12 @@ def _problem(folder: Folder, row: Row) -> Problem | None:
     try:
         blob.verify(folder, row)
     except BlobError as error:
-        lost = isinstance(error.__cause__, FileNotFoundError)
-        return Problem("missing", row.blob, "there is no such file", 0) if lost else Problem("page", row.blob, str(error), row.bytes)
+        if isinstance(error.__cause__, FileNotFoundError):
+            return Problem("missing", row.blob, "there is no such file", 0)
+        with suppress(BlobError):  # the page is as it was written, and vouched for: its row is not
+            blob.verify(folder, blob.describe(folder, row.blob))
+            return Problem("index", row.blob, str(error), row.bytes)
+        return Problem("page", row.blob, str(error), row.bytes)
     return None
 
 

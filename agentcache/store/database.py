@@ -7,13 +7,14 @@ forks: all are closed before, and opened again where they are used after.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import sqlite3
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +32,7 @@ PAUSE_S = (0.001, 0.05)  # between tries, doubling
 CACHE_KIB = 8192
 FORESEEN = 16  # later versions of the tables; any other number is damage
 LOG_PAGES = 1000  # of the write-ahead log, before they go into the file
-DAMAGE = ("no such table", "no such column", "no such index", "has no column", "unsupported file format", "decode", "malformed")
+OUTSIDE = ("unable to open", "readonly", "disk i/o", "out of memory", "interrupted")  # trouble that need not come from the file
 
 _guard = threading.Lock()
 _databases: weakref.WeakSet[Database] = weakref.WeakSet()
@@ -135,6 +136,8 @@ class Database:
                     if isinstance(error, StoreError):
                         raise
                     raise StoreError(f"the index {str(self.path)!r} cannot be used: {error}") from error
+                except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # values that no writer of ours put there
+                    raise corrupt(self.path, f"{type(error).__name__}: {error}") from error
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_S[1])
 
@@ -198,7 +201,7 @@ class Database:
             return
         older = connection.execute("PRAGMA user_version").fetchone()[0] in self._upgrades
         if self._shared and not older and any(self.folder.blobs.glob("*/*.safetensors")):
-            raise _corrupt(self.path, "it is empty, yet there are pages")
+            raise corrupt(self.path, "it is empty, yet there are pages")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise StoreError(
@@ -220,16 +223,19 @@ class Database:
     def _known(self, connection: sqlite3.Connection) -> bool:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if (application, version) == (APPLICATION, self._version):
-            return True
         if application == APPLICATION:
             if version in self._upgrades and self.folder.writable:
                 return False
-            if self._version < version <= self._version + FORESEEN:
+            ours = _made(connection) == _meant(self._schema)
+            if version == self._version:
+                if not ours:
+                    raise corrupt(self.path, "its tables are not those that were made")
+                return True
+            if not ours and self._version < version <= self._version + FORESEEN:
                 raise StoreFormatError(f"{str(self.path)!r} is of version {version!r}, later than {self._version!r}: use what made it")
-            raise _corrupt(self.path, f"it says version {version!r}, where {self._version!r} belongs")
+            raise corrupt(self.path, f"it says version {version!r}, where {self._version!r} belongs")
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise _corrupt(self.path, f"it is a database of something else (application {application:#x})")
+            raise corrupt(self.path, f"it is a database of something else (application {application:#x})")
         return False
 
     def _open_read_only(self) -> sqlite3.Connection:
@@ -244,7 +250,7 @@ class Database:
         connection = self._connect(f"{self.path.as_uri()}?mode=ro{'' if logged else '&immutable=1'}")
         try:
             if not self._known(connection):
-                raise _corrupt(self.path, "it has no tables")
+                raise corrupt(self.path, "it has no tables")
         except BaseException:
             connection.close()
             raise
@@ -275,6 +281,20 @@ def _statements(schema: str) -> list[str]:
     return [statement for statement in schema.split(";;") if statement.strip()]
 
 
+def _made(connection: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
+    """What a file says its tables, indexes and triggers are."""
+    return frozenset(connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
+
+
+@functools.cache
+def _meant(schema: str) -> frozenset[tuple[str, ...]]:
+    """What it says where this schema was made, at once or by upgrades: an upgrade adds the schema's own statements."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        for statement in _statements(schema):
+            connection.execute(statement)
+        return _made(connection)
+
+
 def _state(path: Path, whole: bool) -> tuple[int, ...]:
     """Which file this is; whole: and which contents, with its WAL."""
     found: list[int] = []
@@ -295,7 +315,8 @@ def _busy(error: sqlite3.Error) -> bool:
     return isinstance(error, sqlite3.OperationalError) and ("locked" in str(error) or "busy" in str(error))
 
 
-def _corrupt(path: Path, why: str) -> StoreCorruptError:
+def corrupt(path: Path, why: str) -> StoreCorruptError:
+    """The error that says so, and the way out."""
     return StoreCorruptError(f"the index {str(path)!r} is damaged: {why}; `agentcache verify --fix` makes it anew from the pages")
 
 
@@ -306,8 +327,10 @@ def _named(error: sqlite3.Error, path: Path) -> StoreError:
         return StoreBusyError(f"the index {str(path)!r} was locked by other processes for too long: {said}")
     if "full" in said:
         return StoreFullError(f"the index {str(path)!r} cannot grow: {said}; make room, or prune the store")
-    damaged = type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError) or any(word in said for word in DAMAGE)
-    return _corrupt(path, said) if damaged else StoreError(f"the index {str(path)!r} cannot be used: {said}")
+    misused = not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.ProgrammingError)
+    if misused or any(word in said.lower() for word in OUTSIDE):
+        return StoreError(f"the index {str(path)!r} cannot be used: {said}")
+    return corrupt(path, said)  # our statements fit our tables
 
 
 # -- forks ---------------------------------------------------------------------------------------------------------

@@ -60,7 +60,11 @@ class Disk:
         self.folder = Folder.open(options.folder, key=options.encryption_key)
         self.index = Index(self.folder)
         self.process = process.token()
-        self.read_rate = self._remembered_rate()
+        try:
+            self.read_rate = self._remembered_rate()
+        except StoreError:
+            self.index.close()
+            raise
         self._remembered = self.read_rate.at
         self._leases: set[tuple[bytes, str]] = set()
         self._computed: set[tuple[bytes, str]] = set()  # of these, those whose pages are on their way to the disk

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from ..errors import StoreCorruptError
+from ..errors import StoreError
 from . import process
-from .database import Database, T, Use
+from .database import Database, T, Use, corrupt
 from .folder import Folder
 from .groups import Group
-from .schema import SCHEMA, UPGRADES, VERSION, guard, unguard
+from .schema import SCHEMA, UPGRADES, VERSION, guard, miscounted, sound, unguard
 
 MOST_SPLICES = 100_000
 
@@ -52,6 +52,12 @@ class Ledger:
     def __init__(self, folder: Folder, path: Path | None = None) -> None:
         self.folder = folder
         self._db = Database(folder, SCHEMA, VERSION, path, UPGRADES)
+        try:
+            if said := self._snapshot(miscounted):  # who makes room believes the totals: wrong ones would cost all pages
+                raise corrupt(folder.index, said)
+        except StoreError:
+            self.close()
+            raise
 
     @property
     def database(self) -> Database:
@@ -180,7 +186,7 @@ class Ledger:
         plain = unguard(self.folder, manifest, named("group", namespace, name, fingerprint))
         try:
             return None if plain is None else Group.from_json(plain.decode())
-        except StoreCorruptError:
+        except StoreError:
             return None
 
     def drop_group(self, namespace: str, name: str, fingerprint: str | None = None) -> int:
@@ -251,16 +257,16 @@ class Ledger:
 
     def restore_lists(self, lists: Mapping[str, Iterable[tuple[Any, ...]]]) -> None:
         """Take over what is sound of groups, splices, meta and counters (records of all columns) from a damaged index."""
-        sound = {
-            "groups": [v for v in lists.get("groups", ()) if self._group(v[0], v[1], v[2], v[4]) is not None],
-            "splices": [v for v in lists.get("splices", ()) if unguard(self.folder, v[2], named("splice", *v[:2])) is not None],
-            "meta": [v for v in lists.get("meta", ()) if unguard(self.folder, v[1], named("meta", v[0])) is not None],
-            "counters": [v for v in lists.get("counters", ()) if isinstance(v[0], str) and isinstance(v[1], int)],
+        vouched: dict[str, Callable[[tuple[Any, ...]], bool]] = {
+            "groups": lambda v: self._group(v[0], v[1], v[2], v[4]) is not None,
+            "splices": lambda v: unguard(self.folder, v[2], named("splice", *v[:2])) is not None,
+            "meta": lambda v: unguard(self.folder, v[1], named("meta", v[0])) is not None,
+            "counters": lambda v: True,
         }
 
         def put(connection: sqlite3.Connection) -> None:
-            for name, records in sound.items():
-                for values in records:
+            for name, vouches in vouched.items():
+                for values in (v for v in lists.get(name, ()) if sound(name, v) and vouches(v)):
                     connection.execute(f"INSERT OR IGNORE INTO {name} VALUES ({', '.join('?' * len(values))})", values)
             connection.execute(
                 "UPDATE totals SET clock = max(clock, "

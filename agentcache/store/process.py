@@ -58,8 +58,8 @@ def token() -> str:
     return _token(os.getpid())
 
 
-def alive(token: str, since: float | None = None) -> bool:
-    """Whether the process of this token runs. What is no token is dead.
+def alive(token: object, since: object = None) -> bool:
+    """Whether the process of this token runs. What is no token is dead, and so is a foreign one whose time is none.
 
     since: when it left what is asked about (time.time()). A process of another boot or container counts as running for a day after that;
     without `since`, always.
@@ -67,11 +67,11 @@ def alive(token: str, since: float | None = None) -> bool:
     own = _token(os.getpid())
     if token == own:
         return True
-    if (parts := TOKEN.fullmatch(token)) is None:
+    if not isinstance(token, str) or (parts := TOKEN.fullmatch(token)) is None:
         return False
     pid, start, identity = int(parts[1]), int(parts[2]), parts[3]
     if identity != _identity(os.getpid()):
-        return since is None or abs(time.time() - since) < FOREIGN_S
+        return since is None or (isinstance(since, (int, float)) and abs(time.time() - since) < FOREIGN_S)
     return _start(pid) == start
 
 

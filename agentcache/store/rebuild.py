@@ -85,8 +85,10 @@ def _records(folder: Folder, sql: str) -> Iterator[tuple[Any, ...]]:
     """What can be read of the damaged index."""
     try:
         with closing(sqlite3.connect(f"{folder.index.as_uri()}?mode=rw", uri=True)) as connection:
+            connection.text_factory = lambda data: data.decode("utf-8", "replace")
+            connection.execute("PRAGMA writable_schema=ON")  # tables whose text can be read are, though another's cannot
             yield from connection.execute(sql)
-    except sqlite3.Error:  # what lies behind the damage is lost
+    except (sqlite3.Error, ValueError):  # what lies behind the damage is lost
         return
 
 

@@ -104,11 +104,21 @@ _TYPES = {
     "namespace": str, "fingerprint": str, "regime": str, "numerics": str, "precision": str, "dtype": str, "blob": str,
     "page_key": bytes, "parent": bytes, "ids": bytes, "created": float,
 }  # fmt: skip
+MOST = 1 << 53  # no number of ours is larger: sums of them stay whole numbers, in SQLite too
 _RECORDS = {tuple(_TYPES.get(name, int) for name in NAMES[:-1]) + (bad,) for bad in (str, type(None))}
 _AT = {name: at for at, name in enumerate(NAMES)}
 KEY, PARENT, TOKENS, IDS = (_AT[name] for name in ("page_key", "parent", "tokens", "ids"))
 _NUMERICS, _ROLE = _AT["numerics"], _AT["role"]
 _ROLES = frozenset(map(int, Role))
+_LISTS = {  # what stands in the columns of the other tables
+    "segments": (int, str, str, str, bytes, bytes, float, int),
+    "pins": (int, str, int, float),
+    "leases": (bytes, str, str, float),
+    "groups": (str, str, str, str, bytes, bytes, float, int),
+    "splices": (str, bytes, bytes, float, int),
+    "meta": (str, bytes),
+    "counters": (str, int),
+}
 
 
 def head(folder: Folder, ids: Ids) -> bytes:
@@ -127,8 +137,8 @@ def encode(folder: Folder, row: Row, used: int) -> tuple[object, ...]:
 
 def decode(folder: Folder, record: tuple[Any, ...]) -> Row:
     """A row as it was selected by COLUMNS; BlobError if it cannot be one."""
-    right = tuple(map(type, record)) in _RECORDS and len(record[KEY]) == len(record[PARENT]) == 32 and 0 < record[TOKENS] <= PAGE_TOKENS
-    if not right or record[_ROLE] not in _ROLES:
+    right = tuple(map(type, record)) in _RECORDS and _in_range(record) and len(record[KEY]) == len(record[PARENT]) == 32
+    if not right or not 0 < record[TOKENS] <= PAGE_TOKENS or record[_ROLE] not in _ROLES:
         raise BlobError(f"row {record[0]!r} of the index is damaged")
     values = list(record)
     values[IDS] = np.frombuffer(decode_ids(folder, record[KEY], record[TOKENS], record[IDS]), dtype="<u4").astype(np.uint32, copy=False)
@@ -150,6 +160,24 @@ def _context(key: bytes) -> bytes:
     return b"ids" + key
 
 
+def _in_range(record: tuple[Any, ...]) -> bool:
+    return all(0 <= value < MOST for value in record if isinstance(value, (int, float)))
+
+
+def sound(table: str, record: tuple[Any, ...]) -> bool:
+    """Whether a row of another table (all its columns) can be one."""
+    return tuple(map(type, record)) == _LISTS[table] and _in_range(record)
+
+
+def miscounted(connection: sqlite3.Connection) -> str:
+    """What is wrong with the totals, in words; empty if nothing is. Reads an index over the pages, not their ids."""
+    rows = connection.execute("SELECT * FROM totals").fetchall()
+    counted = connection.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM pages").fetchone()
+    splices = connection.execute("SELECT count(*) FROM splices").fetchone()
+    right = len(rows) == 1 and set(map(type, rows[0])) == {int} and _in_range(rows[0]) and rows[0][:3] == counted + splices
+    return "" if right else f"the totals of the index are not {counted + splices!r}"
+
+
 def faults(folder: Folder, connection: sqlite3.Connection) -> list[str]:
     """What is wrong with the file and its rows, in words."""
     found = [str(said) for (said,) in connection.execute("PRAGMA integrity_check") if said != "ok"]
@@ -161,10 +189,11 @@ def faults(folder: Folder, connection: sqlite3.Connection) -> list[str]:
             continue
         if page_key(row.parent, row.ids) != row.page_key or head(folder, row.ids) != record[-1]:
             found.append(f"row {row.id!r} of the index does not have the ids its key was made from")
-    counted = connection.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM pages").fetchone()
-    if counted != connection.execute("SELECT rows, bytes FROM totals").fetchone():
-        found.append(f"the totals of the index are not {counted!r}")
-    return found
+    for table in _LISTS:
+        damaged = sum(not sound(table, record) for record in connection.execute(f"SELECT * FROM {table}"))
+        found += [f"{damaged} rows of {table!r} in the index are damaged"] * bool(damaged)
+    said = miscounted(connection)
+    return [*found, said] if said else found
 
 
 def guard(folder: Folder, data: bytes, context: bytes) -> bytes:
