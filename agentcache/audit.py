@@ -83,21 +83,29 @@ class Audit:
         page = start // PAGE_TOKENS
         count = min(CHUNK, len(check.ids) - start, (page + 1) * PAGE_TOKENS - start)
         try:
-            [outcome] = self.runner.run([Work(check.sequence, check.ids[start : start + count].tolist(), check.scope.regime, wanted=False)])
+            ids, scope = check.ids[start : start + count].tolist(), check.scope
+            [outcome] = self.runner.run([Work(check.sequence, ids, scope.regime, False, scope.fingerprint)])
         except FAULTS:
             outcome = None
-        if outcome is None or outcome.error is not None:
-            self._drop()  # no memory for it, say: another hit will be looked at
+        if outcome is None or outcome.error is not None or outcome.moved:
+            self._drop()  # no memory for it, or other weights: another hit will be looked at
             return
         done = start + count
         if done % PAGE_TOKENS == 0 or done == len(check.ids):
             self.checked += done - page * PAGE_TOKENS
             if not self._equal(check, page, done - page * PAGE_TOKENS):
-                self._wrong(check, done, page)
+                self._wrong(check, done, page) if self._holds(check) else self._drop()
                 return
         if done == len(check.ids):
             self._count(checked=1)
             self._drop()
+
+    def _holds(self, check: _Check) -> bool:
+        """Whether the weights are still those of the hit: else the pages are right and the comparison is not."""
+        known = self.runner.model.fingerprint
+        with suppress(*FAULTS):
+            return known is not None and known.holds(check.scope.fingerprint)
+        return False
 
     def _drop(self) -> None:
         self._waiting.popleft().sequence.close()

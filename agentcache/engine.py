@@ -23,7 +23,6 @@ from .inflight import Chunk, Done, Request
 from .layout import Renderer, Volatile
 from .layout.windows import TokenTexts
 from .missed import Misses
-from .model.fingerprint import Fingerprint
 from .model.grammar import Grammars
 from .model.hf import HFModel, load
 from .model.sampling import Sampler, TextStream
@@ -95,7 +94,7 @@ class Engine:
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
         loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=4 if load_in_4bit else 8 if load_in_8bit else None)
         self.model = HFModel(loaded)
-        self.fingerprint = Fingerprint(self.model.model, self.model.numerics.kernel) if self.model.numerics else None
+        self.fingerprint = self.model.fingerprint
         try:
             self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else store)
         except BaseException:
@@ -103,7 +102,7 @@ class Engine:
             raise
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
-        self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model, self.fingerprint)
+        self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
         folder, saved = self.store.disk.folder.path if self.store.disk else None, str(self.model.dtype).removeprefix("torch.")
         self._texts, self._calibrations = TokenTexts(self.tokenizer), Calibrations(calibration, folder, self.name, saved)
@@ -337,9 +336,9 @@ class Engine:
         self.close()
 
 
-def _end(scheduler: Scheduler, store: Store, model: HFModel, fingerprint: Fingerprint | None) -> None:
+def _end(scheduler: Scheduler, store: Store, model: HFModel) -> None:
     scheduler.close()
-    store.close(fingerprint.whole if fingerprint else "", scheduler.ms_per_token)
+    store.close(model.fingerprint.known if model.fingerprint else "", scheduler.ms_per_token)
     model.close()
 
 

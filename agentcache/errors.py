@@ -14,6 +14,7 @@
     │   └── ContextOverflowError    prompt (+ max_tokens) longer than the model's context
     ├── GenerationError             the request failed while it ran
     │   ├── NonFiniteLogitsError    the model produced NaN or infinite logits
+    │   ├── WeightsChangedError     weights or adapters changed while it ran
     │   ├── OutOfMemoryError        not enough memory even when the request ran alone  (also MemoryError)
     │   └── CancelledError          the caller cancelled the stream
     ├── StoreError                  the store on disk cannot do what was asked         (also OSError)
@@ -58,6 +59,7 @@ __all__ = [
     "StoreWarning",
     "TemplateError",
     "ToolSchemaError",
+    "WeightsChangedError",
 ]
 
 # What code of models, tokenizers and disks may raise. A fault must reach its own request, not the thread that serves the others.
@@ -132,6 +134,10 @@ class GenerationError(AgentCacheError):
 
 class NonFiniteLogitsError(GenerationError):
     """The model produced NaN or infinite logits; nothing of this request was kept for reuse."""
+
+
+class WeightsChangedError(GenerationError):
+    """The model's weights, adapters or code changed while the request ran: its answer would be of two models."""
 
 
 class OutOfMemoryError(GenerationError, MemoryError):

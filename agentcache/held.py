@@ -48,7 +48,8 @@ class ToolGroups:
         """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go."""
         scope, ids, spec = request.scope, tuple(layout.ids), self._model.spec
         if scope is None:
-            raise ConfigError(f"this model's state cannot be kept ({self._model.support.why or Reason.ROPE_REGIME}): nothing to warm")
+            why = self._model.support.why or (self._fingerprint and self._fingerprint.refusal) or Reason.ROPE_REGIME
+            raise ConfigError(f"this model's state cannot be kept ({why}): nothing to warm")
         if not request.pinned:
             need = -(-len(ids) // PAGE_TOKENS) * (spec.page_bytes if spec else 0)
             raise ConfigError(f"memory_bytes={self._store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
@@ -64,6 +65,7 @@ class ToolGroups:
             warm_ms=(time.perf_counter() - called) * 1e3,
         )
         layers = self._fingerprint.layers if self._fingerprint else ()
+        layers = layers if layers and layers[-1] == scope.fingerprint else ()  # else weights have changed since
         made = time.time()
         self._store.record(Group(name, request.namespace, scope.fingerprint, scope.regime, len(ids), keys, tools, self._name, layers, made))
         with self._lock:

@@ -94,6 +94,8 @@ class Request:
     form. tools: names that may be called, None if no text is a call. opened: the prompt begins a thought.
     reading: makes the reader of its answer that the tokenizer's response template asks for, None if our own parsers read it.
     numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
+    renewals: how often it began anew because weights changed. stands: weights are those of its
+    fingerprint, as far as anybody has looked.
     """
 
     ids: list[int]
@@ -139,6 +141,8 @@ class Request:
     pinned: int = 0
     numerics: set[str] = field(default_factory=set)
     skipped: int = 0
+    renewals: int = 0
+    stands: bool = True
     started: float = 0.0
     first: float = 0.0
     _array: Ids | None = None
@@ -165,5 +169,5 @@ class Request:
         assert self.sequence is not None
         pieces = self.sequence.pieces(min(count, self.remaining))
         ids = [token for piece in pieces for token in self.ids[piece.start : piece.start + piece.count]]
-        regime = self.scope.regime if self.scope else ""
-        return Work(self.sequence, ids, regime, wanted=len(ids) == self.remaining and not self.fill_only)
+        regime, weights = (self.scope.regime, self.scope.fingerprint) if self.scope else ("", "")
+        return Work(self.sequence, ids, regime, len(ids) == self.remaining and not self.fill_only, weights)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError
+from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
 from .inflight import Chunk, Done, Progress, Request
 from .kv import PAGE_TOKENS, Sequence
 from .plan import make
@@ -21,6 +21,7 @@ from .store.keys import Scope
 from .store.store import Store
 from .types import FinishReason, Precision, Reason, Refusal
 
+RENEWALS = 5  # a request begins anew so often because weights changed
 OF_BITS = (Reason.APPROXIMATE, Reason.LOSSY, Reason.NUMERICS, Reason.NOT_ROW_PURE)  # refusals that say how near a prompt is to exact
 
 
@@ -38,7 +39,8 @@ class Life:
         """Among whose pages a sequence of this length finds its own; None if its state cannot be paged."""
         model = self.runner.model
         regime = model.rotary.regime(length) if model.rotary and model.support.paged else None
-        return None if regime is None else Scope(request.namespace, request.fingerprint, regime)
+        refused = model.fingerprint is not None and model.fingerprint.refusal
+        return None if regime is None or refused else Scope(request.namespace, request.fingerprint, regime)
 
     def waits(self, request: Request, ms_per_token: float, wake: Callable[[], None]) -> bool:
         """Whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
@@ -52,6 +54,30 @@ class Life:
         if request.fetch is not None and request.fetch.pending():
             return True
         return self.segments.waits(request, self.scope(request, len(request.ids)), ms_per_token, wake) if request.windows else False
+
+    def current(self, request: Request) -> bool:
+        """Whether the weights are those that the request was made for."""
+        known = self.runner.model.fingerprint
+        return known is None or known.holds(request.fingerprint)
+
+    def renew(self, request: Request) -> AgentCacheError | None:
+        """Begin a request anew under the weights of now. The error instead, if some of its answer is out, or weights do not rest."""
+        known, receipt = self.runner.model.fingerprint, request.receipt
+        assert known is not None
+        request.stands = False  # whatever the sequence holds
+        request.renewals += 1
+        if receipt.completion_tokens or request.renewals > RENEWALS:
+            when = f"after {receipt.completion_tokens} tokens of the answer" if receipt.completion_tokens else f"{RENEWALS} times"
+            return WeightsChangedError(f"weights, adapters or hooks changed {when}: ask again, and change them between requests")
+        self._take_back(request)
+        self._let_go(request)
+        request.fingerprint, request.scope, request.near, request.plan = known.whole, None, None, None
+        request.fetch, request.bring, request.looked, request.peeked = None, None, False, (-1, 0)
+        request.calibration, request.windows, request.note, request.sources = None, (), (), []
+        request.kept, request.near_kept, request.numerics, request.stands = 0, 0, set(), True
+        receipt.clear()
+        receipt.notes.append("weights, adapters or hooks changed while it waited or was filled: begun anew")
+        return None
 
     def uncached(self, request: Request) -> int:
         """How much of a waiting prompt would be computed if it started now."""
@@ -88,7 +114,9 @@ class Life:
         request.scope, request.near, request.near_kept, request.sources = self.scope(request, length), None, 0, []
         if request.scope is None:
             reason, detail = Reason.LAYER_KIND, model.support.why
-            if model.support.paged:
+            if model.fingerprint is not None and model.fingerprint.refusal:
+                reason, detail = Reason.FINGERPRINT, model.fingerprint.refusal
+            elif model.support.paged:
                 reason, detail = Reason.ROPE_REGIME, f"no fixed frequencies beyond {model.rotary.original if model.rotary else 0} tokens"
             request.sequence, request.plan = StockSequence(), make(length, 0, reason, detail)
             receipt.path, receipt.bitwise = "stock", False
@@ -170,7 +198,8 @@ class Life:
                 request.fetch.settle()
             self._decide(request)
         if request.fill_only:
-            return self._filled(request) if not request.remaining else None
+            outcome.moved = not request.remaining and not self._stands(request)
+            return self._filled(request) if not request.remaining and not outcome.moved else None
         return self._choose(request, outcome.logits) if outcome.logits is not None else None
 
     def _decide(self, request: Request) -> None:
@@ -262,11 +291,20 @@ class Life:
             return True
         if not _finite(sequence, request.kept, count):
             return False
+        if not self._stands(request):
+            return True
         self.store.admit(
             scope, request.array(count), sequence.pages[: -(-count // PAGE_TOKENS)], frozenset(request.numerics), request.prefix_tokens
         )
         request.kept = count
         return True
+
+    def _stands(self, request: Request) -> bool:
+        """Whether the weights are still those of the request: before anything of it is kept."""
+        if request.stands and not self.current(request):
+            request.stands = False
+            request.receipt.notes.append("weights, adapters or hooks changed while it ran: nothing more of it is kept")
+        return request.stands
 
     def _keep_near(self, request: Request, sequence: Sequence, whole_only: bool) -> bool:
         """Keep what is behind attached segments for those who accept such pages, in memory only. False: it is not finite."""
@@ -276,6 +314,8 @@ class Life:
             return True
         if not _finite(sequence, known, count):
             return False
+        if not self._stands(request):
+            return True
         pages = sequence.pages[: -(-count // PAGE_TOKENS)]
         self.store.admit(request.near, request.array(count), pages, numerics(request), request.prefix_tokens)
         request.near_kept = count
@@ -289,16 +329,21 @@ class Life:
         sequence, at = request.sequence, len(request.ids)
         if isinstance(sequence, Sequence):
             at = sequence.length
-            if request.plan:
-                since = request.plan.prefix_tokens
-                for scope in filter(None, (request.near, request.scope)):
-                    self.store.forget(scope, request.array(), since, sequence.pages[since // PAGE_TOKENS :])
+            self._take_back(request)
             sequence.withdraw(min(max(request.kept, request.near_kept), sequence.length))
         if request.near is not None and not request.receipt.completion_tokens:
             self.segments.renounce(request, Reason.NON_FINITE, f"NaN or infinite {what} behind token {at}, computed behind moved text")
             self._begin_anew(request)
             return None
         return NonFiniteLogitsError(f"NaN or infinite {what} behind token {at}: nothing of this request was kept")
+
+    def _take_back(self, request: Request) -> None:
+        """Forget the pages that the request gave to others."""
+        sequence = request.sequence
+        if isinstance(sequence, Sequence) and request.plan:
+            since = request.plan.prefix_tokens
+            for scope in filter(None, (request.near, request.scope)):
+                self.store.forget(scope, request.array(), since, sequence.pages[since // PAGE_TOKENS :])
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """The request is answered."""
@@ -322,6 +367,11 @@ class Life:
     def _leave(self, request: Request) -> None:
         if request.sequence is not None:
             request.receipt.exact_until = request.sequence.exact_until
+        self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Free the request's pages and end their way from disk."""
+        if request.sequence is not None:
             request.sequence.close()
             request.sequence = None
         for coming in (request.fetch, request.bring):

@@ -62,6 +62,13 @@ class Receipt:
     redacted: bool = False
     notes: list[str] = field(default_factory=list)
 
+    def clear(self) -> None:
+        """Open the account of the prompt's tokens again: nothing of them is cached or computed yet. What the layout said of them stays."""
+        self.cached_tokens = self.computed_tokens = self.segment_tokens = self.halo_tokens = self.copied_tokens = 0
+        self.disk_tokens = self.disk_bytes = self.exact_until = 0
+        self.load_ms = self.queue_ms = self.match_ms = 0.0
+        self.refusals, self.segments, self.precision, self.bitwise = (), (), "exact", False
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; refusals and spans as objects. No text of prompt or completion is in it; redacted, not even names of tools."""
         plain = asdict(self)

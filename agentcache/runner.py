@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .errors import FAULTS, GenerationError, OutOfMemoryError
+from .errors import FAULTS, AgentCacheError, GenerationError, OutOfMemoryError
 from .kv import PAGE_TOKENS, Ahead, Page, Piece, Sequence
 from .model.attention import Part
 from .model.hf import HFModel
@@ -44,12 +44,16 @@ class StockSequence:
 
 @dataclass(slots=True)
 class Work:
-    """Tokens to run next behind a sequence; `wanted`: whether the logits of the last one are needed."""
+    """Tokens to run next in a sequence. wanted: whether the logits of the last one are needed.
+
+    fingerprint: of the weights that computed the sequence so far; no others run it. Empty: any do.
+    """
 
     sequence: Sequence | StockSequence
     ids: list[int]
     regime: str = ""
     wanted: bool = True
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +88,13 @@ class Source:
 class Outcome:
     """What became of one piece of work: logits [vocab] in fp32 if they were wanted, or the error that hit it alone.
 
-    retried: why it ran alone after its pack had failed; empty if it did not.
+    retried: why it ran alone after its pack had failed; empty if it did not. moved: weights are not those of its fingerprint, or changed
+    while it ran: nothing of it may be used.
     """
 
     logits: torch.Tensor | None = None
-    error: GenerationError | None = None
+    error: AgentCacheError | None = None
+    moved: bool = False
     retried: str = field(default="")
 
 
@@ -97,8 +103,14 @@ def _no_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "cannot allocate" in text or "not enough memory" in text
 
 
-def as_failure(error: BaseException, tokens: int) -> GenerationError:
-    """The typed error for a fault while `tokens` tokens were in KV. The traceback goes to the log as text: its frames would hold pages."""
+def as_failure(error: BaseException, tokens: int) -> AgentCacheError:
+    """The typed error for a fault while `tokens` tokens were in KV: one of ours as it is.
+
+    The traceback goes to the log as text: its frames would hold pages.
+    """
+    if isinstance(error, AgentCacheError):
+        _bare(error)
+        return error
     if _no_memory(error):
         advice = "lower memory_bytes, chunk_tokens or the number of concurrent requests"
         failure: GenerationError = OutOfMemoryError(f"no memory for {tokens} tokens of KV ({type(error).__name__}: {error}): {advice}")
@@ -199,11 +211,25 @@ class Runner:
     def run(self, work: list[Work]) -> list[Outcome]:
         """Run all work in one forward and advance its sequences. Members of a pack that fails are run one by one."""
         paged = [w for w in work if isinstance(w.sequence, Sequence)]
-        outcomes = {id(w): o for w, o in zip(paged, self._pack(paged), strict=True)}
+        outcomes = {id(w): o for w, o in zip(paged, self._unmoved(paged), strict=True)}
         for w in work:
             if isinstance(w.sequence, StockSequence):
                 outcomes[id(w)] = self._single(w)
         return [outcomes[id(w)] for w in work]
+
+    def _unmoved(self, work: list[Work]) -> list[Outcome]:
+        """Run work whose weights are there, and say so if they change meanwhile."""
+        known = self.model.fingerprint
+        if known is None or not any(w.fingerprint for w in work):
+            return self._pack(work)
+        token = known.token
+        if token is None or token.adapters_moved():
+            return [Outcome(moved=True) for _ in work]
+        current = [w for w in work if w.fingerprint in ("", known.known)]
+        outcomes = {id(w): o for w, o in zip(current, self._pack(current), strict=True)}
+        if known.token is not token or token.tensors_moved():
+            outcomes = {}
+        return [outcomes.get(id(w)) or Outcome(moved=True) for w in work]
 
     def _pack(self, work: list[Work]) -> list[Outcome]:
         if len(work) < 2:

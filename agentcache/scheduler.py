@@ -153,15 +153,25 @@ class Scheduler:
                 self._fail(request, as_failure(error, len(request.ids)))
                 continue
             if not filling or self.life.uncached(request) <= self.chunk_tokens:
-                self._waiting.remove(request)
-                self._live.append(request)
                 try:
+                    if not self.life.current(request):
+                        self._renew(request)
+                        continue
+                    self._waiting.remove(request)
+                    self._live.append(request)
                     self.life.start(request)
                     self.audit.consider(request)
                 except FAULTS as error:
                     self._fail(request, as_failure(error, len(request.ids)))
                     continue
                 filling = filling or request.remaining > self.chunk_tokens
+
+    def _renew(self, request: Request) -> None:
+        """Let a request wait for its turn again, under the weights of now."""
+        self._remove(request)
+        self._waiting.insert(0, request)
+        if (error := self.life.renew(request)) is not None:
+            self._fail(request, error)
 
     def _fail(self, request: Request, error: AgentCacheError) -> None:
         self._remove(request)
@@ -207,7 +217,9 @@ class Scheduler:
 
     def _deliver(self, request: Request, outcome: Outcome) -> None:
         try:
-            ended = self.life.deliver(request, outcome)
+            ended = None if outcome.moved else self.life.deliver(request, outcome)
+            if outcome.moved:
+                self._renew(request)
             if isinstance(ended, str):
                 self._remove(request)
                 self.watch.consider(request)

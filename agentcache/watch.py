@@ -106,7 +106,7 @@ class Watch:
         self.runner.follow_threads()
         try:
             done = self._go_on(check)
-        except FAULTS:  # no memory for it, say: another request will be looked at
+        except FAULTS:  # no memory for it, or other weights: another request will be looked at
             self._drop()
             return
         if done:
@@ -123,10 +123,11 @@ class Watch:
             check.near.attach(check.pages, last)
         at = check.exact.length
         if at < last:
-            self._run(Work(check.exact, check.ids[at : min(at + CHUNK, last)].tolist(), check.scope.regime, wanted=False))
+            self._run(Work(check.exact, check.ids[at : min(at + CHUNK, last)].tolist(), check.scope.regime, False, check.scope.fingerprint))
             return False
         token = [int(check.ids[at])]
-        one, other = self._run(Work(check.exact, token, check.scope.regime), Work(check.near, token, check.scope.regime))
+        about = (check.scope.regime, True, check.scope.fingerprint)
+        one, other = self._run(Work(check.exact, token, *about), Work(check.near, token, *about))
         assert one is not None and other is not None
         check.kl += divergence(one, other)
         check.agreed += int(one.argmax() == other.argmax())
@@ -135,8 +136,8 @@ class Watch:
     def _run(self, *works: Work) -> list[torch.Tensor | None]:
         outcomes = self.runner.run(list(works))
         for outcome in outcomes:
-            if outcome.error is not None:
-                raise RuntimeError(str(outcome.error))
+            if outcome.error is not None or outcome.moved:
+                raise RuntimeError(str(outcome.error or "weights changed"))
         return [outcome.logits for outcome in outcomes]
 
     def _drop(self) -> None:

@@ -1,30 +1,32 @@
 """What must be equal for KV to be valid, as a digest per layer, cumulative: layer l stands for all weights below and in it.
 
-Tokenizer and chat template decide the ids, not the KV; the output head decides logits, not the KV: none of them is in it.
+Weights, code and settings count (behaviour.py). Tokenizer and chat template decide the ids, not the KV; the output head decides logits, not
+the KV: none of them is in it.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
-import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import transformers
 from blake3 import blake3
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .rope import BY_LENGTH
+from ..errors import ModelError, WeightsChangedError
+from . import behaviour
+from .state_token import StateToken, tensors_of
 
-REVISION = "1"  # of our own attention and layer code: raise it when their bits change
+REVISION = "2"  # of our own attention and layer code: raise it when their bits change
+TRIES = 5  # of hashing weights that change while they are hashed
 _IRRELEVANT = frozenset(
     "_name_or_path transformers_version torch_dtype dtype use_cache output_attentions output_hidden_states return_dict architectures "
     "attn_implementation _attn_implementation _attn_implementation_internal eos_token_id bos_token_id pad_token_id task_specific_params "
     "id2label label2id problem_type is_encoder_decoder tie_word_embeddings _experts_implementation_internal".split()
 )
-_NUMBERS = ("variance_epsilon", "scaling", "_active_adapter", "_disable_adapters", "merged_adapters")  # norms, attention, adapters
-_PROCESS = os.urandom(8).hex()  # hooks cannot be compared between processes
 
 
 def _relevant(config: Any) -> str:
@@ -32,127 +34,34 @@ def _relevant(config: Any) -> str:
     return json.dumps(kept, sort_keys=True, default=str)
 
 
-def _code_of(model: torch.nn.Module) -> str:
-    """Digest of the modelling code, so that a patched or remote class does not share KV with another version."""
-    try:
-        return blake3(inspect.getsource(inspect.getmodule(type(model)) or type(model)).encode()).hexdigest(16)
-    except (OSError, TypeError):
-        return type(model).__qualname__
-
-
-def base(model: Any, kernel: str) -> bytes:
-    """Digest of everything but the layers: config, code, versions, kernel, device class, type, quantisation."""
-    parts = [
-        REVISION,
-        type(model).__qualname__,
-        _relevant(model.config),
-        _code_of(model),
-        transformers.__version__,
-        torch.__version__,
-        kernel,
-        next(model.parameters()).device.type,
-        str(model.dtype),
-    ]
-    return blake3("\0".join(parts).encode()).digest()
-
-
-def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What one module computes with: parameters, buffers, and the scales that bitsandbytes keeps beside them."""
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        yield name, parameter
-        state = getattr(parameter, "quant_state", None)
-        for part in ("absmax", "code", "offset"):
-            for owner, level in ((state, ""), (getattr(state, "state2", None), "2")):
-                if isinstance(scale := getattr(owner, part, None), torch.Tensor):
-                    yield f"{name}.{part}{level}", scale
-        scale = getattr(parameter, "SCB", None)
-        scale = getattr(getattr(module, "state", None), "SCB", None) if scale is None else scale
-        if isinstance(scale, torch.Tensor):
-            yield f"{name}.SCB", scale
-    by_length = getattr(module, "rope_type", None) in BY_LENGTH  # their inv_freq is whatever the last call needed
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not (by_length and name == "inv_freq"):
-            yield name, buffer
-
-
-def _traits(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What changes a module's results besides tensors: its class, hooks put into it, adapters' scaling and which of them are on."""
-    own = module.__dict__
-    hooks = [hook for held in (module._forward_hooks, module._forward_pre_hooks) for hook in held.values()]
-    foreign = [
-        (getattr(h, "__qualname__", ""), id(h), _PROCESS) for h in hooks if not getattr(h, "__module__", "").startswith("agentcache.")
-    ]
-    numbers = [(name, str(own[name])) for name in _NUMBERS if name in own]
-    return (type(module).__qualname__, *foreign, *numbers)
-
-
-def _absorb(digest: Any, modules: Iterable[tuple[str, torch.nn.Module]], skip: frozenset[int] = frozenset()) -> None:
-    for path, module in modules:
-        if id(module) in skip:
-            continue
-        digest.update(f"{path} {_traits(module)}".encode())
-        for name, tensor in _tensors(module):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def layers(model: Any, kernel: str) -> tuple[str, ...]:
-    """Cumulative digests, one per decoder layer, over all weights and buffers that decide keys and values up to that layer."""
-    decoder = model.get_decoder()
-    running = blake3(base(model, kernel), max_threads=blake3.AUTO)
-    later = [m for layer in decoder.layers for m in layer.modules()] + list(getattr(decoder, "norm", torch.nn.Module()).modules())
-    _absorb(running, decoder.named_modules(), frozenset(map(id, later)))
-    digests = []
-    for layer in decoder.layers:
-        _absorb(running, layer.named_modules())
-        digests.append(running.hexdigest(16))
-    return tuple(digests)
-
-
 class Fingerprint:
-    """A model's layer digests: hashed once, checked cheaply before each request, hashed again when weights changed.
+    """A model's layer digests: hashed once; looked at before each request and before pages are kept; what changed is hashed again.
 
-    In-place edits of parameters, replaced tensors, adapters and hooks are noticed; edits through `.data` are not: call `invalidate`.
+    Noticed are edits in place, replaced tensors, adapters, hooks, patched code and changed settings at once; edits through `.data` or NumPy
+    where they meet a sample of each tensor's values. State inside a hook is not seen: call `invalidate`. Safe to use from many threads.
+
+    known: the digest of the last look. refusal: why nothing that is computed now can be reused, empty if it can. foreign: code takes part
+    whose rows nobody has examined.
     """
 
     def __init__(self, model: Any, kernel: str) -> None:
         self._model = model
         self._kernel = kernel
-        self._seen: tuple[Any, ...] = ()
+        self._lock = threading.RLock()
+        self._names = behaviour.Names()
+        self._digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each tensor: its version and address then, and its digest
+        self._code: dict[type, str] = {}
         self._layers: tuple[str, ...] = ()
-
-    def _state(self) -> tuple[Any, ...]:
-        """Whatever moves when something of a digest does. Called for every request: a plain walk, a millisecond for 28 layers."""
-        config = [value for name, value in vars(self._model.config).items() if name not in _IRRELEVANT]
-        found: list[Any] = [repr(config), transformers.__version__]
-        left = [self._model.get_decoder()]
-        while left:
-            module = left.pop()
-            own = module.__dict__
-            for tensor in own["_parameters"].values():
-                if tensor is not None:
-                    found += (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-            if own["_buffers"] and own.get("rope_type") not in BY_LENGTH:
-                found += [
-                    (buffer.data_ptr(), 0 if buffer.is_inference() else buffer._version)
-                    for buffer in own["_buffers"].values()
-                    if buffer is not None
-                ]
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "scaling" in own or "variance_epsilon" in own:
-                found.append(_traits(module))
-            left += [child for child in own["_modules"].values() if child is not None]
-            found.append(type(module))
-        return tuple(found)
+        self.token: StateToken | None = None
+        self.known = ""
+        self.refusal = ""
+        self.foreign = False
+        self.hashed_bytes = 0
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Cumulative digests of all layers, current as far as can be noticed."""
-        state = self._state()
-        if state != self._seen or not self._layers:
-            self._layers = layers(self._model, self._kernel)
-            self._seen = state
+        """Cumulative digests of all layers, of now. WeightsChangedError: weights do not rest; ModelError: an adapter cannot be used."""
+        self._look(sampled=False)
         return self._layers
 
     @property
@@ -160,6 +69,88 @@ class Fingerprint:
         """The digest of the last layer: what whole pages need."""
         return self.layers[-1]
 
+    def holds(self, whole: str) -> bool:
+        """Whether this is the digest of now, a sample of all values included. 1 ms for 28 layers."""
+        self._look(sampled=True)
+        return self.known == whole
+
     def invalidate(self) -> None:
         """Declare that weights changed in a way that cannot be noticed."""
-        self._layers = ()
+        with self._lock:
+            self._digests.clear()
+            self._names = behaviour.Names()  # hooks may hold another state
+            self.token = None
+
+    def _look(self, sampled: bool) -> None:
+        with self._lock:
+            token = self.token
+            if token is not None and not token.moved() and not (sampled and token.edited()):
+                return
+            if token is None or token.edited_silently():
+                self._digests.clear()
+            for _ in range(TRIES):
+                token = self._hash()
+                if not token.moved() and not token.edited():
+                    self.token = token
+                    return
+            raise WeightsChangedError(f"weights of {type(self._model).__name__!r} changed {TRIES} times while they were hashed: ask again")
+
+    def _hash(self) -> StateToken:
+        try:
+            token = StateToken(self._model)
+        except RuntimeError:  # a dictionary grew: once more
+            token = StateToken(self._model)
+        if adapter := behaviour.activated(token.modules):
+            raise ModelError(f"adapter {adapter!r} acts from its invocation tokens on (aLoRA), which is not supported: deactivate it")
+        if self.token is None or self.token.code_moved():
+            self._code = {}
+        model, decoder = self._model, self._model.get_decoder()
+        running = blake3(self._base().encode())
+        later = [m for layer in decoder.layers for m in layer.modules()] + list(getattr(decoder, "norm", torch.nn.Module()).modules())
+        running.update(behaviour.traits(model, self._names, self._code).encode())
+        self._absorb(running, decoder.named_modules(), frozenset(map(id, later)))
+        digests = []
+        for layer in decoder.layers:
+            self._absorb(running, layer.named_modules())
+            digests.append(running.hexdigest(16))
+        self._names.end()
+        self._layers, self.known = tuple(digests), digests[-1]
+        self.foreign = behaviour.foreign(token.modules)
+        on = behaviour.random(token.modules)
+        self.refusal = f"the model is in training mode and {on}: no forward can be repeated; call model.eval()" if on else ""
+        return token
+
+    def _base(self) -> str:
+        """Everything but the layers: config, code, versions, kernel, device class, type, quantisation."""
+        parts = [
+            REVISION,
+            type(self._model).__qualname__,
+            _relevant(self._model.config),
+            behaviour.everywhere(self._names),
+            transformers.__version__,
+            torch.__version__,
+            self._kernel,
+            next(self._model.parameters()).device.type,
+            str(self._model.dtype),
+        ]
+        return "\0".join(parts)
+
+    def _absorb(self, running: Any, modules: Iterable[tuple[str, torch.nn.Module]], skip: frozenset[int] = frozenset()) -> None:
+        for path, module in modules:
+            if id(module) in skip:
+                continue
+            running.update(f"{path} {behaviour.traits(module, self._names, self._code)}".encode())
+            for name, tensor in tensors_of(module):
+                running.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                running.update(self._digest(tensor))
+
+    def _digest(self, tensor: torch.Tensor) -> bytes:
+        """Of a tensor's bytes; remembered as long as the tensor lives and is neither written to nor moved."""
+        state = (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+        known = self._digests.get(tensor)
+        if known is None or known[0] != state:
+            digest = blake3(max_threads=blake3.AUTO)
+            digest.update(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            self.hashed_bytes += tensor.nbytes
+            known = self._digests[tensor] = (state, digest.digest())
+        return known[1]

@@ -25,7 +25,9 @@ from ..errors import ReuseWarning
 from ..kv import KVSpec
 from . import steps
 from .attention import Batch, Part
+from .behaviour import foreign_hooks
 from .family import Support, examine, support
+from .fingerprint import Fingerprint
 from .loading import load, one_device, unwrap
 from .numerics import Numerics, probe
 from .openmp import use_threads
@@ -71,7 +73,8 @@ for _before in ("sdpa", "eager"):
 class HFModel:
     """A causal language model of transformers, ready for packed forwards.
 
-    spec: shape of its KV, None if it cannot be paged. numerics: kernels and paddings in use. context_tokens: longest sequence.
+    spec: shape of its KV, None if it cannot be paged, and so is fingerprint. numerics: kernels and paddings in use. context_tokens: longest
+    sequence.
     """
 
     def __init__(self, model: Any) -> None:
@@ -88,6 +91,7 @@ class HFModel:
         self.vocab = int(self.config.vocab_size)
         self.spec: KVSpec | None = None
         self.rotary: Rotary | None = None
+        self.fingerprint: Fingerprint | None = None
         self.force_generic = False
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
@@ -116,7 +120,8 @@ class HFModel:
     @property
     def bitwise(self) -> bool:
         """Whether equal tokens give equal bits here, whatever the chunking, packing or reuse."""
-        return bool(self.numerics and self.numerics.pure and self.support.family.batch_free and not self.quantized)
+        known = self.numerics is not None and self.numerics.pure and self.support.family.batch_free and not self.quantized
+        return known and self.fingerprint is not None and not self.fingerprint.foreign
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -159,6 +164,8 @@ class HFModel:
             self.stock(torch.zeros(1, dtype=torch.long), None)  # bitsandbytes repacks weights at their first use: before they are hashed
         if not self.stepped:
             self._adopt()
+        assert self.numerics is not None
+        self.fingerprint = Fingerprint(self.model, self.numerics.kernel)
 
     def _adopt(self) -> None:
         """Make transformers' modules call our attention; again if the owner has chosen another one since."""
@@ -236,10 +243,10 @@ class HFModel:
 
     def _generic(self, ids: torch.Tensor, positions: torch.Tensor, batch: Batch, wanted: Seq[int]) -> torch.Tensor:
         call = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "batch": batch}
-        if not wanted:
+        if not wanted and not any(foreign_hooks(self.model)):  # hooks of the whole model may change what its decoder reads
             self.model.get_decoder()(**call)
             return torch.empty(0, self.vocab)
-        return self.model(**call, logits_to_keep=self._padded(wanted)).logits[0, : len(wanted)].float()  # type: ignore[no-any-return]
+        return self.model(**call, logits_to_keep=self._padded(wanted or [0])).logits[0, : len(wanted)].float()  # type: ignore[no-any-return]
 
     def flops(self, tokens: int) -> float:
         """Of a prompt: 2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""

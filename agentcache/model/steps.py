@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from . import jit_rows
 from .attention import Batch, Part, attend, attend_together, write
+from .behaviour import EVERY_MODULE, forwards, namespaces
 from .jit_layer import Programs, programs
 from .products import Kernel, chain_block, linear, linears
 
@@ -218,6 +221,11 @@ class Shape:
     def __init__(self, model: Any) -> None:
         self._modules: list[tuple[dict[str, Any], str, Any]] = []
         self._ok = all(self._known(*found) for found in self._walk(model))
+        self._forwards = forwards(module for _, _, module in self._modules if module is not None)
+        self._functions: list[tuple[dict[str, Any], list[str], list[Any]]] = []
+        for space in map(vars, namespaces(self._forwards)):
+            names = [name for name, value in space.items() if isinstance(value, FunctionType)]
+            self._functions.append((space, names, [space[name] for name in names]))
 
     def _walk(self, model: Any) -> Iterator[tuple[Any, str, str]]:
         decoder = model.model
@@ -256,6 +264,12 @@ class Shape:
 
     def holds(self) -> bool:
         """Whether nothing was exchanged, hooked or patched since. Some tens of microseconds."""
+        if any(getattr(torch_module, hooks) for hooks in EVERY_MODULE):
+            return False
+        if any(kind.forward is not called[0] or kind.__call__ is not called[1] for kind, called in self._forwards.items()):
+            return False
+        if any(list(map(space.get, names)) != known for space, names, known in self._functions):
+            return False
         return self._ok and all(
             held.get(name) is module is not None
             and not module._forward_hooks

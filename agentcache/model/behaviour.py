@@ -1,0 +1,209 @@
+"""Describes the code and settings by which modules compute: forwards, attributes, hooks, mode. Hashes no weights and runs no module."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch.nn.modules import module as torch_module
+
+from .rope import BY_LENGTH
+
+INTERNAL = frozenset(torch.nn.Module().__dict__)  # attributes of every module: tensors, children and hooks have rules of their own
+EVERY_MODULE = ("_global_forward_pre_hooks", "_global_forward_hooks")  # hooks that torch calls for all modules
+_OWN = "agentcache."
+_LIBRARIES = frozenset({"torch", "transformers"})  # underscored attributes of their modules are notes about loading
+_INSTALLED = _LIBRARIES | {"accelerate", "bitsandbytes", "huggingface_hub", "peft"} | sys.stdlib_module_names  # told by their releases
+IRRELEVANT = frozenset("name_or_path warnings_issued generation_config loss_type gradient_checkpointing max_seq_len_cached _caches".split())
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PROCESS = os.urandom(8).hex()  # objects that have no content to compare are known within one process
+_numbers = itertools.count()
+
+
+class Names:
+    """Numbers for objects that only identity tells apart. Holds each object, so that its id is not given to another one."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}
+        self._used: set[int] = set()
+
+    def of(self, thing: Any) -> str:
+        """The name of an object, new for one that was not named in this pass or the pass before."""
+        self._used.add(id(thing))
+        return self._known.setdefault(id(thing), (thing, f"{_PROCESS}-{next(_numbers)}"))[1]
+
+    def end(self) -> None:
+        """End a pass: objects that it did not name are let go."""
+        self._known = {key: known for key, known in self._known.items() if key in self._used}
+        self._used = set()
+
+
+def root(name: str | None) -> str:
+    """The top-level package of a module's name."""
+    return (name or "").partition(".")[0]
+
+
+def of_library(module: torch.nn.Module) -> bool:
+    """Whether the class of a module is torch's or transformers' own."""
+    return root(type(module).__module__) in _LIBRARIES
+
+
+def forwards(modules: Iterable[torch.nn.Module]) -> dict[type[torch.nn.Module], tuple[Any, Any]]:
+    """The classes of these modules with their `forward` and `__call__`."""
+    kinds = dict.fromkeys(type(module) for module in modules)
+    return {kind: (kind.forward, kind.__call__) for kind in kinds}
+
+
+def namespaces(kinds: Iterable[type]) -> list[types.ModuleType]:
+    """The Python modules whose functions the forwards of these classes call by name, torch's own left out."""
+    names = dict.fromkeys(base.__module__ for kind in kinds for base in kind.__mro__ if {"forward", "__call__"} & vars(base).keys())
+    return [sys.modules[name] for name in names if root(name) not in ("torch", "builtins") and name in sys.modules]
+
+
+def describe(thing: Any, names: Names | None, depth: int = 6) -> str:
+    """A function or value in words that are equal in every process where its code and values are, as far as they can be read.
+
+    names: for objects that only identity tells apart; None where their type will do.
+    """
+    if isinstance(thing, _PLAIN):
+        return repr(thing)
+    if isinstance(thing, type):
+        return f"{thing.__module__}.{thing.__qualname__}"
+    if isinstance(thing, (list, tuple, dict, set, frozenset)) and depth:
+        return _container(thing, names, depth - 1)
+    if isinstance(thing, functools.partial) and depth:
+        return f"partial {describe((thing.func, thing.args, thing.keywords), names, depth - 1)}"
+    if isinstance(thing, types.MethodType) and depth:
+        return f"method {describe((thing.__func__, thing.__self__), names, depth - 1)}"
+    if isinstance(thing, types.FunctionType) and depth:
+        return _function(thing, names, depth - 1)
+    kind = type(thing)
+    if names is None or not depth or isinstance(thing, (torch.nn.Module, types.BuiltinFunctionType)) or root(kind.__module__) in _INSTALLED:
+        return f"{kind.__module__}.{kind.__qualname__} {getattr(thing, '__qualname__', '')}"
+    return f"{kind.__module__}.{kind.__qualname__} {names.of(thing)}"
+
+
+def _container(thing: Any, names: Names | None, depth: int) -> str:
+    items = thing.items() if isinstance(thing, dict) else thing
+    told = [describe(item, names, depth) for item in list(items)]
+    return f"{type(thing).__name__}{sorted(told) if isinstance(thing, (set, frozenset)) else told}"
+
+
+def _function(function: types.FunctionType, names: Names | None, depth: int) -> str:
+    source = function.__globals__.get("__name__", "")
+    names = None if root(source) in _INSTALLED else names
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            cells.append("empty")
+    given = (function.__defaults__, function.__kwdefaults__, cells)
+    digest = blake3()
+    _absorb(digest, function.__code__)
+    return f"{source}.{function.__qualname__} {digest.hexdigest(8)} {describe(given, names, depth)}"
+
+
+def _absorb(digest: Any, code: types.CodeType) -> None:
+    """Instructions, names and constants of code; neither its file nor its lines."""
+    digest.update(code.co_code + repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _absorb(digest, constant)
+        else:
+            digest.update(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode())
+
+
+def foreign_hooks(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
+    """The hooks that others put into one module's forward."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        yield from (hook for hook in list(hooks.values()) if not (getattr(hook, "__module__", None) or "").startswith(_OWN))
+
+
+def settings(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a module by which it may compute: no tensors, no children, no notes about loading."""
+    own = module.__dict__
+    if own.get("rope_type") in BY_LENGTH:
+        return {}  # written by every call
+    library = of_library(module)
+    return {
+        name: value
+        for name, value in list(own.items())
+        if name not in INTERNAL and name not in IRRELEVANT and not (library and name.startswith("_"))
+        and not isinstance(value, (torch.Tensor, torch.nn.Module)) and not hasattr(value, "to_dict")
+    }  # fmt: skip
+
+
+def traits(module: torch.nn.Module, names: Names, code: dict[type, str]) -> str:
+    """Everything but tensors by which one module computes, and the order of its children. code: of classes; grows."""
+    hooks = [f"{getattr(hook, '__qualname__', '')} {names.of(hook)}" for hook in foreign_hooks(module)]
+    kind = type(module)
+    if kind not in code:
+        code[kind] = _code_of(kind, names)
+    return f"{code[kind]} {hooks} {list(module._modules)} {describe(settings(module), names)}"
+
+
+def _code_of(kind: type[torch.nn.Module], names: Names) -> str:
+    """Digest of a class: its forward, the functions beside it, the release that it comes from."""
+    told = [f"{kind.__module__}.{kind.__qualname__} {getattr(sys.modules.get(root(kind.__module__)), '__version__', '')}"]
+    told.append(describe((kind.forward, kind.__call__), names))
+    for space in namespaces([kind]):
+        functions = {name: value for name, value in list(vars(space).items()) if isinstance(value, types.FunctionType)}
+        told.append(f"{space.__name__} {describe(functions, names, 8)}")
+    return blake3("\n".join(told).encode()).hexdigest(16)
+
+
+def everywhere(names: Names) -> str:
+    """The hooks that torch calls for every module, and its switches."""
+    hooks = [hook for name in EVERY_MODULE for hook in getattr(torch_module, name).values()]
+    return f"{[names.of(hook) for hook in hooks]} {switches()}"
+
+
+def switches() -> tuple[Any, ...]:
+    """Settings of torch for the whole process that change the numbers of a product."""
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def random(modules: Iterable[torch.nn.Module]) -> str:
+    """The path of a dropout that is on, so that no forward can be repeated; empty if there is none."""
+    for module in modules:
+        if module.training:
+            odds = {name: value for name, value in module.__dict__.items() if name == "p" or "dropout" in name}
+            if on := [f"{type(module).__name__}.{name}={value}" for name, value in odds.items() if isinstance(value, float) and value > 0]:
+                return on[0]
+    return ""
+
+
+def activated(modules: Iterable[torch.nn.Module]) -> str:
+    """The name of an active adapter that starts at tokens of its own (PEFT's Activated LoRA); empty if there is none."""
+    for module in modules:
+        variants = module.__dict__.get("lora_variant") or {}
+        for name in () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", ()):
+            if type(variants.get(name)).__name__.startswith("ALora"):
+                return str(name)
+    return ""
+
+
+def foreign(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether code takes part that is neither torch's, transformers' nor a LoRA of PEFT: nobody has looked at the bits of its rows."""
+    for module in modules:
+        forward = module.__dict__.get("forward", type(module).forward)
+        source = getattr(forward, "__globals__", {}).get("__name__", "")
+        if root(source) not in ("torch", "transformers", "bitsandbytes") and not source.startswith("peft.tuners.lora"):
+            return True
+        if any(foreign_hooks(module)):
+            return True
+    return any(bool(getattr(torch_module, name)) for name in EVERY_MODULE)
