@@ -60,7 +60,7 @@ def test_version_is_the_distributions() -> None:
 def test_sources_are_small_and_say_what_they_are(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    assert text.count("\n") <= 350, "longer than 350 lines: which two things does it hide?"
+    assert text.count("\n") <= 400, "longer than 400 lines: which two things does it hide?"
     assert not text or ast.get_docstring(tree), "no module docstring"
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -177,13 +177,16 @@ def switches() -> tuple[Any, ...]:
     )
 
 
-def random(modules: Iterable[torch.nn.Module]) -> str:
-    """The path of a dropout that is on, so that no forward can be repeated; empty if there is none."""
+def unrepeatable(modules: Iterable[torch.nn.Module]) -> str:
+    """Why a second forward would compute other numbers than the first; empty if it would not."""
     for module in modules:
+        own, kind = module.__dict__, type(module).__name__
+        if own.get("max_norm") is not None:
+            return f"{kind}.max_norm={own['max_norm']!r}: each look-up writes to the weights"
         if module.training:
-            odds = {name: value for name, value in module.__dict__.items() if name == "p" or "dropout" in name}
-            if on := [f"{type(module).__name__}.{name}={value}" for name, value in odds.items() if isinstance(value, float) and value > 0]:
-                return on[0]
+            odds = {name: value for name, value in own.items() if name == "p" or "dropout" in name}
+            if on := [name for name, value in odds.items() if isinstance(value, (int, float)) and value > 0]:
+                return f"{kind}.{on[0]}={odds[on[0]]!r} in training mode: call model.eval()"
     return ""
 
 

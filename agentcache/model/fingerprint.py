@@ -116,8 +116,7 @@ class Fingerprint:
         self._names.end()
         self._layers, self.known = tuple(digests), digests[-1]
         self.foreign = behaviour.foreign(token.modules)
-        on = behaviour.random(token.modules)
-        self.refusal = f"the model is in training mode and {on}: no forward can be repeated; call model.eval()" if on else ""
+        self.refusal = behaviour.unrepeatable(token.modules)
         return token
 
     def _base(self) -> str:

@@ -57,9 +57,12 @@ class Rotary:
             self._module.max_seq_len_cached = self._module.original_max_seq_len
         self._tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def _edits(self) -> tuple[int, int]:
-        frequencies = self._owners.inv_freq
-        return frequencies.data_ptr(), 0 if frequencies.is_inference() else frequencies._version
+    def _edits(self) -> tuple[Any, ...]:
+        """What the tables are made from: values, not versions, which edits through `.data` leave as they are."""
+        frequencies, scale = self._owners.inv_freq, getattr(self._owners, "attention_scaling", 1.0)
+        if frequencies.device.type == "cpu":
+            return frequencies.detach().numpy().tobytes(), scale
+        return frequencies.data_ptr(), 0 if frequencies.is_inference() else frequencies._version, scale
 
     @property
     def dims(self) -> int:
@@ -86,7 +89,7 @@ class Rotary:
     def table(self, regime: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [at least length, rotary dims] for positions from 0 on."""
         if not self.by_length and self._edits() != self._version:
-            self._adopt()  # edited in place
+            self._adopt()
         held = self._tables.get(regime)
         have = 0 if held is None else held[0].shape[0]
         if held is None or have < length:
