@@ -442,6 +442,12 @@ def _deleted(wrapped: Any) -> None:
         wrapped.delete_adapter("one")
 
 
+def _scaled(wrapped: Any) -> None:
+    for module in wrapped.modules():
+        if isinstance(scaling := getattr(module, "scaling", None), dict):
+            scaling.update(one=0.1)
+
+
 def _in_place(wrapped: Any) -> None:
     for name, parameter in wrapped.named_parameters():
         if "lora_B.one" in name:
@@ -461,10 +467,7 @@ _lora("another one active", lambda wrapped: wrapped.set_adapter("two"))
 _lora("both active", lambda wrapped: wrapped.base_model.set_adapter(["one", "two"]))
 _lora("disabled", lambda wrapped: wrapped.base_model.disable_adapter_layers())
 _lora("scaled", lambda wrapped: [m.scale_layer(3.0) for m in wrapped.modules() if hasattr(m, "scale_layer")])
-_lora(
-    "scaled by its dictionary",
-    lambda wrapped: [m.scaling.update(one=0.1) for m in wrapped.modules() if isinstance(getattr(m, "scaling", None), dict)],
-)
+_lora("scaled by its dictionary", _scaled)
 _lora("merged", lambda wrapped: wrapped.merge_adapter())
 _lora("deleted", _deleted)
 _lora("edited through .data", _in_place)
