@@ -57,7 +57,8 @@ Tools = Seq[Tool | Mapping[str, Any]]
 class Engine:
     """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager.
 
-    model: Hugging Face id, folder, or a loaded model (then with its tokenizer). memory_bytes: budget for kept pages, by default a quarter
+    model: Hugging Face id, folder, or a loaded model (then with its tokenizer). revision, token, trust_remote_code: as of transformers'
+    from_pretrained, for a model that is loaded here. memory_bytes: budget for kept pages, by default a quarter
     of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact", "lossy" to accept what is stored with
     fewer bits, "approximate" to accept repeated text from other positions too, or "off" to keep nothing. calibration: what `agentcache
     calibrate` wrote, where it is not in the store's folder. store: folder or options of the store on disk, None to keep nothing there.
@@ -74,6 +75,9 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         load_in_4bit: bool = False,
         load_in_8bit: bool = False,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        trust_remote_code: bool = False,
         chat_template: str | None = None,
         memory_bytes: int | None = None,
         chunk_tokens: int = 512,
@@ -92,7 +96,9 @@ class Engine:
         own_name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
         self.name = model if isinstance(model, str) else str(own_name)
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
-        loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=4 if load_in_4bit else 8 if load_in_8bit else None)
+        bits = 4 if load_in_4bit else 8 if load_in_8bit else None
+        hub: dict[str, Any] = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
+        loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=bits, **hub)
         self.model = HFModel(loaded)
         self.fingerprint = self.model.fingerprint
         try:
@@ -130,6 +136,7 @@ class Engine:
         tools_order: ToolOrder = "given",
         group: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        context_tokens: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         on_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> Stream:
@@ -138,7 +145,8 @@ class Engine:
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
         stands at the tail, and is taken out of the system prompt if it stands there. turn: names this turn of its conversation: the calls'
         ids depend on it, where a shortened history makes one prompt of two turns. reuse: as of the engine; a calibration means
-        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total):
+        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. context_tokens: the most that prompt
+        and completion may have together, where that is less than the model's context. on_progress(done, total):
         prompt tokens so far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on the
         device's thread with what each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
         """
@@ -154,7 +162,7 @@ class Engine:
             template_kwargs=template_kwargs,
             volatile=volatile,
         )
-        sampling = self._fit(layout, sampling)
+        sampling = self._fit(layout, sampling, context_tokens)
         request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
         request.on_progress, request.on_logits, request.turn = on_progress, on_logits, turn
         expect(request, layout, tools, constraint, self.grammars)
@@ -166,11 +174,13 @@ class Engine:
         """The whole answer at once; options as of `stream`."""
         return self.stream(messages, tools, **options).completion
 
-    def _fit(self, layout: Layout, sampling: Sampling) -> Sampling:
+    def _fit(self, layout: Layout, sampling: Sampling, asked: int | None = None) -> Sampling:
         """Refuse a prompt that leaves no room for a token; shorten max_tokens to the room there is."""
-        context, prompt = self.model.context_tokens, len(layout.ids)
+        prompt, context = len(layout.ids), self.model.context_tokens
+        if asked is not None and asked < context:
+            context = asked
         if prompt + 1 > context:
-            raise ContextOverflowError(prompt, context, 1)
+            raise ContextOverflowError(prompt, context, 1, f"context_tokens={asked!r}" if context == asked else "")
         return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt))
 
     def _request(self, layout: Layout, sampling: Sampling, namespace: str, reuse: Reuse | Calibration, called: float) -> Request:
@@ -328,6 +338,13 @@ class Engine:
         """End running requests, write what is to be kept, free all pages, give the model object back as it was. Closing twice is fine."""
         self._closed = True
         self._end()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """The engine itself: whoever copies an object that uses it, uses the same weights and pages."""
+        return self
+
+    def __reduce__(self) -> str:
+        raise ConfigError(f"Engine({self.name!r}) cannot be pickled: it holds weights and threads; make one in each process, by name")
 
     def __enter__(self) -> Engine:
         return self

@@ -11,7 +11,7 @@
     │   ├── MessageError            messages, tool calls or tool results are malformed
     │   ├── ToolSchemaError         a tool is not a function schema
     │   ├── TemplateError           no chat template, or it raised
-    │   └── ContextOverflowError    prompt (+ max_tokens) longer than the model's context
+    │   └── ContextOverflowError    prompt and one token longer than the model's context
     ├── GenerationError             the request failed while it ran
     │   ├── NonFiniteLogitsError    the model produced NaN or infinite logits
     │   ├── WeightsChangedError     weights or adapters changed while it ran
@@ -113,18 +113,22 @@ class TemplateError(PromptError):
 class ContextOverflowError(PromptError):
     """The prompt does not fit the model's context; raised before any prefill.
 
-    prompt_tokens and context_tokens are token counts; over_tokens is by how much the request is too long.
+    prompt_tokens and context_tokens are token counts; over_tokens is by how much the request is too long. max_tokens: the least
+    that a completion needs. setting: what made the context shorter than the model's, with its value.
     """
 
-    def __init__(self, prompt_tokens: int, context_tokens: int, max_tokens: int = 0) -> None:
+    def __init__(self, prompt_tokens: int, context_tokens: int, max_tokens: int = 0, setting: str = "") -> None:
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
         self.max_tokens = max_tokens
         self.over_tokens = prompt_tokens + max_tokens - context_tokens
-        asked = f" + max_tokens {max_tokens}" if max_tokens else ""
+        self.setting = setting
+        asked = f" + {max_tokens} for the completion" if max_tokens else ""
+        place = f"{setting}, which counts both," if setting else f"the context of {context_tokens} tokens"
+        raised = f"raise {setting.partition('=')[0]}, " if setting else ""
         super().__init__(
-            f"prompt of {prompt_tokens} tokens{asked} exceeds the context of {context_tokens} tokens by "
-            f"{self.over_tokens}: shorten the history, bind fewer tools or lower max_tokens"
+            f"prompt of {prompt_tokens} tokens{asked} exceeds {place} by {self.over_tokens}: "
+            f"{raised}shorten the history, or bind fewer tools"
         )
 
 

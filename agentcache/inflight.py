@@ -25,7 +25,7 @@ from .runner import Source, StockSequence, Work
 from .store.bring import Bring
 from .store.fetch import Fetch
 from .store.keys import Ids, Scope, as_ids
-from .types import Sampling
+from .types import Logprob, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,7 @@ class Request:
     note: Seq[Window] = ()
     pinned: int = 0
     numerics: set[str] = field(default_factory=set)
+    logprobs: list[Logprob] = field(default_factory=list)
     skipped: int = 0
     renewals: int = 0
     stands: bool = True

@@ -12,6 +12,7 @@ import torch
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
 from .inflight import Chunk, Done, Progress, Request
 from .kv import PAGE_TOKENS, Sequence
+from .model.sampling import logprob_of
 from .plan import make
 from .receipt import Receipt
 from .runner import Outcome, Runner, StockSequence
@@ -249,6 +250,8 @@ class Life:
         receipt.completion_tokens += 1
         receipt.decode_ms = (now - request.first) * 1e3
         ended = token in request.stop_ids and not request.sampling.ignore_eos and not request.forced
+        if request.sampling.logprobs is not None:
+            request.logprobs.append(logprob_of(logits, token, request.sampling.logprobs))
         request.events.put(Chunk(request.text.push(token), (token,)))
         if ended or request.text.stopped or (guide and guide.over):
             return "stop"

@@ -221,6 +221,7 @@ class Sampling:
 
     `forced` are completion ids (or text, tokenised without special tokens) that are decoded instead of sampled ones, then
     sampling goes on: replays of recorded episodes use it. With `ignore_eos` only max_tokens and `stop` end a completion.
+    logprobs: the completion says how likely each of its tokens was, beside so many of the likeliest; None for no such account.
     """
 
     max_tokens: int = 256
@@ -233,6 +234,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     forced: tuple[int, ...] | str = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def refuse(name: str, rule: str) -> None:
@@ -256,6 +258,20 @@ class Sampling:
             refuse("stop", "a tuple of non-empty strings")
         if not isinstance(self.forced, str) and not all(_whole(token) for token in self.forced):
             refuse("forced", "a text or token ids")
+        if self.logprobs is not None and not (_whole(self.logprobs) and self.logprobs >= 0):
+            refuse("logprobs", "None or how many of the likeliest tokens to tell, 0 for the chosen one alone")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was, in nats, by the model's own distribution: before temperature, penalties and constraints.
+
+    top: the likeliest ids with theirs, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,42 +14,62 @@ from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 
 
 def load(
-    model: Any, tokenizer: Any = None, *, device: str | None = None, dtype: str | torch.dtype | None = None, bits: int | None = None
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    bits: int | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """A loaded model and its tokenizer from a Hugging Face id, a folder, "embedded", or objects. bits: 4 (NF4) or 8, by bitsandbytes."""
+    """A loaded model and its tokenizer from a Hugging Face id, a folder, "embedded", or objects. bits: 4 (NF4) or 8, by bitsandbytes.
+
+    revision, token: of the Hub. trust_remote_code: run the model code that comes with the weights.
+    """
     if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
         if not callable(tokenizer):
             raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
-        if bits or dtype or device:
-            raise ConfigError("device, dtype and load_in_*bit apply to a model id or folder: load the model that way yourself")
+        if bits or dtype or device or revision or token or trust_remote_code:
+            raise ConfigError(
+                "device, dtype, load_in_*bit, revision, token and trust_remote_code apply to a model id or folder: "
+                "load the model that way yourself"
+            )
         return model, tokenizer
     if model == embedded.NAME:
         model = embedded.folder()
     if str(model).startswith("~"):
         model = str(Path(str(model)).expanduser())
-    _check(model, device, dtype)
-    options: dict[str, Any] = {"dtype": dtype or "auto"}
+    _check(model, device, dtype, revision)
+    if isinstance(dtype, str):
+        dtype = dtype.removeprefix("torch.")
+    hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
+    hub = {name: value for name, value in hub.items() if value is not None}  # said aloud: transformers asks at the terminal about None
+    options: dict[str, Any] = {"dtype": dtype or "auto", **hub}
     if bits or (device and is_accelerate_available()):  # else the weights go by way of the computer's memory
         options["device_map"] = {"": device or "cpu"}
     try:
         if bits:
-            options["quantization_config"] = _quantization(model, dtype, bits)
+            options["quantization_config"] = _quantization(model, dtype, bits, hub)
         loaded = AutoModelForCausalLM.from_pretrained(model, **options)
-        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model)
+        tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         why = str(error).strip().rstrip(".")
         raise ModelLoadError(f"model {model!r} cannot be loaded: {why}. Pass a folder or a Hugging Face id of a causal model") from error
     return (loaded.to(device) if device and not bits else loaded).eval(), tokenizer
 
 
-def _check(model: Any, device: str | None, dtype: str | torch.dtype | None) -> None:
+def _check(model: Any, device: str | None, dtype: str | torch.dtype | None, revision: str | None) -> None:
     """Refuse what would fail later with words about something else."""
     place = Path(str(model))
     if not place.is_dir() and (place.is_absolute() or str(model).startswith(".")):
         what = "is no folder" if place.exists() else "does not exist"
         raise ModelLoadError(f"model {model!r} cannot be loaded: {what}. Pass a folder or a Hugging Face id of a causal model")
+    if revision is not None and place.is_dir():
+        raise ConfigError(f"revision={revision!r} with the folder {str(model)!r}, which holds one revision: name the Hugging Face id")
     if device is not None:
         try:
             torch.empty(0, device=device)
@@ -60,11 +80,11 @@ def _check(model: Any, device: str | None, dtype: str | torch.dtype | None) -> N
         raise ConfigError(f"dtype={dtype!r}: must be 'auto' or one of torch's, such as 'bfloat16' or 'float32'")
 
 
-def _quantization(model: Any, dtype: Any, bits: int) -> Any:
+def _quantization(model: Any, dtype: Any, bits: int, hub: dict[str, Any]) -> Any:
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     if dtype in (None, "auto"):
-        dtype = getattr(AutoConfig.from_pretrained(model), "dtype", None)
+        dtype = getattr(AutoConfig.from_pretrained(model, **hub), "dtype", None)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
 
 

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..types import Sampling
+from ..types import Logprob, Sampling
 
 COLDEST = 1e-5  # a temperature below it is greedy: logits divided by less would overflow
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
@@ -75,6 +75,13 @@ class Sampler:
         self._seen.update(ids[self._looked :])
         self._looked = len(ids)
         return torch.tensor([sorted(self._seen)], device=device)
+
+
+def logprob_of(logits: torch.Tensor, token: int, top: int) -> Logprob:
+    """How likely `token` was under logits [vocab], and the `top` likeliest."""
+    logs = logits.float().log_softmax(-1)
+    best = logs.topk(min(top, len(logs)))
+    return Logprob(token, float(logs[token]), tuple(zip(best.indices.tolist(), best.values.tolist())))
 
 
 class TextStream:

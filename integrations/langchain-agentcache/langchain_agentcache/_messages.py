@@ -38,7 +38,7 @@ def turn(messages: Sequence[BaseMessage]) -> str:
 def _converted(index: int, message: BaseMessage) -> Message:
     text, reasoning = _parts(index, message)
     if isinstance(message, HumanMessage):
-        return Message("user", text)
+        return Message("user", text, name=message.name)
     if isinstance(message, SystemMessage):
         return Message("system", _with_mark(index, message) or text)
     if isinstance(message, AIMessage):

@@ -10,7 +10,6 @@ import hashlib
 import json
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 from agentcache import Engine, Message, Tool
 from agentcache.errors import AgentCacheError
 
+from ._told import tell
 from .errors import ModelInvalidRequestError
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -87,6 +87,6 @@ def _pinned(wish: Wish, name: str) -> bool:
     try:
         wish.engine.pin(wish.messages, wish.tools, name=name, **wish.options)
     except AgentCacheError as error:
-        warnings.warn(f"cache_control: nothing was pinned: {error}", stacklevel=2)
+        tell(f"cache_control: nothing was pinned: {error}")
         return False
     return True

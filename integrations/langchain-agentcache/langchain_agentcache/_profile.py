@@ -13,17 +13,18 @@ from typing import Any, cast
 
 from langchain_core.language_models import ModelProfile
 
-from agentcache import Engine
-from agentcache.errors import AgentCacheError
+from agentcache import Engine, embedded
+from agentcache.errors import AgentCacheError, ModelLoadError
 from agentcache.lint.templates import Bare, probe
 from agentcache.model.response import THOUGHTS
 from agentcache.model.tool_calls import THINK
 
 
-def profile_of(model: str, engine: Engine | None, context: int | None, chat_template: str | None) -> ModelProfile:
+def profile_of(model: str, engine: Engine | None, context: int | None, chat_template: str | None, revision: str | None) -> ModelProfile:
     """The profile; what cannot be known without downloading something is left out, not guessed."""
-    known_context, tokens = _of_engine(engine) if engine is not None else (_context(_json(model, "config.json")), _tokenizer(model))
-    limit = context or known_context
+    files = _Files(model, revision)
+    known_context, tokens = _of_engine(engine) if engine is not None else (_context(files.json("config.json")), files.tokenizer())
+    limit = min(context, known_context) if context and known_context else context or known_context
     known: dict[str, Any] = {
         "name": model,
         "open_weights": True,
@@ -68,37 +69,49 @@ def _of_engine(engine: Engine) -> tuple[int | None, dict[str, Any]]:
     return engine.model.context_tokens if said_so else None, said
 
 
-def _tokenizer(model: str) -> dict[str, Any]:
-    """tokenizer_config.json, with the chat template that stands in a file of its own."""
-    config = _json(model, "tokenizer_config.json")
-    path = _file(model, "chat_template.jinja")
-    if path is not None:
-        config["chat_template"] = path.read_text(encoding="utf-8")
-    elif isinstance(many := config.get("chat_template"), list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in many if isinstance(each, Mapping)}
-        config["chat_template"] = named.get("tool_use") or named.get("default")
-    return config
+class _Files:
+    """The files of a model, as far as they are on this machine; nothing is downloaded."""
 
+    def __init__(self, model: str, revision: str | None) -> None:
+        self._model = model
+        self._revision = revision
 
-def _json(model: str, name: str) -> dict[str, Any]:
-    path = _file(model, name)
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path is not None else {}
-    except (OSError, ValueError):
-        return {}
+    def tokenizer(self) -> dict[str, Any]:
+        """tokenizer_config.json, with the chat template that stands in a file of its own."""
+        config = self.json("tokenizer_config.json")
+        path = self._path("chat_template.jinja")
+        if path is not None:
+            config["chat_template"] = path.read_text(encoding="utf-8")
+        elif isinstance(many := config.get("chat_template"), list):  # several, by name
+            named = {each.get("name"): each.get("template") for each in many if isinstance(each, Mapping)}
+            config["chat_template"] = named.get("tool_use") or named.get("default")
+        return config
 
+    def json(self, name: str) -> dict[str, Any]:
+        """What a JSON file says; nothing if it is not there, or broken."""
+        path = self._path(name)
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8"))) if path is not None else {}
+        except (OSError, ValueError):
+            return {}
 
-def _file(model: str, name: str) -> Path | None:
-    """A file of the model as far as it is on this machine; nothing is downloaded."""
-    if not model:
-        return None
-    path = Path(model).expanduser() / name
-    if path.is_file():
-        return path
-    from huggingface_hub import try_to_load_from_cache
+    def _path(self, name: str) -> Path | None:
+        if not self._model:
+            return None
+        path = (self._embedded() if self._model == embedded.NAME else Path(self._model).expanduser()) / name
+        if path.is_file():
+            return path
+        from huggingface_hub import try_to_load_from_cache
 
-    try:
-        found = try_to_load_from_cache(model, name)
-    except ValueError:  # not a name that the Hub could have
-        return None
-    return Path(found) if isinstance(found, str) else None
+        try:
+            found = try_to_load_from_cache(self._model, name, revision=self._revision)
+        except ValueError:  # not a name that the Hub could have
+            return None
+        return Path(found) if isinstance(found, str) else None
+
+    @staticmethod
+    def _embedded() -> Path:
+        try:
+            return embedded.folder()
+        except ModelLoadError:  # said where it is loaded
+            return Path()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -17,18 +14,19 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from agentcache import Stream
-from agentcache import errors as own
 
-from . import _engines, _pins
+from . import _pins
+from ._chat_settings import ChatSettings, tell_names
+from ._limits import arepeated, limited, repeated
 from ._messages import converted, marked, turn
 from ._output import chunk_of, last_chunk, message_of
-from ._settings import ALIASES, PER_CALL, SAMPLING, Settings, seconds, warn_once
 from ._structured import structured
+from ._told import in_thread
 from ._tools import ToolLike, constraint, formatted, own_tools
-from .errors import ContextOverflowError, ModelInvalidRequestError, ModelTimeoutError, translated
+from .errors import ModelInvalidRequestError, translated
 
 
-class ChatAgentCache(Settings):
+class ChatAgentCache(ChatSettings):
     """A local Hugging Face chat model whose prompts are computed once.
 
     Setup:
@@ -78,47 +76,19 @@ class ChatAgentCache(Settings):
         >>> model.invoke("...").response_metadata["agentcache"]["refusals"]  # why something was computed again
     """
 
-    # -- construction ----------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_pipeline(cls, pipeline: Any, **kwargs: Any) -> ChatAgentCache:
-        """The model of a transformers pipeline, or of a HuggingFacePipeline, with its generation settings."""
-        inner = getattr(pipeline, "pipeline", pipeline)
-        model, tokenizer = getattr(inner, "model", None), getattr(inner, "tokenizer", None)
-        if model is None or tokenizer is None or not hasattr(model, "config"):
-            raise ModelInvalidRequestError(
-                f"from_pipeline({type(pipeline).__name__}): needs a text-generation pipeline with model and tokenizer"
-            )
-        said = {**(getattr(inner, "_forward_params", None) or {}), **(getattr(pipeline, "pipeline_kwargs", None) or {})}
-        settings = {ALIASES.get(name, name): value for name, value in said.items()}
-        if settings.get("do_sample") is False:
-            settings["temperature"] = 0.0
-        taken = {name: settings[name] for name in SAMPLING if settings.get(name) is not None}
-        name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-        made = cls(**{"model": name, **taken, **kwargs})
-        made.engine = _engines.of_object(model, tokenizer, made._engine_options())
-        return made
-
-    @classmethod
-    def from_huggingface(cls, chat: Any, **kwargs: Any) -> ChatAgentCache:
-        """The model of a ChatHuggingFace over a local pipeline."""
-        llm = getattr(chat, "llm", chat)
-        if getattr(llm, "pipeline", None) is None:
-            raise ModelInvalidRequestError(
-                f"from_huggingface({type(chat).__name__} over {type(llm).__name__}): its model is not in this process; "
-                "use one over a HuggingFacePipeline, or ChatAgentCache(model=...)"
-            )
-        return cls.from_pipeline(llm, **kwargs)
-
     # -- answering -------------------------------------------------------------------------------------------------
 
     @override
     def _generate(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any
     ) -> ChatResult:
+        said = self._call(kwargs)
+        return repeated(lambda: self._answer(messages, stop, said), self.max_retries)
+
+    def _answer(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> ChatResult:
         with translated():
             stream, wishes = self._open(messages, stop, kwargs)
-            with self._limited(stream, kwargs):
+            with limited([stream], kwargs.get("timeout", self.timeout)):
                 message = message_of(stream.completion, _label(kwargs))
             _pins.keep(wishes)
             return _result(message)
@@ -127,9 +97,10 @@ class ChatAgentCache(Settings):
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
+        kwargs = self._call(kwargs)
         with translated():
             stream, wishes = self._open(messages, stop, kwargs)
-            with self._limited(stream, kwargs):
+            with limited([stream], kwargs.get("timeout", self.timeout)):
                 for delta in stream.deltas():
                     chunk = ChatGenerationChunk(message=chunk_of(delta, self.output_version))
                     if run_manager:
@@ -147,14 +118,18 @@ class ChatAgentCache(Settings):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
+        said = self._call(kwargs)
+        return await arepeated(lambda: self._aanswer(messages, stop, said), self.max_retries)
+
+    async def _aanswer(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> ChatResult:
         with translated():
-            stream, wishes = await asyncio.to_thread(self._open, messages, stop, kwargs)
-            with self._limited(stream, kwargs):
+            stream, wishes = await in_thread(self._open, messages, stop, kwargs)
+            with limited([stream], kwargs.get("timeout", self.timeout)):
                 async for _ in stream:
                     pass
                 message = message_of(stream.completion, _label(kwargs))
             if wishes:
-                await asyncio.to_thread(_pins.keep, wishes)
+                await in_thread(_pins.keep, wishes)
             return _result(message)
 
     @override
@@ -165,9 +140,10 @@ class ChatAgentCache(Settings):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
+        kwargs = self._call(kwargs)
         with translated():
-            stream, wishes = await asyncio.to_thread(self._open, messages, stop, kwargs)
-            with self._limited(stream, kwargs):
+            stream, wishes = await in_thread(self._open, messages, stop, kwargs)
+            with limited([stream], kwargs.get("timeout", self.timeout)):
                 async for delta in stream.adeltas():
                     chunk = ChatGenerationChunk(message=chunk_of(delta, self.output_version))
                     if run_manager:
@@ -175,41 +151,11 @@ class ChatAgentCache(Settings):
                     yield chunk
                 last = last_chunk(stream.completion.receipt, _label(kwargs))
             if wishes:
-                await asyncio.to_thread(_pins.keep, wishes)
+                await in_thread(_pins.keep, wishes)
             yield ChatGenerationChunk(message=last)
-
-    @contextmanager
-    def _limited(self, stream: Stream, kwargs: Mapping[str, Any]) -> Iterator[Stream]:
-        """The stream, ended with this block, or earlier if its time is over."""
-        limit = kwargs.get("timeout", self.timeout)
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            stream.close()
-
-        timer = threading.Timer(limit, end) if limit else None
-        if timer:
-            timer.daemon = True
-            timer.start()
-        try:
-            with stream:
-                yield stream
-        except own.CancelledError as error:
-            if late.is_set():
-                raise ModelTimeoutError(f"timeout={limit!r}: passed before the completion ended; what was computed is kept") from error
-            raise
-        finally:
-            if timer:
-                timer.cancel()
 
     def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> tuple[Stream, list[_pins.Wish]]:
         """Translate one request and hand it to the engine; what is to be pinned once it is answered."""
-        for name in kwargs.keys() - PER_CALL:
-            warn_once(name, kwargs[name])
-        seconds(kwargs.get("timeout"))  # refused here, before anything is computed
-        if not isinstance(space := kwargs.get("namespace", ""), str):
-            raise ModelInvalidRequestError(f"namespace={space!r:.200}: must be a text")
         with translated():
             engine = self._engine(kwargs.get("model"))
             said, tools = converted(messages), own_tools(kwargs.get("tools") or ())
@@ -221,23 +167,21 @@ class ChatAgentCache(Settings):
                     tool_choice=kwargs.get("tool_choice"),
                     strict=self.strict if strict is None else strict,
                     parallel_tool_calls=kwargs.get("parallel_tool_calls"),
-                    response_format=kwargs.get("response_format", kwargs.get("format")),
+                    response_format=self._form(kwargs),
                     forbidden=kwargs.get("forbidden_tools") or (),
                 ),
                 **self._rendering(kwargs),
                 "volatile": kwargs.get("volatile") or (),
                 "turn": turn(messages),
+                "context_tokens": self.num_ctx,
+                "reuse": self.reuse,
             }
             wishes = [
                 _pins.Wish(engine, said[:end], tools, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))
                 for end, control in marked(messages, kwargs.get("cache_control")).items()
             ]
-            stream = engine.stream(said, tools, **options)
-            prompt = stream.receipt.prompt_tokens
-            if self.num_ctx and prompt >= self.num_ctx:
-                stream.close()
-                raise ContextOverflowError(prompt, self.num_ctx, 1)
-            return stream, wishes
+            tell_names(engine, messages)
+            return engine.stream(said, tools, **options), wishes
 
     # -- tools and structured output -------------------------------------------------------------------------------
 

@@ -72,7 +72,8 @@ def translated() -> Iterator[None]:
     except theirs.ModelError:
         raise
     except own.ContextOverflowError as error:
-        raise ContextOverflowError(error.prompt_tokens, error.context_tokens, error.max_tokens) from error
+        setting = f"num_ctx={error.context_tokens}" if error.setting else ""
+        raise ContextOverflowError(error.prompt_tokens, error.context_tokens, error.max_tokens, setting) from error
     except (own.PromptError, own.ConfigError) as error:
         raise ModelInvalidRequestError(str(error)) from error
     except own.ModelLoadError as error:

@@ -1,0 +1,122 @@
+"""What only a chat model is set to and asked about: tools, prompts of messages, LangChain's profile. Answers nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from langchain_core.language_models import ModelProfile
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import BaseMessage, HumanMessage
+from typing_extensions import Self, override
+
+from agentcache import Engine, Message, ToolGroup
+from agentcache import errors as own
+
+from ._messages import converted
+from ._profile import profile_of
+from ._settings import SAMPLING, Settings
+from ._told import tell_once
+from ._tools import ToolLike, formatted, own_tools
+from .errors import ModelInvalidRequestError, translated
+
+_RENDERING = ("namespace", "group", "tools_order")
+_show_names: weakref.WeakKeyDictionary[Engine, bool] = weakref.WeakKeyDictionary()
+
+
+class ChatSettings(Settings, BaseChatModel):
+    """The fields of ChatAgentCache."""
+
+    strict: bool = False
+    tools_order: Literal["given", "sorted", "sticky"] = "given"
+    group: str | None = None
+
+    ls_model_type: ClassVar[Literal["chat", "llm"]] = "chat"
+    of_calls: ClassVar[set[str]] = {
+        *Settings.of_calls,
+        *("tools", "tool_choice", "strict", "parallel_tool_calls", "forbidden_tools", "volatile", "group", "tools_order"),
+        *("cache_control", "prompt_cache_key"),
+    }
+
+    @classmethod
+    def from_huggingface(cls, chat: Any, **kwargs: Any) -> Self:
+        """The model of a ChatHuggingFace over a local pipeline, with its settings and its pipeline's."""
+        llm = getattr(chat, "llm", chat)
+        if getattr(llm, "pipeline", None) is None:
+            raise ModelInvalidRequestError(
+                f"from_huggingface({type(chat).__name__} over {type(llm).__name__}): its model is not in this process; "
+                "use one over a HuggingFacePipeline, or ChatAgentCache(model=...)"
+            )
+        said = {name: getattr(chat, name, None) for name in (*SAMPLING, "stop")}
+        return cls.from_pipeline(llm, **{**{name: value for name, value in said.items() if value is not None}, **kwargs})
+
+    @override
+    def _learn_profile(self) -> None:
+        self.profile = self._resolve_model_profile()
+
+    @override
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        return profile_of(self.model, self.engine, self.num_ctx, self.chat_template, self.revision)
+
+    def warm(self, system: str | None = None, tools: Sequence[ToolLike] = (), *, name: str | None = None) -> ToolGroup:
+        """Compute what every conversation with this system prompt and these tools begins with, and pin it: under `name`, else under
+        the `group` that this model is set to. Warming a name again moves its pins.
+        """
+        rendering = {each: value for each, value in self._rendering({}).items() if each != "group"}
+        with translated():
+            said = [Message("system", system)] if system else []
+            return self._engine().pin(said, own_tools(formatted(tools)), name=name or self.group, **rendering)
+
+    # -- what LangChain asks about ---------------------------------------------------------------------------------
+
+    @property
+    def _llm_type(self) -> str:
+        return "agentcache-chat"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {**super()._identifying_params, "strict": self.strict}
+
+    @override
+    def _deciding(self) -> tuple[str, ...]:
+        return (*super()._deciding(), "strict", "group", "tools_order")
+
+    @override
+    def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
+        return super()._get_invocation_params(stop=self.stop if stop is None else stop, **kwargs)
+
+    @override
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
+        """The size of the prompt that these messages and tools make; part of a conversation counts as its texts."""
+        said, listed = converted(messages), own_tools(formatted(tools or ()))
+        try:
+            return len(
+                self._engine().renderer.render(said, listed, namespace=self.namespace, template_kwargs=self._template_kwargs({})).ids
+            )
+        except own.PromptError:
+            return sum(len(self.get_token_ids(message.content)) for message in said)
+
+    # -- what a request takes from them ----------------------------------------------------------------------------
+
+    def _rendering(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What decides the tokens of a prompt besides messages and tools: the same for a request and for a pin of its start."""
+        said = {name: kwargs.get(name, getattr(self, name)) for name in _RENDERING}
+        return {**said, "template_kwargs": self._template_kwargs(kwargs)}
+
+
+def tell_names(engine: Engine, messages: Sequence[BaseMessage]) -> None:
+    """Warn, once, of names of users that the chat template does not show."""
+    for index, message in enumerate(messages):
+        if isinstance(message, HumanMessage) and message.name and not _shown(engine):
+            shown = f"messages[{index}]: HumanMessage(name={message.name!r}): the model's chat template shows no names of users"
+            tell_once("name", "user", f"{shown}; write it into the text where the model shall read it")
+
+
+def _shown(engine: Engine) -> bool:
+    """Whether a user's name reaches the prompt."""
+    if engine not in _show_names:
+        render = engine.renderer.render
+        texts = [render([Message("user", "x", name=name)], namespace="names").text for name in (None, "zname")]
+        _show_names[engine] = texts[0] != texts[1]
+    return _show_names[engine]

@@ -1,0 +1,143 @@
+"""What settings are called in other classes, and which of those are something else here. Knows no values' limits and no engines."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ._told import tell_once
+
+# Words of ChatOllama, OllamaLLM, ChatHuggingFace, HuggingFacePipeline, ChatOpenAI and transformers with the same meaning here.
+SAME = {
+    "model_name": "model",
+    "model_id": "model",
+    "repo_id": "model",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "num_ctx",  # prompt and completion together
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_sequence": "stop",
+    "stop_strings": "stop",
+    "timeout_s": "timeout",
+    "request_timeout": "timeout",
+    "torch_dtype": "dtype",
+    "hf_token": "token",
+    "huggingfacehub_api_token": "token",
+}
+_NESTED = ("model_kwargs", "pipeline_kwargs", "generation_kwargs")
+_MIROSTAT = "temperature, top_p, top_k and min_p choose tokens here"
+_SERVER = "the model runs in this process, there is no server"
+# What is ignored with one warning: what to do instead.
+_INSTEAD = {
+    **dict.fromkeys(("base_url", "client_kwargs", "async_client_kwargs", "sync_client_kwargs", "validate_model_on_init"), _SERVER),
+    **dict.fromkeys(("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p"), _MIROSTAT),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repeat_last_n", "logit_bias"), "repetition_penalty is what there is"),
+    **dict.fromkeys(("n", "num_return_sequences"), "ask several times"),
+    "num_beams": "one completion is written, greedily or by sampling",
+    "keep_alive": "the model stays loaded until close()",
+    "num_thread": "call torch.set_num_threads()",
+    "num_gpu": "say device='cuda' or device='cpu'",
+    "batch_size": "requests that are there at the same time share a forward",
+    "attn_implementation": "agentcache brings its own attention",
+}
+_REFUSED = {
+    "quantization_config": "say load_in_4bit=True or load_in_8bit=True, or pass engine=agentcache.Engine(model, tokenizer)",
+}
+_UNNAMED = {"api_key", "cache", "callback_manager"}  # LangChain's own, without a field in every release
+
+
+def renamed(said: Mapping[str, Any]) -> dict[str, str]:
+    """Of what was said in another class's word: our word, and theirs."""
+    return {SAME[name]: name for name in _flat(said) if name in SAME}
+
+
+def noted(text: str, said: Mapping[str, Any]) -> str:
+    """An error's text, with the word that the caller had used."""
+    notes = [f" ({theirs} is {ours} here)" for ours, theirs in renamed(said).items() if f"{ours}=" in text]
+    return text + "".join(notes)
+
+
+def own_names(said: Mapping[str, Any], known: Collection[str], by: str, standing: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Settings under the names that they have here; ValueError for what cannot be had.
+
+    by: the class they were given to. standing: what the model is set to, where they are said for one call.
+    """
+    out: dict[str, Any] = {}
+    for name, value in _flat(said).items():
+        ours = SAME.get(name, name)
+        if ours in out and out[ours] != value:
+            raise ValueError(f"{ours}={out[ours]!r:.100} and {name}={value!r:.100} are one setting: give it once, as {ours}")
+        out[ours] = value
+    _sampled(out, standing or {})
+    _placed(out)
+    for name, wanted in (("return_full_text", False), ("skip_prompt", True)):
+        if out.pop(name, wanted) is not wanted:
+            raise ValueError(f"{name}={not wanted!r}: {by} answers with the completion alone; put the prompt before it yourself")
+    for name in [name for name in out if name not in known and name not in _UNNAMED]:
+        value = out.pop(name)
+        if name in _REFUSED and value is not None:
+            raise ValueError(f"{name}={value!r:.100}: {_REFUSED[name]}")
+        if value is not None:
+            tell_once(by, name, f"{by} ignores {name}={value!r:.100}: it has no such setting{_hint(name, known)}")
+    return out
+
+
+def _flat(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that HuggingFacePipeline takes in dicts, beside the others."""
+    nested = [value for name in _NESTED if isinstance(value := said.get(name), Mapping)]
+    out = {name: value for name, value in said.items() if name not in _NESTED or not isinstance(value, (Mapping, type(None)))}
+    for each in nested:
+        for name, value in each.items():
+            out.setdefault(name, value)
+    return out
+
+
+def _sampled(out: dict[str, Any], standing: Mapping[str, Any]) -> None:
+    """transformers' `do_sample` as a temperature: without one of its own, sampling has that of transformers, and its top_k."""
+    match out.pop("do_sample", None):
+        case True:
+            if (said := out.get("temperature")) is not None and not said:
+                raise ValueError(f"do_sample=True and temperature={said!r}: 0 is greedy; give a positive one, or do_sample=False")
+            out["temperature"] = said or standing.get("temperature") or 1.0
+            if out.get("top_k") is None:
+                out["top_k"] = 50 if standing.get("top_k") is None else standing["top_k"]
+        case False:
+            out["temperature"] = 0.0
+
+
+def _placed(out: dict[str, Any]) -> None:
+    """`device_map` and numbered devices as a device."""
+    place = out.pop("device_map", None)
+    if isinstance(place, Mapping) and set(place) == {""}:
+        place = place[""]
+    if isinstance(place, (str, int)) and place not in ("auto", "balanced", "balanced_low_0", "sequential"):
+        out.setdefault("device", place)
+    elif place is not None:
+        raise ValueError(f"device_map={place!r:.100}: the weights lie on one device; say device='cuda', or device='cpu'")
+    if type(number := out.get("device")) is int:
+        out["device"] = "cpu" if number < 0 else f"cuda:{number}"
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    if name in _INSTEAD:
+        return f"; {_INSTEAD[name]}"
+    near = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], 1, 0.8)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def template_text(given: Any) -> Any:
+    """The chat template that is given as a text or as a file; ValueError for a name that is neither."""
+    if isinstance(given, str) and ("{" in given or "\n" in given):
+        return given
+    if not isinstance(given, (str, os.PathLike)):
+        return given  # refused, or None, where settings are checked
+    try:
+        with open(os.path.expanduser(given), encoding="utf-8") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"chat_template={os.fspath(given)!r:.200}: is no Jinja template, and no file that can be read ({why})") from error
