@@ -246,7 +246,8 @@ class Engine:
         receipt.repeated_tokens = len(generated) if layout.ephemeral_tokens else 0
         receipt.saved_ms = receipt.cached_tokens * self.scheduler.ms_per_token
         receipt.saved_flops = self.model.flops(receipt.cached_tokens)
-        return Completion(request.text.text, generated, message, receipt, invalid, cut_short(request, message, invalid))
+        cut = cut_short(request, message, invalid)
+        return Completion(request.text.text, generated, message, receipt, invalid, cut, tuple(request.logprobs))
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 

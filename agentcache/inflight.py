@@ -96,6 +96,7 @@ class Request:
     numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
     renewals: how often it began anew because weights changed. stands: weights are those of its
     fingerprint, as far as anybody has looked.
+    logprobs: of its completion's tokens, where its sampling asks for them.
     """
 
     ids: list[int]

@@ -14,7 +14,7 @@ from .model.call_stream import Delta
 from .model.tool_calls import InvalidCall
 from .receipt import Receipt
 from .reply import Reader
-from .types import Message
+from .types import Logprob, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class Completion:
     """What a request produced. `message` is the assistant turn to send back; unchanged, it costs nothing the next time.
 
     invalid_calls: calls that it began and that are none. cut: max_tokens or a stop string ended it inside an object, a call, or a thought
-    with no answer behind it: nothing in it is a result but the whole calls of `message`.
+    with no answer behind it: nothing in it is a result but the whole calls of `message`. logprobs: one for each of `ids`, if the sampling
+    asked for them.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Completion:
     receipt: Receipt
     invalid_calls: tuple[InvalidCall, ...] = ()
     cut: bool = False
+    logprobs: tuple[Logprob, ...] = ()
 
     @property
     def finish_reason(self) -> str | None:

@@ -1,6 +1,6 @@
-"""LangChain on agentcache: a chat model and a middleware. Translates; decides nothing about what is reused.
+"""LangChain on agentcache: a chat model, a text model and a middleware. Translates; decides nothing about what is reused.
 
-from langchain_agentcache import ChatAgentCache, AgentCacheMiddleware
+from langchain_agentcache import ChatAgentCache, AgentCacheLLM, AgentCacheMiddleware
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from ._version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from .chat_models import ChatAgentCache
+    from .llms import AgentCacheLLM
     from .middleware import AgentCacheMiddleware
 
-_LAZY = {"ChatAgentCache": "chat_models", "AgentCacheMiddleware": "middleware"}
+_LAZY = {"ChatAgentCache": "chat_models", "AgentCacheLLM": "llms", "AgentCacheMiddleware": "middleware"}
 
-__all__ = ["AgentCacheMiddleware", "ChatAgentCache", "__version__"]
+__all__ = ["AgentCacheLLM", "AgentCacheMiddleware", "ChatAgentCache", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from agentcache import Engine, Message, ToolGroup
 from agentcache import errors as own
 
 from ._messages import converted
+from ._names import beside
 from ._profile import profile_of
 from ._settings import SAMPLING, Settings
 from ._told import tell_once
@@ -48,8 +49,8 @@ class ChatSettings(Settings, BaseChatModel):
                 f"from_huggingface({type(chat).__name__} over {type(llm).__name__}): its model is not in this process; "
                 "use one over a HuggingFacePipeline, or ChatAgentCache(model=...)"
             )
-        said = {name: getattr(chat, name, None) for name in (*SAMPLING, "stop")}
-        return cls.from_pipeline(llm, **{**{name: value for name, value in said.items() if value is not None}, **kwargs})
+        said = {name: value for name in (*SAMPLING, "stop") if (value := getattr(chat, name, None)) is not None}
+        return cls.from_pipeline(llm, **beside(kwargs, said))
 
     @override
     def _learn_profile(self) -> None:

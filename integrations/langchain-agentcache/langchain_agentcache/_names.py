@@ -55,6 +55,11 @@ def renamed(said: Mapping[str, Any]) -> dict[str, str]:
     return {SAME[name]: name for name in _flat(said) if name in SAME}
 
 
+def beside(said: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said, and what was found elsewhere of settings that were not said, under any name."""
+    return {**{name: value for name, value in found.items() if name not in renamed(said)}, **said}
+
+
 def noted(text: str, said: Mapping[str, Any]) -> str:
     """An error's text, with the word that the caller had used."""
     notes = [f" ({theirs} is {ours} here)" for ours, theirs in renamed(said).items() if f"{ours}=" in text]

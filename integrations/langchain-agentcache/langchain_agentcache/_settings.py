@@ -16,7 +16,7 @@ from agentcache import Engine, Sampling
 
 from . import _engines
 from ._config import plain, rebuilt
-from ._names import SAME, noted, own_names, template_text
+from ._names import SAME, beside, noted, own_names, template_text
 from ._output import PROVIDER
 from ._pipelines import Pipeline
 from ._version import __version__
@@ -126,7 +126,7 @@ class Settings(BaseLanguageModel):
     def from_pipeline(cls, pipeline: Any, **kwargs: Any) -> Self:
         """The model of a transformers pipeline, or of a HuggingFacePipeline, with its generation settings."""
         given = Pipeline.of(pipeline)
-        made = cls(**{"model": given.name, **given.settings, **kwargs})
+        made = cls(**beside(kwargs, {"model": given.name, **given.settings}))
         with translated():
             made.engine = _engines.of_object(given.model, given.tokenizer, made._engine_options(), made._lease)
         made._learn_profile()
@@ -219,13 +219,13 @@ class Settings(BaseLanguageModel):
             raise ModelInvalidRequestError(f"namespace={space!r:.200}: must be a text")
         return out
 
-    def _sampling(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Sampling:
+    def _sampling(self, stop: list[str] | None, kwargs: Mapping[str, Any], logprobs: int | None = None) -> Sampling:
         given = {name: kwargs.get(name, getattr(self, name)) for name in SAMPLING}
         ends = stop if stop is not None else kwargs.get("stop") or self.stop or ()
         if not isinstance(ends, (str, list, tuple)):
             raise ModelInvalidRequestError(f"stop={ends!r:.200}: must be a text or a list of texts")
         fields = {"max_tokens": 1024, **{name: value for name, value in given.items() if value is not None}}
-        return Sampling(stop=(ends,) if isinstance(ends, str) else tuple(ends), **fields)
+        return Sampling(stop=(ends,) if isinstance(ends, str) else tuple(ends), logprobs=logprobs, **fields)
 
     def _template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = kwargs.get("template_kwargs") or {}
