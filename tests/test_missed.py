@@ -109,3 +109,23 @@ def test_a_redacted_account_names_no_tool() -> None:
         missed = running.generate(grown, TOOLS[1:], sampling=decode(4)).receipt.as_dict()["missed"]
         assert missed["cause"] == "changed tool set"
         assert not any(tool["function"]["name"] in str(missed) for tool in TOOLS)
+
+
+@pytest.mark.parametrize("moved", ["wrapped", "joined"])
+def test_text_that_stood_inside_other_text_is_counted_and_told(moved: str) -> None:
+    """A message that was shown with a state around it, and one that is joined to the turn before it: computed again, word for word."""
+    renderer, told = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"]), long_text(60, 1)
+    system, step = {"role": "system", "content": SYSTEM}, {"role": "assistant", "content": "I look it up."}
+    if moved == "wrapped":
+        before = [system, {"role": "user", "content": f"Current state:\nlit\n\nCurrent message:\n{told}\n"}]
+        after = [system, {"role": "user", "content": told}, step, {"role": "user", "content": "And now?"}]
+    else:
+        asked = [system, *[{"role": role, "content": long_text(30, n)} for n, role in enumerate(("user", "assistant", "user"))]]
+        before = [*asked, step, {"role": "user", "content": told}]
+        after = [*asked, {"role": "assistant", "content": f"I look it up.\n{told}\nIt is."}, {"role": "user", "content": "And now?"}]
+    _, missed = look(renderer, (before, []), (after, []))
+    assert missed is not None
+    assert missed.cause == "edited history"
+    words = len(renderer.render([{"role": "user", "content": told}]).ids)
+    assert 0.8 * words < missed.cost_tokens <= words + 16
+    assert ("taken out again" in missed.fix) is (moved == "wrapped")

@@ -88,6 +88,8 @@ def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
     front = not any(said.role == "assistant" for said in was[:first])
     if old[0] == new[0]:
         return _rewritten(was[first], now[first], first)
+    if _unwrapped(was[first], now[first]):
+        return Turned(Cause.EDITED, first, first, "what stood around it was taken out again")
     if (kept := _permuted(old, new)) > 1:
         return Turned(Cause.ORDER, first, first, f"the same {kept} messages in another order")
     if _calls_dropped(was[first], now[first]):
@@ -109,6 +111,12 @@ def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
     if gone > come:
         return Turned(Cause.SUMMARY, first, first, f"{counted(gone, 'message')} replaced by {come}")
     return Turned(Cause.EDITED, first, first, f"{counted(gone, 'message')} replaced by {come}")
+
+
+def _unwrapped(was: Said, now: Said) -> bool:
+    """Whether a user's message was first shown inside more text, such as a workflow's state or retrieved passages, and is bare now."""
+    bare = now.content.strip()
+    return was.role == now.role == "user" and len(bare) < len(was.content.strip()) and bool(bare) and was.content.strip().endswith(bare)
 
 
 def _summed_up(was: Said, now: Said) -> bool:

@@ -6,6 +6,7 @@ The rendering is neutral: each part once, in the order in which the provider sho
 from __future__ import annotations
 
 import json
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .texts import shared_end
 from .values import Request, Said, Shown
 
 CHARS_PER_TOKEN = 4
+RUN = 16  # ids in a row by which a text is found again at another place
 
 
 class Part(NamedTuple):
@@ -116,14 +118,31 @@ def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
 def again(was: Prompt, now: Prompt, at: Parting) -> int:
     """Characters or ids behind the parting that stood in the earlier prompt too, and must be computed again all the same."""
     left = Counter(part.body for part in was.parts[at.part :])
+    ids = None if isinstance(now.parts[at.part].body, str) else array("q", [one for part in was.parts[at.part :] for one in part.body])
     total = 0
     for number, part in enumerate(now.parts[at.part :], at.part):
         if left.get(part.body, 0) > 0:
             left[part.body] -= 1
             total += len(part.body)
         elif number < len(was.parts):
-            total += _alike(was.parts[number].body, part.body, at.inside if number == at.part else 0)
+            skip = at.inside if number == at.part else 0
+            alike = _alike(was.parts[number].body, part.body, skip)
+            total += alike if ids is None else max(alike, _elsewhere(ids, part.body[skip:]))
     return total
+
+
+def _elsewhere(known: array[int], ids: Sequence[int]) -> int:
+    """How many of these ids stand in a row somewhere among the known: a message that was wrapped in more text, or is wrapped in it now.
+
+    Its first ids may be cut otherwise beside other text, so that a run is looked for at a few places.
+    """
+    whole, width = known.tobytes(), known.itemsize
+    for start in range(0, min(len(ids) - RUN, 3 * RUN) + 1, RUN // 4):
+        wanted, at = array("q", ids[start : start + RUN]).tobytes(), -1
+        while (at := whole.find(wanted, at + 1)) >= 0:
+            if at % width == 0:
+                return shared_start(known[at // width :], array("q", ids[start:]))
+    return 0
 
 
 def _alike(one: Any, other: Any, skip: int) -> int:

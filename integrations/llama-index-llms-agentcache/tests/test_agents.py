@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from cases import call, system, tide, tools, user, wind
+from llama_index.core.agent.react.formatter import ReActChatFormatter
 from llama_index.core.agent.workflow import AgentOutput, AgentStream, AgentWorkflow, FunctionAgent, ReActAgent, ToolCallResult
 from llama_index.core.base.llms.types import ChatMessage, TextBlock
-from llama_index.core.llms.mock import MockLLM
+from llama_index.core.llms.mock import MockFunctionCallingLLM, MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.objects import ObjectRetriever
 from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Context
 from llama_index.llms.agentcache import AppendOnlyMemory, SharedAgentWorkflow, StableReActAgent, answer_at_tail
@@ -196,7 +198,43 @@ def test_answer_at_tail_gives_an_object_and_keeps_the_prompt(llm: Make, run: Mak
     assert kept(model.receipts) == [1.0]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("handed", [False, True])
+def test_answer_at_tail_of_a_workflow(llm: Make, run: Make, shared: bool, handed: bool) -> None:
+    """The agent that answered is asked, with its tools, the handoff among them: nothing of its prompt is computed again."""
+    model = llm(*([call("handoff", to_agent="pilot", reason="Wind.")] if handed else []), "At 14:05.", TIDE)
+    workflow = answer_at_tail((SharedAgentWorkflow if shared else AgentWorkflow)(_pilots(model), root_agent="keeper"), Tide)
+
+    async def ask() -> Any:
+        return (await workflow.run("Tide?", memory=AppendOnlyMemory())).structured_response
+
+    assert run(ask()) == {"harbour": "Averil", "time": "14:05"}
+    assert kept(model.receipts)[-1] == 1.0
+
+
+def test_answer_at_tail_shows_the_tools_that_were_retrieved(llm: Make, run: Make) -> None:
+    class Retriever(ObjectRetriever[Any]):
+        def __init__(self) -> None: ...
+
+        async def aretrieve(self, query: Any) -> list[Any]:
+            return tools()[:1] if "Tide" in str(query) else tools()[1:]
+
+    model = llm("At 14:05.", TIDE)
+    agent = FunctionAgent(tool_retriever=Retriever(), llm=model, system_prompt=PROMPT)
+
+    async def ask() -> Any:
+        return (await answer_at_tail(agent, Tide).run("Tide?", memory=AppendOnlyMemory())).structured_response
+
+    assert run(ask()) == {"harbour": "Averil", "time": "14:05"}
+    assert kept(model.receipts) == [1.0]
+
+
 def test_answer_at_tail_needs_this_model() -> None:
+    workflow = AgentWorkflow([FunctionAgent(llm=MockFunctionCallingLLM())])
+    with pytest.raises(ConfigError, match="MockFunctionCallingLLM"):
+        answer_at_tail(workflow, Tide)
+    with pytest.raises(ConfigError, match="an agent of llama_index"):
+        answer_at_tail("keeper", Tide)  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="MockLLM"):
         answer_at_tail(ReActAgent(llm=MockLLM()), Tide)
 
@@ -523,3 +561,45 @@ def test_react_returns_a_tools_result_directly(llm: Make, run: Make) -> None:
         return str(await StableReActAgent(tools=[direct], llm=model).run("Tide?"))
 
     assert run(ask()) == "high water in Averil at 14:05"
+
+
+class Terse(ReActChatFormatter):
+    """A formatter of a user's own: another header, observations in capitals."""
+
+    def format(self, tools: Any, chat_history: Any, current_reasoning: Any = None) -> list[ChatMessage]:
+        turns = [
+            user(step.get_content().upper()) if "observation" in type(step).__name__.lower() else _spoken(step)
+            for step in current_reasoning or []
+        ]
+        return [system(f"TERSE. {self.context} {[one.metadata.name for one in tools]}"), *chat_history, *turns]
+
+
+def _spoken(step: Any) -> ChatMessage:
+    return ChatMessage(role="assistant", content=step.get_content())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_formatter_of_ones_own_is_asked(llm: Make, run: Make, streaming: bool) -> None:
+    model = llm(*STEPS)
+    told = Told(model)
+    agent = StableReActAgent(tools=tools(), llm=model, formatter=Terse(), system_prompt="Keep the light.", streaming=streaming)
+    assert type(agent.formatter) is Terse
+    run(_two_turns(agent, AppendOnlyMemory()))
+    assert all(prompt[0].content == "TERSE. Keep the light. ['tide', 'wind']" for prompt in told.prompts)
+    assert (
+        told.prompts[1][-2].content == STEPS[0].partition("\nObservation")[0]
+    )  # the model's own words, stopped where an observation begins
+    assert told.prompts[1][-1].content == "OBSERVATION: HIGH WATER IN AVERIL AT 14:05"
+
+
+def test_a_header_of_ones_own_is_kept(llm: Make, run: Make) -> None:
+    model = llm(*STEPS[:2])
+    told = Told(model)
+    formatter = ReActChatFormatter.from_defaults(system_header="MINE: {tool_names} of {tool_desc} {context}", context="Be brief.")
+
+    async def ask() -> str:
+        return str(await StableReActAgent(tools=tools(), llm=model, formatter=formatter).run("Tide?"))
+
+    assert run(ask()) == "At 14:05."
+    assert told.prompts[0][0].content.startswith("MINE: tide, wind of ")
+    assert told.prompts[0][0].content.endswith("Be brief.")

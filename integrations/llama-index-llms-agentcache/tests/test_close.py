@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cases import tiny, user
+from cases import tiny, tools, user
 from llama_index.core.base.llms.types import CacheControl, CachePoint, ChatMessage, TextBlock
 from llama_index.llms.agentcache import AgentCacheLLM, host
 
@@ -195,3 +195,21 @@ def test_nothing_is_pinned_for_a_model_that_was_closed_meanwhile(engine: Engine,
     with pytest.raises(EngineClosedError):
         _ask(model, "Be brief. ", "1h")
     assert not engine.groups
+
+
+def test_closing_a_model_with_a_superset_leaves_the_model_open(engine: Engine) -> None:
+    model = AgentCacheLLM(engine=engine, max_tokens=2)
+    with model.with_superset(tools()) as sharing:
+        _ask(sharing, "Be brief. ", "1h")
+        assert engine.groups
+    assert not engine.groups  # its own cache points go
+    with pytest.raises(EngineClosedError):
+        sharing.chat([user("?")])
+    assert model.chat([user("?")]).raw
+    other = model.with_superset(tools())
+    model.close()
+    for one in (model, other):
+        with pytest.raises(EngineClosedError):
+            one.chat([user("?")])
+    with pytest.raises(EngineClosedError):
+        model.with_superset(tools())

@@ -255,6 +255,7 @@ def test_raw_is_small_json_in_openai_shape(llm: Make) -> None:
     assert len(json.dumps(raw)) < 1500
     assert raw["usage"]["prompt_tokens_details"]["cached_tokens"] == raw["usage"]["prompt_tokens"] - 1
     assert raw["receipt"]["bitwise"] is True
+    assert raw["receipt"]["segment_tokens"] == raw["receipt"]["halo_tokens"] == 0  # approximate reuse shows there
     assert "cache_read_input_tokens" not in raw["usage"]  # tracers would count those tokens twice
 
 

@@ -6,6 +6,8 @@ What a response shows only grows: the deltas of a stream, joined, are the conten
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,8 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ContentB
 
 from agentcache import Completion, Message, Receipt, ToolCall
 
-_FIGURES = ("prompt_tokens", "cached_tokens", "computed_tokens", "spliced_tokens", "disk_tokens", "exact_until", "bitwise", "precision")
+_FIGURES = ("prompt_tokens", "cached_tokens", "computed_tokens", "segment_tokens", "halo_tokens", "spliced_tokens", "disk_tokens")
+_GRADES = ("exact_until", "bitwise", "precision")
 _TIMES = ("ttft_ms", "prefill_ms", "decode_ms", "saved_ms")
 
 
@@ -85,14 +88,33 @@ def raw(receipt: Receipt, notes: tuple[str, ...] = ()) -> dict[str, Any]:
 
     usage has OpenAI's shape, in which tracers and token counters look for cached tokens.
     """
-    figures: dict[str, Any] = {name: getattr(receipt, name) for name in _FIGURES}
+    figures: dict[str, Any] = {name: getattr(receipt, name) for name in (*_FIGURES, *_GRADES)}
     figures |= {name: round(getattr(receipt, name), 1) for name in _TIMES}
     whole = receipt.as_dict()
     figures["refusals"] = whole["refusals"][:4]
     told = [*whole["notes"][:4], *notes]
+    if whole["missed"] is not None:
+        figures["missed"] = whole["missed"]
     return {
         "model": receipt.model,
         "finish_reason": receipt.finish_reason,
         "usage": receipt.usage,
         "receipt": {**figures, "notes": told} if told else figures,
     }
+
+
+def last(responses: Iterator[ChatResponse]) -> ChatResponse:
+    """The whole answer, of a stream of what there was so far."""
+    whole = deque(responses, maxlen=1).pop()  # only the last: each holds all of the answer so far
+    whole.delta = None
+    return whole
+
+
+async def alast(responses: AsyncIterator[ChatResponse]) -> ChatResponse:
+    """The same of an asynchronous stream."""
+    whole = None
+    async for response in responses:
+        whole = response
+    assert whole is not None, "a request ends with its completion, or raises"
+    whole.delta = None
+    return whole

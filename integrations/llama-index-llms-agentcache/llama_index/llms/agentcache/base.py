@@ -8,8 +8,7 @@ chat(messages, tools=...)
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.generic_utils import (
@@ -35,20 +34,20 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import ToolSelection
 
-from agentcache import Completion, Engine, Stream
+from agentcache import Completion, Engine, Message, Stream
 from agentcache.errors import ConfigError, MessageError
 
-from . import requests
-from .answer import Answer
+from . import prompts, requests
+from .answer import Answer, alast, last
 from .errors import NoToolCallError
 from .events import ReceiptEvent
 from .host import Host, count
-from .making import Making, in_words, making, name_of, remade
+from .making import Making, in_words, making, name_of, remade, renamed
 from .points import hold_points
 from .requests import Ask
 from .structured import ObjectLLM
 from .tools import Offer, Schema, offer, tool_choice
-from .translate import LateSystem, arguments_of, to_messages
+from .translate import LateSystem, arguments_of, cache_points, to_messages
 
 if TYPE_CHECKING:
     from llama_index.core.tools import BaseTool
@@ -90,8 +89,10 @@ class AgentCacheLLM(ObjectLLM):
     def __init__(self, model: Any = None, tokenizer: Any = None, *, engine: Engine | None = None, **options: Any) -> None:
         """model: a Hugging Face id, a folder, or a loaded model with its tokenizer; or `engine`, which others may use, too.
 
-        Options that are no fields go to the Engine: device, dtype, load_in_4bit, chat_template, store, memory_bytes and so on.
+        Options that are no fields go to the Engine: device, dtype, load_in_4bit, chat_template, store, memory_bytes and so on. Names of
+        HuggingFaceLLM and Ollama are understood where they mean the same.
         """
+        model, options = renamed(model, options, type(self).model_fields)
         mine = {name: options.pop(name) for name in list(options) if name in type(self).model_fields}
         how = making(model, tokenizer, engine, options)
         requests.check_settings(mine.get("additional_kwargs") or {})  # before weights are loaded
@@ -116,8 +117,8 @@ class AgentCacheLLM(ObjectLLM):
         return LLMMetadata(
             context_window=self.context_window or self.engine.model.context_tokens,
             num_output=self.max_tokens,
-            is_chat_model=True,
-            is_function_calling_model=True,
+            is_chat_model=prompts.of_text(self) is None,  # otherwise LlamaIndex asks by complete()
+            is_function_calling_model=prompts.of_messages(self) is None,
             model_name=self.model,
         )
 
@@ -128,9 +129,11 @@ class AgentCacheLLM(ObjectLLM):
     def with_superset(self, tools: Sequence[BaseTool | Mapping[str, Any]]) -> AgentCacheLLM:
         """This model (on the same engine) with `tools` in every prompt; a call's own tools are a mask over them.
 
-        For agents whose tools change from step to step or that should share one tool group. Decoding is then constrained.
+        For agents whose tools change from step to step or that should share one tool group. Decoding is then constrained. Closing it ends
+        its own requests and leaves this model open; closing this model closes it.
         """
         other = self.model_copy()
+        other._host = self._host.view()
         other._superset = self._host.translator.schemas(tools)
         other.offered(())  # names what is wrong with it
         return other
@@ -154,7 +157,7 @@ class AgentCacheLLM(ObjectLLM):
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """The settings, with what the Engine was made with; `from_dict` loads the same again, or says what must be given to it."""
-        return {**super().to_dict(**kwargs), **self._making.written()}
+        return {**super().to_dict(**kwargs), **self._making.written(prompts.not_written_down(self))}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> AgentCacheLLM:
@@ -172,25 +175,35 @@ class AgentCacheLLM(ObjectLLM):
         self._host.check_open()
         kept = () if given.get("stop") is not None else _kept_in(messages)  # a call's own stop strings replace all others
         settings, own = requests.split(self.additional_kwargs), requests.split(given)
-        said, options, form = ({**every, **one} for every, one in zip(settings, own))
+        said, options = ({**every, **one} for every, one in zip(settings[:2], own[:2]))
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
         tools = requests.schemas_of(given)
         offered = Offer(self._host.translator.schemas(tools)) if isinstance(messages, str) else self.offered(tools)
         ask = Ask(
-            prompt=messages if isinstance(messages, str) else to_messages(messages, self.late_system),
+            prompt=self._prompt(messages, offered),
             offer=offered,
             choice=tool_choice(given.get("tool_choice"), bool(given.get("tool_required")), offered),
             parallel=given.get("allow_parallel_tool_calls") is not False,
             constrain=self.constrain,
             sampling=requests.sampling(defaults, said, kept),
             options={"namespace": self.namespace, **options},
-            form=form,
+            form=own[2] or settings[2],  # an answer has one form
         )
         return ask, Answer(ask.calls, ask.parallel)
 
+    def _prompt(self, messages: Sequence[ChatMessage] | str, offered: Offer) -> Sequence[Message] | str:
+        """Messages for the engine, or the whole prompt as a text where there is one: given, or written by the user's own function."""
+        if isinstance(messages, str):
+            return messages
+        turns = to_messages(messages, self.late_system)  # refuses what is no message, for that function too
+        write = prompts.of_messages(self)
+        return turns if write is None else prompts.written(write, messages, Offer(offered.shown).callable_names)
+
     def _open(self, ask: Ask, messages: Sequence[ChatMessage] | str, answer: Answer) -> Stream:
         """Start it; called where waiting is allowed, because a cache point may have to be computed first."""
-        if not isinstance(messages, str):
+        if isinstance(ask.prompt, str) and not isinstance(messages, str) and cache_points(messages):
+            answer.notes = ("cache points are not pinned: messages_to_prompt writes the prompt",)
+        elif not isinstance(messages, str):
             answer.notes = hold_points(self._host.pins, messages, ask, self.late_system)
         return ask.open(self.engine)
 
@@ -200,30 +213,33 @@ class AgentCacheLLM(ObjectLLM):
             for delta in stream.deltas():
                 if (response := answer.feed(delta.kind, delta.text)) is not None:
                     yield response
-            yield self._finish(answer, stream.completion)
+            yield self._finish(ask, answer, stream.completion)
 
     async def _aresponses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseAsyncGen:
+        await self._host.hints.look()
         ask, answer = self._ask(messages, given)
         pieces = self._host.pieces(lambda: self._open(ask, messages, answer))
         try:
             async for piece in pieces:
                 if isinstance(piece, Completion):
-                    yield self._finish(answer, piece)
+                    yield self._finish(ask, answer, piece)
                 elif (response := answer.feed(*piece)) is not None:
                     yield response
         finally:
             await pieces.aclose()
 
-    def _finish(self, answer: Answer, completion: Completion) -> ChatResponse:
+    def _finish(self, ask: Ask, answer: Answer, completion: Completion) -> ChatResponse:
         response = answer.finish(completion)
-        dispatcher.event(ReceiptEvent(receipt=response.raw or {}))
+        assert isinstance(response.raw, dict)
+        self._host.hints.tell(response.raw, ask.prompt, Offer(ask.offer.shown).callable_names)
+        dispatcher.event(ReceiptEvent(receipt=response.raw))
         return response
 
     # -- chat ------------------------------------------------------------------------------------------------------
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _last(self._responses(messages, kwargs))
+        return last(self._responses(messages, kwargs))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -231,18 +247,19 @@ class AgentCacheLLM(ObjectLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return await _alast(self._aresponses(messages, kwargs))
+        return await alast(self._aresponses(messages, kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         return self._aresponses(messages, kwargs)
 
     # -- completion ------------------------------------------------------------------------------------------------
-    # A prompt becomes one user message behind the system prompt, unless `formatted` says that it is the model's whole prompt already.
+    # A prompt becomes one user message behind the system prompt, unless `formatted` says that it is the model's whole prompt already, or
+    # the user's own completion_to_prompt writes that.
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        ask = chat_to_completion_decorator(lambda turns, **kw: _last(self._responses(self._turns(prompt, formatted, turns), kw)))
+        ask = chat_to_completion_decorator(lambda turns, **kw: last(self._responses(self._turns(prompt, formatted, turns), kw)))
         return ask(prompt, **kwargs)
 
     @llm_completion_callback()
@@ -252,7 +269,7 @@ class AgentCacheLLM(ObjectLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        ask = achat_to_completion_decorator(lambda turns, **kw: _alast(self._aresponses(self._turns(prompt, formatted, turns), kw)))
+        ask = achat_to_completion_decorator(lambda turns, **kw: alast(self._aresponses(self._turns(prompt, formatted, turns), kw)))
         return await ask(prompt, **kwargs)
 
     @llm_completion_callback()
@@ -263,7 +280,11 @@ class AgentCacheLLM(ObjectLLM):
         return await astream_chat_to_completion_decorator(start)(prompt, **kwargs)
 
     def _turns(self, prompt: str, formatted: bool, turns: list[ChatMessage]) -> list[ChatMessage] | str:
-        return prompt if formatted else self._extend_messages(turns)
+        if formatted:
+            return prompt
+        if (write := prompts.of_text(self)) is not None:
+            return self._extend_prompt(prompts.written(write, prompt))
+        return self._extend_messages(turns)
 
     # -- tools -----------------------------------------------------------------------------------------------------
 
@@ -318,18 +339,3 @@ def _kept_in(messages: Any) -> Any:
         if isinstance(kept, Mapping) and "stop" in kept:
             return kept["stop"]
     return ()
-
-
-def _last(responses: Iterator[ChatResponse]) -> ChatResponse:
-    last = deque(responses, maxlen=1).pop()  # only the last: each holds all of the answer so far
-    last.delta = None
-    return last
-
-
-async def _alast(responses: ChatResponseAsyncGen) -> ChatResponse:
-    last = None
-    async for response in responses:
-        last = response
-    assert last is not None, "a request ends with its completion, or raises"
-    last.delta = None
-    return last

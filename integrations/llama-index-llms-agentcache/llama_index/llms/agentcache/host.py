@@ -17,6 +17,7 @@ from typing import Any
 from agentcache import Completion, Engine, Stream
 from agentcache.errors import CancelledError, EngineClosedError
 
+from .hints import Hints
 from .pins import Pins
 from .tools import Translator
 
@@ -47,6 +48,7 @@ class Host:
     def __init__(self, engine: Engine, owned: bool) -> None:
         self.engine = engine
         self.translator = Translator()
+        self.hints = Hints()
         self.pins = Pins(engine)
         with _gate:
             _engines.add(engine)
@@ -54,7 +56,16 @@ class Host:
         self._closed = False
         self._lock = threading.Lock()
         self._live: set[Stream] = set()
+        self._views: weakref.WeakSet[Host] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(WAITING, thread_name_prefix="agentcache-llama-index")
+
+    def view(self) -> Host:
+        """A host over the same engine: closing it leaves this one open, closing this one closes it."""
+        self.check_open()
+        made = Host(self.engine, owned=False)
+        made.translator, made.hints = self.translator, self.hints
+        self._views.add(made)
+        return made
 
     async def pieces(self, start: Start) -> AsyncGenerator[Piece | Completion, None]:
         """The pieces of the stream that `start` opens, then its completion; whoever stops reading ends the request."""
@@ -101,7 +112,9 @@ class Host:
         return EngineClosedError("this AgentCacheLLM is closed: make a new one, over the same engine= if that lives on")
 
     def close(self) -> None:
-        """End what runs, let go what is pinned; close the engine if it was made here."""
+        """End what runs, let go what is pinned, here and in the views; close the engine if it was made here."""
+        for view in list(self._views):
+            view.close()
         with self._lock:
             self._closed = True
             live = list(self._live)

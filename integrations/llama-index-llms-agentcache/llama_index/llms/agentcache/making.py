@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from llama_index.core.bridge.pydantic import ValidationError
 
 from agentcache import Engine
 from agentcache.errors import ConfigError
+
+from .names import joined, mapping, said
+from .requests import FORMS, REQUEST, SAMPLING
 
 ENGINE = frozenset(inspect.signature(Engine.__init__).parameters) - {"self"}
 GIVE_AGAIN = "give_again"  # where a written model names what could not be written
@@ -24,9 +27,10 @@ class Making:
     plain: Mapping[str, Any]
     objects: tuple[str, ...]
 
-    def written(self) -> dict[str, Any]:
-        """What `from_dict` needs beside the fields."""
-        return {**self.plain, **({GIVE_AGAIN: list(self.objects)} if self.objects else {})}
+    def written(self, functions: Collection[str]) -> dict[str, Any]:
+        """What `from_dict` needs beside the fields. functions: settings that must be given again, too."""
+        again = [*self.objects, *functions]
+        return {**self.plain, **({GIVE_AGAIN: again} if again else {})}
 
     def check_pickled(self, name: str) -> None:
         """Refuse what could only be made again as another model."""
@@ -36,6 +40,47 @@ class Making:
                 f"model {name!r} with its {list(self.objects)!r} cannot be pickled: they live in this process only. "
                 f"Send data = llm.to_dict(), and make it again as AgentCacheLLM.from_dict(data, {give})"
             )
+
+
+def renamed(model: Any, given: Mapping[str, Any], fields: Collection[str]) -> tuple[Any, dict[str, Any]]:
+    """(model, options) of a constructor in this package's words; ConfigError where a name means something that is not here.
+
+    fields: options of every request that are no field of the model go into additional_kwargs.
+    """
+    options = dict(given)
+    name = options.pop("model_name", None)
+    if name is not None and isinstance(model, str) and model != name:
+        raise ConfigError(f"model={model!r} and model_name={name!r}: two models; give model= alone")
+    model = name if model is None else model  # of a loaded model HuggingFaceLLM does not use the name either
+    if options.get("tokenizer_name") in (None, model):
+        options.pop("tokenizer_name", None)
+    for flag in ("is_chat_model", "is_function_calling_model"):
+        if options.pop(flag, True) is not True:
+            raise ConfigError(f"{flag}=False: this model takes messages and tools; StableReActAgent shows tools as text")
+    options.pop("tokenizer_outputs_to_remove", None)  # the model is given ids and nothing else
+    for inside in ("model_kwargs", "generate_kwargs"):
+        options = joined(options, mapping(inside, options.pop(inside, None)), inside)
+    if "device_map" in options:
+        options = joined(options, _device(options.pop("device_map")), "device_map")
+    options = said(options)
+    every = {one: options.pop(one) for one in list(options) if one in (*SAMPLING, *REQUEST, *FORMS) and one not in (*fields, *ENGINE)}
+    if every:
+        options["additional_kwargs"] = joined(mapping("additional_kwargs", options.get("additional_kwargs")), every, "additional_kwargs")
+    return model, options
+
+
+def _device(asked: Any) -> dict[str, Any]:
+    """The one device that a device_map names, as far as it does."""
+    place = asked[""] if isinstance(asked, Mapping) and set(asked) == {""} else asked
+    if place is None or place == "auto":  # from_pretrained's "auto" takes the GPU where there is one
+        import torch
+
+        return {"device": "cuda"} if place == "auto" and torch.cuda.is_available() else {}
+    if isinstance(place, int) and not isinstance(place, bool):
+        return {"device": f"cuda:{place}"}
+    if isinstance(place, Mapping) or str(place) in ("balanced", "balanced_low_0", "sequential"):
+        raise ConfigError(f"device_map={asked!r:.200}: the weights must be on one device; give device='cuda:0' or another one")
+    return {"device": str(place)}
 
 
 def making(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, Any]) -> Making:
@@ -68,8 +113,9 @@ def remade(data: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What a written model is made of, with what is given to it again; refuses one that would be another model."""
     kept = {name: value for name, value in data.items() if name != GIVE_AGAIN and not ("engine" in given and name in ENGINE)}
     whole = {"engine", "model"} & set(given)
-    lost = [one for one in data.get(GIVE_AGAIN) or () if one not in given and not (whole and one in ("engine", "model", "tokenizer"))]
-    if lost and "engine" not in given:
+    others = {"engine", "model", "tokenizer"} if whole else set()
+    others |= ENGINE if "engine" in given else set()
+    if lost := [one for one in data.get(GIVE_AGAIN) or () if one not in given and one not in others]:
         give = ", ".join(f"{one}=..." for one in lost)
         raise ConfigError(f"{lost!r} of model {data.get('model')!r} lived in the process that wrote it: use from_dict(data, {give})")
     return {**kept, **given}

@@ -16,7 +16,7 @@ from llama_index.core.agent.react.output_parser import ReActOutputParser
 from llama_index.core.agent.react.types import ActionReasoningStep, BaseReasoningStep, ObservationReasoningStep, ResponseReasoningStep
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.agent.workflow.workflow_events import AgentOutput
-from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole, TextBlock
 from llama_index.core.bridge.pydantic import Field, model_validator
 from llama_index.core.memory import BaseMemory
 from llama_index.core.tools import BaseTool
@@ -77,14 +77,13 @@ class StableReActFormatter(ReActChatFormatter):
             words["context"] = self.context
         header = ChatMessage(role=MessageRole.SYSTEM, content=self.system_header.format(**words))
         header.additional_kwargs[KEEP_IN_MESSAGE] = {"stop": list(self.stop)}
-        return [header, *chat_history, *self.turns(current_reasoning or [])]
+        return [header, *chat_history, *turns_of(current_reasoning or [], self.observation_role)]
 
-    def turns(self, steps: Sequence[BaseReasoningStep]) -> list[ChatMessage]:
-        """The steps as the turns of a conversation: what the model said, and what it was told."""
-        return [ChatMessage(role=self._role(step), content=_said(step)) for step in steps]
 
-    def _role(self, step: BaseReasoningStep) -> MessageRole:
-        return self.observation_role if isinstance(step, ObservationReasoningStep) else MessageRole.ASSISTANT
+def turns_of(steps: Sequence[BaseReasoningStep], told_as: MessageRole) -> list[ChatMessage]:
+    """The steps as the turns of a conversation: what the model said, and what it was told, in that role."""
+    roles = [told_as if isinstance(step, ObservationReasoningStep) else MessageRole.ASSISTANT for step in steps]
+    return [ChatMessage(role=role, content=_said(step)) for role, step in zip(roles, steps)]
 
 
 def _said(step: BaseReasoningStep) -> str:
@@ -105,27 +104,43 @@ def _stable_formatter(fields: dict[str, Any] | None = None) -> ReActChatFormatte
 
 
 class StableReActAgent(ReActAgent):
-    """A ReActAgent whose prompts only grow at their end: from step to step, and from run to run."""
+    """A ReActAgent whose prompts only grow at their end: from step to step, and from run to run.
+
+    A formatter with a `format` of its own is asked as it is; the steps that it is shown carry the model's own text.
+    """
 
     formatter: ReActChatFormatter = Field(default_factory=_stable_formatter, description="Formats steps and history into a prompt.")
     output_parser: ReActOutputParser = Field(default_factory=StableReActOutputParser, description="Finds the step in the model's text.")
 
     @model_validator(mode="after")
     def _keep_own_text(self) -> StableReActAgent:
-        if not isinstance(self.formatter, StableReActFormatter):
+        if type(self.formatter).format is ReActChatFormatter.format:
             self.formatter = StableReActFormatter(**self.formatter.model_dump())
         return self
+
+    async def _get_response(self, current_llm_input: list[ChatMessage]) -> ChatResponse:
+        return await super()._get_response(_stopped(current_llm_input))
+
+    async def _get_streaming_response(self, ctx: Any, current_llm_input: list[ChatMessage]) -> ChatResponse:
+        return await super()._get_streaming_response(ctx, _stopped(current_llm_input))
 
     async def finalize(self, ctx: Context, output: AgentOutput, memory: BaseMemory) -> AgentOutput:
         """Put the run into memory as the turns that it was, and take the answer out of the last one."""
         steps: list[BaseReasoningStep] = await ctx.store.get(self.reasoning_key, default=[])
         if not steps or not isinstance(last := steps[-1], ResponseReasoningStep):
             return output
-        assert isinstance(self.formatter, StableReActFormatter)
-        await memory.aput_messages(self.formatter.turns(steps))
+        await memory.aput_messages(turns_of(steps, self.formatter.observation_role))
         await ctx.store.set(self.reasoning_key, [])
         output.response = ChatMessage(role=output.response.role, blocks=_with_text(output.response, last.response))
         return output
+
+
+def _stopped(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """The messages, with the stop string that another formatter has not put there."""
+    if not messages or any(KEEP_IN_MESSAGE in one.additional_kwargs for one in messages):
+        return messages
+    first = messages[0].model_copy(update={"additional_kwargs": {**messages[0].additional_kwargs, KEEP_IN_MESSAGE: {"stop": [STOP]}}})
+    return [first, *messages[1:]]
 
 
 def _with_text(message: ChatMessage, text: str) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from agentcache import Engine, Message, Sampling, Stream
 from agentcache.errors import ConfigError
 
+from .names import said as in_our_words
 from .tools import Offer, Schema
 
 SAMPLING = tuple(one.name for one in fields(Sampling))
@@ -62,6 +63,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
     """(sampling, request options, form) out of a call's keywords; None means "as the model's settings say"."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"additional_kwargs={given!r:.200}: must be a dict of options")
+    given = in_our_words(given)
     unknown = sorted(set(given) - {*SAMPLING, *REQUEST, *FORMS, *TOOLS})
     if unknown:
         raise ConfigError(f"unknown options {unknown!r}: known are {sorted({*SAMPLING, *REQUEST, *FORMS, *TOOLS})!r}")

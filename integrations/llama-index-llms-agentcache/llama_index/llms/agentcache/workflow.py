@@ -27,7 +27,7 @@ from agentcache.errors import ConfigError
 from .base import AgentCacheLLM
 from .structured import read, schema_of, with_instruction
 
-Agent = TypeVar("Agent", bound=BaseWorkflowAgent)
+Asked = TypeVar("Asked", bound=BaseWorkflowAgent | AgentWorkflow)
 
 BROUGHT = "From here on these instructions hold:\n{own}"
 NOW = "You are now the agent {name!r}."
@@ -145,29 +145,43 @@ def with_told(messages: list[ChatMessage], text: str) -> list[ChatMessage]:
     return [*messages[:first], told, *messages[first + 1 :]]
 
 
-def answer_at_tail(agent: Agent, output_cls: type[BaseModel]) -> Agent:
-    """Have `agent` end its runs with an object of `output_cls`, asked for behind the conversation as the model knows it.
+def answer_at_tail(asked: Asked, output_cls: type[BaseModel]) -> Asked:
+    """Have an agent, or a workflow of agents, end its runs with an object of `output_cls`, asked for at the end of the conversation.
 
-    The same as `output_cls=` of the agent, which rewrites the whole conversation as XML: nothing of it is then found again. Sets and
-    returns the agent; its result is `structured_response` as before.
+    The same as `output_cls=`, which rewrites the whole conversation as XML: nothing of it is then found again. Sets and returns what is
+    given; the result is `structured_response` as before. Of agents in a workflow, give the workflow: it knows their handoffs.
     """
     schema = schema_of(output_cls)
-    if not isinstance(agent, BaseWorkflowAgent):
-        raise ConfigError(f"agent={agent!r:.100}: must be an agent of llama_index, such as a FunctionAgent")
-    if not isinstance(agent.llm, AgentCacheLLM):
-        raise ConfigError(f"agent {agent.name!r} has the model {type(agent.llm).__name__}: answer_at_tail needs an AgentCacheLLM")
-    llm = agent.llm
+    if not isinstance(asked, (BaseWorkflowAgent, AgentWorkflow)):
+        raise ConfigError(f"agent={asked!r:.100}: must be an agent of llama_index, such as a FunctionAgent, or an AgentWorkflow")
+    for agent in asked.agents.values() if isinstance(asked, AgentWorkflow) else [asked]:
+        if not isinstance(agent.llm, AgentCacheLLM):
+            raise ConfigError(f"agent {agent.name!r} has the model {type(agent.llm).__name__}: answer_at_tail needs an AgentCacheLLM")
 
     async def ask(messages: list[ChatMessage]) -> dict[str, Any]:
-        tools: list[Any] = list(agent.tools or ())
+        agent, tools, messages = await _answering(asked, messages)
+        assert isinstance(agent.llm, AgentCacheLLM)
         if isinstance(agent, ReActAgent):
-            turns = agent.formatter.format(tools, list(messages), [])
-            response = await llm.achat(with_instruction(turns, schema), schema=schema, stop=[])
+            turns = agent.formatter.format(tools, messages, [])
+            response = await agent.llm.achat(with_instruction(turns, schema), schema=schema, stop=[])
         else:
             system = [ChatMessage(role=MessageRole.SYSTEM, content=agent.system_prompt)] if agent.system_prompt else []
-            response = await llm.achat(with_instruction([*system, *messages], schema), tools=tools, tool_choice="none", schema=schema)
+            response = await agent.llm.achat(with_instruction([*system, *messages], schema), tools=tools, tool_choice="none", schema=schema)
         return read(output_cls, response).model_dump(mode="json")
 
-    agent.output_cls = None
-    agent.structured_output_fn = ask  # type: ignore[assignment]
-    return agent
+    asked.output_cls = None
+    asked.structured_output_fn = ask  # type: ignore[assignment]
+    return asked
+
+
+async def _answering(
+    asked: BaseWorkflowAgent | AgentWorkflow, messages: Sequence[ChatMessage]
+) -> tuple[BaseWorkflowAgent, Sequence[BaseTool], list[ChatMessage]]:
+    """The agent that gave the answer, with the tools and the conversation as its prompts have shown them."""
+    store = Context.get_step_context().store
+    said = str(await store.get("user_msg_str", default=""))
+    if isinstance(asked, BaseWorkflowAgent):
+        return asked, await asked.get_tools(said), list(messages)
+    name = str(await store.get("current_agent_name", default=asked.root_agent))
+    told = asked._with_own(list(messages), name) if isinstance(asked, SharedAgentWorkflow) else list(messages)
+    return asked.agents[name], await asked.get_tools(name, said), told

@@ -1,0 +1,95 @@
+"""Settings as HuggingFaceLLM and Ollama call them, in this package's words. Knows no engine and no messages.
+
+A name whose meaning is equal is taken over; any other is refused, and the error says what to write instead. Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llama_index.core.bridge.pydantic import BaseModel
+
+from agentcache.errors import ConfigError
+
+from .structured import schema_of
+
+_UNSET: tuple[Any, ...] = (None, False, "", [], {}, "{query_str}")  # what stands there by default
+SAMPLED = {"temperature": 1.0, "top_k": 50}  # what transformers' do_sample=True means where these are not given
+
+SAME = {
+    "max_new_tokens": "max_tokens",
+    "num_output": "max_tokens",
+    "num_predict": "max_tokens",
+    "stop_sequences": "stop",
+    "torch_dtype": "dtype",
+}
+LOAD = "load the model yourself, with from_pretrained(...), and give it as model= with its tokenizer="
+NO_SERVER = "nothing: the model runs in this process, and no server is asked"
+INSTEAD = {
+    "async_client": NO_SERVER,
+    "attn_implementation": "nothing: agentcache brings its own attention",
+    "base_url": NO_SERVER,
+    "client": NO_SERVER,
+    "keep_alive": "nothing: the model stays loaded until close() or the end of a `with` block",
+    "num_beams": "nothing: answers are not searched with beams",
+    "num_ctx": "context_window=, which tells LlamaIndex of a smaller context",
+    "prompt_key": NO_SERVER,
+    "quantization_config": f"load_in_4bit=True or load_in_8bit=True; for any other, {LOAD}",
+    "query_wrapper_prompt": "completion_to_prompt=lambda text: ..., which writes the whole prompt of complete()",
+    "repeat_penalty": "repetition_penalty, which counts the whole text and not its last 64 tokens",
+    "request_timeout": "asyncio.wait_for(llm.achat(...), seconds), which ends the request on the device",
+    "stopping_ids": "stop=[...], with the texts of these tokens",
+    "thinking": 'additional_kwargs={"template_kwargs": {"enable_thinking": ...}}, for chat templates that know it',
+    "tokenizer_kwargs": f"tokenizer=, made with them; with it, {LOAD}",
+    "tokenizer_name": LOAD,
+    **dict.fromkeys(("cache_dir", "local_files_only", "max_memory", "offload_folder", "revision", "token", "trust_remote_code"), LOAD),
+}
+
+
+def said(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a request, or of all, in this package's words."""
+    out: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in INSTEAD and value not in _UNSET:
+            raise ConfigError(f"{name}={value!r:.100} is no setting here. Instead of it: {INSTEAD[name]}")
+        if name in ("json_mode", "format", "response_format"):
+            out = joined(out, _form(name, value), name)
+        elif name != "do_sample" and name not in INSTEAD:
+            out = joined(out, {SAME.get(name, name): value}, name)
+    if (sample := given.get("do_sample")) is not None:
+        if not isinstance(sample, bool):
+            raise ConfigError(f"do_sample={sample!r:.100}: must be True or False")
+        out = {**SAMPLED, **out} if sample else {**out, "temperature": 0.0}
+    return out
+
+
+def _form(name: str, value: Any) -> dict[str, Any]:
+    """What asks for JSON: any object, or one that fits a schema."""
+    kind = value.get("type") if isinstance(value, Mapping) and name == "response_format" else None
+    if kind == "json_schema" and isinstance(wanted := value.get("json_schema"), Mapping) and isinstance(wanted.get("schema"), Mapping):
+        return {"schema": wanted["schema"]}
+    if kind == "json_object" or (name == "json_mode" and value is True) or (name == "format" and value == "json"):
+        return {"schema": True}
+    if value in (None, False, "") or kind == "text":
+        return {}
+    if name == "format" and isinstance(value, Mapping):
+        return {"schema": value}
+    if isinstance(value, type) and issubclass(value, BaseModel):
+        return {"schema": schema_of(value)}
+    raise ConfigError(f"{name}={value!r:.200} is not known here. Instead of it: schema=, a JSON schema, or True for any JSON object")
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    """A dict of options, or none of them."""
+    if not isinstance(value, (Mapping, type(None))):
+        raise ConfigError(f"{name}={value!r:.200}: must be a dict of options")
+    return dict(value or {})
+
+
+def joined(options: Mapping[str, Any], more: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Both; ConfigError where they say two things of one setting."""
+    if twice := sorted(name for name in more if name in options and options[name] != more[name]):
+        told = {name: (options[name], more[name]) for name in twice}
+        raise ConfigError(f"{where} says again what is said already, and otherwise: {told!r:.300}; give each setting once")
+    return {**options, **more}
