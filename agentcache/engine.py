@@ -145,8 +145,8 @@ class Engine:
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
         stands at the tail, and is taken out of the system prompt if it stands there. turn: names this turn of its conversation: the calls'
         ids depend on it, where a shortened history makes one prompt of two turns. reuse: as of the engine; a calibration means
-        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. context_tokens: the most that prompt
-        and completion may have together, where that is less than the model's context. on_progress(done, total):
+        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. context_tokens: the most
+        that prompt and completion may have together, where that is less than the model's context. on_progress(done, total):
         prompt tokens so far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on the
         device's thread with what each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
         """
