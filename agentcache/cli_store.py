@@ -51,7 +51,7 @@ def opened(place: Path | None, create: bool = False) -> Iterator[tuple[Folder, I
     from .store.index import Index
 
     folder = Folder.open(place, create=create)
-    with Index(folder) as index:
+    with Index(folder, unshared=True) as index:
         yield folder, index
 
 

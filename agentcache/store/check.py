@@ -80,7 +80,7 @@ def _silent(done: int, total: int) -> None:
 def index_problems(folder: Folder, fix: bool = False) -> list[str]:
     """What is wrong with the index, in words. fix: whether it shall be written to, too."""
     try:
-        with Index(folder) as index:
+        with Index(folder, unshared=True) as index:
             found = index.check()
             lost = int(str(index.stats()["groups"])) - len(index.groups())
             if fix:
@@ -103,7 +103,7 @@ def _sound_index(folder: Folder, report: Report, fix: bool) -> Index | None:
         except StoreError as error:  # somebody is using it
             problems.append(Problem("index", folder.index.name, str(error)))
     report.problems += problems
-    return Index(folder) if report.rebuilt is not None or not found else None
+    return Index(folder, unshared=True) if report.rebuilt is not None or not found else None
 
 
 def described(folder: Folder) -> Iterator[Row]:
@@ -187,9 +187,7 @@ def _check_files(folder: Folder, report: Report, progress: Progress) -> None:
 
 def orphans(folder: Folder, index: Index) -> list[files.File]:
     """Files that no row names and no running process is writing."""
-    dead = [file for file in files.files(folder) if not process.alive(file.writer, since=file.changed)]
-    known = index.has_blobs(file.name for file in dead if not file.part)
-    return [file for file in dead if file.part or file.name not in known]
+    return [file for file in files.unnamed(folder, index.has_blobs) if not process.alive(file.writer, since=file.changed)]
 
 
 def _orphans(folder: Folder, index: Index, fix: bool) -> list[Problem]:
@@ -201,11 +199,19 @@ def _orphans(folder: Folder, index: Index, fix: bool) -> list[Problem]:
 
 
 def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True) -> tuple[int, int]:
-    """Remove rows, then their blobs; returns how many, and of how many bytes."""
-    gone = index.remove(ids, force=force)
-    for row in gone:
+    """Remove rows, then their blobs; returns how many, and of how many bytes. On a full disk one by one, and the blob first."""
+    wanted = list(ids)
+
+    def free(row: Row) -> None:
         with suppress(BlobError):  # a name that no blob can have
             files.unlink(folder, row.blob)
+
+    try:
+        gone = index.remove(wanted, force=force)
+    except StoreFullError:
+        gone = [row for id in wanted for row in index.remove([id], force=force, freeing=free)]
+    for row in gone:
+        free(row)
     return len(gone), sum(row.bytes for row in gone)
 
 

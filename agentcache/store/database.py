@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -32,6 +33,7 @@ PAUSE_S = (0.001, 0.05)  # between tries, doubling
 CACHE_KIB = 8192
 FORESEEN = 16  # later versions of the tables; any other number is damage
 LOG_PAGES = 1000  # of the write-ahead log, before they go into the file
+LEAST_ROOM = 1 << 20  # bytes that must be free on a disk whose errors are not for want of room
 OUTSIDE = ("unable to open", "readonly", "disk i/o", "out of memory", "interrupted")  # trouble that need not come from the file
 
 _guard = threading.Lock()
@@ -57,17 +59,20 @@ class Database:
     """read() and write() from any thread; close() once. version: of the tables, which `schema` makes where they are missing.
 
     path: of a database in the making, which nobody else knows of; None for the folder's index. upgrades: what to add to older versions.
+    unshared: on a disk without room for the memory that processes share, lock all others out instead of failing. Not for long.
     """
 
     def __init__(
-        self, folder: Folder, schema: str, version: int, path: Path | None = None, upgrades: Mapping[int, str] = MappingProxyType({})
-    ) -> None:
+        self, folder: Folder, schema: str, version: int, path: Path | None = None, upgrades: Mapping[int, str] = MappingProxyType({}),
+        *, unshared: bool = False,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.path = path or folder.index
         self._shared = path is None
         self._schema = schema
         self._version = version
         self._upgrades = upgrades
+        self._unshared = unshared
         self._closed = False
         self._use = -1
         self._fresh()
@@ -177,7 +182,15 @@ class Database:
         # SQLite would let others read it. Never for a file that is there: closing it would drop this process's locks on it.
         with suppress(FileExistsError):
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        connection = self._connect(f"{self.path.as_uri()}?mode=rw")
+        try:
+            return self._opened(alone=False)
+        except sqlite3.OperationalError as error:
+            if not self._unshared or _busy(error):
+                raise
+            return self._opened(alone=True)
+
+    def _opened(self, alone: bool) -> sqlite3.Connection:
+        connection = self._connect(f"{self.path.as_uri()}?mode=rw", *(("locking_mode=EXCLUSIVE",) if alone else ()))
         try:
             self._make(connection)
         except BaseException:
@@ -185,10 +198,11 @@ class Database:
             raise
         return connection
 
-    def _connect(self, uri: str) -> sqlite3.Connection:
+    def _connect(self, uri: str, *first: str) -> sqlite3.Connection:
         connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S / 2, isolation_level=None, check_same_thread=False)
         try:
-            for setting in ("foreign_keys=ON", "synchronous=NORMAL", "secure_delete=ON", f"cache_size=-{CACHE_KIB}", "temp_store=MEMORY"):
+            usual = ("foreign_keys=ON", "synchronous=NORMAL", "secure_delete=ON", f"cache_size=-{CACHE_KIB}", "temp_store=MEMORY")
+            for setting in (*first, *usual):
                 connection.execute(f"PRAGMA {setting}")
         except BaseException:
             connection.close()
@@ -325,7 +339,7 @@ def _named(error: sqlite3.Error, path: Path) -> StoreError:
     said = str(error)
     if _busy(error):
         return StoreBusyError(f"the index {str(path)!r} was locked by other processes for too long: {said}")
-    if "full" in said:
+    if "full" in said or ("disk i/o" in said.lower() and shutil.disk_usage(path.parent).free < LEAST_ROOM):
         return StoreFullError(f"the index {str(path)!r} cannot grow: {said}; make room, or prune the store")
     misused = not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.ProgrammingError)
     if misused or any(word in said.lower() for word in OUTSIDE):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import BlobError, StoreError
+from ..errors import BlobError, StoreError, StoreFullError
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..types import Precision, StoreOptions
 from . import blob, files, process
@@ -30,7 +30,7 @@ from .writer import Pending, Writer
 
 ROOM = 16  # pages' worth of room that is made at once, so that a full store does not look for victims at every write
 TRIES = 8  # to make room, where other processes fill it meanwhile
-SWEEP_S = 24 * 3600.0  # how often what dead writers left behind is looked for
+SWEEP_S = 60.0  # how often files that no row names are looked for, while pages are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,11 @@ class Disk:
         self.options = options
         self.precision: Precision = options.precision
         self.folder = Folder.open(options.folder, key=options.encryption_key)
-        self.index = Index(self.folder)
+        try:
+            self.index = Index(self.folder)
+        except StoreFullError:  # may be full of what killed writers left
+            files.sweep(self.folder, set)  # parts: without the index every finished file counts as named
+            self.index = Index(self.folder)
         self.process = process.token()
         try:
             self.read_rate = self._remembered_rate()
@@ -72,6 +76,7 @@ class Disk:
         self._compute: dict[str, float] = {}
         self._bad: set[int] = set()  # rows found bad, where the index may not be told
         self._pinned: dict[Hashable, list[list[int]]] = {}
+        self._swept, self._unnamed_bytes = time.monotonic(), 0
         if self.folder.writable:
             self.writer.after(self._sweep)
 
@@ -223,12 +228,14 @@ class Disk:
 
     def _make_room(self, need: int, parent: Entry) -> bool:
         """Evict until `need` bytes fit, but nothing on the way to `parent`; False if they do not."""
-        budget = self.options.disk_bytes
+        if time.monotonic() - self._swept > SWEEP_S:
+            self._sweep()
+        budget, full = self.options.disk_bytes - self._unnamed_bytes, f"disk_bytes={self.options.disk_bytes!r}"
         used = self.index.total()[1]
         if used + need <= budget:
             return True
         if need > budget:
-            self.writer.failure = f"disk_bytes={budget!r}: one page takes {need} bytes"
+            self.writer.failure = f"{full}: one page takes {need} bytes"
             return False
         self.writer.tell_uses()  # else what was used a moment ago may look old
         above: set[int] = set()
@@ -242,7 +249,7 @@ class Disk:
             used = self.index.total()[1]
             if used + need <= budget:
                 return True
-        self.writer.failure = f"disk_bytes={budget!r}: what is stored is pinned by running processes, and {need} bytes more do not fit"
+        self.writer.failure = f"{full}: what is stored is pinned by running processes, and {need} bytes more do not fit"
         return False
 
     def _unlink(self, rows: Sequence[Row]) -> None:
@@ -336,12 +343,11 @@ class Disk:
         self.index.close()
 
     def _sweep(self) -> None:
-        """Delete what killed writers left behind, once in a while."""
-        age = time.time() - float(self.index.get_meta("swept") or 0.0)
-        if not 0 <= age < SWEEP_S:
-            self.index.set_meta("swept", repr(time.time()))
-            self.index.drop_dead_pins()
-            files.sweep(self.folder, self.index.has_blobs)
+        """Delete what killed writers left behind. What others may still be writing takes room as well."""
+        self._swept = time.monotonic()
+        self._unnamed_bytes = files.sweep(self.folder, self.index.has_blobs).left_bytes
+        self.index.drop_dead_pins()
+        self.index.recount()
 
 
 def _shape(spec: KVSpec) -> tuple[str, int, int, int]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -44,6 +45,14 @@ class File:
     part: bool
     bytes: int
     changed: float
+
+
+class Swept(NamedTuple):
+    """How many files were deleted, of how many bytes, and the bytes of those whose writers may still be running."""
+
+    files: int
+    bytes: int
+    left_bytes: int
 
 
 @contextmanager
@@ -218,15 +227,22 @@ def files(folder: Folder) -> Iterator[File]:
         raise refusal("*", error, "listing") from error
 
 
-def sweep(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> tuple[int, int]:
-    """Delete what dead writers left behind: parts, and blobs without a row. Returns how many files and bytes.
+def unnamed(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> list[File]:
+    """Files that no row names: parts, and blobs whose row is not there yet, or never will be.
 
     known: which of these names have a row; asked after the files were listed, so that a row inserted meanwhile is seen.
     """
-    dead = [file for file in files(folder) if not process.alive(file.writer, since=file.changed)]
-    rows = known([file.name for file in dead if not file.part])
-    count = size = 0
-    for file in dead:
-        if (file.part or file.name not in rows) and unlink(folder, file.name, PART if file.part else WHOLE):
+    found = list(files(folder))
+    rows = known([file.name for file in found if not file.part])
+    return [file for file in found if file.part or file.name not in rows]
+
+
+def sweep(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> Swept:
+    """Delete what dead writers left behind of what no row names (`unnamed`)."""
+    count = size = left = 0
+    for file in unnamed(folder, known):
+        if process.alive(file.writer, since=file.changed):
+            left += file.bytes
+        elif unlink(folder, file.name, PART if file.part else WHOLE):
             count, size = count + 1, size + file.bytes
-    return count, size
+    return Swept(count, size, left)

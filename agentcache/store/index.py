@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -242,10 +242,11 @@ class Index(Ledger):
 
     # -- removing --------------------------------------------------------------------------------------------------
 
-    def remove(self, ids: Iterable[int], force: bool = False) -> list[Row]:
+    def remove(self, ids: Iterable[int], force: bool = False, freeing: Callable[[Row], object] | None = None) -> list[Row]:
         """Remove rows, in this order; returns those removed, for the caller to unlink their blobs.
 
-        Left alone unless forced: what running processes pin, and what still has children.
+        Left alone unless forced: what running processes pin, and what still has children. freeing: unlinks each blob before the rows are
+        gone for good, which takes room; only where there is none, because a process that ends between the two leaves rows without blobs.
         """
         wanted = list(ids)
 
@@ -262,6 +263,9 @@ class Index(Ledger):
                     continue
                 gone += self._sound(connection.execute(f"SELECT {COLUMNS} FROM pages WHERE id = ?", (id,)).fetchall())
                 connection.execute("DELETE FROM pages WHERE id = ?", (id,))
+            if freeing is not None:
+                for row in gone:
+                    freeing(row)
             return gone
 
         return self._db.write(removes) if wanted and self.folder.writable else []

@@ -18,7 +18,7 @@ from . import process
 from .database import Database, T, Use, corrupt
 from .folder import Folder
 from .groups import Group
-from .schema import SCHEMA, UPGRADES, VERSION, guard, miscounted, sound, unguard
+from .schema import SCHEMA, UPGRADES, VERSION, counted, guard, sound, totals, unguard
 
 MOST_SPLICES = 100_000
 
@@ -47,14 +47,14 @@ def pinned(connection: sqlite3.Connection) -> set[int]:
 
 
 class Ledger:
-    """The index but for its pages. In a read-only folder nothing is written, and nothing is raised for that."""
+    """The index but for its pages. In a read-only folder nothing is written, nor raised for that. path, unshared: see Database."""
 
-    def __init__(self, folder: Folder, path: Path | None = None) -> None:
+    def __init__(self, folder: Folder, path: Path | None = None, *, unshared: bool = False) -> None:
         self.folder = folder
-        self._db = Database(folder, SCHEMA, VERSION, path, UPGRADES)
+        self._db = Database(folder, SCHEMA, VERSION, path, UPGRADES, unshared=unshared)
         try:
-            if said := self._snapshot(miscounted):  # who makes room believes the totals: wrong ones would cost all pages
-                raise corrupt(folder.index, said)
+            if self._db.read(totals) is None:
+                raise corrupt(folder.index, "its totals cannot be")
         except StoreError:
             self.close()
             raise
@@ -292,6 +292,16 @@ class Ledger:
             return found
 
         return {**self._snapshot(count), "counters": self.counters()}
+
+    def recount(self) -> None:
+        """Mend totals that are not what there is: who makes room believes them, and would evict all pages for too large ones."""
+
+        def count(connection: sqlite3.Connection) -> None:
+            known, right = totals(connection), counted(connection)
+            if known and known[:3] != right:
+                connection.execute("UPDATE totals SET rows = ?, bytes = ?, splices = ?", right)
+
+        self._db.write(count)
 
     def empty_log(self) -> bool:
         """Leave no copy of what was deleted in the write-ahead log. False: somebody is reading it, or it is not ours to write."""

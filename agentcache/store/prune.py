@@ -80,13 +80,13 @@ def prune(
     if dry_run:
         done.pages, done.bytes = len(going), sum(item.size for item in going)
         return done
+    files.sweep(folder, index.has_blobs)  # first what frees room: on a full disk nothing can be written before
+    done.pages, done.bytes = _remove(folder, index, going, force)
     for found in names:
         index.drop_group(found.namespace, found.name, found.fingerprint)
     if max_bytes is None and group is None:
         done.splices = index.drop_splices(namespace, older_than)
         index.drop_segments(namespace, older_than)
-    done.pages, done.bytes = _remove(folder, index, going, force)
-    files.sweep(folder, index.has_blobs)
     index.drop_dead_pins()
     index.empty_log()
     return done

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from ..errors import StoreCorruptError, StoreError, StoreWarning
+from ..errors import StoreCorruptError, StoreError, StoreFullError, StoreWarning
 from ..kv import KVSpec, Page
 from ..types import Grade, Precision, Reason, StoreOptions
 from .bring import MOST_BYTES, Bring
@@ -49,14 +49,14 @@ class Store:
 
     @classmethod
     def open(cls, budget_bytes: int, host_bytes: int, store: StoreOptions | str | os.PathLike[str] | None) -> Store:
-        """With the folder or options of the part on disk. Memory only for None, for a damaged index, and where the default folder fails."""
+        """With the folder or options of the part on disk. Memory only for None, a damaged index, a full disk, or a default that fails."""
         options = store if isinstance(store, StoreOptions) or store is None else StoreOptions(store)
         if options is not None and options.folder is None and not os.environ.get("AGENTCACHE_DIR", "unset"):
             options = None
         try:
             return cls(budget_bytes, host_bytes, options)
         except StoreError as error:
-            if store is not DEFAULT and not isinstance(error, StoreCorruptError):
+            if store is not DEFAULT and not isinstance(error, (StoreCorruptError, StoreFullError)):
                 raise
             warnings.warn(f"nothing is kept on disk: {error}", StoreWarning, stacklevel=3)
             return cls(budget_bytes, host_bytes)
