@@ -61,7 +61,7 @@ class Rotary:
         """What the tables are made from: values, not versions, which edits through `.data` leave as they are."""
         frequencies, scale = self._owners.inv_freq, getattr(self._owners, "attention_scaling", 1.0)
         if frequencies.device.type == "cpu":
-            return frequencies.detach().numpy().tobytes(), scale
+            return frequencies.detach().contiguous().view(torch.uint8).numpy().tobytes(), scale  # NumPy has no bf16
         return frequencies.data_ptr(), 0 if frequencies.is_inference() else frequencies._version, scale
 
     @property
