@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 
 from .calibration import Calibration, Calibrations
-from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError
+from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError
 from .held import ToolGroups
 from .inflight import Chunk, Done, Request
 from .layout import Renderer, Volatile
@@ -25,6 +25,7 @@ from .layout.windows import TokenTexts
 from .missed import Misses
 from .model.grammar import Grammars
 from .model.hf import HFModel, load
+from .model.openmp import leave_team
 from .model.sampling import Sampler, TextStream
 from .receipt import Receipt
 from .reply import cut_short, expect, message_of, tool_name
@@ -56,6 +57,8 @@ Tools = Seq[Tool | Mapping[str, Any]]
 
 class Engine:
     """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager.
+
+    In a forked child requests raise EngineForkedError, and `close` leaves alone what is the parent's: make another engine there.
 
     model: Hugging Face id, folder, or a loaded model (then with its tokenizer). revision, token, trust_remote_code: as of transformers'
     from_pretrained, for a model that is loaded here. memory_bytes: budget for kept pages, by default a quarter
@@ -98,6 +101,7 @@ class Engine:
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
         bits = 4 if load_in_4bit else 8 if load_in_8bit else None
         hub: dict[str, Any] = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
+        leave_team()
         loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=bits, **hub)
         self.model = HFModel(loaded)
         self.fingerprint = self.model.fingerprint
@@ -108,7 +112,8 @@ class Engine:
             raise
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
-        self._end = weakref.finalize(self, _end, self.scheduler, self.store, self.model)
+        self._process = os.getpid()
+        self._end = weakref.finalize(self, _end, self._process, self.scheduler, self.store, self.model)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
         folder, saved = self.store.disk.folder.path if self.store.disk else None, str(self.model.dtype).removeprefix("torch.")
         self._texts, self._calibrations = TokenTexts(self.tokenizer), Calibrations(calibration, folder, self.name, saved)
@@ -151,6 +156,7 @@ class Engine:
         device's thread with what each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
         """
         called = time.perf_counter()
+        self.check_open()
         sampling = sampling or Sampling()
         layout = self.renderer.render(
             messages,
@@ -184,8 +190,6 @@ class Engine:
         return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt))
 
     def _request(self, layout: Layout, sampling: Sampling, namespace: str, reuse: Reuse | Calibration, called: float) -> Request:
-        if self._closed:
-            raise EngineClosedError("the engine is closed: create a new one")
         given, reuse = (reuse, "approximate") if isinstance(reuse, Calibration) else (None, _check_reuse(reuse))
         receipt = Receipt(
             namespace=namespace,
@@ -282,6 +286,7 @@ class Engine:
         Only what the chat template writes otherwise once more follows is left out. `release` ends it.
         """
         called = time.perf_counter()
+        self.check_open()
         layout = self.renderer.opening(
             messages,
             tools,
@@ -317,7 +322,7 @@ class Engine:
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""
-        return self._groups.release(namespace, name)
+        return self._here and self._groups.release(namespace, name)
 
     @property
     def groups(self) -> tuple[ToolGroup, ...]:
@@ -333,7 +338,24 @@ class Engine:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything worth keeping is on disk; False if it took longer or could not be written."""
-        return self.store.flush(timeout_s)
+        return self._here and self.store.flush(timeout_s)
+
+    @property
+    def _here(self) -> bool:
+        """Whether this process made it, and has its threads."""
+        return self._process == os.getpid()
+
+    @property
+    def closed(self) -> bool:
+        """Whether requests are refused: it was closed, or this process was forked from the one that made it."""
+        return self._closed or not self._here
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError or EngineForkedError where a request would."""
+        if not self._here:
+            raise EngineForkedError.of(self._process)
+        if self._closed:
+            raise EngineClosedError("the engine is closed: create a new one")
 
     def close(self) -> None:
         """End running requests, write what is to be kept, free all pages, give the model object back as it was. Closing twice is fine."""
@@ -354,9 +376,10 @@ class Engine:
         self.close()
 
 
-def _end(scheduler: Scheduler, store: Store, model: HFModel) -> None:
-    scheduler.close()
-    store.close(model.fingerprint.known if model.fingerprint else "", scheduler.ms_per_token)
+def _end(process: int, scheduler: Scheduler, store: Store, model: HFModel) -> None:
+    if process == os.getpid():  # threads, pins, leases and files are those of the process that made them
+        scheduler.close()
+        store.close(model.fingerprint.known if model.fingerprint else "", scheduler.ms_per_token)
     model.close()
 
 

@@ -25,12 +25,15 @@
     │   ├── StoreFullError          the disk or the budget is full
     │   └── BlobError               one page is damaged, cut short or not ours
     └── EngineClosedError           the engine was closed                              (also RuntimeError)
+        └── EngineForkedError       it was made before this process was forked
 
 StoreWarning and ReuseWarning, warnings, tell what a request need not fail for. A message states the value that was refused (`!r`) and the
 way out.
 """
 
 from __future__ import annotations
+
+import os
 
 __all__ = [
     "AgentCacheError",
@@ -41,6 +44,7 @@ __all__ = [
     "ContextOverflowError",
     "DeviceMapError",
     "EngineClosedError",
+    "EngineForkedError",
     "ForeignPackageError",
     "GenerationError",
     "MessageError",
@@ -154,6 +158,19 @@ class CancelledError(GenerationError):
 
 class EngineClosedError(AgentCacheError, RuntimeError):
     """The engine was closed."""
+
+
+class EngineForkedError(EngineClosedError):
+    """The engine was made before this process was forked: its threads stayed in the parent, where it runs on."""
+
+    @classmethod
+    def of(cls, parent: int) -> EngineForkedError:
+        """The error of an engine or a stream that process `parent` made."""
+        return cls(
+            f"made in process {parent!r}, of which this one ({os.getpid()!r}) is a forked child without its threads: make an engine here, "
+            "after the fork (gunicorn: in post_fork, without --preload; Celery: worker_process_init; ProcessPoolExecutor: initializer=), "
+            "or start processes with 'spawn'"
+        )
 
 
 class StoreError(AgentCacheError, OSError):

@@ -8,6 +8,7 @@ its next page ready, and the memory of pages that are gone serves the next ones.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from collections import defaultdict
@@ -27,6 +28,10 @@ class Used:
     """Maps that nobody refers to any more, by their size, while there is an engine. From any thread."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """With nothing: at the start, and in a forked child, where the lock may be held by a thread that is not there."""
         self._lock = threading.RLock()  # a map may be given back by the very collection of garbage that an addition here sets off
         self._maps: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self._engines = 0
@@ -112,6 +117,10 @@ class Ready:
     """At most one page's memory for each shape of pages. From any thread."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """The same as of `Used`."""
         self._lock = threading.Lock()
         self._kept: dict[tuple[Shapes, torch.dtype], _Page] = {}
 
@@ -143,3 +152,5 @@ class Ready:
 
 
 ready = Ready()
+for _part in (used, ready):
+    os.register_at_fork(after_in_child=_part.begin)

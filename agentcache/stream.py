@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .errors import AgentCacheError, CancelledError
+from .errors import AgentCacheError, CancelledError, EngineForkedError
 from .inflight import Chunk, Done, Event, Progress, Request
 from .model.call_stream import Delta
 from .model.tool_calls import InvalidCall
@@ -58,6 +59,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         self._completion: Completion | None = None
         self._error: AgentCacheError | None = None
         self._over = False
+        self._process = os.getpid()
 
     def __iter__(self) -> Stream:
         return self
@@ -65,6 +67,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
     def __next__(self) -> Chunk:
         chunk = None
         while not self._over and chunk is None:
+            self._check_process()
             chunk = self._taken(self._request.events.get())
         if chunk is None:
             raise StopIteration
@@ -76,10 +79,15 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
     async def __anext__(self) -> Chunk:
         chunk = None
         while not self._over and chunk is None:
+            self._check_process()
             chunk = self._taken(await self._next_event())
         if chunk is None:
             raise StopAsyncIteration
         return chunk
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise EngineForkedError.of(self._process)
 
     async def _next_event(self) -> Event:
         """The next event, without holding a thread while there is none."""

@@ -148,7 +148,8 @@ class Fingerprint:
         state = (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
         known = self._digests.get(tensor)
         if known is None or known[0] != state:
-            digest = blake3(max_threads=blake3.AUTO)
+            threads = torch.get_num_threads() if tensor.nbytes >> 20 else 1  # of its own: in a forked child AUTO waits for threads for ever
+            digest = blake3(max_threads=threads)
             digest.update(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
             self.hashed_bytes += tensor.nbytes
             known = self._digests[tensor] = (state, digest.digest())

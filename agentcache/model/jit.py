@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from string import Template
@@ -38,6 +39,9 @@ MOST_ROWS = 32  # above it, converting the weights first is as fast
 PAIRS = "pairs"  # of bf16 numbers, multiplied by one instruction
 ALONE = 1 << 20  # multiplications of a product that is done sooner than a second thread has woken up
 OLDEST_LLVM = (20,)  # older ones do not read `ptr`
+# Taken by whoever forks: LLVM's own locks would stay taken in the child if another thread compiled meanwhile.
+_compiling = threading.Lock()
+os.register_at_fork(before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release)
 _FIELDS = 8  # of the argument block, 64 bits each: weight, x, out, outs, ins, block, tiles, passes
 BINARY = {torch.bfloat16: "bfloat", torch.float16: "half"}
 
@@ -239,7 +243,6 @@ class _Kernels:
         self._machine = host.create_target_machine(cpu=binding.get_host_cpu_name(), features=self._features.flatten(), opt=3)
         self._engines: list[Any] = []
         self._compiled: dict[str, int] = {}
-        self._lock = threading.Lock()
 
     def has(self, feature: str) -> bool:
         """Whether the processor has it, by LLVM's name."""
@@ -248,7 +251,7 @@ class _Kernels:
     def compiled(self, name: str, source: Callable[[], str]) -> int:
         """The address of `share` in this module, compiled once, by whichever thread asks first."""
         if name not in self._compiled:
-            with self._lock:
+            with _compiling:
                 if name not in self._compiled:
                     module = binding.parse_assembly(source())
                     module.verify()

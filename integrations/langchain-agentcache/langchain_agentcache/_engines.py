@@ -49,7 +49,7 @@ def _shared(
     key: str, known: Callable[[], Engine | None], keep: Callable[[Engine], None], make: Callable[[], Engine], lease: Lease
 ) -> Engine:
     def used() -> Engine | None:
-        if (engine := known()) is None or engine._closed:
+        if (engine := known()) is None or engine.closed:
             return None
         _users.setdefault(engine, weakref.WeakSet()).add(lease)
         return engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from llama_index.core.base.llms.types import CacheControl, CachePoint, ChatMessa
 from llama_index.llms.agentcache import AgentCacheLLM, host
 
 from agentcache import Engine
-from agentcache.errors import EngineClosedError
+from agentcache.errors import EngineClosedError, EngineForkedError
 
 Make = Callable[..., Any]
 LONG = {"ignore_eos": True, "max_tokens": 4000}
@@ -213,3 +214,32 @@ def test_closing_a_model_with_a_superset_leaves_the_model_open(engine: Engine) -
             one.chat([user("?")])
     with pytest.raises(EngineClosedError):
         model.with_superset(tools())
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("how", ["chat", "achat"])
+def test_a_model_in_a_forked_child_is_refused(engine: Engine, how: str) -> None:
+    """Also where threads wait for requests: none of them is there in the child."""
+    fork = multiprocessing.get_context("fork")
+    mine, its = fork.Pipe(duplex=False)
+    with AgentCacheLLM(engine=engine) as model:
+        for _ in range(2):  # leaves a waiting thread that is idle
+            asyncio.run(model.achat([user("hello")], max_tokens=1))
+
+        def ask() -> None:
+            try:
+                model.chat([user("hello")], max_tokens=1) if how == "chat" else asyncio.run(model.achat([user("hello")], max_tokens=1))
+            except EngineForkedError as error:
+                its.send(error)
+
+        child = fork.Process(target=ask)
+        child.start()
+        try:
+            assert mine.poll(60), "the child hangs"
+            assert "initializer=" in str(mine.recv())
+        finally:
+            child.kill()
+            child.join()

@@ -106,6 +106,7 @@ class Host:
         """Refuse a request that would find no thread to wait for it."""
         if self._closed:
             raise self._over()
+        self.engine.check_open()  # no thread of this pool is there in a forked child: nothing would run the request that fails
 
     @staticmethod
     def _over() -> EngineClosedError:

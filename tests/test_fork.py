@@ -1,0 +1,163 @@
+"""An engine in a process that was forked after loading: refused by name, harmless to its parent, and replaced by another one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache import Engine, StoreOptions
+from agentcache.errors import EngineClosedError, EngineForkedError
+from agentcache.memory import ready, used
+from agentcache.model.openmp import leave_team
+from tests import models
+from tests.engines import MB, chat, decode
+from tests.engines import engine as engine_of
+from tests.rows import FORK, forks
+
+LIMIT_S = 60.0  # a child that waits for a thread of its parent never ends
+LARGE = 700  # rows of a product that PyTorch shares among threads
+
+pytestmark = forks
+
+
+def told(work: Callable[[], Any]) -> Any:
+    """What `work` returns in a forked child, or the error it raises there, as a pool of processes gets it; a child that hangs is killed."""
+    mine, its = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            its.send(work())
+        except (EngineClosedError, AssertionError) as error:
+            its.send(error)
+
+    child: ForkProcess = FORK.Process(target=run)
+    child.start()
+    its.close()
+    try:
+        assert mine.poll(LIMIT_S), "the child hangs"
+        found = mine.recv()
+        child.join(LIMIT_S)
+        assert child.exitcode == 0
+    finally:
+        if child.is_alive():
+            child.kill()
+            child.join()
+        mine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """With a store, a pinned group, and a device thread that has computed."""
+    with engine_of(store=StoreOptions(tmp_path_factory.mktemp("store"), refuse_slow=False)) as engine:
+        engine.warm("You answer in one word. " * 30, name="clerk")
+        engine.generate(chat("hello"), sampling=decode(4))
+        engine.flush()
+        yield engine
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda engine: engine.generate(chat("hello"), sampling=decode(4)),
+        lambda engine: engine.stream("hello"),
+        lambda engine: engine.warm("You answer."),
+        lambda engine: engine.pin(chat("hello")),
+    ],
+    ids=["generate", "stream", "warm", "pin"],
+)
+def test_a_request_in_a_forked_child_is_refused_with_the_way_out(parent: Engine, ask: Callable[[Engine], Any]) -> None:
+    error = told(lambda: ask(parent))
+    assert isinstance(error, EngineForkedError)
+    assert isinstance(error, EngineClosedError)
+    for word in (str(os.getpid()), "post_fork", "worker_process_init", "initializer=", "'spawn'"):
+        assert word in str(error)
+
+
+def test_no_lock_of_the_parent_is_waited_for(parent: Engine) -> None:
+    """Another thread may hold any of them while the process forks."""
+    with parent.renderer._lock, parent.renderer._memory._lock, parent.scheduler._gate, parent.store.disk.writer._changed:  # type: ignore[union-attr]
+        assert isinstance(told(lambda: parent.generate("hello")), EngineForkedError)
+        assert told(lambda: (parent.flush(), parent.release("clerk"), parent.close(), parent.closed)) == (False, False, None, True)
+
+
+def test_a_stream_that_began_in_the_parent_ends_in_the_child(parent: Engine) -> None:
+    def read_async() -> None:
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        asyncio.run(read())
+
+    with parent.stream("hello", sampling=decode(400)) as stream:
+        next(stream)
+        assert isinstance(told(lambda: list(stream)), EngineForkedError)
+        assert isinstance(told(read_async), EngineForkedError)
+    assert parent.generate("hello", sampling=decode(2)).ids
+
+
+def test_what_the_child_does_leaves_the_parent_as_it_was(tmp_path: Path) -> None:
+    options = StoreOptions(tmp_path / "store", refuse_slow=False)
+    with engine_of(store=options) as engine:
+        engine.warm("You answer in one word. " * 200, name="clerk")
+        assert engine.flush()
+        before = engine.generate(chat("hello"), sampling=decode(6)).ids
+        disk = engine.store.disk
+        assert disk is not None
+        pinned, files = disk.index.pinned(), sorted(str(path) for path in disk.folder.blobs.rglob("*"))
+        assert pinned
+        assert files
+        held: list[Engine] = [engine]
+
+        def leave() -> None:
+            held[0].close()
+            held.clear()
+            gc.collect()
+
+        told(leave)
+        assert told(lambda: engine.closed) is True
+        assert disk.index.pinned() == pinned
+        assert sorted(str(path) for path in disk.folder.blobs.rglob("*")) == files
+        assert not engine.closed
+        assert [group.name for group in engine.groups] == ["clerk"]
+        after = engine.generate(chat("hello"), sampling=decode(6))
+        assert after.ids == before
+        assert engine.flush()
+
+
+def test_a_new_engine_in_the_child_works(parent: Engine, tmp_path: Path) -> None:
+    """Also where the forking thread has a team of OpenMP threads, and where locks of the whole process were held."""
+    tokenizer, folder = models.toy_tokenizer(), tmp_path / "child"
+    expected = parent.generate(chat("hello"), sampling=decode(6)).ids
+
+    def work() -> tuple[Any, ...]:
+        with Engine(models.build("qwen3"), tokenizer, memory_bytes=64 * MB, store=StoreOptions(folder, refuse_slow=False)) as engine:
+            return engine.generate(chat("hello"), sampling=decode(6)).ids, engine.flush(), engine.fingerprint.whole  # type: ignore[union-attr]
+
+    torch.mm(torch.ones(LARGE, LARGE), torch.ones(LARGE, LARGE))
+    with ready._lock, used._lock:
+        assert told(work) == (expected, True, parent.fingerprint.whole)  # type: ignore[union-attr]
+
+
+def test_the_forking_thread_computes_alone_and_others_do_not() -> None:
+    if torch.get_num_threads() < 2:
+        pytest.skip("one thread has no team")
+
+    def work() -> tuple[int, int]:
+        leave_team()
+        torch.mm(torch.ones(LARGE, LARGE), torch.ones(LARGE, LARGE))
+        with ThreadPoolExecutor(1) as other:
+            other.submit(torch.mm, torch.ones(LARGE, LARGE), torch.ones(LARGE, LARGE)).result()
+            return torch.get_num_threads(), other.submit(torch.get_num_threads).result()
+
+    torch.mm(torch.ones(LARGE, LARGE), torch.ones(LARGE, LARGE))
+    assert told(work) == (1, torch.get_num_threads())
