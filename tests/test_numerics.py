@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -141,3 +144,15 @@ def test_what_is_probed_with_is_what_every_machine_makes(dtype: torch.dtype) -> 
     grid = torch.arange(rows)[:, None] * 7919 + torch.arange(columns)[None] * 104_729 + salt
     expected = ((grid * grid + grid) % 65_521).double() / 32_760.5 - 1
     assert torch.equal(products.pattern(rows, columns, dtype, CPU, salt), expected.to(dtype))
+
+
+def test_kernels_between_the_products_count() -> None:
+    told = (
+        "from agentcache.model.numerics import probe; import torch; print(probe(torch.float32, torch.device('cpu'), (64,), 2, 16).digest)"
+    )
+    digests = []
+    for capability in ("default", "avx2"):
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True)
+        digests.append(done.stdout.strip())
+    assert len(set(digests)) == 2, digests

@@ -149,9 +149,14 @@ def test_macs_are_this_stores_own(folder: Folder) -> None:
     refused(replace(folder, key=b"x" * 32), written)
 
 
-def test_role_and_numerics_may_change_in_the_index(folder: Folder) -> None:
+def test_the_role_may_change_in_the_index(folder: Folder) -> None:
     written = blob.write(folder, row(), page())
-    assert fill(folder, replace(written, role=2, numerics=frozenset(), created=0.0, hits=5)).filled == 512
+    assert fill(folder, replace(written, role=2, created=0.0, hits=5)).filled == 512
+
+
+def test_numerics_of_the_index_are_not_believed(folder: Folder) -> None:
+    written = blob.write(folder, row(), page())
+    refused(folder, replace(written, numerics=frozenset({"of another machine"})))
 
 
 # -- hostile headers ---------------------------------------------------------------------------------------------------

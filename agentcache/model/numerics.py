@@ -135,6 +135,17 @@ def _probe_attention(heads: int, head_dim: int, dtype: torch.dtype, device: torc
     return impure
 
 
+def _probe_functions(dtype: torch.dtype, device: torch.device, seen: Any) -> None:
+    """What stands between the products, by PyTorch's own kernels: which of them run is decided by ATEN_CPU_CAPABILITY, too."""
+    x = pattern(16, 1024, dtype, device, 91) * 4
+    wide = x.float()
+    for found in (
+        torch.nn.functional.silu(x), torch.nn.functional.gelu(x), torch.nn.functional.gelu(x, approximate="tanh"),
+        torch.softmax(wide, -1), wide.exp(), wide.pow(2).mean(-1), torch.rsqrt(wide.abs() + 1e-6), wide.cos(), wide.sin(),
+    ):  # fmt: skip
+        seen.update(found.float().cpu().numpy().tobytes())
+
+
 def _probe_pairs(heads: int, head_dim: int, seen: Any) -> set[int]:
     keys, values = (torch.stack([pattern(*shape, torch.bfloat16, torch.device("cpu"), salt + h) for h in range(heads)])
                     for salt, shape in ((11, (head_dim, PAGE_TOKENS)), (31, (PAGE_TOKENS, head_dim))))  # fmt: skip
@@ -157,6 +168,7 @@ def _probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], he
     pairs = not widen and jit_pairs.takes(dtype, device, head_dim)
     seen = blake3(f"{kernel} {widen} {pairs} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
     with torch.inference_mode():
+        _probe_functions(dtype, device, seen)
         rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _EVEN)
         if pairs:
             query_rows = None if _probe_pairs(min(heads, 4), head_dim, seen) else 1

@@ -31,7 +31,7 @@ PRECISIONS = ("exact", *lossy.PRECISIONS)
 MOST = {"place": 1 << 24, "tokens": PAGE_TOKENS, "role": max(Role), "layers": 1024, "kv_heads": 4096, "head_dim": 4096}
 MOST_CHANNELS = 1 << 16  # of a layer's keys: 0.1 GB a page in fp32
 KIND = ("dtype", "layers", "kv_heads", "head_dim")
-SAME = ("page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "precision", "bytes", *KIND)
+SAME = ("page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "numerics", "precision", "bytes", *KIND)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,266 @@
+"""Weights and adapters change at any moment of a request: every answer is of one state of them, and nothing else is ever reused."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache import Engine, StoreOptions
+from agentcache.errors import ModelError, WeightsChangedError
+from agentcache.model import steps
+from agentcache.store.disk import Disk
+from tests import models
+from tests.changes import adapted
+from tests.engines import chat, decode, engine, long_text
+
+PROMPTS = [chat(long_text(90 + 45 * salt, salt)) for salt in range(4)]
+Answer = tuple[tuple[int, ...], torch.Tensor]
+
+
+def answer(running: Engine, prompt: Any, reuse: Any = "exact") -> Answer:
+    """Three tokens and the logits of the first."""
+    logits: list[torch.Tensor] = []
+    done = running.generate(prompt, sampling=decode(3), reuse=reuse, on_logits=lambda row: logits.append(row.clone()))
+    return done.ids, logits[0]
+
+
+class Model:
+    """A model with two adapters, and six states that it can be put into; `change` puts it into another one."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+        self.model = wrapped.get_base_model()
+        self.changes = 0
+        self.odds = 0.0
+        self._sign = 1
+        self._adapter = "one"
+        self._lock = threading.RLock()
+        self._within = threading.local()
+
+    states = [(adapter, sign) for adapter in ("one", "two", "off") for sign in (1, -1)]
+
+    @property
+    def state(self) -> tuple[str, int]:
+        return self._adapter, self._sign
+
+    def put(self, state: tuple[str, int]) -> None:
+        with self._lock:
+            adapter, sign = state
+            if sign != self._sign:
+                with torch.no_grad():
+                    self.model.model.layers[1].self_attn.q_proj.base_layer.weight.mul_(-1.0)
+            if (adapter == "off") != (self._adapter == "off"):
+                tuner = self.wrapped.base_model
+                tuner.disable_adapter_layers() if adapter == "off" else tuner.enable_adapter_layers()
+            if adapter not in ("off", self._adapter):
+                self.wrapped.set_adapter(adapter)
+            self._adapter, self._sign = state
+            self.changes += 1
+
+    def change(self, chance: random.Random) -> None:
+        """Perhaps change, but never while this thread changes already."""
+        if chance.random() < self.odds and not getattr(self._within, "busy", False):
+            self._within.busy = True
+            self.put(chance.choice([state for state in self.states if state != self.state]))
+            self._within.busy = False
+
+
+@contextmanager
+def changeable() -> Iterator[Model]:
+    with adapted(models.build("llama"), ("one", "two")) as wrapped:
+        wrapped.eval()
+        yield Model(wrapped)
+
+
+@contextmanager
+def moments(model: Model, chance: random.Random) -> Iterator[Counter[str]]:
+    """Let the model change, at its odds, amid forwards, while pages are read, written, matched and admitted, and hits are audited."""
+    from agentcache.audit import Audit
+    from agentcache.life import Life
+    from agentcache.store import blob
+    from agentcache.store.store import Store
+
+    seen: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def around(owner: Any, name: str) -> None:
+            inner = getattr(owner, name)
+
+            def called(*args: Any, **kwargs: Any) -> Any:
+                seen[name] += 1
+                model.change(chance)
+                done = inner(*args, **kwargs)
+                model.change(chance)
+                return done
+
+            patch.setattr(owner, name, called)
+
+        for owner, name in (
+            (steps, "mix"), (Life, "start"), (Life, "deliver"), (Store, "admit"), (Store, "match"),
+            (Disk, "_save"), (blob, "read_many"), (Audit, "step"), (Audit, "_equal"),
+        ):  # fmt: skip
+            around(owner, name)
+        yield seen
+
+
+def run(changes: int, folder: Path, seed: int) -> tuple[Counter[str], Counter[str]]:
+    """Four threads ask while the model changes; afterwards every state is asked in memory and in a later process."""
+    chance, outcome, wrong = random.Random(seed), Counter[str](), list[str]()
+    store = StoreOptions(folder, check_one_in=1)
+    with changeable() as model:
+        with engine(model=model.wrapped, store=None) as alone:
+            expected: dict[tuple[int, tuple[str, int]], Answer] = {}
+            for state in model.states:
+                model.put(state)
+                expected |= {(number, state): answer(alone, prompt, "off") for number, prompt in enumerate(PROMPTS)}
+
+        def matches(number: int, got: Answer) -> bool:
+            return any(got[0] == expected[number, state][0] and torch.equal(got[1], expected[number, state][1]) for state in model.states)
+
+        def ask(running: Engine, own: random.Random, enough: Callable[[], bool]) -> None:
+            while not enough():
+                number = own.randrange(len(PROMPTS))
+                try:
+                    got = answer(running, PROMPTS[number])
+                except WeightsChangedError:
+                    outcome["by name"] += 1
+                    continue
+                outcome["answered"] += 1
+                if not matches(number, got):
+                    wrong.append(f"prompt {number}: an answer of no state")
+
+        seen: Counter[str] = Counter()
+        for part in range(1, 3):
+            end = changes * part // 2
+            with moments(model, chance) as met, engine(model=model.wrapped, store=store, chunk_tokens=64) as running:
+                model.odds = 0.004
+                threads = [
+                    threading.Thread(target=ask, args=(running, random.Random(seed + i), lambda: model.changes >= end)) for i in range(4)
+                ]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                model.odds = 0.0
+                seen += met
+                for process in ("this", "a later"):
+                    for state in model.states:
+                        model.put(state)
+                        for number, prompt in enumerate(PROMPTS):
+                            got, (ids, logits) = answer(running, prompt), expected[number, state]
+                            if got[0] != ids or not torch.equal(got[1], logits):
+                                wrong.append(f"{process} process, state {state}, prompt {number}: {(got[1] - logits).abs().max()}")
+                    if process == "this":
+                        assert running.flush()
+                        running.store.clear()  # what comes now is from disk
+        assert not wrong, (len(wrong), wrong[:5])
+        return outcome, seen
+
+
+@pytest.mark.parametrize("changes", [60, pytest.param(4000, marks=pytest.mark.slow)])
+def test_an_answer_is_of_one_state_and_reuse_gives_what_reuse_off_gives(changes: int, tmp_path: Path) -> None:
+    outcome, seen = run(changes, tmp_path, seed=changes)
+    print(outcome, seen)
+    assert outcome["answered"] > 0
+    assert all(seen[name] for name in ("mix", "start", "deliver", "admit", "_save", "read_many", "step")), seen
+
+
+# -- one moment each ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def waiting(running: Engine) -> Iterator[Callable[[], None]]:
+    """Requests that are submitted wait until the yielded function is called."""
+    gate, inner = threading.Event(), running.scheduler._start_waiting
+
+    def start() -> None:
+        if gate.is_set():
+            inner()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running.scheduler, "_start_waiting", start)
+        yield gate.set
+        gate.set()
+
+
+def test_a_request_that_waited_is_of_the_weights_that_compute_it(tmp_path: Path) -> None:
+    with changeable() as model, engine(model=model.wrapped, store=tmp_path) as running:
+        with waiting(running) as go:
+            stream = running.stream(PROMPTS[0], sampling=decode(3))
+            model.put(("two", 1))
+            go()
+            done = stream.completion
+        assert done.ids == answer(running, PROMPTS[0], "off")[0]
+        assert any("begun anew" in note for note in done.receipt.notes)
+        model.put(("one", 1))
+        found = running.generate(PROMPTS[0], sampling=decode(3))
+        assert found.receipt.cached_tokens == 0, "pages of one adapter were kept under the name of another"
+        assert found.ids == answer(running, PROMPTS[0], "off")[0]
+
+
+def test_an_answer_that_has_begun_ends_by_name() -> None:
+    with changeable() as model, engine(model=model.wrapped) as running:
+        stream = running.stream(PROMPTS[0], sampling=decode(50))
+        next(stream)
+        model.put(("one", -1))
+        with pytest.raises(WeightsChangedError, match="ask again"):
+            for _ in stream:
+                pass
+        assert answer(running, PROMPTS[0])[0] == answer(running, PROMPTS[0], "off")[0]
+
+
+def test_switching_an_adapter_hashes_its_own_tensors_once() -> None:
+    with changeable() as model, engine(model=model.wrapped) as running:
+        known = running.fingerprint
+        first = known.whole
+        hashed = known.hashed_bytes
+        model.put(("two", 1))
+        second = known.whole
+        assert second != first
+        assert known.hashed_bytes == hashed, "both adapters are in the model: their tensors were hashed with it"
+        model.put(("one", 1))
+        assert (known.whole, known.hashed_bytes) == (first, hashed)
+
+
+def test_edits_that_torch_does_not_count_end_nothing_but_reuse() -> None:
+    model = models.build("llama")
+    with engine(model=model) as running:
+        first = answer(running, PROMPTS[0])
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+        found = running.generate(PROMPTS[0], sampling=decode(3))
+        assert found.receipt.cached_tokens == 0
+        assert found.ids == answer(running, PROMPTS[0], "off")[0]
+        model.model.layers[0].mlp.up_proj.weight.data.div_(1.5)
+        torch.testing.assert_close(answer(running, PROMPTS[0])[1], first[1])
+
+
+def test_weights_that_never_rest_end_a_request_by_name() -> None:
+    model = models.build("llama")
+    with engine(model=model) as running:
+        inner = running.model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                model.model.norm.weight.mul_(1.0)
+            return inner(*args, **kwargs)
+
+        running.model.forward = forward  # type: ignore[method-assign]
+        with pytest.raises(WeightsChangedError, match="5 times"):
+            running.generate(PROMPTS[0], sampling=decode(3))
+        assert len(running.store) == 0
+
+
+def test_an_adapter_that_starts_at_its_own_tokens_is_refused() -> None:
+    with adapted(models.build("llama"), ("one", "late"), alora_invocation_tokens=[7, 8]) as wrapped, engine(model=wrapped) as running:
+        with pytest.raises(ModelError, match="invocation tokens"):
+            running.generate(PROMPTS[0], sampling=decode(3))
+        wrapped.base_model.disable_adapter_layers()
+        assert len(running.generate(PROMPTS[0], sampling=decode(3)).ids) == 3
