@@ -143,7 +143,8 @@ def run(changes: int, folder: Path, seed: int) -> tuple[Counter[str], Counter[st
             with moments(model, chance) as met, engine(model=model.wrapped, store=store, chunk_tokens=64) as running:
                 model.odds = 0.004
                 threads = [
-                    threading.Thread(target=ask, args=(running, random.Random(seed + i), lambda: model.changes >= end)) for i in range(4)
+                    threading.Thread(target=ask, args=(running, random.Random(seed + i), lambda end=end: model.changes >= end))
+                    for i in range(4)
                 ]
                 for thread in threads:
                     thread.start()
@@ -259,8 +260,12 @@ def test_weights_that_never_rest_end_a_request_by_name() -> None:
 
 
 def test_an_adapter_that_starts_at_its_own_tokens_is_refused() -> None:
-    with adapted(models.build("llama"), ("one", "late"), alora_invocation_tokens=[7, 8]) as wrapped, engine(model=wrapped) as running:
-        with pytest.raises(ModelError, match="invocation tokens"):
-            running.generate(PROMPTS[0], sampling=decode(3))
+    with adapted(models.build("llama"), alora_invocation_tokens=[7, 8]) as wrapped:
+        with pytest.raises(ModelError, match="'one' acts from its invocation tokens on"), engine(model=wrapped):
+            pass
         wrapped.base_model.disable_adapter_layers()
-        assert len(running.generate(PROMPTS[0], sampling=decode(3)).ids) == 3
+        with engine(model=wrapped) as running:
+            assert len(running.generate(PROMPTS[0], sampling=decode(3)).ids) == 3
+            wrapped.base_model.enable_adapter_layers()
+            with pytest.raises(ModelError, match="invocation tokens"):
+                running.generate(PROMPTS[0], sampling=decode(3))

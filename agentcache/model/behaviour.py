@@ -14,6 +14,7 @@ import torch
 from blake3 import blake3
 from torch.nn.modules import module as torch_module
 
+from ..errors import ModelError
 from .rope import BY_LENGTH
 
 INTERNAL = frozenset(torch.nn.Module().__dict__)  # attributes of every module: tensors, children and hooks have rules of their own
@@ -190,14 +191,13 @@ def unrepeatable(modules: Iterable[torch.nn.Module]) -> str:
     return ""
 
 
-def activated(modules: Iterable[torch.nn.Module]) -> str:
-    """The name of an active adapter that starts at tokens of its own (PEFT's Activated LoRA); empty if there is none."""
+def refuse_activated(modules: Iterable[torch.nn.Module]) -> None:
+    """ModelError for an active adapter that starts at tokens of its own (PEFT's Activated LoRA): without PEFT's own call it is not on."""
     for module in modules:
         variants = module.__dict__.get("lora_variant") or {}
         for name in () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", ()):
             if type(variants.get(name)).__name__.startswith("ALora"):
-                return str(name)
-    return ""
+                raise ModelError(f"adapter {name!r} acts from its invocation tokens on (aLoRA), which is not supported: deactivate it")
 
 
 def foreign(modules: Iterable[torch.nn.Module]) -> bool:

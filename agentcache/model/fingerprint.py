@@ -16,7 +16,7 @@ import transformers
 from blake3 import blake3
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import ModelError, WeightsChangedError
+from ..errors import WeightsChangedError
 from . import behaviour
 from .state_token import StateToken, tensors_of
 
@@ -100,8 +100,7 @@ class Fingerprint:
             token = StateToken(self._model)
         except RuntimeError:  # a dictionary grew: once more
             token = StateToken(self._model)
-        if adapter := behaviour.activated(token.modules):
-            raise ModelError(f"adapter {adapter!r} acts from its invocation tokens on (aLoRA), which is not supported: deactivate it")
+        behaviour.refuse_activated(token.modules)
         if self.token is None or self.token.code_moved():
             self._code = {}
         model, decoder = self._model, self._model.get_decoder()

@@ -25,7 +25,7 @@ from ..errors import ReuseWarning
 from ..kv import KVSpec
 from . import steps
 from .attention import Batch, Part
-from .behaviour import foreign_hooks
+from .behaviour import foreign_hooks, refuse_activated
 from .family import Support, examine, support
 from .fingerprint import Fingerprint
 from .loading import load, one_device, unwrap
@@ -82,6 +82,7 @@ class HFModel:
         if (threads := use_threads(asked)) < asked:
             warnings.warn(f"{threads} of {asked} threads are used: OMP_THREAD_LIMIT allows no more", ReuseWarning, stacklevel=3)
         self.model = unwrap(model)
+        refuse_activated(self.model.modules())
         self.config = self.model.config.get_text_config()
         self.device = one_device(self.model)
         self.dtype: torch.dtype = self.model.dtype
