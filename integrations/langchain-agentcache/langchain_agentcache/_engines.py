@@ -19,12 +19,16 @@ _identities: weakref.WeakKeyDictionary[Engine, str] = weakref.WeakKeyDictionary(
 
 
 class Lease:
-    """One user of engines that were made here. A copy or a pickle of it is another user."""
+    """One user of engines that were made here. A copy or a pickle of it is another user, and no reason for two models to differ."""
 
     __slots__ = ("__weakref__",)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lease)
 
-_users: weakref.WeakKeyDictionary[Engine, weakref.WeakSet[Lease]] = weakref.WeakKeyDictionary()
+
+_Users = weakref.WeakValueDictionary[int, Lease]  # by their ids
+_users: weakref.WeakKeyDictionary[Engine, _Users] = weakref.WeakKeyDictionary()
 
 
 def _key(model: Any, options: Mapping[str, Any]) -> str:
@@ -51,7 +55,7 @@ def _shared(
     def used() -> Engine | None:
         if (engine := known()) is None or engine.closed:
             return None
-        _users.setdefault(engine, weakref.WeakSet()).add(lease)
+        _users.setdefault(engine, weakref.WeakValueDictionary())[id(lease)] = lease
         return engine
 
     with _lock:
@@ -65,7 +69,7 @@ def _shared(
         engine = make()
         with _lock:
             keep(engine)
-            _users[engine] = weakref.WeakSet([lease])
+            _users[engine] = weakref.WeakValueDictionary({id(lease): lease})
         return engine
 
 
@@ -73,7 +77,7 @@ def join(engine: Engine, lease: Lease) -> None:
     """Another user of an engine that was made here: a copy of a model has a lease of its own."""
     with _lock:
         if engine in _users:
-            _users[engine].add(lease)
+            _users[engine][id(lease)] = lease
 
 
 def made_here(engine: Engine) -> bool:
@@ -86,10 +90,8 @@ def leave(lease: Lease) -> None:
     with _lock:
         left = []
         for engine, users in list(_users.items()):
-            if lease in users:
-                users.discard(lease)
-                if not users:
-                    left.append(engine)
+            if users.pop(id(lease), None) is not None and not users:
+                left.append(engine)
         for key in [key for key, engine in _by_name.items() if engine in left]:
             del _by_name[key]
     for engine in left:

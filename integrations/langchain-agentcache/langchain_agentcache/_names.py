@@ -74,7 +74,9 @@ def own_names(said: Mapping[str, Any], known: Collection[str], by: str, standing
     out: dict[str, Any] = {}
     for name, value in _flat(said).items():
         ours = SAME.get(name, name)
-        if ours in out and out[ours] != value:
+        if value is None and ours in out:
+            continue
+        if out.get(ours) is not None and out[ours] != value:
             raise ValueError(f"{ours}={out[ours]!r:.100} and {name}={value!r:.100} are one setting: give it once, as {ours}")
         out[ours] = value
     _sampled(out, standing or {})

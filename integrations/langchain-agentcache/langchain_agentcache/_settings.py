@@ -19,6 +19,7 @@ from ._config import plain, rebuilt
 from ._names import SAME, beside, noted, own_names, template_text
 from ._output import PROVIDER
 from ._pipelines import Pipeline
+from ._told import from_here
 from ._version import __version__
 from .errors import ModelInvalidRequestError, translated
 
@@ -168,6 +169,11 @@ class Settings(BaseLanguageModel):
         options = {name: value for name, value in given.items() if value is not None and value is not False}  # 0 bytes are said
         return options if self.cache_dir is None else {**options, "store": self.cache_dir or None}
 
+    async def agenerate(self, *args: Any, **kwargs: Any) -> Any:
+        """As of LangChain, which makes a task of each prompt: a warning still names the line that waits for all of them."""
+        with from_here():
+            return await super().agenerate(*args, **kwargs)
+
     # -- what LangChain asks about ---------------------------------------------------------------------------------
 
     @property
@@ -212,8 +218,9 @@ class Settings(BaseLanguageModel):
         standing = {"temperature": self.temperature, "top_k": self.top_k}
         try:
             out = own_names(said, self.of_calls | _OF_LANGCHAIN, type(self).__name__, standing)
+            self._sampling(None, out)
         except ValueError as error:
-            raise ModelInvalidRequestError(str(error)) from error
+            raise ModelInvalidRequestError(noted(str(error), said)) from error
         seconds(out.get("timeout"))
         if not isinstance(space := out.get("namespace", ""), str):
             raise ModelInvalidRequestError(f"namespace={space!r:.200}: must be a text")
