@@ -226,8 +226,7 @@ class Bring:
             compute_ms = sum(repeat.tokens for repeat in served) * self._ms_per_token
             if spent + need > self._most_bytes:
                 self._refuse(deepest, f"{need} bytes lie before and in it on disk, {self._most_bytes - spent} may be read")
-            elif too_slow(need, compute_ms, self._disk.read_rate):
-                load_ms = need / self._disk.read_rate.value
+            elif load_ms := too_slow(need, compute_ms, self._disk.read_rate):
                 self._refuse(deepest, f"reading {need} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms")
             else:
                 planned |= deepest.keys

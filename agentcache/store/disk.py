@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from .groups import Group
 from .index import Index, Row
 from .keys import Ids, Role, Scope, as_ids
 from .ledger import Lease
-from .policy import RETRY_S, Rate, WriteBudget
+from .policy import Rate, WriteBudget
 from .writer import Pending, Writer
 
 ROOM = 16  # pages' worth of room that is made at once, so that a full store does not look for victims at every write
@@ -65,11 +65,11 @@ class Disk:
             self.index = Index(self.folder)
         self.process = process.token()
         try:
-            self.read_rate = self._remembered_rate()
+            self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
         except StoreError:
             self.index.close()
             raise
-        self._remembered = self.read_rate.at
+        self._known_rate = replace(self.read_rate)  # to whoever comes next
         self._leases: set[tuple[bytes, str]] = set()
         self._computed: set[tuple[bytes, str]] = set()  # of these, those whose pages are on their way to the disk
         self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self.index.touch, self._awaited)
@@ -152,16 +152,9 @@ class Disk:
         """Leave what was measured to the next process."""
         if ms_per_token:
             self.index.set_meta(f"compute/{process.machine()}/{fingerprint}", repr(ms_per_token))
-        if self.read_rate.value and self.read_rate.at != self._remembered:
-            self._remembered = self.read_rate.at
-            measured = time.time() - (time.monotonic() - self.read_rate.at)
-            self.index.set_meta("read_rate", f"{self.read_rate.value!r} {measured!r}")
-
-    def _remembered_rate(self) -> Rate:
-        """As old as it is: one that forbids loading is tried again some day, however short processes live."""
-        value, _, measured = (self.index.get_meta("read_rate") or "0").partition(" ")
-        age = time.time() - float(measured or 0.0)
-        return Rate(float(value), time.monotonic() - (age if age >= 0 else RETRY_S + 1))
+        if self.read_rate != self._known_rate:
+            self._known_rate = replace(self.read_rate)
+            self.index.set_meta("read_rate", self.read_rate.packed())
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

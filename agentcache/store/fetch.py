@@ -112,8 +112,7 @@ class Fetch:
             self._state = "ready"
             return
         compute_ms = self._compute_ms(found, known)
-        if too_slow(found.bytes, compute_ms, self.disk.read_rate):
-            load_ms = found.bytes / self.disk.read_rate.value
+        if load_ms := too_slow(found.bytes, compute_ms, self.disk.read_rate):
             self._refuse(
                 Reason.SLOW_DISK, known.tokens, f"reading {found.bytes} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms"
             )
@@ -166,7 +165,6 @@ class Fetch:
         if not give_up(elapsed, self._read_bytes, found.bytes, compute_ms, self.disk.read_rate):
             return False
         self._stop.set()
-        self.disk.read_rate.learn(self._read_bytes, elapsed, found.bytes)
         if compute_ms:
             self.disk.read_rate.forbid(found.bytes, compute_ms)
         self._refuse(

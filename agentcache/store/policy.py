@@ -13,8 +13,9 @@ import psutil
 
 SMOOTHING = 0.5  # weight of the newest measurement
 RETRY_S = 300.0  # a rate that forbids loading is measured again after so long: disks recover
-SLACK = 0.005  # share of the computing time that may go into finding out that a disk is slow
-LEAST_WAIT_MS = 10.0
+LOOK_S = 1.0  # a load that was given up is tried again after so long, given up again after four times as long, up to RETRY_S
+TRUST = 0.1  # share of the computing time that may go into finding out that a disk is slow: readers wait for busy processors, too
+LEAST_TRUST_MS = 20.0
 FIRST_BYTES = 2 << 20  # what is read before the first progress is heard of
 HUNG_MS = 5000.0  # nothing read at all for so long, where nobody knows what computing costs
 NOISE = 1.25  # by how much computing the same may take longer another time: what was given up shall not look worth it then
@@ -23,53 +24,86 @@ SMALL_BYTES = 1 << 20  # a smaller load tells of latencies and not of a rate
 
 @dataclass(slots=True)
 class Rate:
-    """Bytes per millisecond of verified reading, smoothed. 0: not measured yet."""
+    """Bytes per millisecond of verified reading.
+
+    value: of loads that were finished, smoothed, the last one at `at`; 0: none was. given_up: loads in a row that were not, the last one at
+    `given_up_at`; they leave it to be `most` at most. Times are those of time.monotonic().
+    """
 
     value: float = 0.0
     at: float = field(default_factory=time.monotonic)
+    most: float = 0.0
+    given_up: int = 0
+    given_up_at: float = 0.0
 
-    def learn(self, amount: float, ms: float, load_bytes: float | None = None) -> None:
-        """Take in one measurement; load_bytes: of what load `amount` was read. A small load never makes the rate look lower."""
+    def learn(self, amount: float, ms: float) -> None:
+        """Take in a load that was finished. A small one never makes the rate look lower."""
         if amount > 0 and ms > 0:
             new = amount / ms
-            if (amount if load_bytes is None else load_bytes) < SMALL_BYTES and new <= (self.value or new):
+            if amount < SMALL_BYTES and new <= (self.value or new):
                 return
             self.value = new if not self.value else (1 - SMOOTHING) * self.value + SMOOTHING * new
             self.at = time.monotonic()
+            self.most, self.given_up = 0.0, 0
 
     def forbid(self, load_bytes: int, compute_ms: float) -> None:
-        """A load was given up: at most so fast that it is not worth trying again at once."""
+        """A load was given up: for a while it is not worth trying again, for longer each time."""
         if load_bytes >= SMALL_BYTES:
             most = load_bytes / (NOISE * compute_ms)
-            self.value, self.at = min(self.value or most, most), time.monotonic()
+            self.most = min(self.most or most, most)
+            self.given_up, self.given_up_at = self.given_up + 1, time.monotonic()
 
     @property
-    def stale(self) -> bool:
-        """Whether it is so old that what it forbids deserves another try."""
-        return time.monotonic() - self.at > RETRY_S
+    def believed(self) -> float:
+        """The rate by which loads are chosen; 0 where nothing is known, or so long ago that what it forbids deserves another try."""
+        now = time.monotonic()
+        value = 0.0 if now - self.at > RETRY_S else self.value
+        if self.given_up and now - self.given_up_at < min(RETRY_S, LOOK_S * 4 ** min(self.given_up - 1, 8)):
+            return min(value or self.most, self.most)
+        return value
+
+    def packed(self) -> str:
+        """As it is left to the next process, with times that mean something there."""
+        ahead = time.time() - time.monotonic()
+        return f"{self.value!r} {self.at + ahead!r} {self.most!r} {self.given_up} {self.given_up_at + ahead!r}"
+
+    @classmethod
+    def unpacked(cls, text: str) -> Rate:
+        """What `packed` says; times that are not past are long ago. Nothing known for anything else."""
+        try:
+            value, at, most, given_up, given_up_at = map(float, text.split())
+        except ValueError:
+            return cls()
+        now, wall = time.monotonic(), time.time()
+        past = [now - (wall - when if when <= wall else RETRY_S + 1) for when in (at, given_up_at)]
+        return cls(value, past[0], most, int(given_up), past[1])
 
 
-def too_slow(load_bytes: int, compute_ms: float, rate: Rate) -> bool:
-    """Whether loading would take longer than computing, as far as is known before it begins."""
-    return bool(compute_ms and rate.value) and not rate.stale and load_bytes / rate.value > compute_ms
+def too_slow(load_bytes: int, compute_ms: float, rate: Rate) -> float:
+    """How many milliseconds loading takes as far as is known before it begins, if computing takes fewer; else 0."""
+    believed = rate.believed
+    load_ms = load_bytes / believed if compute_ms and believed else 0.0
+    return load_ms if load_ms > compute_ms else 0.0
 
 
 def give_up(elapsed_ms: float, read_bytes: int, load_bytes: int, compute_ms: float, rate: Rate) -> bool:
     """Whether a running load should be left for computing: what is left of it takes longer than computing everything.
 
-    Decided after half a hundredth of the computing time at the earliest; a disk that has shown nothing by twice that, or by twice the
-    time its rate lets expect, is slow.
+    What is seen of it is weighed against the disk's believed rate, as if that had been seen for a tenth of the computing time; a disk of
+    which nothing is known is watched for as long, and one that shows nothing may take so long, or twice what its rate lets expect.
     """
     if not compute_ms:
         return not read_bytes and elapsed_ms > HUNG_MS
-    patience = max(LEAST_WAIT_MS, SLACK * compute_ms)
-    if elapsed_ms < patience:
-        return False
-    if read_bytes:
-        left_ms = (load_bytes - read_bytes) * elapsed_ms / read_bytes
-        return left_ms > compute_ms or elapsed_ms > compute_ms
-    expected = min(load_bytes, FIRST_BYTES) / rate.value if rate.value and not rate.stale else 0.0
-    return elapsed_ms > 2 * max(patience, expected)
+    if elapsed_ms > compute_ms:
+        return True
+    trust_ms, believed = max(LEAST_TRUST_MS, TRUST * compute_ms), rate.believed
+    if not read_bytes:
+        expected_ms = min(load_bytes, FIRST_BYTES) / believed if believed else 0.0
+        return elapsed_ms > max(trust_ms, 2 * expected_ms)
+    if not believed:
+        return elapsed_ms > trust_ms and (load_bytes - read_bytes) * elapsed_ms / read_bytes > compute_ms
+    seen = (read_bytes + believed * trust_ms) / (elapsed_ms + trust_ms)
+    return (load_bytes - read_bytes) / seen > compute_ms
 
 
 class WriteBudget:
