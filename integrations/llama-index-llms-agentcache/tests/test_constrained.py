@@ -11,7 +11,7 @@ from cases import tide, tools, user
 from llama_index.core.base.llms.types import ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from llama_index.llms.agentcache import AgentCacheLLM, StructuredOutputError
+from llama_index.llms.agentcache import AgentCacheLLM
 from pydantic import BaseModel, Field
 
 from agentcache import Engine
@@ -71,11 +71,6 @@ def test_the_start_of_the_prompt_stays(model: AgentCacheLLM) -> None:
     raw = model.chat(asked, max_tokens=2, tools=tools(), tool_choice="none", regex="[a-z]+").raw
     assert raw["usage"]["prompt_tokens"] == before
     assert raw["usage"]["prompt_tokens_details"]["cached_tokens"] >= before - 8
-
-
-def test_a_cut_answer_is_no_object_and_says_so(model: AgentCacheLLM) -> None:
-    with pytest.raises(StructuredOutputError, match="raise max_tokens"):
-        model.structured_predict(Berth, PROMPT, llm_kwargs={"max_tokens": 2}, ship="Aurora")
 
 
 def test_output_class_must_be_a_class(model: AgentCacheLLM) -> None:

@@ -6,6 +6,7 @@ from llama_index.llms.agentcache.errors import NoToolCallError, StructuredOutput
 from llama_index.llms.agentcache.events import ReceiptEvent
 from llama_index.llms.agentcache.memory import AppendOnlyMemory
 from llama_index.llms.agentcache.react import StableReActAgent, StableReActFormatter, StableReActOutputParser
+from llama_index.llms.agentcache.recording import RequestRecorder
 from llama_index.llms.agentcache.replay import ReplayLLM
 from llama_index.llms.agentcache.workflow import SharedAgentWorkflow, answer_at_tail
 
@@ -15,6 +16,7 @@ __all__ = [
     "NoToolCallError",
     "ReceiptEvent",
     "ReplayLLM",
+    "RequestRecorder",
     "SharedAgentWorkflow",
     "StableReActAgent",
     "StableReActFormatter",

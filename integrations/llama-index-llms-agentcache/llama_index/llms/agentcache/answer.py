@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,11 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ContentB
 
 from agentcache import Completion, Message, Receipt, ToolCall
 
+from .errors import NoToolCallError
+
 _FIGURES = ("prompt_tokens", "cached_tokens", "computed_tokens", "segment_tokens", "halo_tokens", "spliced_tokens", "disk_tokens")
 _GRADES = ("exact_until", "bitwise", "precision")
+SHOWN = 400  # characters of a call that is none
 _TIMES = ("ttft_ms", "prefill_ms", "decode_ms", "saved_ms")
 
 
@@ -59,6 +62,11 @@ class Answer:
         if calls:  # where LlamaIndex's streams of objects look for calls; a message that comes back is read by its blocks
             response.message.additional_kwargs["tool_calls"] = [_openai(call) for call in calls]
         response.raw = raw(completion.receipt, self.notes)
+        if completion.cut:
+            response.raw["cut"] = True
+        if self.calls and completion.invalid_calls:
+            told = [{"name": one.name, "arguments": one.arguments[:SHOWN], "error": one.error} for one in completion.invalid_calls]
+            response.raw["invalid_calls"] = told
         return response
 
     def _message(self, completion: Completion) -> Message:
@@ -118,3 +126,20 @@ async def alast(responses: AsyncIterator[ChatResponse]) -> ChatResponse:
     assert whole is not None, "a request ends with its completion, or raises"
     whole.delta = None
     return whole
+
+
+def check_called(response: ChatResponse, demanded: bool) -> None:
+    """Raise NoToolCallError for a response without calls, if one was demanded or begun."""
+    told = response.raw if isinstance(response.raw, dict) else {}
+    begun, cut = told.get("invalid_calls") or (), told.get("cut", False)
+    if begun and (cut or demanded):
+        raise NoToolCallError("; ".join(f"the call {one['name']!r} with arguments {one['arguments']!r} is {one['error']}" for one in begun))
+    if demanded and cut:
+        raise NoToolCallError(f"no call was made in {length_of(told)} tokens, and there were no more: raise max_tokens")
+    if demanded:
+        raise NoToolCallError(f"the model called no tool but said {response.message.content!r:.200}; demand a call with tool_required=True")
+
+
+def length_of(told: Mapping[str, Any]) -> int:
+    """The tokens of an answer, from its `raw`."""
+    return int(told["usage"]["completion_tokens"])

@@ -38,8 +38,7 @@ from agentcache import Completion, Engine, Message, Stream
 from agentcache.errors import ConfigError, MessageError
 
 from . import prompts, requests
-from .answer import Answer, alast, last
-from .errors import NoToolCallError
+from .answer import Answer, alast, check_called, last
 from .events import ReceiptEvent
 from .host import Host, count
 from .making import Making, in_words, making, name_of, remade, renamed
@@ -232,7 +231,8 @@ class AgentCacheLLM(ObjectLLM):
         response = answer.finish(completion)
         assert isinstance(response.raw, dict)
         self._host.hints.tell(response.raw, ask.prompt, Offer(ask.offer.shown).callable_names)
-        dispatcher.event(ReceiptEvent(receipt=response.raw))
+        said = completion.text if isinstance(ask.prompt, str) else completion.message
+        dispatcher.event(ReceiptEvent(receipt=response.raw, prompt=ask.prompt, tools=ask.offer.shown, answer=said))
         return response
 
     # -- chat ------------------------------------------------------------------------------------------------------
@@ -317,12 +317,10 @@ class AgentCacheLLM(ObjectLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls in a response's message."""
+        """The calls in a response's message; NoToolCallError also where the only call was cut short: agents would take it for an answer."""
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
-        if not calls and error_on_no_tool_call:
-            raise NoToolCallError(
-                f"the model called no tool but said {response.message.content!r:.200}; demand a call with tool_required=True"
-            )
+        if not calls:
+            check_called(response, error_on_no_tool_call)
         return [ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=arguments_of(call)) for call in calls]
 
 

@@ -3,7 +3,7 @@
 AgentCacheError
 ├── ConfigError (ValueError)            an option, a tool choice or a workflow that cannot work
 └── GenerationError
-    ├── NoToolCallError (ValueError)    the model answered in words where a call was demanded
+    ├── NoToolCallError (ValueError)    no call where one was demanded, or one that was cut short
     └── StructuredOutputError (ValueError)  the answer is no object of the class that was asked for
 """
 
@@ -13,7 +13,7 @@ from agentcache.errors import GenerationError
 
 
 class NoToolCallError(GenerationError, ValueError):
-    """The response has no tool call although one was demanded."""
+    """The response has no tool call although one was demanded, or the only one was cut short."""
 
 
 class StructuredOutputError(GenerationError, ValueError):

@@ -22,8 +22,10 @@ from llama_index.core.memory import BaseMemory
 from llama_index.core.tools import BaseTool
 from llama_index.core.workflow import Context
 
+from .answer import length_of
 from .base import KEEP_IN_MESSAGE
 from .canonical import canonical_description, canonical_parameters
+from .errors import NoToolCallError
 
 STOP = "\nObservation:"
 
@@ -119,10 +121,10 @@ class StableReActAgent(ReActAgent):
         return self
 
     async def _get_response(self, current_llm_input: list[ChatMessage]) -> ChatResponse:
-        return await super()._get_response(_stopped(current_llm_input))
+        return _whole(await super()._get_response(_stopped(current_llm_input)))
 
     async def _get_streaming_response(self, ctx: Any, current_llm_input: list[ChatMessage]) -> ChatResponse:
-        return await super()._get_streaming_response(ctx, _stopped(current_llm_input))
+        return _whole(await super()._get_streaming_response(ctx, _stopped(current_llm_input)))
 
     async def finalize(self, ctx: Context, output: AgentOutput, memory: BaseMemory) -> AgentOutput:
         """Put the run into memory as the turns that it was, and take the answer out of the last one."""
@@ -141,6 +143,14 @@ def _stopped(messages: list[ChatMessage]) -> list[ChatMessage]:
         return messages
     first = messages[0].model_copy(update={"additional_kwargs": {**messages[0].additional_kwargs, KEEP_IN_MESSAGE: {"stop": [STOP]}}})
     return [first, *messages[1:]]
+
+
+def _whole(response: ChatResponse) -> ChatResponse:
+    """The response; NoToolCallError where it ends inside an action, whose input LlamaIndex would complete: 12 where 1250 was meant."""
+    told, text = response.raw if isinstance(response.raw, dict) else {}, response.message.content or ""
+    if told.get("finish_reason") == "length" and "Action:" in text and "Answer:" not in text:
+        raise NoToolCallError(f"the step {text!r:.300} was cut off after {length_of(told)} tokens; raise max_tokens")
+    return response
 
 
 def _with_text(message: ChatMessage, text: str) -> list[Any]:

@@ -23,6 +23,7 @@ from pydantic_core import from_json
 
 from agentcache.errors import ConfigError
 
+from .answer import length_of
 from .canonical import canonical_schema
 from .errors import StructuredOutputError
 
@@ -55,13 +56,14 @@ def with_instruction(messages: Sequence[ChatMessage], schema: Any) -> list[ChatM
 
 
 def read(output_cls: type[Model], response: ChatResponse) -> Model:
-    """The object that a response spells."""
-    text = response.message.content or ""
+    """The object that a response spells; StructuredOutputError also for what was cut and would fit: 12 where 1250 was meant."""
+    text, told = response.message.content or "", response.raw or {}
+    if told.get("cut"):
+        raise StructuredOutputError(f"{text!r:.500} is no {output_cls.__name__}: cut off after {length_of(told)} tokens; raise max_tokens")
     try:
         return output_cls.model_validate_json(text)
     except ValidationError as error:
-        ended = (response.raw or {}).get("finish_reason")
-        why = "the answer was cut off: raise max_tokens" if ended == "length" else "the schema allows what the class refuses"
+        why = "the schema allows what the class refuses"
         found = error.errors(include_url=False, include_input=False, include_context=False)[:3]
         raise StructuredOutputError(f"{text!r:.500} is no {output_cls.__name__} ({found!r}); {why}") from error
 

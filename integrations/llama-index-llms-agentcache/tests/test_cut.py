@@ -1,0 +1,130 @@
+"""What is cut is never a result: half a call, half an object and half a step are errors that name max_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cases import tools, user
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.prompts import PromptTemplate
+from llama_index.llms.agentcache import AgentCacheLLM, NoToolCallError, StableReActAgent, StructuredOutputError, answer_at_tail
+from pydantic import BaseModel, RootModel
+
+from agentcache import Engine
+
+pytest.importorskip("llguidance", reason="constrained decoding needs the extra `constrain`")
+
+Make = Callable[..., Any]
+
+
+class Amount(RootModel[int]):
+    """How much."""
+
+
+class Pay(BaseModel):
+    """Whom, and how much."""
+
+    to: str
+    amount: int
+
+
+@pytest.fixture
+def short(shared_engine: Engine, request: pytest.FixtureRequest) -> Iterator[Callable[[int], AgentCacheLLM]]:
+    """A model that says what its random weights say, in so many tokens."""
+    made = []
+
+    def make(max_tokens: int) -> AgentCacheLLM:
+        made.append(AgentCacheLLM(engine=shared_engine, namespace=request.node.name, max_tokens=max_tokens))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def _cut_call(llm: Make, short: Any, demanded: dict[str, Any]) -> Any:
+    return short(9).chat_with_tools(tools(), user_msg="Tide?", **demanded)
+
+
+@pytest.mark.parametrize("demanded", [{"tool_required": True}, {"tool_choice": "tide"}])
+@pytest.mark.parametrize("error_on_no_tool_call", [True, False])
+def test_a_demanded_call_that_was_cut_says_so_and_not_that_it_should_be_demanded(
+    llm: Make, short: Any, demanded: dict[str, Any], error_on_no_tool_call: bool
+) -> None:
+    response = _cut_call(llm, short, demanded)
+    assert response.raw["cut"] is True
+    assert "max_tokens=9" in response.raw["invalid_calls"][0]["error"]
+    with pytest.raises(NoToolCallError, match="cut short.*max_tokens=9: raise it") as caught:
+        llm().get_tool_calls_from_response(response, error_on_no_tool_call=error_on_no_tool_call)
+    assert "demand a call" not in str(caught.value)
+
+
+def test_a_call_that_was_cut_is_no_answer_of_an_agent(short: Any, run: Make) -> None:
+    async def ask() -> Any:
+        return await FunctionAgent(tools=tools(), llm=short(9), initial_tool_choice="tide").run("Tide?")
+
+    with pytest.raises(NoToolCallError, match="max_tokens=9"):
+        run(ask())
+
+
+def test_a_malformed_call_is_named_where_a_call_was_demanded(llm: Make) -> None:
+    model = llm('<tool_call>\n{"name": "tide", "arguments": [1]}\n</tool_call>')
+    response = model.chat_with_tools(tools(), user_msg="Tide?")
+    assert response.raw["invalid_calls"][0]["name"] == "tide"
+    with pytest.raises(NoToolCallError, match="'tide'.*malformed"):
+        model.get_tool_calls_from_response(response)
+    assert model.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []  # free decoding: it is text
+
+
+@pytest.mark.parametrize(("wanted", "max_tokens"), [(Amount, 1), (Pay, 3)])
+def test_an_object_that_was_cut_is_none_even_where_it_fits(short: Any, run: Make, wanted: Any, max_tokens: int) -> None:
+    """One token of a number is a number, too."""
+    model, prompt = short(max_tokens), PromptTemplate("How much?")
+
+    async def streamed() -> list[Any]:
+        return [one async for one in await model.astream_structured_predict(wanted, prompt)]
+
+    for ask in (
+        lambda: model.structured_predict(wanted, prompt),
+        lambda: run(model.astructured_predict(wanted, prompt)),
+        lambda: list(model.stream_structured_predict(wanted, prompt)),
+        lambda: run(streamed()),
+        lambda: model.as_structured_llm(wanted).chat([user("How much?")]),
+    ):
+        with pytest.raises(StructuredOutputError, match=f"cut off after {max_tokens} tokens; raise max_tokens"):
+            ask()
+
+
+def test_an_object_at_the_tail_that_was_cut_is_told(llm: Make, run: Make, short: Any) -> None:
+    """LlamaIndex makes a warning of the error; it names max_tokens."""
+    agent = answer_at_tail(FunctionAgent(tools=tools(), llm=short(3)), Pay)
+
+    async def ask() -> Any:
+        return (await agent.run("Pay?")).structured_response
+
+    with pytest.warns(UserWarning, match="cut off after 3 tokens; raise max_tokens"):
+        assert run(ask()) is None
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_step_that_was_cut_is_not_completed(llm: Make, run: Make, streaming: bool) -> None:
+    """LlamaIndex's parser reads {"harbour": "A", "hour": 12 as a whole input."""
+    step = 'Thought: I look.\nAction: wind\nAction Input: {"harbour": "A", "hour": 12'
+    model = llm(step)
+    sampling = model._ask
+
+    def cut(messages: Any, given: Any) -> Any:
+        ask, answer = sampling(messages, given)
+        ids = ask.sampling.forced[:-1]  # without the end of the answer
+        return replace(ask, sampling=replace(ask.sampling, forced=ids, max_tokens=len(ids))), answer
+
+    object.__setattr__(model, "_ask", cut)
+
+    async def ask() -> Any:
+        return await StableReActAgent(tools=tools(), llm=model, streaming=streaming).run("Wind?")
+
+    with pytest.raises(NoToolCallError, match="cut off after .* raise max_tokens"):
+        run(ask())
