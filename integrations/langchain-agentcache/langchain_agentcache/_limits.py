@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from types import TracebackType
+from typing import Protocol, TypeVar
 
-from agentcache import Stream
 from agentcache import errors as own
 
 from .errors import ModelTimeoutError
@@ -15,8 +15,16 @@ from .errors import ModelTimeoutError
 T = TypeVar("T")
 
 
+class Closing(Protocol):
+    """What is ended by `close`, or by the end of a `with` block: a Stream, an Answer."""
+
+    def close(self) -> None: ...
+    def __enter__(self) -> object: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> bool | None: ...
+
+
 @contextmanager
-def limited(streams: list[Stream], limit: float | None) -> Iterator[None]:
+def limited(streams: Sequence[Closing], limit: float | None) -> Iterator[None]:
     """The streams, ended with this block, or earlier if `limit` seconds are over."""
     late = threading.Event()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import (
@@ -27,7 +27,8 @@ _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "ai": "assi
 
 def converted(messages: Sequence[BaseMessage]) -> list[Message]:
     """The messages in agentcache's form; ModelInvalidRequestError for what no text model can be shown."""
-    return [_converted(index, message) for index, message in enumerate(messages)]
+    answered = {message.tool_call_id for message in messages if isinstance(message, ToolMessage)}
+    return [_converted(index, message, answered) for index, message in enumerate(messages)]
 
 
 def turn(messages: Sequence[BaseMessage]) -> str:
@@ -35,14 +36,14 @@ def turn(messages: Sequence[BaseMessage]) -> str:
     return json.dumps(ids) if any(ids := [message.id for message in messages]) else ""
 
 
-def _converted(index: int, message: BaseMessage) -> Message:
+def _converted(index: int, message: BaseMessage, answered: Collection[str] = ()) -> Message:
     text, reasoning = _parts(index, message)
     if isinstance(message, HumanMessage):
         return Message("user", text, name=message.name)
     if isinstance(message, SystemMessage):
         return Message("system", _with_mark(index, message) or text)
     if isinstance(message, AIMessage):
-        return Message("assistant", text, _calls(message), reasoning=_thought(message) or reasoning or None)
+        return Message("assistant", text, _calls(message, answered), reasoning=_thought(message) or reasoning or None)
     if isinstance(message, ToolMessage):
         return Message("tool", text, tool_call_id=message.tool_call_id, name=message.name)
     if isinstance(message, FunctionMessage):
@@ -65,9 +66,12 @@ def _with_mark(index: int, message: SystemMessage) -> str:
     return stable + volatile(behind)
 
 
-def _calls(message: AIMessage) -> tuple[ToolCall, ...]:
+def _calls(message: AIMessage, answered: Collection[str]) -> tuple[ToolCall, ...]:
     calls = [ToolCall(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
-    for bad in message.invalid_tool_calls:  # agents answer it with a ToolMessage: it must be there, and say what the model had said
+    for bad in message.invalid_tool_calls:
+        if message.response_metadata.get("agentcache") and bad.get("id") not in answered:
+            continue  # the text of a call that is none is in the content of our own messages
+        # agents answer it with a ToolMessage: it must be there, and say what the model had said
         calls.append(ToolCall(bad.get("name") or "unknown", {"invalid_arguments": bad.get("args") or ""}, bad.get("id")))
     return tuple(calls)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import tool_call, tool_call_chunk
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 
 from agentcache import Receipt
 from agentcache.model.call_stream import Delta
@@ -17,37 +17,49 @@ _BEHIND = 1 << 16  # under output_version="v1", core numbers blocks of text and 
 _LONG = ("spans", "namespace", "model", "finish_reason")  # grows with the conversation, or is said elsewhere
 
 
-def usage_of(receipt: Receipt) -> UsageMetadata:
-    """input_tokens is the whole prompt; cache_read was reused, cache_creation was computed, and is kept for the next request."""
+def usage_of(receipt: Receipt, draft: Receipt | None = None) -> UsageMetadata:
+    """input_tokens is the whole prompt; cache_read was reused, cache_creation was computed, and is kept for the next request.
+
+    draft: of the words from which an object was made; what it wrote is output, too.
+    """
     details = InputTokenDetails(cache_read=receipt.cached_tokens, cache_creation=receipt.computed_tokens)
-    thought = {"output_token_details": OutputTokenDetails(reasoning=receipt.reasoning_tokens)} if receipt.reasoning_tokens else {}
+    reasoning = receipt.reasoning_tokens + (draft.reasoning_tokens if draft else 0)
+    thought = {"output_token_details": OutputTokenDetails(reasoning=reasoning)} if reasoning else {}
+    written = receipt.completion_tokens + (draft.completion_tokens if draft else 0)
     return UsageMetadata(
         input_tokens=receipt.prompt_tokens,
-        output_tokens=receipt.completion_tokens,
-        total_tokens=receipt.prompt_tokens + receipt.completion_tokens,
+        output_tokens=written,
+        total_tokens=receipt.prompt_tokens + written,
         input_token_details=details,
         **thought,
     )
 
 
-def metadata_of(receipt: Receipt, label: str | None) -> dict[str, Any]:
-    """What LangChain's callbacks and middleware look for, and the receipt."""
-    account = {key: value for key, value in receipt.as_dict().items() if key not in _LONG}
+def metadata_of(receipt: Receipt, label: str | None, draft: Receipt | None = None, cut: bool = False) -> dict[str, Any]:
+    """What LangChain's callbacks and middleware look for, and the receipt, with that of the draft if there is one."""
+    account = _account(receipt) | ({"draft": _account(draft)} if draft else {}) | ({"cut": True} if cut else {})
     said: dict[str, Any] = {"model_name": receipt.model, "model_provider": PROVIDER, "finish_reason": receipt.finish_reason}
     if label:
         said["prompt_cache_key"] = label
     return {**said, "agentcache": account}
 
 
-def message_of(done: Completion, label: str | None = None) -> AIMessage:
+def _account(receipt: Receipt) -> dict[str, Any]:
+    return {key: value for key, value in receipt.as_dict().items() if key not in _LONG}
+
+
+def message_of(done: Completion, label: str | None = None, draft: Receipt | None = None) -> AIMessage:
     """The whole answer as one message."""
     said = done.message
     return AIMessage(
         content=said.content,
         additional_kwargs={"reasoning_content": said.reasoning} if said.reasoning else {},
         tool_calls=[tool_call(name=call.name, args=dict(call.arguments), id=call.id) for call in said.tool_calls],
-        usage_metadata=usage_of(done.receipt),
-        response_metadata=metadata_of(done.receipt, label),
+        invalid_tool_calls=[
+            invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=call.error) for call in done.invalid_calls
+        ],
+        usage_metadata=usage_of(done.receipt, draft),
+        response_metadata=metadata_of(done.receipt, label, draft, done.cut),
     )
 
 
@@ -62,11 +74,11 @@ def chunk_of(delta: Delta, output_version: str | None = None) -> AIMessageChunk:
     return AIMessageChunk(content="", tool_call_chunks=[tool_call_chunk(name=name, args=args, id=call_id, index=index)])
 
 
-def last_chunk(receipt: Receipt, label: str | None = None) -> AIMessageChunk:
+def last_chunk(done: Completion, label: str | None = None, draft: Receipt | None = None) -> AIMessageChunk:
     """The end of a stream, with its account."""
     return AIMessageChunk(
         content="",
-        usage_metadata=usage_of(receipt),
-        response_metadata=metadata_of(receipt, label),
+        usage_metadata=usage_of(done.receipt, draft),
+        response_metadata=metadata_of(done.receipt, label, draft, done.cut),
         chunk_position="last",
     )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import JsonOutputKeyToolsParser, JsonOutputParser, PydanticOutputParser, PydanticToolsParser
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
 from ._tools import UNDESCRIBABLE, formatted, reason
-from .errors import ModelInvalidRequestError
+from .errors import ModelInvalidRequestError, OutputCutError
 
 if TYPE_CHECKING:
     from .chat_models import ChatAgentCache
@@ -52,13 +53,35 @@ def structured(
             else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
         )
     else:
-        bound = model.bind(response_format=form, ls_structured_output_format=said)
+        bound = model.bind(response_format=form, show_schema=False, ls_structured_output_format=said)
         parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+    parser = RunnableGenerator(_whole_only, _awhole_only) | parser
     if not include_raw:
         return bound | parser
     read = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=bound) | read.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def _whole_only(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    """The same messages, or OutputCutError where parsers would take half an object for one."""
+    for message in messages:
+        _refuse_cut(message)
+        yield message
+
+
+async def _awhole_only(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+    async for message in messages:
+        _refuse_cut(message)
+        yield message
+
+
+def _refuse_cut(message: AIMessage) -> None:
+    said = message.response_metadata
+    if said.get("agentcache", {}).get("cut"):
+        tokens = message.usage_metadata["output_tokens"] if message.usage_metadata else 0
+        there = "".join(str(call["args"]) for call in message.invalid_tool_calls) or str(message.text)
+        raise OutputCutError(said.get("finish_reason"), tokens, there)
 
 
 def _whole(schema: Any) -> dict[str, Any]:

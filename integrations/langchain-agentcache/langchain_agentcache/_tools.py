@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -119,6 +120,27 @@ def constraint(
     if choice == "auto" and allowed is None and schema is None and not strict and parallel_tool_calls is not False:
         return None
     return Constraint(choice, allowed, parallel_tool_calls is not False, schema)
+
+
+def form_of(response_format: Any, tools: Sequence[Tool]) -> Tool | None:
+    """The tool that shows an OpenAI response_format's schema to the model; None for another kind of form, or one that is no object."""
+    if not isinstance(response_format, Mapping) or response_format.get("type") != "json_schema":
+        return None
+    schema = _schema(response_format)
+    if not isinstance(schema, Mapping) or not schema.get("properties"):
+        return None
+    said = response_format.get("json_schema", response_format)
+    name = re.sub(r"\W", "_", str(said.get("name") or schema.get("title") or "answer"))[:48]
+    while name in {tool.name for tool in tools}:
+        name += "_answer"
+    return Tool(name, str(schema.get("description") or "The form of the answer."), schema)
+
+
+def may_call(tools: Sequence[Tool], tool_choice: Any, forbidden: Sequence[str] = ()) -> tuple[bool, bool]:
+    """(whether a tool can be called, whether one must be)"""
+    choice, allowed = _choice(tool_choice)
+    names = [tool.name for tool in tools if tool.name not in forbidden and (allowed is None or tool.name in allowed)]
+    return choice != "none" and bool(names), choice not in ("auto", "none")
 
 
 def _choice(value: Any) -> tuple[str, tuple[str, ...] | None]:

@@ -13,16 +13,17 @@ from langchain_core.runnables import Runnable
 from pydantic import BaseModel
 from typing_extensions import override
 
-from agentcache import Stream
+from agentcache import Constraint, Message, Stream, Tool
 
 from . import _pins
+from ._answer import ASK, Answer
 from ._chat_settings import ChatSettings, tell_names
 from ._limits import arepeated, limited, repeated
 from ._messages import converted, marked, turn
 from ._output import chunk_of, last_chunk, message_of
 from ._structured import structured
 from ._told import in_thread
-from ._tools import ToolLike, constraint, formatted, own_tools
+from ._tools import ToolLike, constraint, form_of, formatted, may_call, own_tools
 from .errors import ModelInvalidRequestError, translated
 
 
@@ -87,9 +88,9 @@ class ChatAgentCache(ChatSettings):
 
     def _answer(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> ChatResult:
         with translated():
-            stream, wishes = self._open(messages, stop, kwargs)
-            with limited([stream], kwargs.get("timeout", self.timeout)):
-                message = message_of(stream.completion, _label(kwargs))
+            answer, wishes = self._open(messages, stop, kwargs)
+            with limited([answer], kwargs.get("timeout", self.timeout)):
+                message = message_of(answer.completed(), _label(kwargs), answer.draft)
             _pins.keep(wishes)
             return _result(message)
 
@@ -99,14 +100,14 @@ class ChatAgentCache(ChatSettings):
     ) -> Iterator[ChatGenerationChunk]:
         kwargs = self._call(kwargs)
         with translated():
-            stream, wishes = self._open(messages, stop, kwargs)
-            with limited([stream], kwargs.get("timeout", self.timeout)):
-                for delta in stream.deltas():
+            answer, wishes = self._open(messages, stop, kwargs)
+            with limited([answer], kwargs.get("timeout", self.timeout)):
+                for delta in answer.deltas():
                     chunk = ChatGenerationChunk(message=chunk_of(delta, self.output_version))
                     if run_manager:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
-                last = last_chunk(stream.completion.receipt, _label(kwargs))
+                last = last_chunk(answer.completed(), _label(kwargs), answer.draft)
             _pins.keep(wishes)
             yield ChatGenerationChunk(message=last)
 
@@ -123,11 +124,9 @@ class ChatAgentCache(ChatSettings):
 
     async def _aanswer(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> ChatResult:
         with translated():
-            stream, wishes = await in_thread(self._open, messages, stop, kwargs)
-            with limited([stream], kwargs.get("timeout", self.timeout)):
-                async for _ in stream:
-                    pass
-                message = message_of(stream.completion, _label(kwargs))
+            answer, wishes = await in_thread(self._open, messages, stop, kwargs)
+            with limited([answer], kwargs.get("timeout", self.timeout)):
+                message = message_of(await answer.acompleted(), _label(kwargs), answer.draft)
             if wishes:
                 await in_thread(_pins.keep, wishes)
             return _result(message)
@@ -142,34 +141,27 @@ class ChatAgentCache(ChatSettings):
     ) -> AsyncIterator[ChatGenerationChunk]:
         kwargs = self._call(kwargs)
         with translated():
-            stream, wishes = await in_thread(self._open, messages, stop, kwargs)
-            with limited([stream], kwargs.get("timeout", self.timeout)):
-                async for delta in stream.adeltas():
+            answer, wishes = await in_thread(self._open, messages, stop, kwargs)
+            with limited([answer], kwargs.get("timeout", self.timeout)):
+                async for delta in answer.adeltas():
                     chunk = ChatGenerationChunk(message=chunk_of(delta, self.output_version))
                     if run_manager:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
-                last = last_chunk(stream.completion.receipt, _label(kwargs))
+                last = last_chunk(answer.completed(), _label(kwargs), answer.draft)
             if wishes:
                 await in_thread(_pins.keep, wishes)
             yield ChatGenerationChunk(message=last)
 
-    def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> tuple[Stream, list[_pins.Wish]]:
+    def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> tuple[Answer, list[_pins.Wish]]:
         """Translate one request and hand it to the engine; what is to be pinned once it is answered."""
         with translated():
             engine = self._engine(kwargs.get("model"))
             said, tools = converted(messages), own_tools(kwargs.get("tools") or ())
-            strict = kwargs.get("strict")
+            form = self._shown_form(tools, kwargs)
+            shown = [*tools, form] if form else tools
             options: dict[str, Any] = {
                 "sampling": self._sampling(stop, kwargs),
-                "constraint": constraint(
-                    tools,
-                    tool_choice=kwargs.get("tool_choice"),
-                    strict=self.strict if strict is None else strict,
-                    parallel_tool_calls=kwargs.get("parallel_tool_calls"),
-                    response_format=self._form(kwargs),
-                    forbidden=kwargs.get("forbidden_tools") or (),
-                ),
                 **self._rendering(kwargs),
                 "volatile": kwargs.get("volatile") or (),
                 "turn": turn(messages),
@@ -177,11 +169,41 @@ class ChatAgentCache(ChatSettings):
                 "reuse": self.reuse,
             }
             wishes = [
-                _pins.Wish(engine, said[:end], tools, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))
+                _pins.Wish(engine, said[:end], shown, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))
                 for end, control in marked(messages, kwargs.get("cache_control")).items()
             ]
             tell_names(engine, messages)
-            return engine.stream(said, tools, **options), wishes
+
+            def asked(said: list[Message], limits: Constraint | None) -> Stream:
+                return engine.stream(said, shown, constraint=limits, **options)
+
+            limits = self._limits(shown, form, kwargs)
+            if form is None:
+                return Answer(asked(said, limits)), wishes
+            can, must = may_call(tools, kwargs.get("tool_choice"), kwargs.get("forbidden_tools") or ())
+            if not can:
+                return Answer(asked(said, Constraint(form.name)), formed=True), wishes
+            then = None if must else lambda message: asked([*said, message, Message("user", ASK)], Constraint(form.name))
+            return Answer(asked(said, limits), then=then), wishes
+
+    def _shown_form(self, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> Tool | None:
+        """The tool that shows the schema of the answer, None where it is held to it without being shown."""
+        shows_tools = bool(tools) or (self.profile or {}).get("tool_calling", True)
+        return form_of(kwargs.get("response_format"), tools) if shows_tools and kwargs.get("show_schema", True) else None
+
+    def _limits(self, tools: Sequence[Tool], form: Tool | None, kwargs: Mapping[str, Any]) -> Constraint | None:
+        """What the completion is held to. form: among the tools, and not to be called yet."""
+        strict, forbidden = kwargs.get("strict"), kwargs.get("forbidden_tools") or ()
+        if form and not isinstance(forbidden, str):
+            forbidden = [*forbidden, form.name]
+        return constraint(
+            tools,
+            tool_choice=kwargs.get("tool_choice"),
+            strict=self.strict if strict is None else strict,
+            parallel_tool_calls=kwargs.get("parallel_tool_calls"),
+            response_format=None if form else self._form(kwargs),
+            forbidden=forbidden,
+        )
 
     # -- tools and structured output -------------------------------------------------------------------------------
 

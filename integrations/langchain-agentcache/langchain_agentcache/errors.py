@@ -6,6 +6,7 @@ ModelNotFoundError          there is no such model
 ModelTimeoutError           `timeout` has passed; may be tried again
 ModelFailedError            the request failed while it ran
 ModelUnusableError          the model is there and cannot be used
+OutputCutError              max_tokens, or a stop string, ended an object or a call before it was whole
 EngineClosedError           the engine that was given is closed
 StoreUnusableError          `cache_dir` cannot be opened, or not be trusted
 """
@@ -56,6 +57,15 @@ class ModelUnusableError(theirs.ModelError, own.ModelError):
     """The weights lie on several devices, or the model is none that writes text."""
 
 
+class OutputCutError(theirs.OutputParserException, own.GenerationError):
+    """An object or a call was not whole when the completion ended; `llm_output` is what there is of it."""
+
+    def __init__(self, finish_reason: str | None, tokens: int, text: str) -> None:
+        why = f"max_tokens={tokens} ended it: raise max_tokens" if finish_reason == "length" else "a stop string, or the model, ended it"
+        said = f"the answer is not whole, {why}; there is {text!r:.200}"
+        theirs.OutputParserException.__init__(self, said, llm_output=text)
+
+
 class EngineClosedError(theirs.ModelError, own.EngineClosedError):
     """The engine that was given with `engine=` was closed."""
 
@@ -69,7 +79,7 @@ def translated() -> Iterator[None]:
     """agentcache's errors raised inside leave as ours."""
     try:
         yield
-    except theirs.ModelError:
+    except (theirs.ModelError, OutputCutError):
         raise
     except own.ContextOverflowError as error:
         setting = f"num_ctx={error.context_tokens}" if error.setting else ""

@@ -1,0 +1,104 @@
+"""What is cut is never a result: a typed error, a `parsing_error`, an invalid call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import script
+from harbour import ASKED, Ship, tide
+from langchain_agentcache import ChatAgentCache
+from langchain_agentcache.errors import OutputCutError
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from pydantic import BaseModel
+
+from agentcache.errors import AgentCacheError
+
+
+class Pay(BaseModel):
+    """A payment."""
+
+    to: str
+    amount: int
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is scripted: random weights write until their tokens are used up."""
+    monkeypatch.setattr(script, "answer", lambda *asked: None)
+
+
+@pytest.mark.usefixtures("weights")
+@pytest.mark.parametrize("method", ["function_calling", "json_schema", "json_mode"])
+async def test_half_an_object_is_an_error(chat: Any, method: Any) -> None:
+    """Old parsers completed it, so that 1250 could become 12, or gave None."""
+    for budget in (3, 12, 20, 28):
+        model = chat(max_tokens=budget).with_structured_output(Pay, method=method, include_raw=True)
+        for done in (model.invoke(ASKED), await model.ainvoke(ASKED)):
+            assert done["parsed"] is None
+            assert isinstance(done["parsing_error"], AgentCacheError)
+            assert "max_tokens" in str(done["parsing_error"])
+    short = chat(max_tokens=20).with_structured_output(Pay, method=method)
+    with pytest.raises(AgentCacheError, match="max_tokens"):
+        short.invoke(ASKED)
+    with pytest.raises(AgentCacheError, match="max_tokens"):
+        list(short.stream(ASKED))
+    with pytest.raises(AgentCacheError, match="max_tokens"):
+        [piece async for piece in short.astream(ASKED)]
+
+
+@pytest.mark.usefixtures("weights")
+def test_whole_objects_pass(chat: Any) -> None:
+    done = chat(max_tokens=120).with_structured_output(Ship, include_raw=True).invoke(ASKED)
+    assert isinstance(done["parsed"], Ship)
+    assert done["parsing_error"] is None
+
+
+def bound(chat: Any, monkeypatch: pytest.MonkeyPatch, text: str, **options: Any) -> Any:
+    monkeypatch.setattr(script, "answer", lambda *asked: text)
+    return chat(**options).bind_tools([tide])
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "why"),
+    [
+        (script.call("tide", harbour="Port Averil of the North and of the South", day=1250), 24, "max_tokens=24"),
+        ('<tool_call>\n{"name": "tide", "arguments": {"harbour": Averil}}\n</tool_call>', 100, "malformed"),
+    ],
+)
+def test_calls_that_are_none_are_named(chat: Any, monkeypatch: pytest.MonkeyPatch, text: str, tokens: int, why: str) -> None:
+    model = bound(chat, monkeypatch, text, max_tokens=tokens)
+    whole, joined = model.invoke(ASKED), None
+    for chunk in model.stream(ASKED):
+        joined = chunk if joined is None else joined + chunk
+    for message in (whole, joined):
+        assert message.tool_calls == []
+        (bad,) = message.invalid_tool_calls
+        assert bad["name"] == "tide"
+        assert bad["args"].startswith('{"harbour": ')
+    assert why in whole.invalid_tool_calls[0]["error"]
+    assert whole.invalid_tool_calls[0]["id"] == joined.invalid_tool_calls[0]["id"]
+
+
+def test_a_conversation_goes_on_behind_a_call_that_is_none(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, and answered by an agent that tells the model what was wrong."""
+    model = bound(chat, monkeypatch, '<tool_call>\n{"name": "tide", "arguments": {"harbour": Averil}}\n</tool_call>', max_tokens=60)
+    first = model.invoke(ASKED)
+    monkeypatch.setattr(script, "answer", lambda *asked: "At 3.")
+    again = model.invoke([*ASKED, first, HumanMessage("That was no call.")])
+    cached = again.usage_metadata["input_token_details"]["cache_read"]
+    assert cached >= first.usage_metadata["total_tokens"] - 2, "the model's own ids are found again"
+    (bad,) = first.invalid_tool_calls
+    if bad["id"]:
+        assert model.invoke([*ASKED, first, ToolMessage("malformed", tool_call_id=bad["id"])]).text == "At 3."
+    assert isinstance(first, AIMessage)
+
+
+@pytest.mark.usefixtures("weights")
+def test_the_object_of_an_agent_is_whole_or_an_error(chat: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "pay", "schema": Pay.model_json_schema()}}
+    model: ChatAgentCache = chat(max_tokens=6)
+    for ask in (model.invoke, lambda *said, **more: list(model.stream(*said, **more))):
+        with pytest.raises(OutputCutError, match="max_tokens=6") as raised:
+            ask(ASKED, response_format=form)
+        assert isinstance(raised.value, ValueError), "as LangChain's parsers raise it"
