@@ -13,7 +13,7 @@ from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActA
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.memory import ChatMemoryBuffer, Memory
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.storage.chat_store import SimpleChatStore
 from llama_index.core.workflow import Context
 from llama_index.llms.agentcache import AppendOnlyMemory, ReceiptEvent, ReplayLLM, SharedAgentWorkflow, StableReActAgent, answer_at_tail
@@ -82,11 +82,18 @@ async def react(llm: Any) -> None:
         await agent.run(question, memory=memory)
 
 
+class Copies(ChatMemoryBuffer):
+    """A memory that hands out copies, as LlamaIndex's `Memory` does out of its database."""
+
+    def get(self, *args: Any, **kwargs: Any) -> list[ChatMessage]:
+        return [one.model_copy(deep=True) for one in super().get(*args, **kwargs)]
+
+
 async def state(llm: Any) -> None:
-    """LlamaIndex's Memory hands out copies: the state that an agent writes into the newest message is gone at the next step."""
+    """The state that a workflow writes into the newest message is gone at the next step."""
     llm.expect(call("tide", harbour="Averil"), "At 14:05.")
-    agent = FunctionAgent(tools=tools(), llm=llm, system_prompt=PROMPT, initial_state={"lamp": "lit"})
-    await agent.run(LONG, memory=Memory.from_defaults(session_id="state"))
+    agent = FunctionAgent(name="keeper", tools=tools(), llm=llm, system_prompt=PROMPT)
+    await AgentWorkflow([agent], initial_state={"lamp": "lit"}).run(LONG, memory=Copies.from_defaults(token_limit=8000))
 
 
 async def stopped(llm: Any) -> None:
@@ -130,8 +137,6 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("default::agentcache.errors.ReuseWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # LlamaIndex's Memory leaves its database open
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("case", "cause", "cure"), CASES, ids=[case.__name__ for case, _, _ in CASES])
 def test_each_cause_is_told_with_its_cure(llm: Make, run: Make, case: Any, cause: str, cure: str) -> None:
     model, events = llm(), Events(heard=[])
