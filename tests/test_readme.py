@@ -13,6 +13,7 @@ from agentcache.cli import app
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+STORE = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "store.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 MODEL = '"Qwen/Qwen3-0.6B"'
 
 
@@ -22,12 +23,14 @@ def test_readme_has_programs() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what the frameworks do of it is theirs to mend
 @pytest.mark.filterwarnings("ignore:Core Pydantic V1:UserWarning")
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
+@pytest.mark.parametrize("number", range(len(BLOCKS + STORE)))
 def test_program_runs(number: int, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    block = BLOCKS[number]
-    assert MODEL in block, f"programs in the README load {MODEL}"
+    block = (BLOCKS + STORE)[number]
+    assert MODEL in block or '"embedded"' in block, f"programs in the README load {MODEL} or the embedded model"
     exec(compile(block.replace(MODEL, repr(str(model_folder))), f"README.md, program {number + 1}", "exec"), {"__name__": "__main__"})
-    assert "cache" in capsys.readouterr().out
+    assert "cache" in (printed := capsys.readouterr().out)
+    if number == 0:
+        assert f"It prints:\n\n```\n{printed}```" in README
 
 
 def test_first_program_is_about_ten_lines() -> None:
