@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -172,7 +173,9 @@ class Engine:
         request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
         request.on_progress, request.on_logits, request.turn = on_progress, on_logits, turn
         expect(request, layout, tools, constraint, self.grammars)
-        self.scheduler.life.segments.look(request, self.scheduler.life.scope(request, len(layout.ids)), layout, self._texts)
+        self.scheduler.life.segments.look(
+            request, self.scheduler.life.scope(request, len(layout.ids)), layout, partial(self._texts, namespace=namespace)
+        )
         self.scheduler.submit(request)
         return Stream(request, lambda done: self._complete(done, layout))
 

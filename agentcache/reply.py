@@ -41,13 +41,13 @@ def expect(
     if constraint is None and grammars.strict and listed and not request.forced:
         try:
             constraint = Constraint()
-            guide = grammars.guide(constraint, listed, layout.text)
+            guide = grammars.guide(constraint, listed, layout.text, request.namespace)
         except AgentCacheError as error:  # nobody asked for it: the request goes on without
             constraint = None
             why = "(redacted)" if request.receipt.redacted else str(error)  # it names a tool, and shows its schema
             request.receipt.notes.append(f"calls are not held to their schemas: {why}")
     elif constraint is not None:
-        guide = grammars.guide(constraint, listed, layout.text)
+        guide = grammars.guide(constraint, listed, layout.text, request.namespace)
     if constraint is None:
         request.reading = _reading(request, layout, listed, grammars, held=False)
         return

@@ -20,8 +20,12 @@ ONE = {"role": "tool", "tool_call_id": "one", "content": "1"}
 TWO = {"role": "tool", "tool_call_id": "two", "content": "2"}
 
 
+def broken(text: str) -> str:
+    return text.replace("<X>", "<-X>")
+
+
 def canonical(messages: list[Any]) -> tuple[list[dict[str, Any]], list[str], bool]:
-    turns, notes, renamed = Canon(lambda text: text.replace("<X>", "<-X>")).messages(messages)
+    turns, notes, renamed = Canon(broken, broken).messages(messages, "default")
     return [turn.data for turn in turns], notes, renamed
 
 
@@ -125,20 +129,20 @@ def test_every_text_is_neutralised() -> None:
 
 
 def test_a_changed_message_is_worked_out_again() -> None:
-    canon = Canon(lambda text: text)
+    canon = Canon(str, str)
     message = {"role": "assistant", "content": "", "tool_calls": [call("f", {"a": 1})]}
-    first = canon.messages([USER, message])[0]
+    first = canon.messages([USER, message], "default")[0]
     message["tool_calls"][0]["function"]["arguments"]["a"] = 2
-    second = canon.messages([USER, message])[0]
+    second = canon.messages([USER, message], "default")[0]
     assert first[1].data["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert second[1].data["tool_calls"][0]["function"]["arguments"] == {"a": 2}
 
 
 def test_keys_tell_histories_apart() -> None:
-    canon = Canon(lambda text: text)
+    canon = Canon(str, str)
 
     def keys(*messages: Any, root: bytes = b"") -> bytes:
-        return chain(root, canon.messages(list(messages))[0])[-1]
+        return chain(root, canon.messages(list(messages), "default")[0])[-1]
 
     answer = {"role": "assistant", "content": "a", "tool_calls": [call("f", '{"a": 1, "b": 2}', "x")]}
     same = Message("assistant", "a", (ToolCall("f", {"b": 2, "a": 1}, "other id"),))

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from agentcache import Reason
+from agentcache import Constraint, Reason, volatile
 from agentcache.errors import ConfigError
+from agentcache.layout import canonical, declared, request
+from agentcache.layout.template import Template
+from agentcache.layout.tokenise import Encoder
+from agentcache.layout.windows import NAMESPACES, TokenTexts
 from agentcache.store.keys import Scope
 from tests.engines import SYSTEM, TOOLS, chat, decode, engine, long_text
 
@@ -66,3 +74,60 @@ def test_groups_and_clearing_belong_to_a_namespace() -> None:
         running.store.clear("two")
         assert {entry.scope.namespace for entry in running.store.tree._order.values()} == {"one"}
         assert running.generate(chat("x"), TOOLS, sampling=decode(1), namespace="one").receipt.cached_tokens > 50
+
+
+def test_nothing_that_another_namespace_sent_is_worked_out_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the time that a prompt takes would tell a tenant what others have sent. Seen by what is done, not by how long it takes."""
+    llguidance = pytest.importorskip("llguidance")
+    done: Counter[str] = Counter()
+
+    def spy(owner: Any, name: str, size: Callable[..., int] = lambda *_: 1) -> None:
+        real = getattr(owner, name)
+
+        def counted(*given: Any, **more: Any) -> Any:
+            done[name] += size(*given)
+            return real(*given, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    spy(canonical, "_canonical_message")
+    spy(request, "canonical_tools")
+    spy(declared, "_take")
+    spy(Template, "render")
+    spy(Encoder, "_encode", lambda _, text: len(text))
+    spy(llguidance, "LLMatcher")
+
+    with engine() as running:
+
+        def work(namespace: str, salt: str) -> Counter[str]:
+            done.clear()
+            turns = chat(f"{salt}?", system=f"{SYSTEM}{salt} {volatile(salt)}")
+            tools = [{**tool, "function": {**tool["function"], "description": salt}} for tool in TOOLS]
+            constraint = Constraint("none", schema={"type": "object", "properties": {salt: {"type": "integer"}}})
+            running.stream(turns, tools, namespace=namespace, constraint=constraint, sampling=decode(1)).close()
+            return Counter(done)
+
+        work("other", "gale")  # what is found out once per engine
+        first = work("one", "calm")
+        assert set(first) == {"_canonical_message", "canonical_tools", "_take", "render", "_encode", "LLMatcher"}
+        assert work("two", "calm") == first
+        again = work("one", "calm")
+        assert all(again[name] < first[name] for name in first)
+
+
+def test_what_tokens_say_is_remembered_by_namespace() -> None:
+    class Decoder:
+        asked = 0
+
+        def decode(self, ids: list[int]) -> str:
+            self.asked += 1
+            return str(ids)
+
+    decoder = Decoder()
+    texts = TokenTexts(decoder)
+    assert [texts([1, 2], name) for name in ("one", "one", "two")] == [["[1]", "[2]"]] * 3
+    assert decoder.asked == 4
+    for number in range(NAMESPACES):  # bounded in total
+        texts([1], str(number))
+    texts([1], "one")
+    assert decoder.asked == 4 + NAMESPACES + 1

@@ -50,35 +50,38 @@ class Turn:
 class Canon:
     """Canonical messages, each worked out once: agents send the same messages again at every step.
 
-    Remembered by value (a string keeps its hash, so this costs no look at the text), the least recently used go first.
+    Remembered by namespace and value (a string keeps its hash, so this costs no look at the text), the least recently used go first.
+    clean: breaks what may not be spelled; clean_system: the same for system text, whose author may show how results look.
     """
 
-    def __init__(self, clean: Callable[[str], str]) -> None:
+    def __init__(self, clean: Callable[[str], str], clean_system: Callable[[str], str]) -> None:
         self._clean = clean
+        self._clean_system = clean_system
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[Any, ...], Turn] = OrderedDict()
         self._chars = 0
 
-    def messages(self, messages: Sequence[Message | Mapping[str, Any]]) -> tuple[list[Turn], list[str], bool]:
+    def messages(self, messages: Sequence[Message | Mapping[str, Any]], namespace: str) -> tuple[list[Turn], list[str], bool]:
         """(turns, differences in words, whether call ids were changed); raises MessageError."""
         check_list(messages)
-        turns = [self.turn(index, message) for index, message in enumerate(messages)]
+        turns = [self.turn(index, message, namespace) for index, message in enumerate(messages)]
         pair_results([turn.data for turn in turns])
         notes = dict.fromkeys(note.format(turn.source) for turn in turns for note in turn.notes)  # ordered, without repeats
-        turns = _order_results(self._merge_system(turns, notes), notes)
+        turns = _order_results(self._merge_system(turns, notes, namespace), notes)
         turns, renamed = _number_calls(turns)
         return turns, list(notes), renamed
 
-    def turn(self, index: int, message: Message | Mapping[str, Any]) -> Turn:
+    def turn(self, index: int, message: Message | Mapping[str, Any], namespace: str) -> Turn:
         """One message in canonical form, its call ids still as given."""
-        key = _value_key(message)
+        key = _value_key(message, namespace)
         with self._lock:
             known = None if key is None else self._known.get(key)
             if known is not None and key is not None:
                 self._known.move_to_end(key)
         if known is None:
             notes: dict[str, None] = {}
-            data = _canonical_message(plain_message(index, message), self._clean, notes)
+            plain = plain_message(index, message)
+            data = _canonical_message(plain, self._clean_system if plain["role"] == "system" else self._clean, notes)
             known = Turn(index, data, digest_of(data), tuple(notes))
             if key is not None:
                 self._keep(key, known)
@@ -92,21 +95,21 @@ class Canon:
             while len(self._known) > 1 and (len(self._known) > KNOWN_MESSAGES or self._chars > KNOWN_CHARS):
                 self._chars -= self._known.popitem(last=False)[1].chars
 
-    def _merge_system(self, turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
+    def _merge_system(self, turns: list[Turn], notes: dict[str, None], namespace: str) -> list[Turn]:
         """Several leading system messages as one: 15 of 67 known templates drop or refuse the second."""
         count = next((n for n, turn in enumerate(turns) if turn.data["role"] != "system"), len(turns))
         if count < 2:
             return turns
         notes[f"{count} leading system messages merged into one"] = None
         text = "\n\n".join(turn.data["content"] for turn in turns[:count])
-        return [self.turn(turns[0].source, Message("system", text)), *turns[count:]]
+        return [self.turn(turns[0].source, Message("system", text), namespace), *turns[count:]]
 
 
-def _value_key(message: Message | Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _value_key(message: Message | Mapping[str, Any], namespace: str) -> tuple[Any, ...] | None:
     """All that the canonical form depends on, hashable, or None where it is not cheap to tell."""
     if isinstance(message, Message):
         made = tuple((call.id, call.name, _text(call.arguments)) for call in message.tool_calls)
-        return (Message, message.role, message.content, made, message.tool_call_id, message.name, message.reasoning)
+        return (namespace, Message, message.role, message.content, made, message.tool_call_id, message.name, message.reasoning)
     if type(message) is not dict:
         return None
     content, calls = message.get("content"), message.get("tool_calls")
@@ -115,7 +118,7 @@ def _value_key(message: Message | Mapping[str, Any]) -> tuple[Any, ...] | None:
     fields = [message.get(key) for key in ("role", "tool_call_id", "name", *REASONING_KEYS)]
     if not all(field is None or type(field) is str for field in fields):
         return None
-    return (dict, content, _text(calls) if calls else bool(calls), *fields)
+    return (namespace, dict, content, _text(calls) if calls else bool(calls), *fields)
 
 
 def _text(value: Any) -> str:
@@ -166,9 +169,10 @@ def _canonical_message(message: Plain, clean: Callable[[str], str], notes: dict[
         out["tool_calls"] = [_canonical_call(call, cleaned) for call in message["tool_calls"]]
         if any(list(call["function"]) != ["name", "arguments"] for call in message["tool_calls"]):
             notes["tool calls rewritten as function{name, arguments}"] = None
-    for key in ("tool_call_id", "name"):
-        if isinstance(message.get(key), str):
-            out[key] = cleaned(message[key])
+    if isinstance(message.get("name"), str):
+        out["name"] = cleaned(message["name"])
+    if isinstance(message.get("tool_call_id"), str):
+        out["tool_call_id"] = message["tool_call_id"]  # as the call's own: no template sees it, a position takes its place
     return out
 
 

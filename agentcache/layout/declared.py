@@ -133,7 +133,9 @@ class Declarations:
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[Any, ...], tuple[str, str, tuple[Piece, ...]]] = OrderedDict()
 
-    def split(self, messages: Sequence[Message | Mapping[str, Any]], volatile: Sequence[Message] = ()) -> Declared:
+    def split(
+        self, messages: Sequence[Message | Mapping[str, Any]], volatile: Sequence[Message] = (), namespace: str = "default"
+    ) -> Declared:
         """Messages that cannot be read are left as they are: whoever renders them says what is wrong."""
         stable, whole, pieces = list(messages), list(messages), list[Piece]()
         texts = tuple(message.content for message in volatile)
@@ -141,7 +143,7 @@ class Declarations:
             if (message.role if isinstance(message, Message) else isinstance(message, Mapping) and message.get("role")) != "system":
                 break
             plain = plain_message(index, message)
-            kept, shown, found = self._taken(plain, texts)
+            kept, shown, found = self._taken(plain, texts, namespace)
             if shown == kept and not found and shown == text_of(plain.get("content")):
                 continue
             stable[index], whole[index] = ({**plain, "content": text} for text in (kept, shown))
@@ -150,11 +152,11 @@ class Declarations:
         pieces += [Piece(message.content, message.role, "volatile") for message in volatile if message.content not in taken]
         return Declared(stable, whole, tuple(pieces))
 
-    def _taken(self, message: Plain, volatile: tuple[str, ...]) -> tuple[str, str, tuple[Piece, ...]]:
+    def _taken(self, message: Plain, volatile: tuple[str, ...], namespace: str) -> tuple[str, str, tuple[Piece, ...]]:
         """(the text without its volatile pieces, with them, the pieces)"""
         content = message.get("content")
         parts = tuple((text_of([part]), not isinstance(part, str) and bool(part.get("cache_control"))) for part in _parts(content))
-        key = parts, volatile
+        key = namespace, parts, volatile
         with self._lock:
             if (known := self._known.get(key)) is not None:
                 self._known.move_to_end(key)

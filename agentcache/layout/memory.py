@@ -51,7 +51,9 @@ def chain(root: bytes, turns: Sequence[Turn]) -> list[bytes]:
 
 def link(parent: bytes, turn: Turn) -> bytes:
     """The key of a history that ends in `turn`. A call id is a position by now: it tells which call a result answers."""
-    return hashlib.blake2b(parent + turn.digest + str(turn.data.get("tool_call_id") or "").encode(), digest_size=16).digest()
+    return hashlib.blake2b(
+        parent + turn.digest + str(turn.data.get("tool_call_id") or "").encode("utf-8", "surrogatepass"), digest_size=16
+    ).digest()
 
 
 class Memory:

@@ -97,13 +97,13 @@ class Renderer:
             return self._render_text(messages, tools, namespace)
 
         def render(listed: Sequence[Message | Mapping[str, Any]]) -> Rendered:
-            said = self._requests.build(listed, tools, rendering, tools_order, sticky, template_kwargs or {})
+            said = self._requests.build(listed, tools, rendering, tools_order, sticky, template_kwargs or {}, namespace)
             return self._layout(said, rendering, namespace, generation)
 
         if rendering == "stock":
             return render(messages)
         check_list(messages)
-        declared = self._declarations.split(messages, given)
+        declared = self._declarations.split(messages, given, namespace)
         return placed(declared, self._tail, render) if declared.pieces else render(declared.whole)
 
     def _layout(self, request: Request, rendering: Rendering, namespace: str, generation: bool) -> Rendered:
@@ -141,7 +141,7 @@ class Renderer:
             return  # stock renderings and raw prompts are never spliced
         if message.role != "assistant":
             raise MessageError(f"remember(message={message!r:.200}): only an assistant message is generated")
-        key = link(layout.chain, self._requests.canon().turn(0, message))
+        key = link(layout.chain, self._requests.canon().turn(0, message, namespace))
         generated = Generated(layout.encoded, tuple(map(int, generated_ids)))
         self._memory.learn(namespace, key, generated)
         if self._kept is not None and outlive:
@@ -193,11 +193,11 @@ class Renderer:
         _check_options(rendering, tools_order)
         leading = [m for m in messages or () if (m.role if isinstance(m, Message) else m.get("role")) == "system"]
         if rendering != "stock":
-            declared = self._declarations.split(leading)
+            declared = self._declarations.split(leading, (), namespace)
             leading = declared.stable if self._tail.mode == "enforce" else declared.whole
         # A user message stands behind the system text, as in every request to come; it is cut off again.
         opened = [*leading, Message("user", SENTINEL)]
-        request = self._requests.build(opened, tools, rendering, tools_order, sticky, template_kwargs or {})
+        request = self._requests.build(opened, tools, rendering, tools_order, sticky, template_kwargs or {}, namespace)
         whole = self._layout(request, rendering, namespace, True)
         return cut(whole, whole.prefix_tokens)
 
@@ -244,8 +244,9 @@ class Renderer:
                 turn_stop=frame.turn_stop(number, len(generated.prompt.text)),
                 closer=frame.shape.closers.get(turn.kind, ""),
             )
-            encoded, spent = self._encoder.append(base, text)
-            return encoded, spent + compared
+            if base is not None:
+                encoded, spent = self._encoder.append(base, text)
+                return encoded, spent + compared
         return self._encoder.resume(known, shared, text)
 
     def _keep(self, namespace: str, encoded: Encoded) -> None:

@@ -48,7 +48,10 @@ class Request:
 
 
 class Requests:
-    """Builds requests for one template and one tokenizer; what agents send again at each step is worked out once."""
+    """Builds requests for one template and one tokenizer; what agents send again at each step is worked out once.
+
+    By namespace: how long a prompt takes tells nobody what others have sent.
+    """
 
     def __init__(self, template: Template, encoder: Encoder) -> None:
         self._template = template
@@ -56,7 +59,7 @@ class Requests:
         self._lock = threading.Lock()
         self._clean: Neutraliser | None = None
         self._canon: Canon | None = None
-        self._tools: OrderedDict[bytes, ToolList] = OrderedDict()
+        self._tools: OrderedDict[tuple[str, bytes], ToolList] = OrderedDict()
 
     def build(
         self,
@@ -66,14 +69,15 @@ class Requests:
         order: ToolOrder,
         sticky: Sequence[str],
         kwargs: Mapping[str, Any],
+        namespace: str,
     ) -> Request:
         if rendering == "stock":
             plain = plain_messages(messages)
-            listed = self._listed(plain_tools(tools), rendering, "given", (), kwargs)
+            listed = self._listed(plain_tools(tools), rendering, "given", (), kwargs, namespace)
             turns = [Turn(index, message, digest_of(message)) for index, message in enumerate(plain)]
             return Request(turns, listed, [], chain(listed.root, turns), kwargs)
-        turns, notes, renamed = self.canon().messages(messages)
-        listed = self._listed(plain_tools(tools), rendering, order, sticky, kwargs)
+        turns, notes, renamed = self.canon().messages(messages, namespace)
+        listed = self._listed(plain_tools(tools), rendering, order, sticky, kwargs, namespace)
         notes = [*listed.notes, *(note for note in notes if note != ABSENT or not self._template.report.absent_is_empty)]
         if renamed and self._template.report.renders_call_ids:
             notes.append("tool-call ids replaced by their position")
@@ -81,7 +85,7 @@ class Requests:
 
     def canon(self) -> Canon:
         if self._canon is None:  # two threads may both build it: the same value twice
-            self._canon = Canon(self._neutraliser())
+            self._canon = Canon(Neutraliser(self._encoder, self._template.result_words), self._neutraliser())
         return self._canon
 
     def _neutraliser(self) -> Neutraliser:
@@ -90,10 +94,10 @@ class Requests:
         return self._clean
 
     def _listed(
-        self, plain: list[Plain], rendering: Rendering, order: ToolOrder, sticky: Sequence[str], kwargs: Mapping[str, Any]
+        self, plain: list[Plain], rendering: Rendering, order: ToolOrder, sticky: Sequence[str], kwargs: Mapping[str, Any], namespace: str
     ) -> ToolList:
         said = json.dumps([plain, rendering, order, list(sticky), sorted(kwargs.items())], ensure_ascii=False, default=repr)
-        key = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        key = namespace, hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         with self._lock:
             if (known := self._tools.get(key)) is not None:
                 self._tools.move_to_end(key)

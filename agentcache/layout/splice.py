@@ -12,34 +12,42 @@ from collections.abc import Iterable
 from .memory import Generated
 from .tokenise import BACK, Encoded, Encoder, Splice
 
+_THOUGHT = ("<think>", "</think>")  # begin no turn; templates drop earlier thoughts, the model's own ids keep them
+
 
 def spliced(
     encoder: Encoder, generated: Generated, text: str, *, key: bytes, source: int, turn_stop: int, closer: str
-) -> tuple[Encoded, int]:
+) -> tuple[Encoded | None, int]:
     """text[:stop] with the generated ids in it, and how many characters were tokenised to compare them with stock ids.
 
+    None if they hold other control tokens than the rendered message: put back, these would be turns that no message stands for.
     `text` starts with the remembered prompt, `turn_stop` is where the next turn starts in it.
     """
     prompt = generated.prompt
     start, first = len(prompt.text), len(prompt.ids)
     stop = _message_stop(encoder, text, start, turn_stop, encoder.control.get(generated.ids[-1]), closer)
     ids = prompt.ids + list(generated.ids)
-    differs, spent = _differs(encoder, prompt, ids, text[:stop])
-    splice = Splice(key, source, start, stop, first, len(ids), differs)
+    stock, own, spent = _compared(encoder, prompt, ids, text[:stop])
+    if _controls(encoder, stock, generated.ids[-1]) != _controls(encoder, own, generated.ids[-1]):
+        return None, spent
+    splice = Splice(key, source, start, stop, first, len(ids), stock != own)
     ends = prompt.ends + [stop] * len(generated.ids)
     return Encoded(text[:stop], ids, ends, (*prompt.splices, splice)), spent
 
 
-def _differs(encoder: Encoder, prompt: Encoded, ids: list[int], text: str) -> tuple[bool, int]:
-    """Whether tokenising `text` gives other ids than `ids` behind the prompt, and how many characters that took.
-
-    Only a window of the prompt's last tokens is looked at: the rest would be taken over as it is.
-    """
+def _compared(encoder: Encoder, prompt: Encoded, ids: list[int], text: str) -> tuple[list[int], list[int], int]:
+    """(ids of tokenising `text`, `ids` that stand for it, characters that took), of a window that begins in the prompt's last tokens."""
     first = max(len(prompt.ids) - 4 * BACK, prompt.splices[-1].last if prompt.splices else 0)
     char = prompt.ends[first - 1] if first else 0
     window = Encoded(prompt.text[char:], prompt.ids[first:], [end - char for end in prompt.ends[first:]])
     stock, spent = encoder.resume(window, len(window.text), text[char:])
-    return stock.ids != ids[first:], spent
+    return stock.ids, ids[first:], spent
+
+
+def _controls(encoder: Encoder, ids: list[int], end: int) -> list[int]:
+    """The control tokens in the order in which they stand, but for thoughts and, where the model ended its turn with one, the last id."""
+    body = ids[:-1] if end in encoder.control and ids[-1] in encoder.control else ids
+    return [token for token in body if encoder.control.get(token, _THOUGHT[0]) not in _THOUGHT]
 
 
 def _message_stop(encoder: Encoder, text: str, start: int, stop: int, end_text: str | None, closer: str) -> int:

@@ -6,6 +6,7 @@ Nothing about a template is assumed from its family or name: small conversations
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ _TOOL: Plain = {
         "parameters": {"type": "object", "properties": {"zarg": {"type": "string"}}},
     },
 }
+_TAG = re.compile(r"</?[A-Za-z_][\w-]*>|\[/?[A-Z_]+\]")
 _IDS = ("call00001", "call00002", "zother001", "zother002")
 
 
@@ -141,6 +143,13 @@ class Template:
             if tools not in self._shapes:
                 self._shapes[tools] = self._probe_shape(tools)
             return self._shapes[tools]
+
+    @property
+    def result_words(self) -> frozenset[str]:
+        """The tags that mark text as a tool's result, as <tool_response>: they need not be control tokens."""
+        shape = self.shape(True)
+        around = [text for (_, kind), text in shape.headers.items() if kind == "tool"] + [shape.closers.get("tool", "")]
+        return frozenset(word for text in around for word in _TAG.findall(text))
 
     def tools_text(self, tools: Sequence[Plain], kwargs: Mapping[str, Any] | None) -> str | None:
         """The text that these tools add to a prompt ("" if it cannot be told apart), or None if the template ignores tools."""

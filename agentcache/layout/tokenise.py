@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -252,16 +252,19 @@ def agreement(known_ids: list[int], known_ends: list[int], cut: int, ids: list[i
 
 
 class Neutraliser:
-    """Breaks text that spells a control token, so that what users, tools and documents write cannot become one."""
+    """Breaks text that spells a control token, so that what users, tools and documents write cannot become one.
 
-    def __init__(self, encoder: Encoder) -> None:
-        texts = sorted({text for text in encoder.control.values() if len(text) > 1}, key=len, reverse=True)
-        ids = {text: token_id for token_id, text in encoder.control.items()}
-        folds = any(ids[text] in encoder.encode(f"a{text.swapcase()}a")[0] for text in texts)  # a lower-casing normaliser
+    words: what else it breaks, though it may be several tokens.
+    """
+
+    def __init__(self, encoder: Encoder, words: Collection[str] = ()) -> None:
+        ids = {text: token_id for token_id, text in encoder.control.items() if len(text) > 1}
+        texts = sorted({*ids, *words}, key=len, reverse=True)
+        folds = any(number in encoder.encode(f"a{text.swapcase()}a")[0] for text, number in ids.items())  # a lower-casing normaliser
         flags = re.IGNORECASE if folds else 0
         self._stems = () if folds else tuple({text[:2] for text in texts})
         self._any = re.compile("|".join(map(re.escape, texts)) or "(?!)", flags)
-        self._breaker = self._choose(encoder, texts, set(ids.values()))
+        self._breaker = self._choose(encoder, texts, set(encoder.control))
 
     def __call__(self, text: str) -> str:
         if self._stems and not any(stem in text for stem in self._stems):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,6 +28,7 @@ STRIDE = 32
 BACK = 512  # how far before new text its anchor is looked for
 LEFT = 16  # words directly left of a window that are kept with it
 MARGIN = 96  # tokens that are sure to hold so many words
+NAMESPACES = 16  # whose tokens' texts are remembered: some megabytes each for a large vocabulary
 CLOSE = 8  # an anchor so near behind another one is none
 
 _ANCHORS: tuple[tuple[Kind, str], ...] = (
@@ -72,14 +75,19 @@ class Window:
 
 
 class TokenTexts:
-    """What single tokens of a tokenizer say; each is decoded once."""
+    """What single tokens of a tokenizer say; each is decoded once in a namespace. Safe to use from many threads."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, dict[int, str]] = OrderedDict()
 
-    def __call__(self, ids: Sequence[int]) -> list[str]:
-        known = self._known
+    def __call__(self, ids: Sequence[int], namespace: str = "default") -> list[str]:
+        with self._lock:
+            known = self._known.setdefault(namespace, {})
+            self._known.move_to_end(namespace)
+            while len(self._known) > NAMESPACES:
+                self._known.popitem(last=False)
         for token in set(ids) - known.keys():
             known[int(token)] = str(self._tokenizer.decode([int(token)]))
         return [known[token] for token in ids]

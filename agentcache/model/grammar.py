@@ -72,7 +72,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._form: CallForm | None = None
         self._tokens: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     @property
     def form(self) -> CallForm:
@@ -87,21 +87,23 @@ class Grammars:
             self._form = form_of(shown)
         return self._form
 
-    def guide(self, constraint: Constraint, tools: Sequence[Tool | Mapping[str, Any]], prompt: str) -> Guide:
-        """The guide of a new request behind this prompt. Raises ConfigError or ToolSchemaError if nothing could satisfy the constraint."""
+    def guide(self, constraint: Constraint, tools: Sequence[Tool | Mapping[str, Any]], prompt: str, namespace: str = "default") -> Guide:
+        """The guide of a new request behind this prompt. Only what the same namespace has asked for is found compiled.
+
+        Raises ConfigError or ToolSchemaError if nothing could satisfy the constraint."""
         library = _library()
         callable_tools = _callable(constraint, tools)
-        made = self._made(constraint, callable_tools, self._thinking(prompt), library)
+        key = namespace, self._made(constraint, callable_tools, self._thinking(prompt), library)
         with self._lock:
-            matcher = self._compiled.get(made)
+            matcher = self._compiled.get(key)
             if matcher is not None:
-                self._compiled.move_to_end(made)
+                self._compiled.move_to_end(key)
         if matcher is None:
-            matcher = library.LLMatcher(self._tokens_of(library), made, log_level=0)
+            matcher = library.LLMatcher(self._tokens_of(library), key[1], log_level=0)
             if matcher.is_error():
                 raise self._refused(constraint, callable_tools, matcher.get_error(), library)
             with self._lock:
-                self._compiled[made] = matcher
+                self._compiled[key] = matcher
                 while len(self._compiled) > COMPILED:
                     self._compiled.popitem(last=False)
         with self._lock:
