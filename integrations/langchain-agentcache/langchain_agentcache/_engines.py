@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import uuid
 import weakref
@@ -29,6 +30,16 @@ class Lease:
 
 _Users = weakref.WeakValueDictionary[int, Lease]  # by their ids
 _users: weakref.WeakKeyDictionary[Engine, _Users] = weakref.WeakKeyDictionary()
+
+
+def _begin_child() -> None:
+    """In a forked child no lock is held by a thread of the parent. What is known by name is loaded anew: its engine counts as closed."""
+    global _lock
+    _lock = threading.Lock()
+    _loading.clear()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def _key(model: Any, options: Mapping[str, Any]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import pickle
 from typing import Any
 
@@ -133,3 +135,34 @@ def test_the_context_holds_prompt_and_completion(own: Any) -> None:
             short.invoke(ASKED)
         assert model._engine().scheduler.live == 0
         assert model.invoke([HumanMessage("x")]).usage_metadata["output_tokens"] == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_loads_by_name_again(own: Any) -> None:
+    """gunicorn --preload, ProcessPoolExecutor: what was loaded in the parent computes in the parent alone."""
+    with own() as model:
+        expected = model.invoke(ASKED).text
+        given = ChatAgentCache(engine=model._engine(), max_tokens=1)
+
+        def answers() -> list[Any]:
+            try:
+                given.invoke(ASKED)
+            except errors.EngineClosedError as error:
+                return [model.invoke(ASKED).text, str(error)]
+            return []
+
+        context = multiprocessing.get_context("fork")
+        mine, its = context.Pipe(duplex=False)
+        child = context.Process(target=lambda: its.send(answers()))
+        with _engines._lock:  # as while another thread of the parent loads
+            child.start()
+        try:
+            assert mine.poll(30), "the child hangs"
+            text, said = mine.recv()
+        finally:
+            child.kill()
+            child.join()
+        assert text == expected
+        assert "forked child" in said
+        assert model.invoke(ASKED).text == expected, "the parent's goes on"
