@@ -21,7 +21,7 @@ from ._output import metadata_of, usage_of
 from ._settings import Settings
 from ._told import in_thread
 from ._tools import constraint
-from .errors import ModelFailedError, translated
+from .errors import OutputCutError, translated
 
 _COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")
 
@@ -221,10 +221,7 @@ class AgentCacheLLM(Settings, BaseLLM):
     def _info(self, done: Completion) -> dict[str, Any]:
         """What is known of a completion beside its text: finish reason, usage, receipt, thought, probabilities."""
         if done.cut and self._form({}) is not None:
-            raise ModelFailedError(
-                f"format={self.format!r:.100}: the completion was cut after {done.receipt.completion_tokens} tokens "
-                f"(finish_reason={done.finish_reason!r}) and is no result; raise max_tokens, or num_ctx where it is set"
-            )
+            raise OutputCutError(done.finish_reason, done.receipt.completion_tokens, done.text)
         info = {**metadata_of(done.receipt, None), "usage_metadata": usage_of(done.receipt)}
         if self.apply_chat_template and done.message.reasoning:
             info["reasoning_content"] = done.message.reasoning

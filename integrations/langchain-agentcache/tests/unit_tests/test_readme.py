@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import script
-from langchain_agentcache import ChatAgentCache
+from langchain_agentcache import AgentCacheLLM, ChatAgentCache
 from langchain_core.language_models import BaseChatModel
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PRINTED = re.search(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+assert PRINTED
 
 
 def _answer(messages: Any, tools: Any, constraint: Any) -> str | None:
@@ -30,9 +32,10 @@ def test_programs_run(model_folder: str, capsys: pytest.CaptureFixture[str], mon
     assert "'name': 'tide'" in said
     assert re.search(r"harbour='.*' hour=\d+", said)
     assert re.search(r"'cache_read': [1-9]\d", said)
+    assert said.startswith(PRINTED.group(1)), "what it says that the first program prints"
 
 
 def test_every_setting_is_named() -> None:
-    own = ChatAgentCache.model_fields.keys() - BaseChatModel.model_fields.keys() - {"streaming", "max_retries", "engine"}
+    own = (ChatAgentCache.model_fields.keys() | AgentCacheLLM.model_fields.keys()) - BaseChatModel.model_fields.keys() - {"streaming"}
     table = README[README.index("## Settings") :]
     assert [name for name in sorted(own) if f"`{name}`" not in table] == []
