@@ -9,6 +9,7 @@ from pathlib import Path
 import llama_index.llms.agentcache as package
 import pytest
 from cases import VOCAB, tokenizer
+from llama_index.llms.agentcache import names
 
 from agentcache import toy
 
@@ -48,6 +49,7 @@ def test_public_names_are_there_and_told() -> None:
         "StableReActFormatter",
         "answer_at_tail",
         "ReceiptEvent",
+        "RequestRecorder",
     }
     assert all(f"`{name}" in README for name in told)
 
@@ -69,22 +71,39 @@ def test_files_stay_small() -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 350, path.name
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_programs_of_the_readme_run(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As they stand, on a tiny random model."""
+def _run_program(number: int, source: str) -> None:
+    exec(compile(source, f"README.md, program {number + 1}", "exec", dont_inherit=True), {"__name__": "readme"})
+
+
+@pytest.mark.filterwarnings("error::agentcache.errors.ReuseWarning")
+def test_the_first_program_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it stands, on the embedded model."""
+    pytest.importorskip("llguidance")
+    _run_program(0, BLOCKS[0])
+    (shown,) = re.findall(r"^It prints:\n\n```\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("number", range(1, len(BLOCKS)))
+def test_programs_of_the_readme_run(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others as they stand, on a tiny random model."""
     toy.model(VOCAB, layers=1, hidden=128).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     source = BLOCKS[number]
     assert '"Qwen/Qwen3-0.6B"' in source
     if "structured_predict" in source:
         pytest.importorskip("llguidance")
-    source = source.replace('"Qwen/Qwen3-0.6B"', repr(str(tmp_path))).replace(
-        "max_tokens=256", "max_tokens=200, store=None, constrain=False"
-    )
-    exec(compile(source, f"README.md, program {number + 1}", "exec", dont_inherit=True), {"__name__": "readme"})
+    source = source.replace('"Qwen/Qwen3-0.6B"', repr(str(tmp_path)))
+    _run_program(number, source.replace("max_tokens=256", "max_tokens=200, store=None, constrain=False"))
     assert capsys.readouterr().out
+
+
+def test_the_tables_of_names_are_what_the_code_knows() -> None:
+    """Each setting that is refused stands in the README, and each that is renamed."""
+    tables = README[README.index("### From HuggingFaceLLM") : README.index("### Servers and forks")]
+    loading = {name for name, instead in names.INSTEAD.items() if instead == names.LOAD and name != "tokenizer_name"}
+    elsewhere = {"attn_implementation", "num_beams", "num_output", "stop_sequences"}
+    assert {name for name in {*names.INSTEAD, *names.SAME} - loading - elsewhere if name not in tables} == set()
 
 
 def test_readme_and_examples_speak_of_the_same_figures() -> None:
