@@ -15,13 +15,19 @@ agentcache_llm.check()  # a stranger's package of the same name is named before 
 from ._version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
+    from ._recording import RequestRecorder
     from .chat_models import ChatAgentCache
     from .llms import AgentCacheLLM
     from .middleware import AgentCacheMiddleware
 
-_LAZY = {"ChatAgentCache": "chat_models", "AgentCacheLLM": "llms", "AgentCacheMiddleware": "middleware"}
+_LAZY = {
+    "ChatAgentCache": "chat_models",
+    "AgentCacheLLM": "llms",
+    "AgentCacheMiddleware": "middleware",
+    "RequestRecorder": "_recording",
+}
 
-__all__ = ["AgentCacheLLM", "AgentCacheMiddleware", "ChatAgentCache", "__version__"]
+__all__ = ["AgentCacheLLM", "AgentCacheMiddleware", "ChatAgentCache", "RequestRecorder", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

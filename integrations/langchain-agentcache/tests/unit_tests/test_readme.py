@@ -23,7 +23,8 @@ def _answer(messages: Any, tools: Any, constraint: Any) -> str | None:
     return said.get(constraint.tool_choice) if constraint else None
 
 
-def test_programs_run(model_folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_run(model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # they write files
     monkeypatch.setattr(script, "answer", _answer)
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, block in enumerate(BLOCKS, 1):
