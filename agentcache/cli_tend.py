@@ -149,7 +149,8 @@ def import_(
 
 def examine(place: Path | None) -> dict[str, Any]:
     """The store, for `doctor`: nothing is made. `problem` stands where it cannot be used."""
-    from .store.folder import Folder, default_path
+    from .private import default_path
+    from .store.folder import Folder
 
     found = default_path() if place is None else place
     if found is None:

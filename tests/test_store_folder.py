@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from agentcache.errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError, StorePermissionError
+from agentcache.private import default_path
 from agentcache.store import folder as module
-from agentcache.store.folder import Folder, default_key, default_path
+from agentcache.store.folder import Folder, default_key
 from tests.rows import FORK, forks
 
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -101,7 +102,7 @@ def test_those_who_start_together_agree(tmp_path: Path, how: str) -> None:
 
 def test_what_was_interrupted_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[Path] = []
-    put = module._put
+    put = module.put
 
     def stops(path: Path, content: bytes) -> None:
         if len(writes) == stop:
@@ -114,7 +115,7 @@ def test_what_was_interrupted_is_finished(tmp_path: Path, monkeypatch: pytest.Mo
         writes.clear()
         place = tmp_path / str(stop)
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_put", stops)
+            patch.setattr(module, "put", stops)
             with pytest.raises(KeyboardInterrupt):
                 Folder.open(place)
         assert not (place / "format").exists()

@@ -27,8 +27,10 @@ import torch
 
 from . import openmp
 from .jit_ir import splat, transposed
+from .jit_objects import Objects
 
 try:
+    import llvmlite
     from llvmlite import binding
 except ImportError:
     binding = None
@@ -239,8 +241,9 @@ class _Kernels:
         self.lanes = lanes
         self._team = team
         self._features = binding.get_host_cpu_features()
-        host = binding.Target.from_default_triple()
-        self._machine = host.create_target_machine(cpu=binding.get_host_cpu_name(), features=self._features.flatten(), opt=3)
+        host, cpu, features = binding.Target.from_default_triple(), binding.get_host_cpu_name(), self._features.flatten()
+        self._machine = host.create_target_machine(cpu=cpu, features=features, opt=3)
+        self._objects = Objects(f"{self._machine.triple} {cpu} {features} {binding.llvm_version_info} {llvmlite.__version__}")
         self._engines: list[Any] = []
         self._compiled: dict[str, int] = {}
 
@@ -249,16 +252,27 @@ class _Kernels:
         return bool(self._features.get(feature))
 
     def compiled(self, name: str, source: Callable[[], str]) -> int:
-        """The address of `share` in this module, compiled once, by whichever thread asks first."""
+        """The address of `share` in this module, compiled once, by whichever thread asks first; or by a process before this one."""
         if name not in self._compiled:
             with _compiling:
                 if name not in self._compiled:
-                    module = binding.parse_assembly(source())
-                    module.verify()
-                    self._engines.append(binding.create_mcjit_compiler(module, self._machine))
-                    self._engines[-1].finalize_object()
-                    self._compiled[name] = self._engines[-1].get_function_address("share")
+                    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), self._machine)
+                    engine.add_object_file(binding.ObjectFileRef.from_data(self._object(source())))
+                    engine.finalize_object()
+                    self._engines.append(engine)
+                    self._compiled[name] = engine.get_function_address("share")
         return self._compiled[name]
+
+    def _object(self, source: str) -> bytes:
+        """The machine's code of a module."""
+        name = self._objects.name(source)
+        code = self._objects.find(name)
+        if code is None:
+            module = binding.parse_assembly(source)
+            module.verify()
+            code = self._machine.emit_object(module)
+            self._objects.keep(name, code)
+        return code
 
     def product(self, rows: int, element: str) -> int:
         """The address of the product of so many rows (of `ROWS`) with weights of this type."""

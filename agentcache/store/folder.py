@@ -5,41 +5,31 @@ DIR/            0700, ours, no symlink
   key           32 random bytes, 0600: authenticates everything in the store
   encryption    "none", or the cipher and a value that tells whether a key is the right one
   blobs/        pages (blob.py)        index.sqlite    what is where (index.py)        index.lock    held by who has the index open
+  kernels/      compiled code, in the default folder only (model/jit_objects.py)
 """
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import os
 import secrets
-import shlex
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from blake3 import blake3
 
-from ..errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError, StorePermissionError
+from ..errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError
+from ..private import KEY_BYTES, check, default_path, locked, put
 
 FORMAT = "agentcache store 1\n"
 INDEX = "index.sqlite"
 LOCK = "index.lock"
-OURS = ("format", "key", "encryption", "blobs", INDEX, LOCK)  # or anything that starts so: "key.new", "index.sqlite-wal"
-KEY_BYTES = 32
+OURS = ("format", "key", "encryption", "blobs", "kernels", INDEX, LOCK)  # or anything that starts so: "key.new", "index.sqlite-wal"
 NONCE_BYTES = 12
 CIPHER = "AES-256-GCM"
-
-
-def default_path() -> Path | None:
-    """AGENTCACHE_DIR, else the user's cache folder. None where AGENTCACHE_DIR is set to nothing: no store on disk."""
-    if (given := os.environ.get("AGENTCACHE_DIR")) is not None:
-        return Path(given).expanduser() if given else None
-    return platformdirs.user_cache_path("agentcache")
 
 
 def default_key() -> bytes | None:
@@ -136,7 +126,7 @@ def _prepare(place: Path, create: bool, secret: bytes | None) -> bool:
             place.mkdir(mode=0o700)
     if not os.path.lexists(place):
         raise StoreFormatError(f"there is no store at {str(place)!r}")
-    _check(place, stat.S_ISDIR)
+    check(place, stat.S_ISDIR)
     writable = _can_write(place)
     if not os.path.lexists(place / "format"):
         if not (create and writable):
@@ -152,17 +142,6 @@ def _can_write(place: Path) -> bool:
     return all(os.access(path, os.W_OK) and path.stat().st_mode & stat.S_IWUSR for path in paths)
 
 
-@contextmanager
-def locked(place: Path) -> Iterator[None]:
-    """Alone among all processes and threads that are making this folder. The lock ends with its process."""
-    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
 def _finish(place: Path, secret: bytes | None) -> None:
     """Make the contents of a new folder, or of one whose making was interrupted. Called under the lock; `format` comes last."""
     if (place / "format").exists():  # somebody was faster
@@ -171,44 +150,26 @@ def _finish(place: Path, secret: bytes | None) -> None:
     if strange:
         raise StoreFormatError(f"{str(place)!r} holds {strange[0]!r} and is no store: name an empty folder")
     if not (place / "key").exists():
-        _put(place / "key", secrets.token_bytes(KEY_BYTES))
+        put(place / "key", secrets.token_bytes(KEY_BYTES))
     mac_key = (place / "key").read_bytes()
     record = "none"
     if secret is not None:
         _cipher(secret, mac_key)  # no encrypted store where nothing can encrypt
         record = f"{CIPHER} {_check_value(secret, mac_key)}"
-    _put(place / "encryption", f"{record}\n".encode())
+    put(place / "encryption", f"{record}\n".encode())
     (place / "blobs").mkdir(mode=0o700, exist_ok=True)
-    _put(place / "format", FORMAT.encode())
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Write a small file that is either there as a whole or not at all, even after a power cut."""
-    part = path.with_name(f"{path.name}.new")
-    part.unlink(missing_ok=True)
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, content)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    put(place / "format", FORMAT.encode())
 
 
 def _opened(place: Path, secret: bytes | None, writable: bool) -> Folder:
-    _check(place / "format", stat.S_ISREG)
+    check(place / "format", stat.S_ISREG)
     found = (place / "format").read_bytes()[:80]
     if found != FORMAT.encode():
         said = found.decode("utf-8", "replace")
         raise StoreFormatError(f"the store {str(place)!r} says {said!r}, this version reads {FORMAT!r}: name another folder, or delete it")
     for name in ("key", "encryption", *((INDEX,) if os.path.lexists(place / INDEX) else ())):
-        _check(place / name, stat.S_ISREG)
-    _check(place / "blobs", stat.S_ISDIR)
+        check(place / name, stat.S_ISREG)
+    check(place / "blobs", stat.S_ISDIR)
     key = (place / "key").read_bytes()
     if len(key) != KEY_BYTES:
         raise StoreCorruptError(f"the key of the store {str(place)!r} has {len(key)} bytes instead of {KEY_BYTES}: delete the store")
@@ -227,22 +188,6 @@ def _opened(place: Path, secret: bytes | None, writable: bool) -> Folder:
         b"agentcache authentication" + key, key=secret
     ).digest()  # so that the folder alone does not confirm guesses of its contents
     return Folder(place, mac_key, writable, encrypted=True, _cipher=_cipher(secret, key))
-
-
-def _check(path: Path, kind: Any) -> None:
-    """Refuse what is not ours alone."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        raise StoreCorruptError(f"{str(path)!r} is missing from the store: delete the store's folder, it will be made anew") from None
-    if not kind(found.st_mode):
-        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not what it should be"
-        raise StorePermissionError(f"{str(path)!r} is {what}: a store is a plain folder with plain files; name another one")
-    if found.st_uid != os.geteuid():
-        raise StorePermissionError(f"{str(path)!r} belongs to user {found.st_uid}, not to {os.geteuid()}: name a folder of your own")
-    if found.st_mode & 0o077:
-        mode, mend = stat.S_IMODE(found.st_mode), "700" if stat.S_ISDIR(found.st_mode) else "600"
-        raise StorePermissionError(f"{str(path)!r} is open to other users (mode {mode:o}): chmod {mend} {shlex.quote(str(path))}")
 
 
 def _check_value(secret: bytes, mac_key: bytes) -> str:

@@ -1,0 +1,79 @@
+"""Files that only their owner may read and write: where they lie by default, checked before they are used, put there whole or not at all.
+
+Knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shlex
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from .errors import StoreCorruptError, StorePermissionError
+
+KEY_BYTES = 32
+
+
+def default_path() -> Path | None:
+    """AGENTCACHE_DIR, else the user's cache folder. None where AGENTCACHE_DIR is set to nothing: no store on disk."""
+    if (given := os.environ.get("AGENTCACHE_DIR")) is not None:
+        return Path(given).expanduser() if given else None
+    return platformdirs.user_cache_path("agentcache")
+
+
+@contextmanager
+def locked(place: Path) -> Iterator[None]:
+    """Alone among all processes and threads that are making this folder. The lock ends with its process."""
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def put(path: Path, content: bytes, durable: bool = True) -> None:
+    """Write a small file that is either there as a whole or not at all; durable: even after a power cut."""
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(fd)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    if not durable:
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def check(path: Path, kind: Any) -> None:
+    """Refuse what is not ours alone."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        raise StoreCorruptError(f"{str(path)!r} is missing from the store: delete the folder it belongs in, it will be made anew") from None
+    if not kind(found.st_mode):
+        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not what it should be"
+        raise StorePermissionError(f"{str(path)!r} is {what}: a store is a plain folder with plain files; name another one")
+    if found.st_uid != os.geteuid():
+        raise StorePermissionError(f"{str(path)!r} belongs to user {found.st_uid}, not to {os.geteuid()}: name a folder of your own")
+    if found.st_mode & 0o077:
+        mode, mend = stat.S_IMODE(found.st_mode), "700" if stat.S_ISDIR(found.st_mode) else "600"
+        raise StorePermissionError(f"{str(path)!r} is open to other users (mode {mode:o}): chmod {mend} {shlex.quote(str(path))}")
