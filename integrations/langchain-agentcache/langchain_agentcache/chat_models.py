@@ -31,23 +31,27 @@ class ChatAgentCache(ChatSettings):
     """A local Hugging Face chat model whose prompts are computed once.
 
     Setup:
-        `pip install langchain-agentcache`; weights are loaded at the first request, once per process, and shared by all instances.
+        `pip install langchain-agentcache`; weights are loaded at the first request, or by `load()`, once per process, and shared by all
+        instances, until the last of them is closed. `warm(system, tools)` computes what a conversation begins with.
 
     Key init args - completion params:
         model: Hugging Face id or folder (also `model_name`, `model_id`).
         temperature: 0, the default, is greedy.
         max_tokens: tokens of a completion, 1,024 if nothing is said (also `num_predict`, `max_new_tokens`).
         top_p, top_k, min_p, repetition_penalty, seed, stop: as usual.
+        format: "json", or a JSON schema, that text is held to.
         reasoning: True or False to have the chat template ask for reasoning or not, None for the template's own default.
         strict: tool calls are held to their schemas; with `tool_choice` and structured output they always are.
 
     Key init args - client params:
-        device, dtype, load_in_4bit, load_in_8bit, chat_template, memory_bytes: of `agentcache.Engine`.
+        device, dtype, load_in_4bit, load_in_8bit, memory_bytes: of `agentcache.Engine`.
+        revision, token, trust_remote_code: of the Hugging Face Hub.
+        chat_template: a Jinja template, or the path of a file with one, instead of the model's.
         cache_dir: where prompts are kept on disk; "" for nowhere. By default what AGENTCACHE_DIR says.
         namespace: requests of different namespaces share nothing.
         tools_order: "given", "sorted", or "sticky" with `group`, a tool group that was warmed.
-        num_ctx: refuse longer prompts than this.
-        timeout: seconds for one completion.
+        num_ctx: tokens that prompt and completion may have together; longer prompts are refused.
+        timeout: seconds for one completion. max_retries: how often `invoke` asks again after it.
         engine: a running engine instead of `model`; it stays yours to close.
 
     Instantiate:

@@ -13,6 +13,7 @@ from harbour import ASKED, SYSTEM, tide
 from langchain_agentcache import AgentCacheLLM, ChatAgentCache, _engines, errors
 from langchain_core import exceptions as theirs
 from langchain_core.messages import HumanMessage
+from langchain_core.runnables import ConfigurableField
 
 from agentcache import Engine
 from agentcache.errors import ConfigError
@@ -166,3 +167,14 @@ def test_a_forked_child_loads_by_name_again(own: Any) -> None:
         assert text == expected
         assert "forked child" in said
         assert model.invoke(ASKED).text == expected, "the parent's goes on"
+
+
+@pytest.mark.parametrize("form", [ChatAgentCache, AgentCacheLLM])
+def test_fields_that_are_configured_later(form: Any, own: Any, model_folder: str) -> None:
+    """LangChain makes the model anew of all its fields: what was passed together may be passed again."""
+    with Engine(model_folder, store=None, memory_bytes=32 << 20) as engine, own(form, token="hf_x", stop="zzz") as by_name:
+        for model in (by_name, form(engine=engine, max_tokens=2)):
+            later = model.configurable_fields(max_tokens=ConfigurableField(id="most"))
+            long = later.with_config(configurable={"most": 9}).invoke("Which ship?")
+            assert model.get_num_tokens(str(getattr(long, "content", long))) > 2
+            assert later.with_config(configurable={"most": 9}).with_fallbacks([by_name]).invoke("x")
