@@ -1,17 +1,20 @@
 """What of a prompt changed between two steps of a conversation, and which middleware did it. Knows nothing of models.
 
-Middleware that wraps the model call stands above ours on the call stack, each with the request it was given: who gave on another one than
-it got has changed it.
+Middleware that wraps the model call stands above ours on the call stack, or in the tasks that wait for ours, each with the request it was
+given: who gave on another one than it got has changed it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from langchain.agents.middleware import LLMToolSelectorMiddleware
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest
 from langchain_core.messages import BaseMessage
 
@@ -48,34 +51,74 @@ def change(before: Seen, now: Seen) -> tuple[str, str] | None:
 
 def culprits(request: ModelRequest[Any], field: str, own: object) -> list[str]:
     """Names of the middleware above `own` that changed this field of the request on its way."""
+    return [name for (name, _), incoming, outgoing in _changes(request, own) if _field(incoming, field) != _field(outgoing, field)]
+
+
+def selected_from(request: ModelRequest[Any], own: object) -> dict[str, Any]:
+    """The tools, by name, among which an LLMToolSelectorMiddleware above `own` chose; those that others took away are left out."""
+    wanted = {tool_name(tool) for tool in request.tools}
+    for (_, each), incoming, outgoing in _changes(request, own):
+        if isinstance(each, LLMToolSelectorMiddleware):
+            refused = {tool_name(tool) for tool in outgoing.tools} - wanted
+            return {name: tool for tool in incoming.tools if (name := tool_name(tool)) not in refused}
+    return {}
+
+
+_Named = tuple[str, AgentMiddleware[Any, Any, Any]]
+
+
+def _changes(request: ModelRequest[Any], own: object) -> list[tuple[_Named, ModelRequest[Any], ModelRequest[Any]]]:
+    """(middleware, the request it was given, the request it gave on) of all that is wrapped around us, the outermost first."""
     given = _above(own)
-    names = []
-    for number, (name, incoming) in enumerate(given):
-        outgoing = given[number + 1][1] if number + 1 < len(given) else request
-        if _field(incoming, field) != _field(outgoing, field):
-            names.append(name)
-    return names
+    after = [*(incoming for _, incoming in given[1:]), request]
+    return [(named, incoming, outgoing) for (named, incoming), outgoing in zip(given, after, strict=False)]
 
 
-def _above(own: object) -> list[tuple[str, ModelRequest[Any]]]:
-    """(name, the request it was given) of each middleware that is wrapped around us, the outermost first.
+def _above(own: object) -> list[tuple[_Named, ModelRequest[Any]]]:
+    """(middleware, the request it was given) of each middleware that is wrapped around us, the outermost first.
 
     Middleware may bind its parameter anew, so what it was given is read where it was called: in the next frame above that has a request.
     """
-    found: list[tuple[str, ModelRequest[Any]]] = []
-    waiting = ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    found: list[tuple[_Named, ModelRequest[Any]]] = []
+    waiting: _Named | None = None
+    for frame in _frames():
         first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
         if isinstance(first, AgentMiddleware):
-            waiting = first.name if first is not own and first.name != waiting else ""
-        else:
+            waiting = (first.name, first) if first is not own else None
+        elif waiting is not None:
             given = next((value for value in frame.f_locals.values() if isinstance(value, ModelRequest)), None)
-            if given is not None and waiting:
+            if given is not None:
                 found.append((waiting, given))
-                waiting = ""
-        frame = frame.f_back
+                waiting = None
     return found[::-1]
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames above us, the nearest first: of this stack, then of the tasks that wait for this one, in which async middleware runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        return
+    while task is not None:
+        task, frames = _awaiting(task)
+        yield from frames
+
+
+def _awaiting(task: asyncio.Task[Any]) -> tuple[asyncio.Task[Any] | None, list[FrameType]]:
+    """The task that waits for this one, and its frames, the nearest first; None if there is none."""
+    for other in asyncio.all_tasks() - {task}:
+        frames: list[FrameType] = []
+        inner: Any = other.get_coro()
+        while (frame := getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None)) is not None:
+            frames.append(frame)
+            inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
+        if inner is not None and any(each is task for each in gc.get_referents(inner)):  # an iterator over the awaited task
+            return other, frames[::-1]
+    return None, []
 
 
 def _field(request: ModelRequest[Any], field: str) -> Any:

@@ -5,6 +5,7 @@ Place it last: it sees the request as it is sent.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,25 +21,32 @@ from .. import _pins
 from .._tools import formatted, own_tools
 from ..chat_models import ChatAgentCache
 from ..errors import ModelInvalidRequestError
-from .culprit import change, culprits, seen, tool_name
+from .culprit import change, culprits, seen, selected_from, tool_name
 from .talks import Talks
 
 EVENT = "agentcache.receipt"
 WARM_S = 3600.0  # the prefix stays in memory for so long
 _OPENING, _CLOSING = "<context>\n", "\n</context>"
 
-Text = Callable[[Mapping[str, Any]], str | None]
+Text = Callable[..., str | Awaitable[str | None] | None]
+_CURES = {
+    "system_message": "pass what changes as AgentCacheMiddleware(volatile=...), or keep it as it was",
+    "tools": "pass AgentCacheMiddleware(tools=[...]) with all that any step may have: what a step lacks is masked",
+    "messages": "shorten seldom and much at once, or keep it as it was",
+}
 
 
 class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
     """Keeps the prefix of an agent's prompts stable.
 
     Args:
-        volatile: text that changes at every call, made from the agent's state, such as the time: the engine shows it at the very end of the
-            prompt, as the user's, for one call. What the next step pays for it is this step's answer and tool results.
-        facts: text that changes now and then, such as a user's profile: becomes a message of the conversation whenever it has changed.
+        volatile: text that changes at every call, such as the time, made by a function of the agent's state, or of state and runtime, which
+            may be async: the engine shows it at the very end of the prompt, as the user's, for one call. What the next step pays for it is
+            this step's answer and tool results. A model of another class, such as a fallback, gets it as its last message.
+        facts: text that changes now and then, such as a user's profile, made alike: becomes a message whenever it has changed.
         sticky_tools: tools stay in the prompt of a conversation once they were there; those that an outer middleware took away cannot be
-            called, because decoding does not let them through.
+            called, because decoding does not let them through. Those among which an LLMToolSelectorMiddleware chooses are there from the
+            first step on.
         model, system_prompt, tools: with these the prefix is computed, and pinned, before the agent's first step. The tools are shown to
             every conversation from its first step on.
         on_change: "warn" names what of an earlier step's prompt was changed, and by which middleware; "ignore" does not.
@@ -66,7 +74,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
             raise ModelInvalidRequestError(f"on_change={on_change!r}: must be 'warn' or 'ignore'")
         for name, given in (("volatile", volatile), ("facts", facts)):
             if given is not None and not callable(given):
-                raise ModelInvalidRequestError(f"{name}={given!r:.200}: must be a function of the agent's state that returns text, or None")
+                raise ModelInvalidRequestError(f"{name}={given!r:.200}: must be a function of state, or of state and runtime, or None")
         if not isinstance(model, (ChatAgentCache, type(None))):
             raise ModelInvalidRequestError(f"model={model!r:.200}: must be the agent's ChatAgentCache, or None")
         self.volatile, self.facts = volatile, facts
@@ -77,7 +85,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         self._talks = Talks({tool_name(tool): tool for tool in self._listed(tools)})
         self._warned: set[tuple[str, ...]] = set()
         # LangGraph runs each hook of a class as a step, even an idle one: this instance's class has those that it uses
-        used = {"before_agent": model is not None, "before_model": facts is not None}
+        used = {"before_agent": model is not None, "before_model": facts is not None, "abefore_model": _is_async(facts)}
         self.__class__ = _hooked(type(self), [name for name, is_used in used.items() if is_used])
 
     @staticmethod
@@ -96,7 +104,14 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     def _before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
         """Append facts that have changed."""
-        text = _text("facts", self.facts, state)
+        return self._news(_text("facts", _made(self.facts, state, runtime)), state)
+
+    async def _abefore_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        """The same, awaited."""
+        return self._news(_text("facts", await _awaited(_made(self.facts, state, runtime))), state)
+
+    @staticmethod
+    def _news(text: str | None, state: Any) -> dict[str, Any] | None:
         if not text:
             return None
         said = _OPENING + text + _CLOSING
@@ -105,9 +120,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     def wrap_model_call(self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]) -> ModelResponse[Any]:
         """The request with what changes at its end, and its receipt told."""
-        if not isinstance(request.model, ChatAgentCache):
-            return handler(request)
-        response = handler(self._arranged(request))
+        response = handler(self._arranged(request, _text("volatile", _made(self.volatile, request.state, request.runtime))))
         for told in self._told(request, response):
             with suppress(RuntimeError):  # outside of a run there is nobody to tell
                 dispatch_custom_event(EVENT, told)
@@ -117,9 +130,8 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ModelResponse[Any]:
         """The same, awaited."""
-        if not isinstance(request.model, ChatAgentCache):
-            return await handler(request)
-        response = await handler(self._arranged(request))
+        text = _text("volatile", await _awaited(_made(self.volatile, request.state, request.runtime)))
+        response = await handler(self._arranged(request, text))
         for told in self._told(request, response):
             with suppress(RuntimeError):
                 await adispatch_custom_event(EVENT, told)
@@ -127,8 +139,9 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     # -- arranging -------------------------------------------------------------------------------------------------
 
-    def _arranged(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        text = _text("volatile", self.volatile, request.state)
+    def _arranged(self, request: ModelRequest[Any], text: str | None) -> ModelRequest[Any]:
+        if not isinstance(request.model, ChatAgentCache):
+            return request.override(messages=[*request.messages, HumanMessage(_OPENING + text + _CLOSING)]) if text else request
         tools, forbidden = self._tools(request)
         arranged = request.override(tools=tools)
         self._compare(arranged.override(system_message=_stable(request.system_message)))
@@ -141,7 +154,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         if not self.sticky_tools:
             return request.tools, []
         wanted = {tool_name(tool): tool for tool in request.tools}
-        shown = self._talks.shown(request, wanted)
+        shown = self._talks.shown(request, wanted, lambda: selected_from(request, self))
         return list(shown.values()), [name for name in shown if name not in wanted]
 
     def _compare(self, request: ModelRequest[Any]) -> None:
@@ -161,8 +174,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         self._warned.add(sign)
         who = ", ".join(names) or "an edit of the agent's state"
         warnings.warn(
-            f"{who} changed {what}. Everything behind it is computed again at each such step: pass it as "
-            "AgentCacheMiddleware(volatile=...), or keep it as it was (said once)",
+            f"{who} changed {what}. Everything behind it is computed again at each such step: {_CURES[field]} (said once)",
             stacklevel=2,
         )
 
@@ -170,6 +182,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     def _told(self, request: ModelRequest[Any], response: Any) -> list[dict[str, Any]]:
         results = [response] if isinstance(response, AIMessage) else list(getattr(response, "result", ()))
+        self._talks.answered(request, results)
         told = []
         for message in results:
             account = message.response_metadata.get("agentcache") if isinstance(message, AIMessage) else None
@@ -184,7 +197,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
 def _hooked(base: type[Any], hooks: Sequence[str]) -> type[Any]:
     """The class with these hooks, but for those it has of its own, under its own name: agents name their steps by it."""
-    own = [name for name in hooks if not any(_is_own(base, hook) for hook in (name, f"a{name}"))]
+    own = [name for name in hooks if not any(_is_own(base, hook) for hook in (name.removeprefix("a"), f"a{name.removeprefix('a')}"))]
     given = {name: getattr(base, f"_{name}") for name in own}
     return type(base.__name__, (base,), {"__module__": base.__module__, **given}) if own else base
 
@@ -193,9 +206,31 @@ def _is_own(base: type[Any], hook: str) -> bool:
     return getattr(base, hook) is not getattr(AgentMiddleware, hook)
 
 
-def _text(name: str, made: Text | None, state: Mapping[str, Any]) -> str | None:
-    """What the function given as `name` returns for this state."""
-    text = made(state) if made else None
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _made(function: Text | None, state: Mapping[str, Any], runtime: Any) -> Any:
+    """What the function gives for this state, and this runtime if it takes one."""
+    if function is None:
+        return None
+    try:
+        inspect.signature(function).bind(state, runtime)
+    except (TypeError, ValueError):  # it takes the state only, or does not say what it takes
+        return function(state)
+    return function(state, runtime)
+
+
+async def _awaited(made: Any) -> Any:
+    return await made if inspect.isawaitable(made) else made
+
+
+def _text(name: str, text: Any) -> str | None:
+    """What the function given as `name` has returned."""
+    if inspect.isawaitable(text):
+        if inspect.iscoroutine(text):
+            text.close()
+        raise ModelInvalidRequestError(f"{name}: the function is async: call the agent with ainvoke or astream, or give a plain function")
     if not isinstance(text, (str, type(None))):
         raise ModelInvalidRequestError(f"{name}: the function returned {text!r:.200}; it must return text, or None for nothing")
     return text

@@ -5,13 +5,15 @@ Conversations are kept apart: what one was shown, another may not be allowed to 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from langchain.agents.middleware.types import ModelRequest
+from langchain_core.messages import BaseMessage
 from langchain_core.runnables.config import ensure_config
 
 from .culprit import Seen
@@ -26,6 +28,7 @@ class Talk:
 
     tools: dict[str, Any]
     seen: Seen | None = None
+    messages: frozenset[str] = frozenset()  # ids, of its last step
 
 
 class Talks:
@@ -35,13 +38,27 @@ class Talks:
         self._first = dict(tools)
         self._lock = threading.Lock()
         self._talks: OrderedDict[Key, Talk] = OrderedDict()
+        self._numbers = itertools.count(1)
 
-    def shown(self, request: ModelRequest[Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """The tools of this step's prompt, by name: those of earlier steps keep their place, new ones go last."""
+    def shown(
+        self, request: ModelRequest[Any], wanted: Mapping[str, Any], choice: Callable[[], Mapping[str, Any]] = dict
+    ) -> dict[str, Any]:
+        """The tools of this step's prompt, by name: those of earlier steps keep their place, new ones go last.
+
+        choice: finds the tools among which the wanted ones were chosen; they are shown as well, and asked for where a tool is new.
+        """
         with self._lock:
             talk = self._of(request)
+            if wanted.keys() - talk.tools.keys():
+                talk.tools.update({name: tool for name, tool in choice().items() if name not in talk.tools})
             talk.tools.update(wanted)
             return dict(talk.tools)
+
+    def answered(self, request: ModelRequest[Any], answer: Iterable[BaseMessage]) -> None:
+        """The conversation goes on from these messages, too."""
+        with self._lock:
+            talk = self._of(request)
+            talk.messages |= {message.id for message in answer if message.id}
 
     def before(self, request: ModelRequest[Any], now: Seen) -> Seen | None:
         """The prompt of the conversation's last step, None if this is its first; the next time it is `now`."""
@@ -51,22 +68,29 @@ class Talks:
             return before
 
     def _of(self, request: ModelRequest[Any]) -> Talk:
-        key = _key(request)
+        state = getattr(request, "state", None) or {}  # what was shortened for the model may stand there
+        ids = frozenset(message.id for message in (*request.messages, *state.get("messages", ())) if message.id)
+        key = self._key(ids)
         if key is None:
             return Talk(dict(self._first))
         talk = self._talks.setdefault(key, Talk(dict(self._first)))
+        talk.messages = ids
         self._talks.move_to_end(key)
         while len(self._talks) > CONVERSATIONS:
             self._talks.popitem(last=False)
         return talk
 
-
-def _key(request: ModelRequest[Any]) -> Key | None:
-    """Agent, place in the graph, thread and first message. None if that has no id: another's may lie at its address tomorrow."""
-    first = request.messages[0].id if request.messages else None
-    if first is None:
-        return None
-    config = ensure_config()
-    said, about = config.get("configurable") or {}, config.get("metadata") or {}
-    nodes = [part.partition(":")[0] for part in str(said.get("checkpoint_ns") or "").split("|")]  # behind the ":", the run
-    return str(about.get("lc_agent_name") or ""), "|".join(nodes), str(said.get("thread_id") or ""), first
+    def _key(self, ids: frozenset[str]) -> Key | None:
+        """Agent, place in the graph and thread. Without a thread: those, and a number; a request goes on from the one with which it shares
+        a message, however it was trimmed. None if no message has an id: another's may lie at its address tomorrow.
+        """
+        config = ensure_config()
+        said, about = config.get("configurable") or {}, config.get("metadata") or {}
+        nodes = [part.partition(":")[0] for part in str(said.get("checkpoint_ns") or "").split("|")]  # behind the ":", the run
+        place = str(about.get("lc_agent_name") or ""), "|".join(nodes), str(said.get("thread_id") or "")
+        if place[2]:
+            return place
+        if not ids:
+            return None
+        known = (key for key in reversed(self._talks) if key[:3] == place and not ids.isdisjoint(self._talks[key].messages))
+        return next(known, None) or (*place, str(next(self._numbers)))

@@ -212,7 +212,7 @@ def test_other_models_are_left_alone() -> None:
     from langchain_core.language_models import GenericFakeChatModel
 
     fake = GenericFakeChatModel(messages=iter([AIMessage("hello")]))
-    state = create_agent(fake, [], middleware=[AgentCacheMiddleware(volatile=lambda state: "never asked")]).invoke(asked())
+    state = create_agent(fake, [], middleware=[AgentCacheMiddleware(volatile=lambda state: None)]).invoke(asked())
     assert answers(state)[0].content == "hello"
 
 
