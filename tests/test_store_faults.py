@@ -152,6 +152,7 @@ def kill_writers(folder: Path, times: int) -> tuple[int, int]:
 
         def write(number: int = number, begin: int = begin) -> None:
             store = Store(1 << 24, options=options)
+            store.flush()  # what those before it left is swept
             os.write(begin, b"!")
             for at in range(100):
                 admit(store, 100 * number + at)

@@ -296,12 +296,16 @@ class Ledger:
     def recount(self) -> None:
         """Mend totals that are not what there is: who makes room believes them, and would evict all pages for too large ones."""
 
-        def count(connection: sqlite3.Connection) -> None:
+        def wrong(connection: sqlite3.Connection) -> tuple[int, ...] | None:
             known, right = totals(connection), counted(connection)
-            if known and known[:3] != right:
+            return right if known and known[:3] != right else None
+
+        def mend(connection: sqlite3.Connection) -> None:
+            if right := wrong(connection):
                 connection.execute("UPDATE totals SET rows = ?, bytes = ?, splices = ?", right)
 
-        self._db.write(count)
+        if self._snapshot(wrong):
+            self._db.write(mend)
 
     def empty_log(self) -> bool:
         """Leave no copy of what was deleted in the write-ahead log. False: somebody is reading it, or it is not ours to write."""
