@@ -23,6 +23,7 @@
     │   ├── StoreCorruptError       its index is damaged
     │   ├── StoreBusyError          its index was locked for too long
     │   ├── StoreFullError          the disk or the budget is full
+    │   ├── StoreLostError          its folder was deleted, or made anew, while it was open
     │   └── BlobError               one page is damaged, cut short or not ours
     └── EngineClosedError           the engine was closed                              (also RuntimeError)
         └── EngineForkedError       it was made before this process was forked
@@ -59,6 +60,7 @@ __all__ = [
     "StoreError",
     "StoreFormatError",
     "StoreFullError",
+    "StoreLostError",
     "StorePermissionError",
     "StoreWarning",
     "TemplateError",
@@ -199,6 +201,10 @@ class StoreFullError(StoreError):
 
 class ReuseWarning(UserWarning):
     """Reuse does less than it was asked for: the answers are right all the same."""
+
+
+class StoreLostError(StoreError):
+    """The folder of the store was deleted while it was open, or another one is in its place."""
 
 
 class StoreWarning(UserWarning):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.store import ledger, process
+from agentcache.store import deletion, ledger, process
+from agentcache.store.deletion import Deletion
 from agentcache.store.folder import Folder
 from agentcache.store.groups import Group
 from agentcache.store.index import Index
@@ -242,3 +243,43 @@ def test_an_encrypted_index_shows_no_ids(tmp_path: Path) -> None:
         assert [common for _, common in index.longest(SCOPE, ids, 690)] == [512, 178]
         for trace in (ids[:4].tobytes(), b"my own words", b"secret-model"):
             assert trace not in stored(folder)
+
+
+# -- deletions -----------------------------------------------------------------------------------------------------
+
+
+def test_deletions_are_numbered_and_told(folder: Folder, index: Index) -> None:
+    before, number = folder.generation, index.generation()
+    mine, old = Deletion("ns"), Deletion(None, 5.5, False)
+    group = Deletion.of_group(GROUP, [replace(GROUP, name="other", pages=GROUP.pages[:1])], forced=True)
+    assert group.keys == (bytes.fromhex(GROUP.pages[1]),), "what another group shares stays"
+    for done in (mine, old, group):
+        index.record_deletion(done)
+        assert folder.generation != before, "nobody who looks can miss it"
+        before = folder.generation
+    assert index.generation() == number + 3
+    assert index.deletions(number) == [replace(done, generation=number + at) for at, done in enumerate((mine, old, group), 1)]
+    assert index.deletions(number + 3) == []
+    assert index.deletions(number + 4) == [Deletion(generation=number + 3)], "another index: let go of everything"
+    raw(folder, "UPDATE deletions SET namespace = x'00'")
+    assert index.deletions(number + 2) == [Deletion(generation=number + 3)], "damaged: let go of everything"
+
+
+def test_who_missed_too_many_deletions_lets_go_of_everything(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deletion, "MOST", 2)
+    for name in "abc":
+        index.record_deletion(Deletion(name))
+    assert [done.namespace for done in index.deletions(1)] == ["b", "c"]
+    assert index.deletions(0) == [Deletion(generation=3)]
+
+
+def test_what_was_deleted_is_not_written_after_it(index: Index) -> None:
+    since = index.generation()
+    index.record_deletion(Deletion("ns"))
+    index.put_group(GROUP, since)
+    index.put_splices([("ns", b"k" * 16, b"ids!"), ("other", b"k" * 16, b"ids!")], since, 1.0)
+    assert index.groups() == []
+    assert index.splice("ns", b"k" * 16) is None
+    assert index.splice("other", b"k" * 16) == b"ids!"
+    index.put_group(GROUP, index.generation())
+    assert index.groups() == [GROUP], "what was received later is"

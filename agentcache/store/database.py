@@ -174,6 +174,7 @@ class Database:
         if link.connection is not None and link.file != file:  # replaced (by rebuild) or, where read without locks, changed
             link.close()
         if link.connection is None:
+            self.folder.check_same()  # a folder that was made anew has another key: nothing of ours belongs there
             link.connection = self._open() if self.folder.writable else self._open_read_only()
             link.file = _state(self.path, whole=not self.folder.writable) if -1 in file else file  # the next use sees a change
         return link.connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ class Entry:
     """One kept page, or the root of a tree (without page and ids).
 
     ids: its valid tokens. numerics: digests of all kernels that had a part in it, those of the pages before it included.
-    role: what it serves. row: its row in the index of the store on disk, 0 if it is not there.
+    role: what it serves. row: its row in the index of the store on disk, 0 if it is not there. made: when it was, by time.time().
     """
 
     key: bytes
@@ -32,11 +33,17 @@ class Entry:
     pins: int = 0
     role: Role = Role.TURN
     row: int = 0
+    made: float = field(default_factory=time.time)
 
     @property
     def place(self) -> int:
         """How many pages stand before it."""
         return -1 if self.parent is None else self.parent.place + 1
+
+    @property
+    def first(self) -> int:
+        """How many tokens stand before it."""
+        return self.place * PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,14 @@ DIR/            0700, ours, no symlink
   format        "agentcache store 1", written last: without it the folder was never finished
   key           32 random bytes, 0600: authenticates everything in the store
   encryption    "none", or the cipher and a value that tells whether a key is the right one
+  generation    the number of the last deletion (deletion.py); another file each time, so that one look tells whether there was one
   blobs/        pages (blob.py)        index.sqlite    what is where (index.py)        index.lock    held by who has the index open
   kernels/      compiled code, in the default folder only (model/jit_objects.py)
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -21,13 +23,13 @@ from typing import Any
 
 from blake3 import blake3
 
-from ..errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError
+from ..errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError, StoreFullError, StoreLostError
 from ..private import KEY_BYTES, check, default_path, locked, put
 
 FORMAT = "agentcache store 1\n"
 INDEX = "index.sqlite"
 LOCK = "index.lock"
-OURS = ("format", "key", "encryption", "blobs", "kernels", INDEX, LOCK)  # or anything that starts so: "key.new", "index.sqlite-wal"
+OURS = ("format", "key", "encryption", "generation", "blobs", "kernels", INDEX, LOCK)  # or what starts so: "key.new", "index.sqlite-wal"
 NONCE_BYTES = 12
 CIPHER = "AES-256-GCM"
 
@@ -66,6 +68,7 @@ class Folder:
     writable: bool
     encrypted: bool
     _cipher: Any = field(default=None, repr=False)
+    _made: bytes = field(default=b"", repr=False)  # its file `key`, which no other folder has
 
     @classmethod
     def open(cls, path: str | os.PathLike[str] | None = None, *, create: bool = True, key: bytes | None = None) -> Folder:
@@ -98,6 +101,33 @@ class Folder:
     def index(self) -> Path:
         """The index's file."""
         return self.path / INDEX
+
+    @property
+    def generation(self) -> tuple[int, ...]:
+        """Changes with each deletion, and when the folder is deleted: one look at one file."""
+        try:
+            found = os.stat(self.path / "generation")
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_ctime_ns, found.st_size
+
+    def tell_generation(self, number: int) -> None:
+        """Let all who look at `generation` see that something was deleted."""
+        try:
+            with locked(self.path):
+                put(self.path / "generation", f"{number}\n".encode())
+        except OSError as error:
+            kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+            raise kind(f"a deletion cannot be told to those who use {str(self.path)!r}: {error.strerror or error}") from error
+
+    def check_same(self) -> None:
+        """StoreLostError: the folder that was opened is gone, or another one is in its place."""
+        try:
+            same = (self.path / "key").read_bytes() == self._made
+        except OSError:
+            same = False
+        if not same:
+            raise StoreLostError(f"the store {str(self.path)!r} was deleted, or made anew, while it was in use: open it again")
 
     def seal(self, data: bytes | memoryview, context: bytes) -> bytes:
         """Encrypt and authenticate, bound to `context`. In a store that is not encrypted: the bytes as they are."""
@@ -158,6 +188,7 @@ def _finish(place: Path, secret: bytes | None) -> None:
         record = f"{CIPHER} {_check_value(secret, mac_key)}"
     put(place / "encryption", f"{record}\n".encode())
     (place / "blobs").mkdir(mode=0o700, exist_ok=True)
+    put(place / "generation", b"0\n")
     put(place / "format", FORMAT.encode())
 
 
@@ -177,7 +208,7 @@ def _opened(place: Path, secret: bytes | None, writable: bool) -> Folder:
     if record == ["none"]:
         if secret is not None:
             raise StoreFormatError(f"the store {str(place)!r} is not encrypted, yet a key was given: drop the key, or name another folder")
-        return Folder(place, key, writable, encrypted=False)
+        return Folder(place, key, writable, encrypted=False, _made=key)
     if len(record) != 2 or record[0] != CIPHER:
         raise StoreFormatError(f"the store {str(place)!r} is encrypted by {record!r}, this version knows {CIPHER!r}")
     if secret is None:
@@ -187,7 +218,7 @@ def _opened(place: Path, secret: bytes | None, writable: bool) -> Folder:
     mac_key = blake3(
         b"agentcache authentication" + key, key=secret
     ).digest()  # so that the folder alone does not confirm guesses of its contents
-    return Folder(place, mac_key, writable, encrypted=True, _cipher=_cipher(secret, key))
+    return Folder(place, mac_key, writable, encrypted=True, _cipher=_cipher(secret, key), _made=key)
 
 
 def _check_value(secret: bytes, mac_key: bytes) -> str:

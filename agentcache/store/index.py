@@ -157,8 +157,10 @@ class Index(Ledger):
 
     # -- adding ----------------------------------------------------------------------------------------------------
 
-    def add(self, rows: Sequence[Row]) -> list[Row]:
+    def add(self, rows: Sequence[Row], wanted: Callable[[sqlite3.Connection], bool] = lambda connection: True) -> list[Row]:
         """Insert rows. Returns all whose blobs are to be unlinked now: of `rows` those that were known already, and those that gave way.
+
+        wanted: asked in the same transaction; if not, none is inserted.
 
         A page gives way to a longer one under its parent that begins with its ids, and to newer ones if there are too many partial pages
         under their parent; never if it is pinned, or serves a higher role. A page that is known already keeps the higher of both roles.
@@ -167,6 +169,8 @@ class Index(Ledger):
             return list(rows)
 
         def insert(connection: sqlite3.Connection) -> list[Row]:
+            if not wanted(connection):
+                return list(rows)
             spare: list[Row] = []
             held = pinned(connection)
             for row in rows:

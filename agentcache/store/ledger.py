@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from ..errors import StoreError
-from . import process
+from . import deletion, process
 from .database import Database, T, Use, corrupt
+from .deletion import Deletion
 from .folder import Folder
 from .groups import Group
 from .schema import SCHEMA, UPGRADES, VERSION, counted, guard, sound, totals, unguard
@@ -67,6 +68,21 @@ class Ledger:
     def close(self) -> None:
         """Close all threads' connections."""
         self._db.close()
+
+    # -- deletions -------------------------------------------------------------------------------------------------
+
+    def record_deletion(self, done: Deletion) -> None:
+        """Number a deletion, before what it is about goes: whatever others write from now on, they know of it."""
+        if self.folder.writable:
+            self.folder.tell_generation(self._db.write(lambda connection: deletion.record(connection, done)))
+
+    def deletions(self, since: int) -> list[Deletion]:
+        """Those after a generation, in order."""
+        return self._db.read(lambda connection: deletion.since(connection, since))
+
+    def generation(self) -> int:
+        """The number of the last one."""
+        return self._db.read(deletion.last)
 
     # -- pins ------------------------------------------------------------------------------------------------------
 
@@ -160,11 +176,14 @@ class Ledger:
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
-    def put_group(self, group: Group) -> None:
-        """Keep a manifest, in place of an older one of that name."""
+    def put_group(self, group: Group, since: int | None = None) -> None:
+        """Keep a manifest, in place of an older one of that name; not if that was deleted after generation `since`."""
         sealed = guard(self.folder, group.to_json().encode(), named("group", group.namespace, group.name, group.fingerprint))
 
         def put(connection: sqlite3.Connection) -> None:
+            gone = deletion.since(connection, since) if since is not None else ()
+            if any(one.covers(group.namespace, group.created) or one.names(group.namespace, group.name) for one in gone):
+                return
             values = (group.namespace, group.name, group.fingerprint, group.regime, sealed, group.tip, group.created or time.time())
             connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, tick(connection)))
 
@@ -196,16 +215,19 @@ class Ledger:
 
     # -- the model's own ids ---------------------------------------------------------------------------------------
 
-    def put_splices(self, splices: Iterable[tuple[str, bytes, bytes]]) -> None:
-        """Keep (namespace, key, ids); beyond MOST_SPLICES the longest unused go."""
+    def put_splices(self, splices: Iterable[tuple[str, bytes, bytes]], since: int | None = None, made: float | None = None) -> None:
+        """Keep (namespace, key, ids), made at that time, but what was deleted after generation `since`; beyond MOST_SPLICES the longest
+        unused go."""
+        now = time.time() if made is None else made
         known = [(namespace, key, guard(self.folder, ids, named("splice", namespace, key))) for namespace, key, ids in splices]
 
         def put(connection: sqlite3.Connection) -> None:
+            gone = deletion.since(connection, since) if since is not None else ()
             first = tick(connection, len(known))
             connection.executemany(
                 "INSERT INTO splices VALUES (?, ?, ?, ?, ?) "
                 "ON CONFLICT (namespace, key) DO UPDATE SET ids = excluded.ids, used = excluded.used",
-                [(*splice, time.time(), first + i) for i, splice in enumerate(known)],
+                [(*splice, now, first + i) for i, splice in enumerate(known) if not any(one.covers(splice[0], now) for one in gone)],
             )
             over = connection.execute("SELECT splices FROM totals").fetchone()[0] - MOST_SPLICES
             if over > 0:

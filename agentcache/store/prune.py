@@ -13,6 +13,7 @@ from itertools import islice
 from ..errors import StorePermissionError
 from . import files
 from .check import delete, orphans, pages_of
+from .deletion import Deletion
 from .folder import Folder
 from .groups import Group
 from .index import Index
@@ -61,6 +62,8 @@ def prune(
     """
     if not folder.writable and not dry_run:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
+    if not dry_run and max_bytes is None:  # told before anything goes: what running processes wrote meanwhile is found below
+        index.record_deletion(_told(index, namespace, older_than, group, force))
     held = set() if force else _held(index)
     if max_bytes is not None:
         wanted, names = _surplus(index, max_bytes, force), []
@@ -90,6 +93,12 @@ def prune(
     index.drop_dead_pins()
     index.empty_log()
     return done
+
+
+def _told(index: Index, namespace: str | None, older_than: float | None, group: Group | None, force: bool) -> Deletion:
+    if group is None:
+        return Deletion(namespace, None if older_than is None else time.time() - older_than, force)
+    return Deletion.of_group(group, (other for other in index.groups() if _name(other) != _name(group)), force)
 
 
 def _item(row: Row) -> _Item:

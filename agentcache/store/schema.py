@@ -18,7 +18,7 @@ from ..types import PAGE_TOKENS
 from .folder import Folder
 from .keys import Ids, Role, page_key
 
-VERSION = 2
+VERSION = 3
 HEAD_TOKENS = 8  # ids by which continuations of a page are told apart before they are compared
 TAG_BYTES = 16
 
@@ -31,8 +31,13 @@ CREATE TABLE segments (
 CREATE INDEX segments_order ON segments (used);;
 CREATE INDEX segments_created ON segments (created);;
 """
-UPGRADES = {1: SEGMENTS}  # what an older version lacks
-SCHEMA = f"""{SEGMENTS}
+DELETIONS = """
+CREATE TABLE deletions (
+    generation INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT, before REAL, forced INTEGER NOT NULL, name TEXT,
+    fingerprint TEXT NOT NULL, keys BLOB NOT NULL, prefix_tokens INTEGER NOT NULL);;
+"""
+UPGRADES = {1: SEGMENTS + DELETIONS, 2: DELETIONS}  # what an older version lacks
+SCHEMA = f"""{SEGMENTS}{DELETIONS}
 CREATE TABLE pages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, page_key BLOB NOT NULL, parent BLOB NOT NULL, namespace TEXT NOT NULL,
     fingerprint TEXT NOT NULL, regime TEXT NOT NULL, place INTEGER NOT NULL, tokens INTEGER NOT NULL, ids BLOB NOT NULL,

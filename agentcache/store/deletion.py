@@ -1,0 +1,158 @@
+"""Deletions on purpose, numbered: how every process that runs lets go of what one of them, or a command, deleted. Knows no contents.
+
+    record first, in the index ──> then rows and blobs go ──> a running process sees another `generation` file, and reads what is new
+
+The number of the last one is the store's generation. Whatever was received before a deletion is never written after it: what writes asks,
+in its own transaction, for the deletions since then.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .groups import Group
+from .keys import Ids, Scope, chain, page_key
+
+if TYPE_CHECKING:
+    from .entry import Entry
+
+MOST = 1024  # deletions that are remembered; who has missed more lets go of everything
+KEY_BYTES = 32
+COLUMNS = "namespace, before, forced, name, fingerprint, keys, prefix_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What was deleted. namespace: None for all. before: only what was made earlier (time.time()), None for all. forced: pinned pages too.
+
+    group: the name of a tool group, if only its pages and what continues them are meant. keys: its pages but for those that other groups
+    share. tip: the key of its last page, which ends after prefix_tokens.
+    """
+
+    namespace: str | None = None
+    before: float | None = None
+    forced: bool = True
+    group: str | None = None
+    fingerprint: str = ""
+    keys: tuple[bytes, ...] = ()
+    prefix_tokens: int = 0
+    generation: int = 0
+
+    @classmethod
+    def of_group(cls, group: Group, others: Iterable[Group], forced: bool) -> Deletion:
+        """Of one tool group. others: those that stay."""
+        shared = {key for other in others if other.fingerprint == group.fingerprint for key in other.pages}
+        keys = tuple(bytes.fromhex(key) for key in group.pages if key not in shared)
+        return cls(group.namespace, None, forced, group.name, group.fingerprint, keys, group.prefix_tokens)
+
+    def covers(self, namespace: str, made: float) -> bool:
+        """Whether it is about everything of this namespace and age."""
+        return self.group is None and self.namespace in (None, namespace) and (self.before is None or made < self.before)
+
+    def names(self, namespace: str, name: str) -> bool:
+        """Whether it is about the tool group of this name."""
+        return self.group == name and self.namespace == namespace
+
+    def meets(self, scope: Scope, ids: Ids, made: float) -> bool:
+        """Whether a sequence of these ids has what was deleted in it."""
+        if self.group is None:
+            return self.covers(scope.namespace, made)
+        if not self.keys or (scope.namespace, scope.fingerprint) != (self.namespace, self.fingerprint):
+            return False
+        pages = chain(scope.root, ids[: self.prefix_tokens])
+        return any(key in self.keys for key in pages)
+
+    def takes(self, entry: Entry) -> bool:
+        """Whether it is about this very page in memory; what continues one that it takes goes too."""
+        if entry.parent is None or (entry.pins and not self.forced):
+            return False
+        if self.group is None:
+            return self.covers(entry.scope.namespace, entry.made)
+        if entry.pins or (entry.scope.namespace, entry.scope.fingerprint) != (self.namespace, self.fingerprint):
+            return False  # what is pinned still is another group's
+        if entry.key in self.keys:
+            return True
+        inside = self.prefix_tokens - entry.first
+        return 0 < inside < len(entry.ids) and page_key(entry.parent.key, entry.ids[:inside]) in self.keys
+
+    def reaches(self, entry: Entry) -> bool:
+        """Whether it is about this page or one that it continues."""
+        at: Entry | None = entry
+        while at is not None:
+            if self.takes(at):
+                return True
+            at = at.parent
+        return False
+
+
+EVERYTHING = Deletion()
+
+
+class Deletions:
+    """Those that this process has heard of. Thread safe. lock: held while it lets go, and while something is kept that may have to go.
+
+    generation: up to which deletion it has let go.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.generation = 0
+        self._heard: deque[Deletion] = deque(maxlen=MOST)
+
+    def hear(self, deletion: Deletion) -> None:
+        """It is let go of."""
+        self._heard.append(deletion)
+        self.generation = deletion.generation
+
+    def since(self, generation: int) -> list[Deletion]:
+        """Those after a generation."""
+        if generation == self.generation:
+            return []
+        found = [deletion for deletion in self._heard if deletion.generation > generation]
+        return found if len(found) >= self.generation - generation > 0 else [EVERYTHING]
+
+
+# -- in the index, in a transaction --------------------------------------------------------------------------------
+
+
+def record(connection: sqlite3.Connection, deletion: Deletion) -> int:
+    """Add a deletion; returns its generation."""
+    values = (deletion.namespace, deletion.before, deletion.forced, deletion.group, deletion.fingerprint)
+    sql = f"INSERT INTO deletions ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+    number = connection.execute(sql, (*values, b"".join(deletion.keys), deletion.prefix_tokens)).lastrowid
+    assert number is not None
+    connection.execute("DELETE FROM deletions WHERE generation <= ?", (number - MOST,))
+    return number
+
+
+def last(connection: sqlite3.Connection) -> int:
+    """The store's generation."""
+    found = connection.execute("SELECT max(generation) FROM deletions").fetchone()[0]
+    return found if isinstance(found, int) else 0
+
+
+def since(connection: sqlite3.Connection, generation: int) -> list[Deletion]:
+    """The deletions after a generation, in order; of everything, where they are not all known any more."""
+    sql = f"SELECT {COLUMNS}, generation FROM deletions WHERE generation > ? ORDER BY generation"
+    found = [_decode(found) for found in connection.execute(sql, (generation,))]
+    if len(found) == (found[-1].generation if found else last(connection)) - generation:
+        return found
+    return [Deletion(generation=last(connection))]
+
+
+def _decode(record: tuple[Any, ...]) -> Deletion:
+    """A damaged one is of everything: what was kept is computed again."""
+    namespace, before, forced, name, fingerprint, keys, tokens, generation = record
+    kinds = (type(namespace), type(before), type(name)) in _KINDS
+    if not kinds or (type(fingerprint), type(keys), type(tokens)) != (str, bytes, int) or len(keys) % KEY_BYTES:
+        return Deletion(generation=generation)
+    split = tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+    return Deletion(namespace, before, bool(forced), name, fingerprint, split, tokens, generation)
+
+
+_KINDS = {(space, age, name) for space in (str, type(None)) for age in (float, type(None)) for name in (str, type(None))}
