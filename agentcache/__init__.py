@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 from . import errors
 from .types import (
     Constraint,
+    Forgotten,
     Layout,
     LayoutOptions,
     Message,
@@ -48,6 +49,7 @@ __all__ = [
     "Completion",
     "Constraint",
     "Engine",
+    "Forgotten",
     "InvalidCall",
     "Layout",
     "LayoutOptions",

@@ -10,9 +10,8 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
 from .errors import StoreError, StoreWarning
+from .finite import CLOSE, alike
 from .inflight import Request
 from .kv import PAGE_TOKENS, Page, Sequence
 from .runner import FAULTS, Runner, Work
@@ -21,7 +20,6 @@ from .store.store import Store
 
 QUEUED = 4  # hits that may wait for an idle moment; more are not sampled
 CHUNK = 128  # tokens computed at once: a request that arrives waits for no more
-CLOSE = 0.05  # relative error that kernels which round differently may have; wrong pages are far from it
 
 
 @dataclass(slots=True)
@@ -93,7 +91,8 @@ class Audit:
         done = start + count
         if done % PAGE_TOKENS == 0 or done == len(check.ids):
             self.checked += done - page * PAGE_TOKENS
-            if not self._equal(check, page, done - page * PAGE_TOKENS):
+            close = 0.0 if check.bitwise else CLOSE
+            if not alike(check.sequence.pages[page], check.pages[page], done - page * PAGE_TOKENS, close):
                 self._wrong(check, done, page) if self._holds(check) else self._drop()
                 return
         if done == len(check.ids):
@@ -109,16 +108,6 @@ class Audit:
 
     def _drop(self) -> None:
         self._waiting.popleft().sequence.close()
-
-    def _equal(self, check: _Check, page: int, tokens: int) -> bool:
-        own, kept = check.sequence.pages[page], check.pages[page]
-        pairs = (
-            (own.keys[..., :tokens], kept.keys[..., :tokens]),
-            (own.values[..., :tokens, :], kept.values[..., :tokens, :]),
-        )
-        if check.bitwise:
-            return all(torch.equal(a, b) for a, b in pairs)
-        return all(bool((a.float() - b.float()).norm() <= CLOSE * a.float().norm()) for a, b in pairs)
 
     def _wrong(self, check: _Check, tokens: int, page: int) -> None:
         why = f"page {page} of a prompt's KV on disk is not what computing it gives"

@@ -37,6 +37,7 @@ from .store.store import DEFAULT, Store
 from .stream import Completion, Stream
 from .types import (
     Constraint,
+    Forgotten,
     Layout,
     LayoutMode,
     LayoutOptions,
@@ -97,8 +98,8 @@ class Engine:
         self.reuse: Reuse = _check_reuse(reuse)
         if load_in_4bit and load_in_8bit:
             raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
-        own_name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-        self.name = model if isinstance(model, str) else str(own_name)
+        named = getattr(getattr(model, "config", None), "_name_or_path", "")
+        self.name = model if isinstance(model, str) else str(named or type(model).__name__)
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
         bits = 4 if load_in_4bit else 8 if load_in_8bit else None
         hub: dict[str, Any] = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
@@ -122,6 +123,7 @@ class Engine:
             self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
         self._misses, self._closed, self.redact = Misses(), False, redact
+        self.store.on_deletion(self._groups.let_go, self.renderer.forget, self._misses.forget)
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
 
@@ -156,8 +158,8 @@ class Engine:
         prompt tokens so far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on the
         device's thread with what each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
         """
-        called = time.perf_counter()
         self.check_open()
+        called, received = time.perf_counter(), self.store.heed()
         sampling = sampling or Sampling()
         layout = self.renderer.render(
             messages,
@@ -171,7 +173,7 @@ class Engine:
         )
         sampling = self._fit(layout, sampling, context_tokens)
         request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
-        request.on_progress, request.on_logits, request.turn = on_progress, on_logits, turn
+        request.on_progress, request.on_logits, request.turn, request.received = on_progress, on_logits, turn, received
         expect(request, layout, tools, constraint, self.grammars)
         self.scheduler.life.segments.look(
             request, self.scheduler.life.scope(request, len(layout.ids)), layout, partial(self._texts, namespace=namespace)
@@ -249,7 +251,9 @@ class Engine:
         if message.tool_calls and receipt.finish_reason == "stop":
             receipt.finish_reason = "tool_calls"
         if spelled := generated[: request.text.spelled or 0]:  # what a stop string cut off is no part of the message
-            self.renderer.remember(layout, spelled, message, namespace=request.namespace, outlive=request.reuse)
+            with self.store.deletions.lock:
+                if not self.store.deletions.cover(request.namespace, request.received):
+                    self.renderer.remember(layout, spelled, message, namespace=request.namespace, outlive=request.reuse)
         receipt.repeated_tokens = len(generated) if layout.ephemeral_tokens else 0
         receipt.saved_ms = receipt.cached_tokens * self.scheduler.ms_per_token
         receipt.saved_flops = self.model.flops(receipt.cached_tokens)
@@ -288,8 +292,8 @@ class Engine:
 
         Only what the chat template writes otherwise once more follows is left out. `release` ends it.
         """
-        called = time.perf_counter()
         self.check_open()
+        called, received = time.perf_counter(), self.store.heed()
         layout = self.renderer.opening(
             messages,
             tools,
@@ -302,7 +306,7 @@ class Engine:
             raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template")
         request = self._request(layout, Sampling(max_tokens=1), namespace, "exact", called)
         self._fit(layout, Sampling(max_tokens=1))
-        request.fill_only, request.on_progress = True, on_progress
+        request.fill_only, request.on_progress, request.received = True, on_progress, received
         self.scheduler.submit(request)
         pinned = False
         try:
@@ -338,6 +342,13 @@ class Engine:
         """Declare that weights changed in a way that cannot be noticed (`.data` edits): nothing kept so far is used again."""
         if self.fingerprint:
             self.fingerprint.invalidate()
+
+    def forget(self, *, namespace: str | None = None, group: str | None = None, older_than: float | None = None) -> Forgotten:
+        """Delete what is kept in memory and on disk, pinned or not: of a namespace, made more than `older_than` seconds ago (0: all), or
+        both; or the tool group of that name, in `namespace` or "default", and what continues it and no other group shares. Every engine
+        over the store lets go by its next request; requests that run keep nothing of it. StoreError: the disk's part cannot be deleted."""
+        self.check_open()
+        return self.store.delete(namespace, group, older_than, self._groups.manifests)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything worth keeping is on disk; False if it took longer or could not be written."""

@@ -6,11 +6,12 @@ import threading
 import time
 from dataclasses import dataclass
 
-from .errors import ConfigError
+from .errors import ConfigError, GenerationError
 from .inflight import Request
 from .kv import PAGE_TOKENS
 from .model.fingerprint import Fingerprint
 from .model.hf import HFModel
+from .store.deletion import Deletion
 from .store.groups import Group
 from .store.keys import Scope, as_ids, chain
 from .store.store import Store
@@ -19,12 +20,12 @@ from .types import Layout, Reason, ToolGroup
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tool group with what pins it. tools: names in the order in which they are shown."""
+    """A tool group with what pins it. manifest: as it is recorded, its tools in the order in which they are shown."""
 
     group: ToolGroup
     scope: Scope
     ids: tuple[int, ...]
-    tools: tuple[str, ...]
+    manifest: Group
 
 
 class ToolGroups:
@@ -38,7 +39,7 @@ class ToolGroups:
     def tools(self, namespace: str, name: str) -> tuple[str, ...]:
         """The recorded tool order of a group, of this or an earlier process."""
         if (namespace, name) in self._held:
-            return self._held[namespace, name].tools
+            return self._held[namespace, name].manifest.tools
         kept = self._store.recorded(namespace, name, self._fingerprint.whole) if self._fingerprint else None
         if kept is None:
             raise ConfigError(f"group={name!r} is not warm in namespace {namespace!r}: call warm(name={name!r}) first")
@@ -50,6 +51,7 @@ class ToolGroups:
         if scope is None:
             why = self._model.support.why or (self._fingerprint and self._fingerprint.refusal) or Reason.ROPE_REGIME
             raise ConfigError(f"this model's state cannot be kept ({why}): nothing to warm")
+        self._check_kept(request, scope, name)
         if not request.pinned:
             need = -(-len(ids) // PAGE_TOKENS) * (spec.page_bytes if spec else 0)
             raise ConfigError(f"memory_bytes={self._store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
@@ -67,12 +69,26 @@ class ToolGroups:
         layers = self._fingerprint.layers if self._fingerprint else ()
         layers = layers if layers and layers[-1] == scope.fingerprint else ()  # else weights have changed since
         made = time.time()
-        self._store.record(Group(name, request.namespace, scope.fingerprint, scope.regime, len(ids), keys, tools, self._name, layers, made))
-        with self._lock:
-            before = self._held.get((request.namespace, name))
-            self._held[request.namespace, name] = Held(group, scope, ids, tools)
+        manifest = Group(name, request.namespace, scope.fingerprint, scope.regime, len(ids), keys, tools, self._name, layers, made)
+        with self._store.deletions.lock:
+            self._check_kept(request, scope, name)
+            self._store.record(manifest)
+            with self._lock:
+                before = self._held.get((request.namespace, name))
+                self._held[request.namespace, name] = Held(group, scope, ids, manifest)
         self._unpin(before)
         return group
+
+    def _check_kept(self, request: Request, scope: Scope, name: str | None) -> None:
+        if self._store.deletions.meet(scope, request.array(), request.received):
+            raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
+
+    def let_go(self, deletion: Deletion) -> None:
+        """Unpin what was deleted on purpose."""
+        with self._lock:
+            for name, held in list(self._held.items()):
+                if deletion.forced and (deletion.names(*name) or deletion.covers(name[0], held.manifest.created)):
+                    self._unpin(self._held.pop(name))
 
     def release(self, namespace: str, name: str) -> bool:
         """Unpin a group; False if there is none of that name."""
@@ -89,3 +105,8 @@ class ToolGroups:
     def all(self) -> tuple[ToolGroup, ...]:
         """Those held now, of all namespaces."""
         return tuple(held.group for held in self._held.values())
+
+    @property
+    def manifests(self) -> tuple[Group, ...]:
+        """Of those held now."""
+        return tuple(held.manifest for held in self._held.values())

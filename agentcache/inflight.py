@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -23,6 +23,8 @@ from .plan import Plan
 from .receipt import Receipt
 from .runner import Source, StockSequence, Work
 from .store.bring import Bring
+from .store.deletion import Moment
+from .store.entry import Entry, Match
 from .store.fetch import Fetch
 from .store.keys import Ids, Scope, as_ids
 from .types import Logprob, Sampling
@@ -93,6 +95,8 @@ class Request:
     turn: the caller's name for this turn of the conversation. guide: what its completion is held to. formed: all of it has a prescribed
     form. tools: names that may be called, None if no text is a call. opened: the prompt begins a thought.
     reading: makes the reader of its answer that the tokenizer's response template asks for, None if our own parsers read it.
+    received: when, or when the oldest page that it is attached to was made: what was deleted since is not kept.
+    attached: the prefix it started from. suspects: the one with which it was not finite: it is computed without reuse now.
     numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
     renewals: how often it began anew because weights changed. stands: weights are those of its
     fingerprint, as far as anybody has looked.
@@ -107,6 +111,7 @@ class Request:
     text: TextStream
     stop_ids: frozenset[int]
     receipt: Receipt
+    received: Moment = Moment(0, 0.0)
     prefix_tokens: int = 0
     reuse: bool = True
     lossy: bool = False
@@ -140,6 +145,8 @@ class Request:
     bring: Bring | None = None
     note: Seq[Window] = ()
     pinned: int = 0
+    attached: Match | None = None
+    suspects: Match | None = None
     numerics: set[str] = field(default_factory=set)
     logprobs: list[Logprob] = field(default_factory=list)
     skipped: int = 0
@@ -158,6 +165,11 @@ class Request:
     def filling(self) -> bool:
         """Whether more than the token chosen last is to be run."""
         return self.first == 0.0 or self.remaining > 1
+
+    def stands_on(self, entries: Iterable[Entry]) -> None:
+        """It is attached to these: when one of them has to go, so has what is computed after it."""
+        made = min((entry.made for entry in entries), default=self.received.made)
+        self.received = self.received._replace(made=min(made, self.received.made))
 
     def array(self, count: int | None = None) -> Ids:
         """The first `count` ids (by default all) as the store wants them. Converted once: a list of 37k ids takes a millisecond."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
+from .finite import accuse, finite
 from .inflight import Chunk, Done, Progress, Request
 from .kv import PAGE_TOKENS, Sequence
 from .model.sampling import logprob_of
@@ -125,11 +126,13 @@ class Life:
             return
         assert model.spec is not None and model.numerics is not None
         found = self._match(request)
+        request.attached = found
+        request.stands_on(found.entries)
         request.sequence = sequence = Sequence(model.spec)
         request.numerics = {*found.numerics, model.numerics.digest}
         again = receipt.completion_tokens > 0  # the account of the prompt is closed
         said = (receipt.precision, receipt.bitwise) if again else ("exact", True)  # how near what was chosen so far is
-        runs = [] if again else self.segments.find(request, found.tokens)
+        runs = [] if again or request.suspects else self.segments.find(request, found.tokens)
         request.plan = make(length, found.tokens, found.missed, found.detail, runs, request.calibration)
         request.kept, request.near_kept = (0, found.tokens) if request.near else (found.tokens, 0)
         if found.tokens:
@@ -151,6 +154,9 @@ class Life:
         assert request.scope is not None
         if not request.reuse:
             return Match(0, (), Reason.REUSE_OFF)
+        if request.suspects is not None:
+            detail = f"NaN or infinity behind {request.suspects.tokens} tokens that were attached: computed again without reuse"
+            return Match(0, (), Reason.NON_FINITE, detail=detail)
         found = self.store.match(request.scope, request.array())
         if request.lossy and self.store.disk is not None:
             lossy = replace(request.scope, precision=self.store.disk.precision)
@@ -193,6 +199,8 @@ class Life:
             assert request.sequence is not None
             if request.on_progress:
                 request.events.put(Progress(request.sequence.length, request.prompt))
+            if not request.remaining:
+                accuse(self.store, request)
             if not self.keep(request, whole_only=request.remaining > 0):
                 return self._non_finite(request, "keys or values")
             if request.fetch is not None and not request.remaining:
@@ -283,7 +291,7 @@ class Life:
     def keep(self, request: Request, whole_only: bool = False) -> bool:
         """Give the store what this sequence has computed since; only whole pages while it is being filled. False: it is not finite."""
         sequence, scope = request.sequence, request.scope
-        if scope is None or not isinstance(sequence, Sequence) or not request.reuse:
+        if scope is None or not isinstance(sequence, Sequence) or not request.reuse or request.suspects is not None:
             return True
         count = min(sequence.length, sequence.exact_until) if scope.precision == "exact" else sequence.length
         if request.near is not None and not self._keep_near(request, sequence, whole_only):
@@ -292,13 +300,12 @@ class Life:
             count -= count % PAGE_TOKENS
         if count <= request.kept:
             return True
-        if not _finite(sequence, request.kept, count):
+        if not finite(sequence, request.kept, count):
             return False
         if not self._stands(request):
             return True
-        self.store.admit(
-            scope, request.array(count), sequence.pages[: -(-count // PAGE_TOKENS)], frozenset(request.numerics), request.prefix_tokens
-        )
+        pages = sequence.pages[: -(-count // PAGE_TOKENS)]
+        self.store.admit(scope, request.array(count), pages, frozenset(request.numerics), request.prefix_tokens, request.received)
         request.kept = count
         return True
 
@@ -315,19 +322,19 @@ class Life:
         known = max(request.near_kept, sequence.exact_until)
         if request.near is None or self.segments.off or count <= known:
             return True
-        if not _finite(sequence, known, count):
+        if not finite(sequence, known, count):
             return False
         if not self._stands(request):
             return True
         pages = sequence.pages[: -(-count // PAGE_TOKENS)]
-        self.store.admit(request.near, request.array(count), pages, numerics(request), request.prefix_tokens)
+        self.store.admit(request.near, request.array(count), pages, numerics(request), request.prefix_tokens, request.received)
         request.near_kept = count
         return True
 
     def _non_finite(self, request: Request, what: str) -> NonFiniteLogitsError | None:
         """Take back what the request gave, and scrub what it wrote and never gave: masked slots must stay finite.
 
-        Behind segments everything is computed instead, unless some of the answer is out already.
+        What was attached may be why: it is computed instead, once, unless some of the answer is out already.
         """
         sequence, at = request.sequence, len(request.ids)
         if isinstance(sequence, Sequence):
@@ -337,6 +344,15 @@ class Life:
         if request.near is not None and not request.receipt.completion_tokens:
             self.segments.renounce(request, Reason.NON_FINITE, f"NaN or infinite {what} behind token {at}, computed behind moved text")
             self._begin_anew(request)
+            return None
+        if request.attached and request.attached.tokens and not request.suspects and not request.receipt.completion_tokens:
+            request.suspects = request.attached
+            assert request.sequence is not None
+            request.sequence.close()
+            self._attach(request)
+            assert request.plan is not None
+            request.receipt.refusals += request.plan.refusals
+            request.receipt.disk_tokens = 0
             return None
         return NonFiniteLogitsError(f"NaN or infinite {what} behind token {at}: nothing of this request was kept")
 
@@ -380,12 +396,3 @@ class Life:
         for coming in (request.fetch, request.bring):
             if coming is not None:
                 coming.settle()
-
-
-def _finite(sequence: Sequence, start: int, stop: int) -> bool:
-    """Whether positions [start, stop) are free of NaN and infinity. The last layer tells: the residual stream carries them there."""
-    for page, slot, count, _ in sequence.slots(start, stop):
-        keys, values = page.layer_keys[-1][..., slot : slot + count], page.layer_values[-1][:, slot : slot + count]
-        if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
-            return False
-    return True

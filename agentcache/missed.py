@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from .layout.memory import Covering
 from .layout.tail import Rendered
 from .lint.judge import judge
 from .lint.templated import Tokens, tokens_of
@@ -37,6 +38,12 @@ class Misses:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._number = 0
+
+    def forget(self, deletion: Covering) -> None:
+        """Forget the prompts of namespaces of which something was deleted on purpose."""
+        with self._lock:
+            for known in [name for name in self._open if deletion.covers(name, 0.0)]:
+                del self._open[known]
 
     def look(self, namespace: str, layout: Layout) -> Missed | None:
         """Why this prompt does not go on from the last one of its conversation, whose last it is now. None: it does, or little was lost."""

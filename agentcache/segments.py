@@ -76,7 +76,7 @@ class Segments:
         sequence = request.sequence
         if isinstance(sequence, Sequence) and request.scope and request.scope.precision == "exact" and request.note and request.kept:
             kept = [window for window in request.note if window.stop <= min(request.kept, request.prompt)]
-            self.store.note(request.scope, request.array(request.kept), kept)
+            self.store.note(request.scope, request.array(request.kept), kept, request.received)
 
     def find(self, request: Request, prefix_tokens: int) -> list[Repeat]:
         """Runs behind the prefix that may be attached; `request.sources` are where they lie."""
@@ -93,6 +93,7 @@ class Segments:
             source = Source(run.pages, run.source // PAGE_TOKENS * PAGE_TOKENS, kernels)
             layers = calibration.boundaries if self.runner.model.stepped else ()
             kept = frozenset(layer for layer in layers if source.states(layer, run.source, run.source + run.stop - run.start) is not None)
+            request.stands_on(run.entries)
             precision = run.entries[0].scope.precision
             assert precision != "approximate"
             found.append(Repeat(run.start, run.stop, run.shift, kept, precision))

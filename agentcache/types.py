@@ -163,6 +163,7 @@ class Reason(str, Enum):
     DIVERGED = "DIVERGED"  # known up to here, other tokens from here on
     LAST_TOKEN = "LAST_TOKEN"  # the last prompt token is always computed: its logits are needed
     EVICTED = "EVICTED"  # was kept, then dropped for the byte budget
+    DELETED = "DELETED"  # was kept, then deleted on purpose: `Engine.forget`, `agentcache prune`
     FINGERPRINT = "FINGERPRINT"  # kept under other weights, config or versions
     NUMERICS = "NUMERICS"  # exact, but computed by kernels that round differently: not bitwise
     LAYER_KIND = "LAYER_KIND"  # the model has layers whose state cannot be paged
@@ -330,6 +331,21 @@ class ToolGroup:
     kv_bytes: int
     computed_tokens: int
     warm_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What `forget` deleted. pages, bytes: on disk; memory_pages, memory_bytes: in this engine's memory. groups: names of tool groups.
+
+    splices: messages whose own ids were kept on disk.
+    """
+
+    memory_pages: int = 0
+    memory_bytes: int = 0
+    pages: int = 0
+    bytes: int = 0
+    groups: tuple[str, ...] = ()
+    splices: int = 0
 
 
 @dataclass(frozen=True, slots=True)

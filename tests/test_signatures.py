@@ -13,6 +13,7 @@ import pytest
 
 from agentcache.errors import ConfigError
 from agentcache.store import signatures
+from agentcache.store.deletion import Deletion
 from agentcache.store.folder import Folder
 from agentcache.store.index import Index
 from agentcache.store.keys import Ids, Scope, chain
@@ -322,15 +323,19 @@ def test_an_encrypted_store_shows_no_signature(tmp_path: Path) -> None:
         assert later.refresh(SCOPE) == 4
 
 
-def test_an_older_index_gets_the_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_index_gets_the_tables(tmp_path: Path, version: int) -> None:
     folder = Folder.open(tmp_path / "store")
     with Index(folder) as index:
         index.set_meta("kept", "yes")
-        index.database.write(lambda c: c.execute("DROP TABLE segments"))
-        index.database.write(lambda c: c.execute("PRAGMA user_version=1"))
+        for table in ("segments", "deletions")[version - 1 :]:
+            index.database.write(lambda c, table=table: c.execute(f"DROP TABLE {table}"))
+        index.database.write(lambda c: c.execute(f"PRAGMA user_version={version}"))
     with Index(folder) as index:
         assert index.get_meta("kept") == "yes"
         noted(index)
         assert index.stats()["segments"] == 4
+        index.record_deletion(Deletion("ns"))
     with Index(folder) as index:
         assert index.stats()["segments"] == 4
+        assert index.generation() == 1

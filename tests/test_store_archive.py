@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from blake3 import blake3
 from safetensors import safe_open
 
 from agentcache.errors import AgentCacheError, BlobError, ConfigError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
-from agentcache.store import archive, archive_file, container
+from agentcache.store import archive, archive_file, blob, container
 from agentcache.store.archive import export_group, import_group
 from agentcache.store.archive_file import open_archive
 from agentcache.store.check import pages_of
@@ -24,6 +25,7 @@ from agentcache.store.folder import Folder
 from agentcache.store.groups import Group
 from agentcache.store.index import Index
 from agentcache.store.keys import Role, Scope, chain
+from agentcache.store.schema import Row
 from agentcache.types import Precision
 from tests.stocked import contents, everything, group, ids, intact, rows_of, stock
 from tests.stored import edit, fill, path, same
@@ -436,3 +438,35 @@ def test_a_namespace_that_no_header_can_hold(other: Index, file: Path) -> None:
 def test_a_read_only_store_takes_nothing(other: Index, file: Path) -> None:
     with pytest.raises(StorePermissionError, match="read-only"):
         import_group(replace(other.folder, writable=False), other, file)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_is_not_finite_is_not_imported(
+    index: Index, other: Index, tmp_path: Path, precision: Precision, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, scope = ids(700, 5), Scope("tests", "weights", "", precision)
+    [_, wanted] = rows_of(prompt, scope)
+    stock(index, prompt, "spoiled", scope=scope)
+    write = blob.write_layers
+
+    def spoil(folder: Folder, row: Row, stored: Any) -> Row:
+        def layer(at: int) -> list[memoryview]:
+            buffers = [memoryview(bytearray(buffer)) for buffer in stored(at)]
+            if row.page_key == wanted.page_key and at == 1:
+                item = torch.bfloat16 if precision == "exact" else torch.float32  # int8 and int4 begin with a scale or a lowest value
+                torch.frombuffer(buffers[0], dtype=item)[3] = value
+            return buffers
+
+        return write(folder, row, layer)
+
+    with monkeypatch.context() as patch:  # as somebody writes it who has the key
+        patch.setattr(blob, "write_layers", spoil)
+        [row] = [row for row in index.rows() if row.page_key == wanted.page_key]
+        index.remove([row.id], force=True)
+        index.add([blob.write(index.folder, wanted, contents(wanted))])
+    file = tmp_path / "spoiled.group"
+    export_group(index.folder, index, next(one for one in index.groups() if one.name == "spoiled"), file)
+    with pytest.raises(BlobError, match="layer 1 of page 1 holds NaN or infinity"):
+        import_group(other.folder, other, file)
+    assert untouched(other)

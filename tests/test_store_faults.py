@@ -423,7 +423,7 @@ def test_an_index_that_cannot_grow(model: Any, tmp_path: Path, monkeypatch: pyte
         assert disk
         with monkeypatch.context() as patch:
 
-            def full(self: Index, rows: Any) -> Any:
+            def full(self: Index, *_: Any) -> Any:
                 def grow(connection: sqlite3.Connection) -> None:
                     pages = connection.execute("PRAGMA page_count").fetchone()[0]
                     connection.execute(f"PRAGMA max_page_count={pages}")
@@ -455,9 +455,10 @@ def test_a_read_only_store_is_read(model: Any, read_only: Path, made: Any) -> No
     with engine(model=model, store=read_only) as running:
         assert ask(running, made[1]).disk_tokens > 1000
         running.generate(chat(long_text(200, 5)), sampling=decode(2))
+        assert running.flush()
         group = running.warm("A keeper. " + long_text(20), name="a")
         assert group.pages
-        assert running.flush()
+        assert not running.flush(), "what is pinned is not on disk, nor will it be"
     assert {path: path.stat().st_mtime_ns for path in read_only.rglob("*")} == before
 
 

@@ -29,12 +29,21 @@ class Kept(Protocol):
     def generated(self, namespace: str, key: bytes) -> tuple[int, ...]: ...
 
 
+class Covering(Protocol):
+    """What was deleted on purpose."""
+
+    def covers(self, namespace: str, made: float) -> bool:
+        """Whether what this namespace had made at that time is gone."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The ids that the model produced behind a prompt, for the message they became."""
+    """The ids that the model produced behind a prompt, for the message they became. made: when, by time.time(); 0 if that is not known."""
 
     prompt: Encoded
     ids: tuple[int, ...]
+    made: float = 0.0
 
     @property
     def size(self) -> int:
@@ -118,6 +127,15 @@ class Memory:
             self._generated[namespace, key] = generated
             while len(self._generated) > 1 and (len(self._generated) > SPLICES or self._held_ids > GENERATED):
                 self._held_ids -= self._generated.popitem(last=False)[1].size
+
+    def forget(self, deletion: Covering) -> None:
+        """Forget what was deleted: the ids of messages by their age, of renderings all, which are made again."""
+        with self._lock:
+            for known in [name for name in self._renderings if deletion.covers(name[0], 0.0)]:
+                self._drop(*known)
+            for name, generated in list(self._generated.items()):
+                if deletion.covers(name[0], generated.made):
+                    self._held_ids -= self._generated.pop(name).size
 
     def absent(self, namespace: str, key: bytes) -> bool:
         """Whether this message was looked for beyond this process, in vain."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from typing import Any
 from ..errors import ConfigError, MessageError
 from ..types import Layout, LayoutOptions, Message, Rendering, Span, Tool, ToolOrder
 from .declared import Declarations, brought, read_rules
-from .memory import Generated, Kept, Memory, chain, link
+from .memory import Covering, Generated, Kept, Memory, chain, link
 from .opening import cut, opening
 from .plain import check_list
 from .request import Request, Requests
@@ -142,10 +143,14 @@ class Renderer:
         if message.role != "assistant":
             raise MessageError(f"remember(message={message!r:.200}): only an assistant message is generated")
         key = link(layout.chain, self._requests.canon().turn(0, message, namespace))
-        generated = Generated(layout.encoded, tuple(map(int, generated_ids)))
+        generated = Generated(layout.encoded, tuple(map(int, generated_ids)), time.time())
         self._memory.learn(namespace, key, generated)
         if self._kept is not None and outlive:
             self._kept.learn(namespace, self._name(key), generated.ids)
+
+    def forget(self, deletion: Covering) -> None:
+        """Forget texts and the model's own ids of messages that were deleted on purpose."""
+        self._memory.forget(deletion)
 
     def _name(self, key: bytes) -> bytes:
         """The key of a message beyond this process: other tokenizers and templates have other ids."""

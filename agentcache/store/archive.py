@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from ..errors import ConfigError, StoreError, StoreFullError, StorePermissionError
+from ..errors import BlobError, ConfigError, StoreError, StoreFullError, StorePermissionError
 from ..types import PAGE_TOKENS
 from . import blob, container, files, process
 from .archive_file import Archive, Plan, chained, open_archive, plan
@@ -27,7 +27,7 @@ from .folder import Folder
 from .groups import Group
 from .index import Index
 from .keys import Role
-from .reading import opened
+from .reading import layer_is_finite, opened
 from .schema import Row
 
 # -- export --------------------------------------------------------------------------------------------------------
@@ -185,6 +185,20 @@ def _speakable(text: str) -> None:
         raise ConfigError(f"{text[:80]!r} holds half a character: give another --name or --namespace") from None
 
 
+def _finite(row: Row, page: Callable[[int], list[memoryview]], name: str) -> Callable[[int], list[memoryview]]:
+    """The same layers. BlobError with one that holds NaN or infinity, which would spoil every prompt that begins with it."""
+
+    def layer(at: int) -> list[memoryview]:
+        stored = page(at)
+        if not layer_is_finite(row, stored[0]):
+            raise BlobError(
+                f"archive {name!r}: layer {at} of page {row.place} holds NaN or infinity: export it again where it was computed"
+            )
+        return stored
+
+    return layer
+
+
 def _take(
     folder: Folder, index: Index, archive: Archive, rows: Sequence[Row], missing: Sequence[bool], progress: Progress | None
 ) -> list[Row]:
@@ -203,7 +217,7 @@ def _take(
     try:
         for number, row in enumerate(rows):
             if missing[number]:
-                written.append(blob.write_layers(folder, row, archive.page(number, tell)))
+                written.append(blob.write_layers(folder, row, _finite(row, archive.page(number, tell), archive.name)))
         bad = [old.id for row in written if (old := index.row(row.page_key, row.fingerprint, row.precision)) is not None and old.bad]
         spare = index.remove(bad, force=True) + index.add(written)
     except BaseException:

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .groups import Group
 from .keys import Ids, Scope, chain, page_key
@@ -26,12 +26,19 @@ KEY_BYTES = 32
 COLUMNS = "namespace, before, forced, name, fingerprint, keys, prefix_tokens"
 
 
+class Moment(NamedTuple):
+    """When something was received: up to which deletion that is known, and by time.time()."""
+
+    generation: int
+    made: float
+
+
 @dataclass(frozen=True, slots=True)
 class Deletion:
     """What was deleted. namespace: None for all. before: only what was made earlier (time.time()), None for all. forced: pinned pages too.
 
     group: the name of a tool group, if only its pages and what continues them are meant. keys: its pages but for those that other groups
-    share. tip: the key of its last page, which ends after prefix_tokens.
+    share. prefix_tokens: where the last of them ends.
     """
 
     namespace: str | None = None
@@ -73,8 +80,8 @@ class Deletion:
             return False
         if self.group is None:
             return self.covers(entry.scope.namespace, entry.made)
-        if entry.pins or (entry.scope.namespace, entry.scope.fingerprint) != (self.namespace, self.fingerprint):
-            return False  # what is pinned still is another group's
+        if (entry.scope.namespace, entry.scope.fingerprint) != (self.namespace, self.fingerprint):
+            return False
         if entry.key in self.keys:
             return True
         inside = self.prefix_tokens - entry.first
@@ -90,7 +97,7 @@ class Deletion:
         return False
 
 
-EVERYTHING = Deletion()
+EVERYTHING = Deletion()  # for who has missed some
 
 
 class Deletions:
@@ -115,6 +122,14 @@ class Deletions:
             return []
         found = [deletion for deletion in self._heard if deletion.generation > generation]
         return found if len(found) >= self.generation - generation > 0 else [EVERYTHING]
+
+    def cover(self, namespace: str, received: Moment) -> bool:
+        """Whether all that was received then in this namespace has been deleted since."""
+        return any(deletion.covers(namespace, received.made) for deletion in self.since(received.generation))
+
+    def meet(self, scope: Scope, ids: Ids, received: Moment) -> bool:
+        """Whether something of a sequence that was received then has been deleted since."""
+        return any(deletion.meets(scope, ids, received.made) for deletion in self.since(received.generation))
 
 
 # -- in the index, in a transaction --------------------------------------------------------------------------------

@@ -6,19 +6,22 @@ index first, blob second when reading; blob first, index last when writing. What
 from __future__ import annotations
 
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from ..errors import BlobError, StoreError, StoreFullError
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..types import Precision, StoreOptions
-from . import blob, files, process
+from . import blob, deletion, files, process
 from .container import plan
+from .deletion import Deletions
 from .entry import Entry, Match
 from .folder import Folder
 from .groups import Group
@@ -31,6 +34,9 @@ from .writer import Pending, Writer
 ROOM = 16  # pages' worth of room that is made at once, so that a full store does not look for victims at every write
 TRIES = 8  # to make room, where other processes fill it meanwhile
 SWEEP_S = 60.0  # how often files that no row names are looked for, while pages are written
+
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +58,33 @@ class Found:
 
 
 class Disk:
-    """One process's hold on a store's folder. Thread safe. A folder that cannot be written is read."""
+    """One process's hold on a store's folder. Thread safe. A folder that cannot be written is read.
 
-    def __init__(self, options: StoreOptions) -> None:
+    deletions: those that this process has let go of. seen: the folder's `generation` then.
+    """
+
+    def __init__(self, options: StoreOptions, deletions: Deletions | None = None) -> None:
         self.options = options
         self.precision: Precision = options.precision
         self.folder = Folder.open(options.folder, key=options.encryption_key)
+        self.seen = self.folder.generation
         try:
             self.index = Index(self.folder)
         except StoreFullError:  # may be full of what killed writers left
             files.sweep(self.folder, set)  # parts: without the index every finished file counts as named
             self.index = Index(self.folder)
+        self.deletions = deletions or Deletions()
         self.process = process.token()
         try:
             self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
+            self.deletions.generation = self.index.generation()
         except StoreError:
             self.index.close()
             raise
         self._known_rate = replace(self.read_rate)  # to whoever comes next
         self._leases: set[tuple[bytes, str]] = set()
         self._computed: set[tuple[bytes, str]] = set()  # of these, those whose pages are on their way to the disk
-        self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self.index.touch, self._awaited)
+        self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self.index.touch, self._awaited, self.deletions)
         self._compute: dict[str, float] = {}
         self._bad: set[int] = set()  # rows found bad, where the index may not be told
         self._pinned: dict[Hashable, list[list[int]]] = {}
@@ -183,7 +195,8 @@ class Disk:
             page = page.copy(len(pending.ids), "host")
         if known is not None:  # quarantined: it may go, now that there is a better one
             self._unlink(self.index.remove([known.id], force=True))
-        self._insert(blob.write(self.folder, row, page))
+        if not self._insert(blob.write(self.folder, row, page), pending):
+            return 0, "deleted"
         found = self.index.row(pending.key, fingerprint, self.precision)
         return (found.id, "written") if found else (0, "failed")
 
@@ -208,16 +221,25 @@ class Disk:
             layers=layers,
             kv_heads=heads,
             head_dim=dim,
-            created=time.time(),
+            created=entry.made,
         )
 
-    def _insert(self, written: Row) -> None:
+    def _insert(self, written: Row, pending: Pending) -> bool:
+        """Add the row, unless the page was deleted on purpose since it was offered; returns whether it was wanted still."""
+        wanted = True
+
+        def asked(connection: sqlite3.Connection) -> bool:
+            nonlocal wanted
+            wanted = not any(done.reaches(pending.entry) for done in deletion.since(connection, pending.generation))
+            return wanted
+
         try:
-            spare = self.index.add([written])
+            spare = self.index.add([written], asked)
         except StoreError:  # a disk that is full has no room for a blob that nobody finds
             self._unlink([written])
             raise
         self._unlink(spare)
+        return wanted
 
     def _make_room(self, need: int, parent: Entry) -> bool:
         """Evict until `need` bytes fit, but nothing on the way to `parent`; False if they do not."""
@@ -254,11 +276,30 @@ class Disk:
         """Remove pages that should never have been kept."""
         self._unlink(self.index.remove([row.id for row in self._rows(keys, fingerprint)], force=True))
 
-    def pin(self, name: Hashable, rows: Sequence[int]) -> None:
-        """Pin rows for as long as this process lives, or until `unpin(name)`: nobody makes room with them."""
-        held = self.index.pin(rows, self.process)
-        self._pinned.setdefault(name, []).append(held)
+    def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
+        """Pin the pages of a path for as long as this process lives, or until `unpin(name)`: nobody makes room with them.
+
+        Those that others made room with before are written once more. again: in place of a pin of that name. On the writing thread.
+        """
+        held: list[int] = []
+        for _ in range(TRIES):
+            found = self.index.pin([entry.row for entry in path if entry.row and entry.row not in held], self.process)
+            held += found
+            missing = [entry for entry in path if entry.row not in held]
+            for entry in missing:
+                entry.row = 0
+            if not missing or not self.writer.write(missing):
+                break
+        earlier = self._pinned.setdefault(name, [])
+        if again and earlier:
+            self.index.unpin(earlier.pop(), self.process)
+        earlier.append(held)
         self.index.promote(held, Role.GROUP)
+
+    def lost(self, pinned: Sequence[tuple[Name, list[Entry]]]) -> list[tuple[Name, list[Entry]]]:
+        """Of these paths, those that are not whole on disk."""
+        here = self.index.present({entry.row for _, path in pinned for entry in path})
+        return [(name, path) for name, path in pinned if any(entry.row not in here for entry in path)]
 
     def unpin(self, name: Hashable) -> None:
         """Take back the pin of that name; no effect if there is none."""
@@ -289,9 +330,9 @@ class Disk:
             claims.discard((key, fingerprint))
         self.index.release(key, fingerprint, self.process)
 
-    def record(self, group: Group) -> None:
-        """Keep a manifest, in place of an older one of that name."""
-        self.index.put_group(group)
+    def record(self, group: Group, since: int) -> None:
+        """Keep a manifest, in place of an older one of that name; not if it was deleted after that generation."""
+        self.index.put_group(group, since)
 
     def group(self, namespace: str, name: str, fingerprint: str) -> Group | None:
         """The manifest of that name."""
@@ -311,8 +352,8 @@ class Disk:
 
     def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None:
         """Keep the ids as which the model wrote the message that ends the history `key`."""
-        packed = as_ids(ids).tobytes()
-        self.writer.after(lambda: self.index.put_splices([(namespace, key, packed)]), vital=False)
+        packed, since, made = as_ids(ids).tobytes(), self.deletions.generation, time.time()
+        self.writer.after(lambda: self.index.put_splices([(namespace, key, packed)], since, made), vital=False)
 
     def generated(self, namespace: str, key: bytes) -> tuple[int, ...]:
         """Those ids; empty if none are kept."""

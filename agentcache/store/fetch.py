@@ -59,6 +59,7 @@ class Fetch:
         self._awaiting_until = 0.0
         self._retried = False
         self._found: Found | None = None
+        self._generation = 0
         self._pages: list[Page] = []
         self._stop = threading.Event()
         self._over = threading.Event()
@@ -103,7 +104,7 @@ class Fetch:
         return self.store.tree.match(self.scope, self.ids, peek=True)
 
     def _look(self) -> None:
-        known = self._known()
+        known, self._generation = self._known(), self.store.deletions.generation
         self._found = found = self.disk.find(self.scope, self.ids, known, self.spec, self.precision)
         if found is None:
             self._claim(known)
@@ -205,7 +206,7 @@ class Fetch:
         rows, pages = found.rows[:good], self._pages[:good]
         before = found.place * PAGE_TOKENS
         end = before + sum(found.counts[:good])
-        entries = self.store.adopt(self.scope, self.ids[:end].tolist(), [*known.pages[: found.place], *pages], rows)
+        entries = self.store.adopt(self.scope, self.ids[:end].tolist(), [*known.pages[: found.place], *pages], rows, self._generation)
         assert len(entries) == len(rows) or not entries
         self.tokens += max(0, min(end, len(self.ids) - 1) - known.tokens)
         self.bytes += sum(row.bytes for row in rows)

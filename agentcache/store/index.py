@@ -149,6 +149,12 @@ class Index(Ledger):
         """How many rows there are, and the bytes of their blobs."""
         return self._db.read(lambda connection: connection.execute("SELECT rows, bytes FROM totals").fetchone())
 
+    def present(self, ids: Iterable[int]) -> set[int]:
+        """Those of these rows that are there, and not quarantined."""
+        wanted = list(ids)
+        sql = "SELECT 1 FROM pages WHERE id = ? AND bad IS NULL"
+        return self._db.read(lambda connection: {id for id in wanted if connection.execute(sql, (id,)).fetchone()})
+
     def has_blobs(self, names: Iterable[str]) -> set[str]:
         """Those of these blobs that a row names."""
         wanted = list(names)

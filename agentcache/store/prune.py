@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ..errors import StorePermissionError
+from ..errors import StoreFullError, StorePermissionError
+from ..types import PAGE_TOKENS
 from . import files
 from .check import delete, orphans, pages_of
 from .deletion import Deletion
 from .folder import Folder
 from .groups import Group
 from .index import Index
+from .keys import Scope, page_key
 from .schema import Row
+from .signed import drop_under
 
 BATCH = 256  # rows removed in one transaction
 
@@ -62,8 +66,14 @@ def prune(
     """
     if not folder.writable and not dry_run:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
-    if not dry_run and max_bytes is None:  # told before anything goes: what running processes wrote meanwhile is found below
-        index.record_deletion(_told(index, namespace, older_than, group, force))
+    left = orphans(folder, index)
+    if not dry_run:
+        files.sweep(folder, index.has_blobs)  # first what frees room: on a full disk nothing can be written before
+    untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, force)
+    if untold is not None:
+        with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
+            index.record_deletion(untold)
+            untold = None
     held = set() if force else _held(index)
     if max_bytes is not None:
         wanted, names = _surplus(index, max_bytes, force), []
@@ -78,18 +88,20 @@ def prune(
     going = [item for item in wanted if item.id not in held]
     done = Pruned(groups=[found.name for found in names])
     done.kept, done.kept_bytes = len(wanted) - len(going), sum(item.size for item in wanted if item.id in held)
-    left = orphans(folder, index)
     done.orphans, done.orphan_bytes = len(left), sum(file.bytes for file in left)
     if dry_run:
         done.pages, done.bytes = len(going), sum(item.size for item in going)
         return done
-    files.sweep(folder, index.has_blobs)  # first what frees room: on a full disk nothing can be written before
     done.pages, done.bytes = _remove(folder, index, going, force)
+    if untold is not None:  # the disk was full, for all who write
+        index.record_deletion(untold)
     for found in names:
         index.drop_group(found.namespace, found.name, found.fingerprint)
     if max_bytes is None and group is None:
         done.splices = index.drop_splices(namespace, older_than)
         index.drop_segments(namespace, older_than)
+    if group is not None:
+        drop_under(index, group.namespace, group.fingerprint, {item.parent for item in going})
     index.drop_dead_pins()
     index.empty_log()
     return done
@@ -137,14 +149,19 @@ def _held(index: Index) -> set[int]:
 def _continuing(index: Index, group: Group) -> list[_Item]:
     """A group's pages and all that continues them, but for what other groups are made of."""
     others = [other for other in index.groups() if (other.namespace, other.name, other.fingerprint) != _name(group)]
-    shared = {row.id for other in others for row in pages_of(index, other) if row is not None}
+    kept = {key for other in others for key in other.pages}  # not what another group's last page has become
+    shared = {row.id for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept}
     below: dict[tuple[tuple[str, str], bytes], list[_Item]] = {}
     for item in map(_item, index.rows(fingerprint=group.fingerprint)):
         below.setdefault((item.kind, item.parent), []).append(item)
     own = {bytes.fromhex(key) for key in group.pages}
     found: dict[int, _Item] = {}
     due = [item for items in below.values() for item in items if item.key in own and item.id not in shared]
-    due += [_item(row) for row in pages_of(index, group)[-1:] if row is not None and row.id not in shared]
+    above = bytes.fromhex(group.pages[-2]) if len(group.pages) > 1 else Scope(group.namespace, group.fingerprint, group.regime).root
+    last = group.prefix_tokens - PAGE_TOKENS * (len(group.pages) - 1)
+    for row in index.rows(parent=above, fingerprint=group.fingerprint):  # what the last page grew into
+        if row.tokens > last > 0 and page_key(above, row.ids[:last]) == group.tip and row.id not in shared:
+            due.append(_item(row))
     while due:
         item = due.pop()
         if item.id not in found:

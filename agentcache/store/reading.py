@@ -26,7 +26,7 @@ from blake3 import blake3
 from ..errors import BlobError, StoreError
 from ..kv import PAGE_TOKENS, Page
 from . import files, lossy
-from .container import MAC_BYTES, SAME, Plan, front_bytes, layer_context, parse, parts, tail_context
+from .container import DTYPES, MAC_BYTES, SAME, Plan, front_bytes, layer_context, parse, parts, tail_context
 from .folder import Folder
 from .keys import page_key
 from .schema import Row
@@ -170,6 +170,27 @@ def same(row: Row, found: Row) -> None:
         raise BlobError(f"blob {row.blob!r} has other ids than its row")
 
 
+def tensors(row: Row, stored: memoryview) -> dict[str, torch.Tensor]:
+    """A layer as it is stored, in clear, as tensors over that memory."""
+    found, at = {}, 0
+    for part in parts(row):
+        flat = torch.frombuffer(stored[at : at + part.bytes], dtype=torch.uint8)
+        found[part.name] = flat.view(TORCH[part.dtype]).view(part.shape)
+        at += part.bytes
+    return found
+
+
+def layer_is_finite(row: Row, stored: memoryview) -> bool:
+    """Whether a layer gives keys and values without NaN and infinity."""
+    found = tensors(row, stored)
+    if row.precision != "exact":
+        dtype, shape = TORCH[DTYPES[row.dtype]], (row.kv_heads, row.head_dim, row.tokens)
+        keys, values = torch.empty(shape, dtype=dtype), torch.empty((shape[0], shape[2], shape[1]), dtype=dtype)
+        lossy.dequantise(found, row.precision, keys, values)
+        found = {"keys": keys, "values": values}
+    return all(bool(torch.isfinite(tensor).all()) for tensor in found.values())
+
+
 class Filling:
     """One page being filled by several threads. What counts is guarded by the reading's lock."""
 
@@ -231,11 +252,7 @@ class Filling:
 
     def _spread(self, layer: int, stored: memoryview) -> None:
         """Put a verified layer where it belongs in the page."""
-        row, found, at = self.row, {}, 0
-        for part in parts(row):
-            flat = torch.frombuffer(stored[at : at + part.bytes], dtype=torch.uint8)
-            found[part.name] = flat.view(TORCH[part.dtype]).view(part.shape)
-            at += part.bytes
+        row, found = self.row, tensors(self.row, stored)
         keys, values = self.page.layer_keys[layer][:, :, : row.tokens], self.page.layer_values[layer][:, : row.tokens]
         if row.precision == "exact":
             some = slice(self.tokens)

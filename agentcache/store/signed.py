@@ -10,11 +10,13 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from blake3 import blake3
 
 from ..types import PAGE_TOKENS
+from . import deletion
+from .deletion import Moment
 from .index import Index
 from .keys import Ids, Scope, chain
 from .ledger import named, tick
@@ -41,13 +43,15 @@ class Signed:
 
     # -- noting ----------------------------------------------------------------------------------------------------
 
-    def note(self, scope: Scope, ids: Ids, windows: Sequence[Window]) -> None:
-        """Remember what a kept prompt says, behind the answer."""
+    def note(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> None:
+        """Remember what a kept prompt says, behind the answer. received: when it was; not if it was deleted since."""
         if windows:
-            self._after(lambda: self.note_now(scope, ids, windows))
+            self._after(lambda: self.note_now(scope, ids, windows, received))
 
-    def note_now(self, scope: Scope, ids: Ids, windows: Sequence[Window]) -> int:
+    def note_now(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> int:
         """The same at once; returns how many were new."""
+        if received is not None and any(done.meets(scope, ids, received.made) for done in self._index.deletions(received.generation)):
+            return 0
         keys = [scope.root, *chain(scope.root, ids)]
         new = []
         for window in windows:
@@ -57,15 +61,18 @@ class Signed:
             kept = Kept(signature, exact(ids, window), keys[page], page, window.start - page * PAGE_TOKENS, window.stop - window.start)
             if self.signatures.add(scope, kept):
                 new.append(kept)
-        self._put(scope, new)
+        self._put(scope, new, received)
         return len(new)
 
-    def _put(self, scope: Scope, new: Sequence[Kept]) -> None:
+    def _put(self, scope: Scope, new: Sequence[Kept], received: Moment | None) -> None:
         folder, key = self._index.folder, _key(scope)
         names = [self._name(kept) for kept in new]
         sealed = [(name, guard(folder, kept.pack(), named("segment", *key, name))) for name, kept in zip(names, new, strict=True)]
 
         def put(connection: sqlite3.Connection) -> None:
+            gone = deletion.since(connection, received.generation) if received is not None else ()
+            if received is not None and any(done.covers(scope.namespace, received.made) for done in gone):
+                return
             first = tick(connection, len(sealed))
             connection.executemany(
                 "INSERT INTO segments (namespace, fingerprint, regime, name, packed, created, used) VALUES (?, ?, ?, ?, ?, ?, ?) "
@@ -131,6 +138,24 @@ class Signed:
     def clear(self, namespace: str | None = None) -> None:
         """Forget what this process knows until it is asked for again; rows go with the pages of their namespace."""
         self.signatures.clear(namespace)
+
+
+def drop_under(index: Index, namespace: str, fingerprint: str, parents: Collection[bytes]) -> int:
+    """Delete the signatures of all that stands in pages under these; returns how many."""
+    where = "namespace = ? AND fingerprint = ?"
+
+    def drop(connection: sqlite3.Connection) -> int:
+        sql = f"SELECT id, regime, name, packed FROM segments WHERE {where}"
+        gone = []
+        for id, regime, name, packed in connection.execute(sql, (namespace, fingerprint)):
+            plain = unguard(index.folder, packed, named("segment", namespace, fingerprint, regime, name))
+            kept = Kept.unpack(plain) if plain is not None else None
+            if kept is None or kept.parent in parents:
+                gone.append((id,))
+        connection.executemany("DELETE FROM segments WHERE id = ?", gone)
+        return len(gone)
+
+    return index.database.write(drop) if parents and index.folder.writable else 0
 
 
 def exact(ids: Ids, window: Window) -> bytes:

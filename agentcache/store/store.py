@@ -6,27 +6,31 @@ admit    memory at once, disk behind the answer        bring    the same for tex
 
 from __future__ import annotations
 
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from ..errors import StoreCorruptError, StoreError, StoreFullError, StoreWarning
+from ..errors import ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreWarning
 from ..kv import KVSpec, Page
-from ..types import Grade, Precision, Reason, StoreOptions
+from ..types import Forgotten, Grade, Precision, Reason, StoreOptions
 from .bring import MOST_BYTES, Bring
+from .deletion import Deletion, Deletions, Moment
 from .disk import Disk
 from .entry import Entry, Match
 from .fetch import Fetch
 from .groups import Group
 from .index import Row
 from .keys import Ids, Role, Scope, as_ids
+from .prune import prune
 from .repeats import Run, beside
 from .signatures import TAU, Window, datasketch
 from .signed import Signed
-from .tree import Tree
+from .tree import Tree, pin_name
 
 __all__ = ["DEFAULT", "Disk", "Fetch", "Match", "Store"]
 
@@ -43,8 +47,10 @@ class Store:
 
     def __init__(self, budget_bytes: int, host_bytes: int = 0, options: StoreOptions | None = None) -> None:
         self.tree = Tree(budget_bytes, host_bytes)
-        self.disk = Disk(options) if options is not None else None
+        self.deletions = Deletions()
+        self.disk = Disk(options, self.deletions) if options is not None else None
         self.signed: Signed | None = None
+        self._listeners: list[Callable[[Deletion], None]] = []
         self._readers = ThreadPoolExecutor(READERS, "agentcache-reader") if self.disk else None
 
     @classmethod
@@ -83,10 +89,11 @@ class Store:
 
     def match(self, scope: Scope, ids: Ids, *, peek: bool = False) -> Match:
         """The longest kept prefix of ids[:-1] in memory."""
-        found = self.tree.match(scope, ids, peek=peek)
-        if self.disk and not peek and scope.precision == "exact":
-            self.disk.writer.offer(list(found.entries))  # uses are told to the index; what is not on disk yet may go there
-        return found
+        with self.deletions.lock:
+            found = self.tree.match(scope, ids, peek=peek)
+            if self.disk and not peek and scope.precision == "exact":
+                self.disk.writer.offer(list(found.entries))  # uses are told to the index; what is not on disk yet may go there
+            return found
 
     def repeats(self, scope: Scope, ids: Ids, since: int, least: int, precisions: Seq[Precision] = ("exact",)) -> list[Run]:
         """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's prompts in memory.
@@ -114,18 +121,35 @@ class Store:
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
-    def admit(self, scope: Scope, ids: Ids, pages: Seq[Page], numerics: frozenset[str] | str, prefix_tokens: int = 0) -> None:
-        """Keep `pages`, which hold `ids` from the start: in memory now, on disk later."""
-        path = self.tree.admit(scope, ids, pages, numerics, prefix_tokens)
-        if self.disk and scope.precision == "exact":  # what was computed behind lossy pages stays in memory
-            self.disk.writer.offer(path)
+    def admit(
+        self, scope: Scope, ids: Ids, pages: Seq[Page], numerics: frozenset[str] | str, prefix_tokens: int = 0,
+        received: Moment | None = None,
+    ) -> None:  # fmt: skip
+        """Keep `pages`, which hold `ids` from the start: in memory now, on disk later.
 
-    def adopt(self, scope: Scope, ids: Seq[int], pages: Seq[Page], rows: Seq[Row]) -> list[Entry]:
-        """Keep pages that were read from disk as the last of a path; returns what holds them."""
-        path = self.tree.admit(scope, as_ids(ids), pages, rows[-1].numerics)[-len(rows) :]
+        received: when the ids were, or the oldest of the pages was made; what was deleted since is not kept.
+        """
+        with self.deletions.lock:
+            if received is not None and self.deletions.meet(scope, ids, received):
+                return
+            path = self.tree.admit(scope, ids, pages, numerics, prefix_tokens)
+            if self.disk and scope.precision == "exact":  # what was computed behind lossy pages stays in memory
+                self.disk.writer.offer(path)
+
+    def adopt(self, scope: Scope, ids: Seq[int], pages: Seq[Page], rows: Seq[Row], generation: int) -> list[Entry]:
+        """Keep pages that were read from disk as the last of a path; returns what holds them.
+
+        generation: when their rows were found; nothing is kept if one was deleted since.
+        """
+        tokens = as_ids(ids)
+        with self.deletions.lock:
+            if self.deletions.meet(scope, tokens, Moment(generation, min(row.created for row in rows))):
+                return []
+            path = self.tree.admit(scope, tokens, pages, rows[-1].numerics)[-len(rows) :]
         for entry, row, page in zip(path, rows, pages[-len(rows) :], strict=False):
             if entry.page is page and entry.parent is not None:
                 entry.numerics = row.numerics | entry.parent.numerics  # later pages may have come from other kernels
+                entry.made = row.created
             if entry.key == row.page_key:
                 entry.row, entry.role = row.id, max(entry.role, Role(row.role))
         return path
@@ -147,6 +171,73 @@ class Store:
             self.disk.writer.discard(frozenset(gone))
             self.disk.quarantine(gone, scope.fingerprint, why)
 
+    # -- deleting on purpose ---------------------------------------------------------------------------------------
+
+    def on_deletion(self, *listeners: Callable[[Deletion], None]) -> None:
+        """Call `listeners` when something is deleted, by any process, before this one finds nothing of it any more."""
+        self._listeners += listeners
+
+    def heed(self) -> Moment:
+        """Let go of what any process has deleted; returns the moment up to which that was known. A look at one file, mostly."""
+        disk = self.disk
+        if disk is not None and disk.folder.generation != disk.seen:
+            with self.deletions.lock:
+                self._heed(disk)
+        return Moment(self.deletions.generation, time.time())
+
+    def _heed(self, disk: Disk) -> None:
+        seen = disk.folder.generation
+        try:
+            for done in disk.index.deletions(self.deletions.generation):
+                self._let_go(done)
+                self.deletions.hear(done)
+        except StoreError:  # the next request looks again
+            return
+        disk.seen = seen
+
+    def _let_go(self, done: Deletion) -> tuple[int, int]:
+        """Of pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
+        for listener in self._listeners:
+            listener(done)
+        if self.disk is not None:
+            self.disk.writer.drop(done)
+        if self.signed is not None:
+            self.signed.clear(done.namespace)
+        return self.tree.remove(done)
+
+    def delete(self, namespace: str | None, group: str | None, older_than: float | None, held: Seq[Group] = ()) -> Forgotten:
+        """Delete pages and what belongs to them, in memory and on disk, pinned ones too: of a namespace and an age, or of one tool group.
+
+        held: manifests of the tool groups that are held here. ConfigError: nothing is named, or what cannot be. StoreError: not all of it
+        could be deleted on disk.
+        """
+        if namespace is None and group is None and older_than is None:
+            raise ConfigError("forget(): name what is to be forgotten: namespace=, group= or older_than= (0 for everything)")
+        if older_than is not None and (group is not None or isinstance(older_than, bool) or not 0 <= older_than < math.inf):
+            raise ConfigError(f"older_than={older_than!r}: must be seconds, at least 0, and no group beside it")
+        namespace = "default" if group is not None and namespace is None else namespace
+        known = {(one.name, one.namespace, one.fingerprint): one for one in (*(self.disk.index.groups() if self.disk else ()), *held)}
+        named = [one for one in known.values() if (one.namespace, one.name) == (namespace, group)]
+        others = [one for one in known.values() if one not in named]
+        before = None if older_than is None else time.time() - older_than
+        wanted = [Deletion(namespace, before)] if group is None else [Deletion.of_group(one, others, forced=True) for one in named]
+        pages = size = 0
+        for one in wanted:
+            with self.deletions.lock:
+                more, bytes = self._let_go(one)
+                if self.disk is None:
+                    self.deletions.hear(replace(one, generation=self.deletions.generation + 1))
+            pages, size = pages + more, size + bytes
+        found = Forgotten(pages, size, groups=tuple(one.name for one in named))
+        if self.disk is None:
+            return found
+        for which in (None,) if group is None else named:
+            done = prune(self.disk.folder, self.disk.index, namespace=namespace, older_than=older_than, group=which, force=True)
+            groups = found.groups if which else tuple(done.groups)
+            found = Forgotten(pages, size, found.pages + done.pages, found.bytes + done.bytes, groups, found.splices + done.splices)
+        self.heed()
+        return found
+
     def clear(self, namespace: str | None = None, grade: Grade | None = None) -> None:
         """Free all pages in memory, or those of one namespace or grade; what is on disk stays."""
         self.tree.clear(namespace, grade=grade)
@@ -165,10 +256,11 @@ class Store:
             datasketch()
             self.signed = Signed(self.disk.index, self.disk.writer.after, tau or TAU)
 
-    def note(self, scope: Scope, ids: Ids, windows: Seq[Window]) -> None:
-        """Remember the windows of an admitted prompt, behind the answer; no effect before `sign`."""
-        if self.signed is not None and scope.precision == "exact":
-            self.signed.note(scope, ids, windows)
+    def note(self, scope: Scope, ids: Ids, windows: Seq[Window], received: Moment | None = None) -> None:
+        """Remember the windows of an admitted prompt, behind the answer; no effect before `sign`, nor if it was deleted since."""
+        received = received or self.heed()
+        if self.signed is not None and scope.precision == "exact" and not self.deletions.meet(scope, ids, received):
+            self.signed.note(scope, ids, windows, received)
 
     def bring(
         self, scope: Scope, ids: Ids, windows: Seq[Window], ms_per_token: float, spec: KVSpec, wake: Callable[[], None], *,
@@ -188,18 +280,12 @@ class Store:
 
     def pin(self, scope: Scope, ids: Ids, count: int = 1) -> int:
         """Pin (1) or unpin (-1) the pages that hold all of `ids`; returns how many. Pinned pages are never evicted, on disk neither."""
-        pages = self.tree.pin(scope, ids, count)
-        if pages and self.disk:
-            disk, path, name = self.disk, self.tree.path(scope, ids), (scope, ids.tobytes())
+        pages, name = self.tree.pin(scope, ids, count), pin_name(scope, ids)
+        if pages and (disk := self.disk):
             if count > 0:
-
-                def again() -> None:
-                    disk.writer.tell_uses()  # what somebody has pruned is written once more
-                    disk.writer.offer(path, settled=True)
-                    disk.writer.after(lambda: disk.pin(name, [entry.row for entry in path if entry.row]))
-
+                path = self.tree.path(scope, ids)
                 disk.writer.offer(path, settled=True)
-                disk.writer.after(again)
+                disk.writer.after(lambda: disk.pin(name, path))
             else:
                 disk.writer.after(lambda: disk.unpin(name))
         return pages
@@ -207,8 +293,8 @@ class Store:
     def record(self, group: Group) -> None:
         """Remember a tool group by name, behind its pages."""
         if self.disk:
-            disk = self.disk
-            disk.writer.after(lambda: disk.record(group))
+            disk, since = self.disk, self.deletions.generation
+            disk.writer.after(lambda: disk.record(group, since))
 
     def recorded(self, namespace: str, name: str, fingerprint: str) -> Group | None:
         """The tool group of that name, of this or an earlier process; None if there is none on disk."""
@@ -230,8 +316,19 @@ class Store:
         return self.disk
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Write everything that waits."""
-        return self.disk.writer.flush(timeout_s) if self.disk else True
+        """Write everything that waits; what is pinned and was pruned meanwhile, once more. False: it took too long, or something that is
+        pinned, or was to be written, is not whole on disk.
+        """
+        if (disk := self.disk) is None:
+            return True
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        if not disk.writer.flush(timeout_s):
+            return False
+        lost = disk.lost(self.tree.pinned())
+        for name, path in lost:
+            disk.writer.after(lambda name=name, path=path: disk.pin(name, path, again=True))  # type: ignore[misc]
+        left = None if until is None else until - time.monotonic()
+        return not lost or (disk.writer.flush(left) and not disk.lost(self.tree.pinned()))
 
     def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
         """Write what waits, leave the measured cost of a token to the next process, free all pages."""

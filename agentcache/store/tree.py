@@ -18,6 +18,7 @@ from blake3 import blake3
 from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, Page, Tier
 from ..types import Grade, Reason
+from .deletion import Deletion
 from .dropped import Dropped
 from .entry import Entry, Match, best_child
 from .keys import Ids, Role, Scope, page_key
@@ -26,6 +27,14 @@ from .repeats import Repeats, Run
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the kept prompt ended
 OTHER = "kept prompts go on differently from here"
+
+
+PinName = tuple[Scope, bytes]
+
+
+def pin_name(scope: Scope, ids: Ids) -> PinName:
+    """What a pinned prefix is called."""
+    return scope, blake3(ids.tobytes()).digest()
 
 
 class Tree:
@@ -46,7 +55,7 @@ class Tree:
         self._lock = threading.RLock()
         self._roots: dict[Scope, Entry] = {}
         self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always behind its children
-        self._pinned: dict[tuple[Scope, bytes], list[list[Entry]]] = {}
+        self._pinned: dict[PinName, list[tuple[list[Entry], int]]] = {}  # what holds them, and how many tokens
         self._dropped = Dropped()
         self._repeats: Repeats | None = None
 
@@ -207,25 +216,13 @@ class Tree:
         Returns the keys of what is gone.
         """
         own = {id(page) for page in pages}
-        gone: list[bytes] = []
         with self._lock:
             path, _ = self._walk(scope, ids, len(ids))
             for entry, start in zip(path, range(0, len(ids), PAGE_TOKENS), strict=False):
                 if id(entry.page) not in own or start + len(entry.ids) <= since:
                     continue
-                if start >= since:
-                    return self._drop_tree(entry, Reason.NON_FINITE)
-                for child in list(entry.children.values()):
-                    gone += self._drop_tree(child, Reason.NON_FINITE)
-                assert entry.parent is not None
-                kept = entry.ids[: since - start]
-                if page_key(entry.parent.key, kept) in entry.parent.children:
-                    gone += self._drop_tree(entry, Reason.NON_FINITE)  # another page keeps just these
-                else:
-                    gone.append(entry.key)
-                    self._rename(entry, kept)
-                return gone
-        return gone
+                return self._shorten(entry, max(0, since - start), Reason.NON_FINITE)
+        return []
 
     def drop(self, scope: Scope, ids: Ids, reason: Reason) -> list[bytes]:
         """Drop the page in which `ids` end and what continues it, pinned or not; returns the keys of what is gone."""
@@ -242,35 +239,85 @@ class Tree:
             for held in [h for h in self._pinned if namespace in (None, h[0].namespace) and grade in (None, h[0].precision)]:
                 del self._pinned[held]
 
+    def remove(self, deletion: Deletion) -> tuple[int, int]:
+        """Drop what was deleted on purpose, and what continues it; returns how many pages, and of how many bytes.
+
+        Of one tool group: what others have pinned stays, and no more of a page than they have.
+        """
+        with self._lock:
+            pages, size = len(self), self.bytes + self.host_bytes
+            for entry in [entry for entry in self._order.values() if deletion.takes(entry)]:
+                kept = self._pinned_tokens(entry) if deletion.group is not None else 0
+                if entry.page is not None and kept < len(entry.ids):
+                    self._shorten(entry, kept, Reason.DELETED)
+            for name, paths in list(self._pinned.items()):
+                for pin in [pin for pin in paths if pin[0][-1].page is None]:
+                    paths.remove(pin)
+                    self._unpin(pin[0])
+                if not paths:
+                    del self._pinned[name]
+            return pages - len(self), size - self.bytes - self.host_bytes
+
+    def pinned(self) -> list[tuple[PinName, list[Entry]]]:
+        """What holds each pinned prefix, under its name."""
+        with self._lock:
+            return [(name, list(path)) for name, paths in self._pinned.items() for path, _ in paths]
+
+    def _pinned_tokens(self, entry: Entry) -> int:
+        """How many tokens of a page are pinned."""
+        lengths = (tokens for paths in self._pinned.values() for path, tokens in paths if entry in path)
+        return max(0, max(lengths, default=0) - entry.first)
+
+    def _shorten(self, entry: Entry, kept: int, reason: Reason) -> list[bytes]:
+        """Keep the first `kept` tokens of a page, and nothing that continues it; returns the keys of what is gone."""
+        if not kept:
+            return self._drop_tree(entry, reason)
+        gone: list[bytes] = []
+        for child in list(entry.children.values()):
+            gone += self._drop_tree(child, reason)
+        assert entry.parent is not None
+        ids = entry.ids[:kept]
+        if page_key(entry.parent.key, ids) in entry.parent.children:
+            return gone + self._drop_tree(entry, reason)  # another page keeps just these
+        gone.append(entry.key)
+        self._rename(entry, ids)
+        return gone
+
     # -- pins and the budget ---------------------------------------------------------------------------------------
 
     def pin(self, scope: Scope, ids: Ids, count: int = 1) -> int:
         """Pin (count=1) the pages that hold all of `ids`, or take such a pin back (count=-1); returns how many pages. Pinned pages are
         never evicted. 0, and nothing is pinned, where some of `ids` are not kept.
         """
-        held = (scope, blake3(ids.tobytes()).digest())
+        held = pin_name(scope, ids)
         with self._lock:
             if count > 0:
                 path, at = self._walk(scope, ids, len(ids))
                 if at < len(ids):
                     return 0
                 self._touch(path)
-                self._pinned.setdefault(held, []).append(path)
+                self._pinned.setdefault(held, []).append((path, len(ids)))
             else:
                 paths = self._pinned.get(held)
                 if not paths:
                     return 0
-                path = paths.pop()
+                path, _ = paths.pop()
                 if not paths:
                     del self._pinned[held]
-            for entry in path:
-                entry.pins += 1 if count > 0 else -1
-                if count > 0:
-                    entry.role = Role.GROUP
-                elif not entry.pins:
-                    entry.role = min(entry.role, Role.PREFIX)
+            if count < 0:
+                self._unpin(path)
+            for entry in path if count > 0 else ():
+                entry.pins += 1
+                entry.role = Role.GROUP
             self._evict()
             return len(path)
+
+    @staticmethod
+    def _unpin(path: list[Entry]) -> None:
+        for entry in path:
+            entry.pins -= 1
+            if not entry.pins:
+                entry.role = min(entry.role, Role.PREFIX)
 
     def _evict(self) -> None:
         while self.bytes > self.budget_bytes and (self._demote() or self._drop_oldest(self._order.values())):

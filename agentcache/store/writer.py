@@ -13,11 +13,12 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import FAULTS
 from ..kv import PAGE_TOKENS, Page
+from .deletion import Deletion, Deletions
 from .entry import Entry
 from .keys import Ids, Role
 from .policy import WriteBudget
@@ -44,6 +45,7 @@ class Pending:
     settled: bool
     role: Role
     numerics: frozenset[str]
+    generation: int
 
     @property
     def name(self) -> tuple[str, bytes]:
@@ -62,10 +64,12 @@ class Writer:
 
     save: writes one page. touch: counts rows as used and returns those that are gone. awaited: whether other processes wait for a
     prefix. counts: what happened to pages, by word. budget: what may be written, for who saves to ask. quiet: set while no request is
-    computed. failure: the last disk error, in words.
+    computed. failure: the last disk error, in words. deletions: what is offered has survived those.
     """
 
-    def __init__(self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], set[int]], awaited: Callable[[], bool]) -> None:
+    def __init__(
+        self, save: Save, budget: WriteBudget, touch: Callable[[list[int]], set[int]], awaited: Callable[[], bool], deletions: Deletions
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.quiet = threading.Event()
         self.quiet.set()
@@ -73,6 +77,7 @@ class Writer:
         self._save = save
         self._touch = touch
         self._awaited = awaited
+        self._deletions = deletions
         self.budget = budget
         self._numbers = itertools.count()
         self._pending: dict[tuple[str, bytes], Pending] = {}
@@ -92,7 +97,7 @@ class Writer:
 
     def offer(self, path: list[Entry], settled: bool = False) -> None:
         """Write those of these entries, root first, that are not on disk; the last one, if it may still grow, once it has settled."""
-        now = time.monotonic()
+        now, generation = time.monotonic(), self._deletions.generation
         with self._changed:
             if self._closing:
                 return
@@ -108,7 +113,7 @@ class Writer:
                     del self._pending[shorter.name]
                 whole = settled or len(ids) == PAGE_TOKENS
                 due = now if whole else now + SETTLE_S
-                new = Pending(entry, ids, page, key, due, next(self._numbers), now, whole, entry.role, numerics)
+                new = Pending(entry, ids, page, key, due, next(self._numbers), now, whole, entry.role, numerics, generation)
                 self._pending[new.name] = new
             self._bound()
             self._changed.notify_all()
@@ -130,6 +135,13 @@ class Writer:
                 del self._pending[known.name]
             while self._writing in keys:
                 self._changed.wait()
+
+    def drop(self, deletion: Deletion) -> None:
+        """Forget pages that were deleted on purpose. One that is being written now is refused by the index."""
+        with self._changed:
+            for known in [p for p in self._pending.values() if deletion.reaches(p.entry)]:
+                del self._pending[known.name]
+            self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Write everything that waits, settled or not, and wait for it. False: it took too long, or the disk or its budget refuses."""
@@ -235,6 +247,16 @@ class Writer:
         if entry.key == pending.key:
             entry.row = row
         self.counts[what] += 1
+
+    def write(self, path: Sequence[Entry]) -> bool:
+        """Write these entries now, root first; whether all are on disk. On the writing thread."""
+        self.offer(list(path), settled=True)
+        for entry in path:
+            with self._changed:
+                pending = self._pending.pop((entry.scope.fingerprint, entry.key), None)
+            if pending is not None:
+                self._write(pending)
+        return all(entry.row for entry in path)
 
     def tell_uses(self) -> None:
         """Let the index know now what was used since it was told last; what is gone from it may be written again. On the writing thread."""
