@@ -114,15 +114,14 @@ class Engine:
             raise
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
-        self._process = os.getpid()
-        self._end = weakref.finalize(self, _end, self._process, self.scheduler, self.store, self.model)
+        self._end = weakref.finalize(self, _end, os.getpid(), self.scheduler, self.store, self.model)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
         folder, saved = self.store.disk.folder.path if self.store.disk else None, str(self.model.dtype).removeprefix("torch.")
         self._texts, self._calibrations = TokenTexts(self.tokenizer), Calibrations(calibration, folder, self.name, saved)
         if reuse == "approximate" or calibration is not None:
             self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
-        self._misses, self._closed, self.redact = Misses(), False, redact
+        self._process, self._misses, self._closed, self.redact = os.getpid(), Misses(), False, redact
         self.store.on_deletion(self._groups.let_go, self.renderer.forget, self._misses.forget)
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
@@ -251,9 +250,8 @@ class Engine:
         if message.tool_calls and receipt.finish_reason == "stop":
             receipt.finish_reason = "tool_calls"
         if spelled := generated[: request.text.spelled or 0]:  # what a stop string cut off is no part of the message
-            with self.store.deletions.lock:
-                if not self.store.deletions.cover(request.namespace, request.received):
-                    self.renderer.remember(layout, spelled, message, namespace=request.namespace, outlive=request.reuse)
+            keep = partial(self.renderer.remember, layout, spelled, message, namespace=request.namespace, outlive=request.reuse)
+            self.store.unless_deleted(request.namespace, request.received, keep)
         receipt.repeated_tokens = len(generated) if layout.ephemeral_tokens else 0
         receipt.saved_ms = receipt.cached_tokens * self.scheduler.ms_per_token
         receipt.saved_flops = self.model.flops(receipt.cached_tokens)
@@ -288,9 +286,8 @@ class Engine:
         template_kwargs: Mapping[str, Any] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ToolGroup:
-        """The same for the start of a conversation: what every continuation of these messages begins with; options as of `stream`.
-
-        Only what the chat template writes otherwise once more follows is left out. `release` ends it.
+        """The same for the start of a conversation: what every continuation of these messages begins with, but for what the
+        template writes otherwise once more follows. Options as of `stream`. `release` ends it.
         """
         self.check_open()
         called, received = time.perf_counter(), self.store.heed()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -68,15 +68,26 @@ class KVSpec:
         return PAGE_TOKENS * (self.token_bytes + self.boundary_bytes)
 
 
+class File(Protocol):
+    """A file whose memory is mapped."""
+
+    def changed(self) -> bool:
+        """Whether it was written to since it was opened."""
+        ...
+
+
 class Page:
     """KV of up to 512 tokens: keys [layers, kv_heads, head_dim, 512], values [layers, kv_heads, 512, head_dim].
 
     `filled` counts the slots written so far. A page with filled == 512 is sealed: immutable, shared by reference.
     spec: of the model; a page of tier "host" waits in the computer's own memory. whole: all its slots will be written, and soon.
-    layer_keys, layer_values: one view per layer. boundaries: hidden states [512, hidden] by layer, where they were kept.
+    layer_keys, layer_values: one view per layer. file: whose mapped memory that is, None if it is the page's own.
+    boundaries: hidden states [512, hidden] by layer, where they were kept.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_lock", "boundaries", "filled", "keys", "layer_keys", "layer_values", "spec", "tier", "values")
+    __slots__ = (
+        "__weakref__", "_claim", "_lock", "boundaries", "file", "filled", "keys", "layer_keys", "layer_values", "spec", "tier", "values",
+    )  # fmt: skip
 
     def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False) -> None:
         self.spec = spec
@@ -88,6 +99,7 @@ class Page:
         self.keys, self.values = made
         self._views()
         self.boundaries: dict[int, torch.Tensor] = {}
+        self.file: File | None = None
         self.filled = 0
         self._claim: object | None = None
         self._lock = threading.Lock()
@@ -96,11 +108,16 @@ class Page:
         self.layer_keys = self.keys.unbind(0)
         self.layer_values = self.values.unbind(0)
 
-    def lie_in(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take other memory, which holds a whole page already; each layer of it is contiguous."""
+    def lie_in(self, keys: torch.Tensor, values: torch.Tensor, file: File) -> None:
+        """Take the memory of a mapped file, which holds a whole page already; each layer of it is contiguous."""
         assert self.filled == 0 and keys.shape == self.keys.shape and values.shape == self.values.shape and keys.dtype == self.spec.dtype
-        self.keys, self.values = keys, values
+        self.keys, self.values, self.file = keys, values, file
         self._views()
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody has written to the file that this page lies in since it was verified."""
+        return self.file is not None and self.file.changed()
 
     @property
     def sealed(self) -> bool:

@@ -158,8 +158,8 @@ class Life:
             detail = f"NaN or infinity behind {request.suspects.tokens} tokens that were attached: computed again without reuse"
             return Match(0, (), Reason.NON_FINITE, detail=detail)
         found = self.store.match(request.scope, request.array())
-        if request.lossy and self.store.disk is not None:
-            lossy = replace(request.scope, precision=self.store.disk.precision)
+        if request.lossy and (disk := self.store.disk):
+            lossy = replace(request.scope, precision=disk.precision)
             other = self.store.match(lossy, request.array())
             if other.tokens > found.tokens:
                 request.scope, found = lossy, other

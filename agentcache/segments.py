@@ -22,7 +22,7 @@ from .plan import Attach, Repeat
 from .runner import Runner, Source
 from .store.keys import Ids, Scope
 from .store.store import Store
-from .types import Layout, Reason, Refusal
+from .types import Layout, Precision, Reason, Refusal
 
 PROBED = 4  # tokens of a halo, the last ones, that are compared with what was stored
 
@@ -54,7 +54,7 @@ class Segments:
         spec = self.runner.model.spec
         if not request.windows or scope is None or spec is None or self.off or request.calibration is None:
             return False
-        stored = self.store.disk.precision if self.store.disk is not None else "exact"
+        stored: Precision = disk.precision if (disk := self.store.disk) else "exact"
         if request.bring is None and stored in request.calibration.precisions:
             known, least, scope = self.known(request, scope), request.calibration.least, replace(scope, precision=stored)
             ids = _attachable(request, request.calibration)

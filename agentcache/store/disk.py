@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
 from ..errors import BlobError, StoreError, StoreFullError
 from ..kv import PAGE_TOKENS, KVSpec, Page
-from ..types import Precision, StoreOptions
+from ..types import Precision, Reason, StoreOptions
 from . import blob, deletion, files, process
 from .container import plan
 from .deletion import Deletions
@@ -34,9 +33,6 @@ from .writer import Pending, Writer
 ROOM = 16  # pages' worth of room that is made at once, so that a full store does not look for victims at every write
 TRIES = 8  # to make room, where other processes fill it meanwhile
 SWEEP_S = 60.0  # how often files that no row names are looked for, while pages are written
-
-
-Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +106,32 @@ class Disk:
             tokens += run
         return Found(tuple(rows), whole, tokens) if tokens > known.tokens else None
 
-    def read(self, found: Found, pages: Sequence[Page], stop: threading.Event, progress: Callable[[int], None]) -> StoreError | None:
+    def read(
+        self, found: Found, pages: Sequence[Page], stop: threading.Event, progress: Callable[[int], None]
+    ) -> tuple[Reason, str] | None:
         """Fill pages, every byte verified, and return the first thing that went wrong. Bad blobs are quarantined."""
         rows = found.rows
         jobs = list(zip(rows, pages, found.counts, strict=True))
         errors = blob.read_many(self.folder, jobs, stop=stop, progress=progress)
         if stop.is_set():
             return None
+        first = None
         for row, error in zip(rows, errors, strict=True):
-            if isinstance(error, BlobError):
+            gone = self._why_gone(row) if isinstance(error, BlobError) else None
+            if isinstance(error, BlobError) and gone is None:
                 self._bad.add(row.id)
                 self.index.quarantine(row.id, str(error))
-        return next((error for error in errors if error is not None), None)
+            if error is not None:
+                first = first or (gone or Reason.BAD_BLOB, str(error))
+        return first
+
+    def _why_gone(self, row: Row) -> Reason | None:
+        """Why others have removed a row since it was found; None if they have not."""
+        if self.index.present([row.id]):
+            return None
+        deleted = self.index.deletions(self.deletions.generation)
+        gone = any(one.covers(row.namespace, row.created) or row.page_key in one.keys for one in deleted)
+        return Reason.DELETED if gone else Reason.EVICTED
 
     def quarantine(self, keys: Sequence[bytes], fingerprint: str, why: str) -> None:
         """Never serve these pages again, nor what continues them on disk; `agentcache verify` shows them."""
@@ -175,8 +185,8 @@ class Disk:
         entry, page = pending.entry, pending.page
         parent = entry.parent
         assert parent is not None
-        if not self.folder.writable:
-            return 0, "read-only"
+        if not self.folder.writable or page.changed:
+            return 0, "changed" if page.changed else "read-only"
         fingerprint = entry.scope.fingerprint
         known = self.index.row(pending.key, fingerprint, self.precision)
         if known is not None and not known.bad:
@@ -277,10 +287,8 @@ class Disk:
         self._unlink(self.index.remove([row.id for row in self._rows(keys, fingerprint)], force=True))
 
     def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
-        """Pin the pages of a path for as long as this process lives, or until `unpin(name)`: nobody makes room with them.
-
-        Those that others made room with before are written once more. again: in place of a pin of that name. On the writing thread.
-        """
+        """Pin the pages of a path while this process lives, or until `unpin(name)`; those that others made room with before are written
+        once more. again: in place of a pin of that name. On the writing thread."""
         held: list[int] = []
         for _ in range(TRIES):
             found = self.index.pin([entry.row for entry in path if entry.row and entry.row not in held], self.process)
@@ -296,10 +304,9 @@ class Disk:
         earlier.append(held)
         self.index.promote(held, Role.GROUP)
 
-    def lost(self, pinned: Sequence[tuple[Name, list[Entry]]]) -> list[tuple[Name, list[Entry]]]:
-        """Of these paths, those that are not whole on disk."""
-        here = self.index.present({entry.row for _, path in pinned for entry in path})
-        return [(name, path) for name, path in pinned if any(entry.row not in here for entry in path)]
+    def holds(self, name: Hashable) -> set[int]:
+        """The rows that are pinned under a name."""
+        return {row for held in self._pinned.get(name, ()) for row in held}
 
     def unpin(self, name: Hashable) -> None:
         """Take back the pin of that name; no effect if there is none."""
@@ -341,12 +348,6 @@ class Disk:
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to the store's counters, behind the answers."""
         self.writer.after(lambda: self.index.add_counters(counts))
-
-    def clear(self, namespace: str | None = None) -> int:
-        """Delete all pages, groups, splices and segments of a namespace (None: of all); returns how many pages."""
-        gone = self.index.delete_namespace(namespace)
-        self._unlink(gone)
-        return len(gone)
 
     # -- the model's own ids ---------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import FAULTS, StoreBusyError, StoreError
+from ..errors import FAULTS, StoreBusyError, StoreError, StoreLostError
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..types import Precision, Reason, Refusal
 from .disk import Found, cpu_page
@@ -63,7 +63,7 @@ class Fetch:
         self._pages: list[Page] = []
         self._stop = threading.Event()
         self._over = threading.Event()
-        self._failed: Exception | None = None
+        self._failed: tuple[Reason, str] | None = None
         self._read_bytes = 0
         self._asked = self._read_began = self._read_ended = 0.0
         self._state = "looking"
@@ -74,7 +74,7 @@ class Fetch:
             return False
         try:
             waits = self._step()
-        except StoreBusyError as error:
+        except (StoreBusyError, StoreLostError) as error:
             self.notes.append(f"nothing was read from disk: {error}")
             waits = False
         except StoreError as error:  # a damaged index: computed instead, and said
@@ -140,7 +140,7 @@ class Fetch:
         try:
             self._failed = self.disk.read(found, pages, stop, self._progress)
         except (OSError, MemoryError, RuntimeError) as error:  # a StoreError too: the index could not be told what was wrong
-            self._failed = error
+            self._failed = Reason.EVICTED if isinstance(error, StoreLostError) else Reason.BAD_BLOB, str(error)
         finally:
             self._read_ended = time.perf_counter()
             self._over.set()
@@ -188,7 +188,7 @@ class Fetch:
                 self.disk.read_rate.learn(sum(row.bytes for row in found.rows[:good]), took)
         failed, self._failed, self._pages, self._found = self._failed, None, [], None
         if failed is not None and not stopped:
-            self._refuse(Reason.BAD_BLOB, (found.place + good) * PAGE_TOKENS, str(failed))
+            self._refuse(failed[0], (found.place + good) * PAGE_TOKENS, failed[1])
             if not self._retried:
                 self._retried = True
                 self._state = "looking"

@@ -55,6 +55,33 @@ class Swept(NamedTuple):
     left_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A blob's file as it was when it was opened. times: of its last change, and of its contents, in ns."""
+
+    path: str
+    file: tuple[int, int]
+    bytes: int
+    times: tuple[int, int]
+
+    @classmethod
+    def of(cls, folder: Folder, name: str, fd: int) -> Opened:
+        """The file behind this descriptor."""
+        about = os.fstat(fd)
+        path = os.fspath(folder.blobs / name[:2] / f"{name}{WHOLE}")
+        return cls(path, (about.st_dev, about.st_ino), about.st_size, (about.st_ctime_ns, about.st_mtime_ns))
+
+    def changed(self) -> bool:
+        """Whether it was touched since. A file that was deleted, or replaced by another, cannot be: nobody finds it any more."""
+        try:
+            about = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return False
+        if (about.st_dev, about.st_ino) != self.file:
+            return False
+        return (about.st_size, about.st_ctime_ns, about.st_mtime_ns) != (self.bytes, *self.times)
+
+
 @contextmanager
 def _place(folder: Folder, name: str, make: bool = False) -> Iterator[int]:
     """The descriptor of the folder a blob lies in. Nothing on the way is followed elsewhere."""

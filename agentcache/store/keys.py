@@ -44,6 +44,14 @@ def page_key(parent: bytes, ids: np.ndarray) -> bytes:
     return blake3(parent + ids.tobytes()).digest()
 
 
+PinName = tuple["Scope", bytes]
+
+
+def pin_name(scope: Scope, ids: Ids) -> PinName:
+    """What a pinned prefix is called."""
+    return scope, blake3(ids.tobytes()).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """What must be equal for pages to be shared: who asks, under which weights, with which rotary regime, from how exact a source."""

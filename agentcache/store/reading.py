@@ -198,6 +198,7 @@ class Filling:
         assert fits(row, page) and page.filled == 0 and 0 < tokens <= row.tokens
         self.row, self.page, self.tokens = row, page, tokens
         self.blob: Blob | None = None
+        self.file: files.Opened | None = None
         self.mapped: memoryview | None = None  # the whole file, where the page will lie in it
         self.here = False  # whether the system's page cache holds it already
         self.next = self.active = 0  # layers handed out, layers being read
@@ -206,6 +207,7 @@ class Filling:
 
     def open(self, folder: Folder) -> None:
         self.blob = open_blob(folder, self.row.blob)
+        self.file = files.Opened.of(folder, self.row.blob, self.blob.fd)  # before anything of it is verified
         same(self.row, self.blob.row)
         size = self.blob.plan.bytes
         if not files.local(folder.path):
@@ -268,6 +270,8 @@ class Filling:
         self.ended = True
         if self.blob is not None:
             self.blob.close()
+        if self.error is None and self.file is not None and self.file.changed():
+            self.error = BlobError(f"blob {self.row.blob!r} was written to while it was read")
         keep = 0 if self.error else self.tokens
         if self.blob is not None and self.stays:
             if keep:
@@ -279,12 +283,13 @@ class Filling:
 
     def _take(self) -> None:
         """Give the page the memory of the mapped file, layer by layer as it lies there."""
-        assert self.blob is not None and self.mapped is not None
+        assert self.blob is not None and self.mapped is not None and self.file is not None
         plan, spec = self.blob.plan, self.page.spec
         each = spec.kv_heads * spec.head_dim * PAGE_TOKENS
         shapes = (spec.kv_heads, spec.head_dim, PAGE_TOKENS), (spec.kv_heads, PAGE_TOKENS, spec.head_dim)
         data = torch.frombuffer(self.mapped, dtype=spec.dtype, count=2 * spec.layers * each, offset=plan.at(0)).view(spec.layers, 2, each)
-        self.page.lie_in(*(data[:, i].unflatten(1, shape) for i, shape in enumerate(shapes)))
+        keys, values = (data[:, i].unflatten(1, shape) for i, shape in enumerate(shapes))
+        self.page.lie_in(keys, values, self.file)
 
 
 class Reading:

@@ -13,9 +13,10 @@ import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
-from ..errors import ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreWarning
+from ..errors import ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import KVSpec, Page
 from ..types import Forgotten, Grade, Precision, Reason, StoreOptions
 from .bring import MOST_BYTES, Bring
@@ -25,12 +26,12 @@ from .entry import Entry, Match
 from .fetch import Fetch
 from .groups import Group
 from .index import Row
-from .keys import Ids, Role, Scope, as_ids
+from .keys import Ids, PinName, Role, Scope, as_ids, pin_name
 from .prune import prune
 from .repeats import Run, beside
 from .signatures import TAU, Window, datasketch
 from .signed import Signed
-from .tree import Tree, pin_name
+from .tree import Tree
 
 __all__ = ["DEFAULT", "Disk", "Fetch", "Match", "Store"]
 
@@ -51,6 +52,7 @@ class Store:
         self.disk = Disk(options, self.deletions) if options is not None else None
         self.signed: Signed | None = None
         self._listeners: list[Callable[[Deletion], None]] = []
+        self._lost: list[Disk] = []  # whose folder was deleted while it was used
         self._readers = ThreadPoolExecutor(READERS, "agentcache-reader") if self.disk else None
 
     @classmethod
@@ -110,9 +112,11 @@ class Store:
         self, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None]
     ) -> Fetch | None:
         """What brings this prompt's pages into memory, if there is anything to wait for."""
-        if self.disk is None or not self.tree.budget_bytes:
-            return None
-        return Fetch(self, scope, ids, prefix_tokens, ms_per_token, spec, wake)
+        with self.deletions.lock:
+            if self.disk is None or not self.tree.budget_bytes:
+                return None
+            self.tree.drop_changed(scope, ids)  # here, so that it is read again for this very request
+            return Fetch(self, scope, ids, prefix_tokens, ms_per_token, spec, wake)
 
     def read(self, job: Callable[[], None]) -> None:
         """Run `job` on a reading thread."""
@@ -167,15 +171,21 @@ class Store:
     def quarantine(self, scope: Scope, ids: Ids, key: Key, why: str) -> None:
         """The page `key`, in which `ids` end, is wrong: never serve it again, nor what continues it. It may have left memory."""
         gone = [key, *self.tree.drop(scope, ids, Reason.BAD_BLOB)]
-        if self.disk:
-            self.disk.writer.discard(frozenset(gone))
-            self.disk.quarantine(gone, scope.fingerprint, why)
+        if disk := self.disk:
+            disk.writer.discard(frozenset(gone))
+            disk.quarantine(gone, scope.fingerprint, why)
 
     # -- deleting on purpose ---------------------------------------------------------------------------------------
 
     def on_deletion(self, *listeners: Callable[[Deletion], None]) -> None:
         """Call `listeners` when something is deleted, by any process, before this one finds nothing of it any more."""
         self._listeners += listeners
+
+    def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], None]) -> None:
+        """Call `keep`, unless all that this namespace sent then has been deleted since."""
+        with self.deletions.lock:
+            if not self.deletions.cover(namespace, received):
+                keep()
 
     def heed(self) -> Moment:
         """Let go of what any process has deleted; returns the moment up to which that was known. A look at one file, mostly."""
@@ -191,9 +201,19 @@ class Store:
             for done in disk.index.deletions(self.deletions.generation):
                 self._let_go(done)
                 self.deletions.hear(done)
+        except StoreLostError as error:
+            self._lose(disk, str(error))
         except StoreError:  # the next request looks again
             return
         disk.seen = seen
+
+    def _lose(self, disk: Disk, why: str) -> None:
+        """Go on in memory: where the folder was is another store, with another key, or none."""
+        self.disk = self.signed = None
+        self._lost.append(disk)
+        disk.writer.abandon()
+        with suppress(StoreWarning):  # an error where warnings are errors: the request is right all the same
+            warnings.warn(f"{why}; until then nothing is read from disk nor written to it", StoreWarning, stacklevel=5)
 
     def _let_go(self, done: Deletion) -> tuple[int, int]:
         """Of pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
@@ -252,15 +272,16 @@ class Store:
         tau: least similarity of what is proposed, None for what it is already. Loads a library for some seconds. ConfigError: it is not
         installed, or tau is wrong.
         """
-        if self.disk is not None and (self.signed is None or tau not in (None, self.signed.signatures.tau)):
+        disk, signed = self.disk, self.signed
+        if disk is not None and (signed is None or tau not in (None, signed.signatures.tau)):
             datasketch()
-            self.signed = Signed(self.disk.index, self.disk.writer.after, tau or TAU)
+            self.signed = Signed(disk.index, disk.writer.after, tau or TAU)
 
     def note(self, scope: Scope, ids: Ids, windows: Seq[Window], received: Moment | None = None) -> None:
         """Remember the windows of an admitted prompt, behind the answer; no effect before `sign`, nor if it was deleted since."""
         received = received or self.heed()
-        if self.signed is not None and scope.precision == "exact" and not self.deletions.meet(scope, ids, received):
-            self.signed.note(scope, ids, windows, received)
+        if (signed := self.signed) and scope.precision == "exact" and not self.deletions.meet(scope, ids, received):
+            signed.note(scope, ids, windows, received)
 
     def bring(
         self, scope: Scope, ids: Ids, windows: Seq[Window], ms_per_token: float, spec: KVSpec, wake: Callable[[], None], *,
@@ -270,11 +291,12 @@ class Store:
 
         scope: how exact the pages must be stored. None before `sign`.
         """
-        if self.signed is None or self.disk is None or scope.precision == "approximate":
-            return None
-        if not self.tree.budget_bytes or not windows:
-            return None
-        return Bring(self, self.signed, scope, ids, windows, ms_per_token, spec, wake, since, least, most_bytes)
+        with self.deletions.lock:
+            if self.signed is None or self.disk is None or scope.precision == "approximate":
+                return None
+            if not self.tree.budget_bytes or not windows:
+                return None
+            return Bring(self, self.signed, scope, ids, windows, ms_per_token, spec, wake, since, least, most_bytes)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -292,21 +314,21 @@ class Store:
 
     def record(self, group: Group) -> None:
         """Remember a tool group by name, behind its pages."""
-        if self.disk:
-            disk, since = self.disk, self.deletions.generation
+        if disk := self.disk:
+            since = self.deletions.generation
             disk.writer.after(lambda: disk.record(group, since))
 
     def recorded(self, namespace: str, name: str, fingerprint: str) -> Group | None:
         """The tool group of that name, of this or an earlier process; None if there is none on disk."""
         try:
-            return self.disk.group(namespace, name, fingerprint) if self.disk else None
+            return disk.group(namespace, name, fingerprint) if (disk := self.disk) else None
         except StoreError:  # as good as not recorded
             return None
 
     def note_busy(self, busy: bool) -> None:
         """Say whether requests are being computed: writing gives way to them."""
-        if self.disk:
-            quiet = self.disk.writer.quiet
+        if disk := self.disk:
+            quiet = disk.writer.quiet
             if busy == quiet.is_set():
                 quiet.clear() if busy else quiet.set()
 
@@ -317,23 +339,29 @@ class Store:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Write everything that waits; what is pinned and was pruned meanwhile, once more. False: it took too long, or something that is
-        pinned, or was to be written, is not whole on disk.
+        pinned, or was to be written, is not whole on disk, or there is no such folder any more.
         """
         if (disk := self.disk) is None:
-            return True
+            return not self._lost
         until = None if timeout_s is None else time.monotonic() + timeout_s
         if not disk.writer.flush(timeout_s):
             return False
-        lost = disk.lost(self.tree.pinned())
+        lost = self._unwritten(disk)
         for name, path in lost:
             disk.writer.after(lambda name=name, path=path: disk.pin(name, path, again=True))  # type: ignore[misc]
         left = None if until is None else until - time.monotonic()
-        return not lost or (disk.writer.flush(left) and not disk.lost(self.tree.pinned()))
+        return not lost or (disk.writer.flush(left) and not self._unwritten(disk))
+
+    def _unwritten(self, disk: Disk) -> list[tuple[PinName, list[Entry]]]:
+        """Pinned prefixes that are not whole on disk, and pinned there."""
+        pinned = self.tree.pinned()
+        here = disk.index.present({entry.row for _, path in pinned for entry in path})
+        return [(name, path) for name, path in pinned if not {entry.row for entry in path} <= here & disk.holds(name)]
 
     def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
         """Write what waits, leave the measured cost of a token to the next process, free all pages."""
         if self._readers:
             self._readers.shutdown(cancel_futures=True)
-        if self.disk:
-            self.disk.close(fingerprint, ms_per_token)
+        for disk in filter(None, (self.disk, *self._lost)):
+            disk.close(fingerprint, ms_per_token)
         self.tree.clear()

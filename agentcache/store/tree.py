@@ -13,28 +13,18 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from blake3 import blake3
-
 from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, Page, Tier
 from ..types import Grade, Reason
 from .deletion import Deletion
 from .dropped import Dropped
 from .entry import Entry, Match, best_child
-from .keys import Ids, Role, Scope, page_key
+from .keys import Ids, PinName, Role, Scope, page_key, pin_name
 from .repeats import Repeats, Run
 
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the kept prompt ended
 OTHER = "kept prompts go on differently from here"
-
-
-PinName = tuple[Scope, bytes]
-
-
-def pin_name(scope: Scope, ids: Ids) -> PinName:
-    """What a pinned prefix is called."""
-    return scope, blake3(ids.tobytes()).digest()
 
 
 class Tree:
@@ -70,6 +60,8 @@ class Tree:
         What is found counts as used, unless it is only peeked at.
         """
         with self._lock:
+            if not peek:
+                self.drop_changed(scope, ids)
             path, at = self._walk(scope, ids, len(ids) - 1)
             if not peek:
                 self._touch(path)
@@ -89,6 +81,8 @@ class Tree:
                     self._note(entry)
             found = []
             for run in self._repeats.find(scope, ids, since, least):
+                if any(entry.page is None or entry.page.changed for entry in run.entries):
+                    continue
                 self._touch(list(run.entries))
                 self._promote(list(run.entries))
                 pages = tuple(entry.page for entry in run.entries if entry.page is not None)
@@ -109,6 +103,14 @@ class Tree:
         """All that a namespace keeps, the least recently used first."""
         with self._lock:
             return [entry for entry in self._order.values() if entry.scope.namespace == namespace]
+
+    def drop_changed(self, scope: Scope, ids: Ids) -> None:
+        """Drop what of this prompt lies in files that somebody wrote to, and what continues it: it has to be verified again."""
+        with self._lock:
+            for entry in self._walk(scope, ids, len(ids))[0]:
+                if entry.page is not None and entry.page.changed:
+                    self._drop_tree(entry, Reason.BAD_BLOB)
+                    return
 
     def path(self, scope: Scope, ids: Ids) -> list[Entry]:
         """The entries that hold the longest kept prefix of all these ids."""

@@ -163,6 +163,15 @@ class Writer:
     def _refused(self) -> int:
         return self.counts["failed"] + self.counts["no room"]
 
+    def abandon(self) -> None:
+        """Write nothing any more, what waits included, and end once the page that is being written is done."""
+        with self._changed:
+            self._closing = True
+            self._pending.clear()
+            self._jobs.clear()
+            self._used.clear()
+            self._changed.notify_all()
+
     def close(self, timeout_s: float = 30.0) -> None:
         """Flush, then end the thread."""
         self.flush(timeout_s)

@@ -1,0 +1,292 @@
+"""What others do to a store under a running engine: pages evicted, the folder deleted, files written to. It is noticed, and told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentcache import Engine, Reason
+from agentcache.errors import StoreLostError, StoreWarning
+from agentcache.store import blob, files
+from agentcache.store.check import verify
+from agentcache.store.disk import Disk
+from agentcache.store.folder import Folder
+from agentcache.store.index import Index
+from agentcache.store.prune import prune
+from agentcache.types import StoreOptions
+from tests import models, stored
+from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text
+
+PROMPT = chat(long_text(300))
+ASK = {"sampling": decode(4)}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return models.build("qwen3", num_hidden_layers=2)
+
+
+def reasons(done: Any) -> set[Reason]:
+    return {refusal.reason for refusal in done.receipt.refusals}
+
+
+def unread(folder: Path) -> Any:
+    """Options under which nothing but the request itself reads pages."""
+    return StoreOptions(folder, check_one_in=0)
+
+
+# -- what is pinned is on disk -----------------------------------------------------------------------------------------
+
+
+def others_evict(disk: Disk, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Another process makes room with the last page, so often, between its being written and its being pinned."""
+    pin, gone = Index.pin, []
+
+    def late(index: Index, ids: Any, holder: str) -> list[int]:
+        wanted = list(ids)
+        if len(gone) < times and wanted:
+            gone.append(wanted[-1])
+            stolen = index.remove(wanted[-1:])
+            assert stolen, "nobody had pinned it"
+            for row in stolen:
+                blob.remove(disk.folder, row)
+        return pin(index, wanted, holder)
+
+    monkeypatch.setattr(Index, "pin", late)
+    return gone
+
+
+def whole(running: Engine) -> bool:
+    disk = running.store.disk
+    [(_, path)] = running.store.tree.pinned()
+    rows = {row.id: row for row in disk.index.rows()}
+    return all(entry.row in rows and rows[entry.row].page_key == entry.key for entry in path)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_page_evicted_before_it_was_pinned_is_written_once_more(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        gone = others_evict(running.store.disk, times, monkeypatch)
+        running.warm(SYSTEM + long_text(300), TOOLS, name="tools")
+        assert running.flush()
+        assert len(gone) == times
+        assert whole(running)
+        assert running.store.disk.index.pinned() == {row.id for row in running.store.disk.index.rows()}
+
+
+def test_flush_does_not_say_that_a_pinned_page_is_there_if_it_is_not(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        with monkeypatch.context() as patch:
+            others_evict(running.store.disk, 1000, patch)
+            running.warm(SYSTEM + long_text(300), TOOLS, name="tools")
+            assert not running.flush()
+        assert running.flush(), "nobody takes it away any more"
+        assert whole(running)
+
+
+def test_what_was_pruned_though_it_is_pinned_is_written_again_or_flush_says_so(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        running.warm(SYSTEM + long_text(300), TOOLS, name="tools")
+        assert running.flush()
+        opened = Folder.open(tmp_path / "store")
+        with Index(opened) as index:
+            prune(opened, index, max_bytes=0, force=True)  # for room: nothing is forgotten
+            assert index.total() == (0, 0)
+        assert running.flush()
+        assert whole(running)
+
+
+# -- evicted and pruned pages are told as such ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["evicted", "deleted", "lost"])
+def test_a_page_that_goes_before_it_is_read_is_told_as_what_it_is(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with engine(model=model, store=unread(tmp_path / "store")) as running:
+        wanted = running.generate(PROMPT, **ASK).ids
+    with engine(model=model, store=unread(tmp_path / "store")) as running:
+        read_many, disk = blob.read_many, running.store.disk
+
+        def late(folder: Folder, jobs: Any, **more: Any) -> Any:
+            monkeypatch.setattr(blob, "read_many", read_many)
+            with Index(Folder.open(folder.path)) as index:
+                if how == "evicted":
+                    prune(folder, index, max_bytes=0)
+                elif how == "deleted":
+                    prune(folder, index, namespace="default")
+            if how == "lost":
+                for file in stored.left(folder):
+                    file.unlink()
+            return read_many(folder, jobs, **more)
+
+        monkeypatch.setattr(blob, "read_many", late)
+        done = running.generate(PROMPT, **ASK)
+        assert done.ids == wanted
+        told = {"evicted": Reason.EVICTED, "deleted": Reason.DELETED, "lost": Reason.BAD_BLOB}[how]
+        assert told in reasons(done)
+        assert (Reason.BAD_BLOB in reasons(done)) == (how == "lost"), "a row without its file is damage"
+        assert bool(disk._bad) == (how == "lost")
+
+
+# -- the folder is deleted -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["deleted", "emptied", "made anew", "made anew, then closed"])
+def test_a_folder_that_was_deleted_is_noticed_and_a_new_one_is_left_alone(model: Any, tmp_path: Path, how: str) -> None:
+    place = tmp_path / "store"
+    with engine(model=model, store=place) as running:
+        wanted = running.generate(PROMPT, **ASK).ids
+        running.warm(SYSTEM, TOOLS, name="tools")
+        assert running.flush()
+        if how == "emptied":
+            for path in place.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        else:
+            shutil.rmtree(place)
+        if how.startswith("made anew"):
+            with engine(model=model, store=place) as fresh:
+                fresh.generate(chat("hi"), **ASK)
+                assert fresh.flush()
+                before = sorted(row.blob for row in fresh.store.disk.index.rows())
+                if how == "made anew":
+                    later(running, wanted)
+        if how != "made anew":
+            later(running, wanted)
+        assert running.generate(chat(long_text(200, 3)), **ASK).receipt.computed_tokens > 512
+        assert running.release("tools")
+        check_store(running.store)
+    if how.startswith("made anew"):
+        folder = Folder.open(place)
+        assert verify(folder).problems == [], "nothing under the old key"
+        with Index(folder) as index:
+            assert sorted(row.blob for row in index.rows()) == before
+        with engine(model=model, store=place) as running:
+            assert running.generate(chat("hi"), **ASK).receipt.disk_tokens > 0
+    else:
+        assert not list(place.rglob("*.safetensors"))
+
+
+def later(running: Engine, wanted: tuple[int, ...]) -> None:
+    """The request that notices, and one after it."""
+    with pytest.warns(StoreWarning, match="was deleted, or made anew, while it was in use"):
+        done = running.generate(PROMPT, **ASK)
+    assert done.ids == wanted
+    assert done.receipt.computed_tokens == 1, "memory is as it was"
+    assert Reason.BAD_BLOB not in reasons(done)
+    assert not running.flush(), "nothing is written any more"
+    assert running.generate(PROMPT, **ASK).ids == wanted
+
+
+def test_an_index_of_another_folder_is_never_opened_with_the_old_key(tmp_path: Path) -> None:
+    folder = Folder.open(tmp_path / "store")
+    with Index(folder) as index:
+        index.set_meta("a", "b")
+        shutil.rmtree(folder.path)
+        with Index(Folder.open(folder.path)) as other:
+            with pytest.raises(StoreLostError, match="open it again"):
+                index.set_meta("a", "b")
+            assert other.get_meta("a") is None
+
+
+# -- mapped files that somebody writes to --------------------------------------------------------------------------------
+
+
+def mapped(running: Engine) -> list[Any]:
+    """The pages in memory that lie in files."""
+    return [entry for entry in running.store.tree.entries("default") if entry.page.file is not None]
+
+
+def over(file: Path, content: bytes) -> None:
+    """As `rsync --inplace` and `cp` do it: the same file, never shorter."""
+    with file.open("r+b") as opened:
+        opened.write(content)
+
+
+@pytest.fixture
+def read(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine whose pages lie in files, and what it answered."""
+    monkeypatch.setattr(files, "local", lambda path: True)
+    with engine(model=model, store=unread(tmp_path / "store")) as running:
+        wanted = running.generate(PROMPT, **ASK).ids
+    with engine(model=model, store=unread(tmp_path / "store")) as running:
+        assert running.generate(PROMPT, **ASK).receipt.disk_tokens > 512
+        assert mapped(running)
+        yield running, wanted
+
+
+def test_bytes_changed_in_place_are_refused(read: Any) -> None:
+    running, wanted = read
+    entry = min(mapped(running), key=lambda entry: entry.place)
+    file, size = Path(entry.page.file.path), running.model.spec.page_bytes
+    over(file, file.read_bytes()[:4096] + bytes(size // 2))
+    done = running.generate(PROMPT, **ASK)
+    assert done.ids == wanted
+    assert done.receipt.cached_tokens == 0
+    assert Reason.BAD_BLOB in reasons(done), "it was read again, and refused"
+    assert running.generate(PROMPT, **ASK).receipt.computed_tokens == 1
+    check_store(running.store)
+
+
+def test_the_same_bytes_written_again_are_verified_again(read: Any) -> None:
+    running, wanted = read
+    entry = min(mapped(running), key=lambda entry: entry.place)
+    file = Path(entry.page.file.path)
+    over(file, file.read_bytes())
+    done = running.generate(PROMPT, **ASK)
+    assert done.ids == wanted
+    assert done.receipt.disk_tokens > 512, "read anew"
+    assert done.receipt.computed_tokens == 1
+    assert Reason.BAD_BLOB not in reasons(done)
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_file_that_is_deleted_or_replaced_stays_as_it_was(read: Any, how: str) -> None:
+    running, wanted = read
+    for entry in mapped(running):
+        file = Path(entry.page.file.path)
+        if how == "replaced":
+            other = file.with_suffix(".copy")
+            other.write_bytes(bytes(file.stat().st_size))
+            os.replace(other, file)
+        else:
+            file.unlink()
+    done = running.generate(PROMPT, **ASK)
+    assert (done.ids, done.receipt.computed_tokens, done.receipt.disk_tokens) == (wanted, 1, 0)
+
+
+def test_a_changed_page_is_never_written_as_if_it_were_right(read: Any) -> None:
+    running, wanted = read
+    for entry in mapped(running):
+        file = Path(entry.page.file.path)
+        over(file, file.read_bytes()[:4096] + bytes(running.model.spec.page_bytes // 2))
+    path, disk = running.store.tree.entries("default"), running.store.disk
+    disk.index.delete_namespace(None)
+    for entry in path:
+        entry.row = 0
+    disk.writer.offer(sorted(path, key=lambda entry: entry.place), settled=True)
+    assert running.flush()
+    assert disk.writer.counts["changed"] >= 1
+    assert running.generate(PROMPT, **ASK).ids == wanted
+
+
+def test_a_page_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder.open(tmp_path / "store")
+    monkeypatch.setattr(files, "local", lambda path: True)
+    row = blob.write(folder, stored.row(), stored.page())
+    bring_in = files.bring_in
+
+    def late(*given: Any) -> None:
+        bring_in(*given)
+        over(stored.path(folder, row), stored.path(folder, row).read_bytes())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "bring_in", late)
+        assert "was written to while it was read" in str(stored.refused(folder, row))
+    assert stored.same(stored.fill(folder, row), stored.page(), 512)
