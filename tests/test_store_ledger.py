@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -263,6 +264,13 @@ def test_deletions_are_numbered_and_told(folder: Folder, index: Index) -> None:
     assert index.deletions(number + 4) == [Deletion(generation=number + 3)], "another index: let go of everything"
     raw(folder, "UPDATE deletions SET namespace = x'00'")
     assert index.deletions(number + 2) == [Deletion(generation=number + 3)], "damaged: let go of everything"
+
+
+def test_many_delete_at_once(folder: Folder, index: Index) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda at: index.record_deletion(Deletion(str(at))), range(24)))
+    assert {done.namespace for done in index.deletions(0)} == {str(at) for at in range(24)}
+    assert 1 <= int((folder.path / "generation").read_text()) <= 24
 
 
 def test_who_missed_too_many_deletions_lets_go_of_everything(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
