@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -310,6 +311,18 @@ def test_variants_change_what_changes_nothing() -> None:
     assert all(len(b.prompt) > len(a.prompt) and list(b.prompt[-1:]) == list(a.prompt[-1:]) for a, b in zip(plain, behind))
 
 
+def test_a_clock_is_told_at_each_step_and_what_it_loses_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [step.volatile for one in quality_cases.episodes("hermes", 3) for step in quality_cases.with_clock(one, "system").steps]
+    assert all(message.role == "system" and re.fullmatch(r"It is \d\d:\d\d\.", message.content) for (message,) in told)
+    assert len(set(told)) > 3
+    options = replace(CELL, count=0, episodes=0, styles=("hermes",), clock=4)
+    (user, system) = asked(
+        lambda case: silent(case) if case.volatile[:1] and case.volatile[0].role == "user" else knows(case), monkeypatch, options
+    )["clock"]
+    assert (user["without"], user["with"], user["lost"], user["won"]) == (4, 0, 4, 0)
+    assert (system["without"], system["with"], system["lost"], system["won"]) == (4, 4, 0, 0)
+
+
 def test_a_comparison_in_which_nothing_was_reused_is_none(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(quality, "asking", lambda engine, reuse=None: silent)
     with Engine(str(folder), store=None) as engine, pytest.raises(GenerationError, match="nothing is compared"):
@@ -381,6 +394,8 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
         "1",
         "--variants",
         "2",
+        "--clock",
+        "1",
         "--seed",
         "another",
         "--speed",
@@ -399,6 +414,7 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
     assert found["paired"][0]["cached_tokens"] > 0
     assert [row["variant"] for row in found["variants"]] == list(quality_cases.VARIANTS)
     assert found["variants"][0]["same"] == 2
+    assert [(row["role"], row["n"]) for row in found["clock"]] == [("user", 1), ("system", 1)]
     assert found["speed"][0]["ttft_ms"] > 0
     assert "history in front" in done.stdout
     assert {row["kind"] for row in found["sensitivity"]} == set(quality_spoil.KINDS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from agentcache import embedded
+from agentcache.bench import quality
 from agentcache.bench.quality_world.dialogues import bundle, messages, spoken
 from agentcache.engine import Engine
 from agentcache.errors import ModelLoadError
@@ -206,3 +207,13 @@ def test_where_no_words_are_wanted_the_shipped_model_keeps_its_thought_to_itself
                 assert bool(done.message.content) == bool(said)
                 longer = engine.generate([*asked, done.message, Message("tool", "{}")], tools, sampling=Sampling(max_tokens=1))
                 assert longer.receipt.cached_tokens >= done.receipt.prompt_tokens + len(done.ids) - 1
+
+
+@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
+@pytest.mark.slow
+def test_the_shipped_model_reads_a_clock_at_the_tail_and_goes_on_with_its_task() -> None:
+    options = quality.Options(count=0, episodes=0, speed=0, styles=("hermes",), clock=100)
+    with Engine("embedded", store=None) as engine:
+        for row in quality.run(engine, options, lambda text: None)["clock"]:
+            assert row["without"] >= 90
+            assert row["lost"] - row["won"] <= 10, row

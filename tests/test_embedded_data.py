@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from agentcache.bench.quality_world.words import ACTIONS, MODIFIERS, READING
 from agentcache.bench.quality_world.world import SPLITS, World, sources, split_of
 from agentcache.layout import Renderer
 from agentcache.model.tool_calls import parse
+from agentcache.types import Message, ToolCall
 from examples.embedded import model as models
 from examples.embedded import stream
 from examples.embedded import tokenizer as tokenizers
@@ -125,6 +126,20 @@ def test_template_appends_only_and_writes_what_is_trained_on(tokenizer: Any) -> 
             shown = tokenizer.apply_chat_template(messages(one, dialogue.turns), tools=tools, tokenize=False)
             text = "".join(piece.text for piece in sample.pieces)
             assert text == shown
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_text_for_one_request_stands_in_the_turn_that_is_answered(tokenizer: Any, role: Literal["user", "system"]) -> None:
+    renderer, clock = Renderer(tokenizer), Message(role, "It is 10:33.")
+    call = Message("assistant", tool_calls=(ToolCall("look", {}, "c"),))
+    result = Message("tool", "[]", tool_call_id="c")
+    asked = [Message("system", "Be brief."), Message("user", "Look.")]
+    first, second = (renderer.render(messages, volatile=clock) for messages in (asked, [*asked, call, result]))
+    assert first.text.endswith("<|im_start|>user\nIt is 10:33.\n\nLook.<|im_end|>\n<|im_start|>assistant\n")
+    assert second.text.endswith("\n[]\n</tool_response>\nIt is 10:33.<|im_end|>\n<|im_start|>assistant\n")
+    assert [move.role for move in (*first.moves, *second.moves)] == [role, role]
+    both = renderer.render([*asked, call, result], volatile=[Message("system", "It is 10:33."), "Rain."])
+    assert both.text.count("It is 10:33.") == both.text.count("Rain.") == 1
 
 
 @pytest.mark.parametrize("style", ["langchain", "langchain text"])

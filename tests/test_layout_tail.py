@@ -181,11 +181,35 @@ def test_kept_text_stays_behind_the_user_message_that_it_came_with() -> None:
     assert two.ids[:start] == one.ids[:start]
 
 
+def test_text_ahead_opens_the_last_user_message_and_leaves_what_stands_before_it() -> None:
+    renderer, messages = fresh(ahead=True), [*asked("Rain."), Message("assistant", "Done."), Message("user", "It is 10:34, is it?")]
+    layout, plain = renderer.render(messages, TOOLS, volatile="It is 10:33."), renderer.render(messages, TOOLS)
+    assert "It is 10:33.\n\nIt is 10:34, is it?" in layout.text
+    at = plain.text.index("It is 10:34")
+    assert layout.text[:at] == plain.text[:at]
+    (span,) = [span for span in layout.spans if span.kind == "volatile"]
+    assert "It is 10:34, is it?" in tokenizer().decode(layout.ids[span.start :])
+    assert layout.ephemeral_tokens >= len(layout.ids) - span.start, "no later prompt shares the message that follows the text"
+    longer = renderer.render([*messages, Message("assistant", "No."), Message("user", "Why?")], TOOLS)
+    kept = len(layout.ids) - layout.ephemeral_tokens
+    assert longer.ids[:kept] == layout.ids[:kept]
+    results = messages[:4]
+    assert fresh(ahead=True).render(results, TOOLS, volatile="Sun.").ids == fresh().render(results, TOOLS, volatile="Sun.").ids
+
+
+def test_a_tokenizer_says_that_its_model_reads_such_text_ahead() -> None:
+    tok = tokenizer("metaspace_bpe")
+    tok.init_kwargs["volatile_ahead"] = True
+    hinted, refused = (Renderer(tok, chat_template=CHATML, tail=LayoutOptions(ahead=ahead)) for ahead in (None, False))
+    assert "Rain.\n\nhi" in hinted.render([Message("user", "hi")], volatile="Rain.").text
+    assert "hi\n\nRain." in refused.render([Message("user", "hi")], volatile="Rain.").text
+
+
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 @pytest.mark.parametrize("demote", [False, True])
-@pytest.mark.parametrize("keep", [False, True])
-def test_no_template_loses_text_or_lifts_its_role(name: str, demote: bool, keep: bool) -> None:
-    renderer = fresh(TOOL_TEMPLATES[name], allow_demote=demote, keep=keep)
+@pytest.mark.parametrize(("keep", "ahead"), [(False, False), (True, False), (False, True), (True, True)])
+def test_no_template_loses_text_or_lifts_its_role(name: str, demote: bool, keep: bool, ahead: bool) -> None:
+    renderer = fresh(TOOL_TEMPLATES[name], allow_demote=demote, keep=keep, ahead=ahead)
     for steps in (0, 1, 2):
         messages = asked("It is 10:33.", steps)
         layout = renderer.render(messages, TOOLS, volatile="Rain.")

@@ -261,6 +261,7 @@ def quality(
     speed: Annotated[int, typer.Option(min=0, help="So many one at a time, with nothing kept: times.")] = 9,
     variants: Annotated[int, typer.Option(min=0, help="Also: so many with tools shuffled, another system text, history in front.")] = 0,
     paired: Annotated[int, typer.Option(min=0, help="Also: so many requests with reuse and without, answers compared.")] = 0,
+    clock: Annotated[int, typer.Option(min=0, help="Also: so many dialogues per style with a clock at the tail and without.")] = 0,
     held: Annotated[str, typer.Option(help="Held-out part of the world: test, or validation.")] = "test",
     seed: Annotated[str, typer.Option(help="Another word draws other requests.")] = "bench",
     agents: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
@@ -290,6 +291,7 @@ def quality(
             speed=speed,
             variants=variants,
             paired=paired,
+            clock=clock,
         )
         with loaded(model, None, dtype, threads) as engine, report.Progress() as say:
             found: dict[str, Any] = {"bench": "quality", **described(engine)}

@@ -21,12 +21,12 @@ from ..engine import Engine
 from ..errors import ConfigError, GenerationError
 from ..types import Sampling
 from . import quality_spoil
-from .quality_cases import PER_CATALOG, SPLITS, STYLES, VARIANTS, Case, episodes, read, selections, variants
+from .quality_cases import PER_CATALOG, SPLITS, STYLES, VARIANTS, Case, Episode, episodes, read, selections, variants, with_clock
 from .quality_play import ANSWER_TOKENS, Ask, all_of, all_solved, asking
 from .quality_score import FIGURES, Ratio, Said, figures
 from .report import table
 
-PARTS = ("rows", "shares", "episodes", "selection", "speed", "variants", "paired", "sensitivity")
+PARTS = ("rows", "shares", "episodes", "selection", "speed", "variants", "paired", "clock", "sensitivity")
 Keep = Callable[[dict[str, Any]], None]
 
 
@@ -35,7 +35,8 @@ class Options:
     """What is asked. held: the part of the world that is kept for "test" or "validation"; agents: requests at a time.
 
     sensitivity: so many requests with KV spoilt on purpose (quality_spoil.py). paired: so many with reuse and without. variants: so many
-    with something changed that changes nothing about what is right. speed: so many one at a time, with nothing kept.
+    with something changed that changes nothing about what is right. clock: so many episodes per style without a clock at the tail, with one
+    that the user tells, and with one that the system tells. speed: so many one at a time, with nothing kept.
     """
 
     tools: Sequence[int] = (5, 20, 50)
@@ -53,6 +54,7 @@ class Options:
     sensitivity_tools: int = 20
     paired: int = 0
     variants: int = 0
+    clock: int = 0
     speed: int = 9
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ def run(engine: Engine, options: Options, say: Callable[[str], None], keep: Keep
     selection per file of cases
     speed     to the first token of a prompt of which nothing is kept, one at a time, and tokens a second from there: medians
     paired    the same requests with reuse and with reuse off, how many tokens reuse spared, how many answers are the same tokens
+    clock     per style and role: the same episodes with a clock at each prompt's tail and without; solved, and solved in one run only
     variants  the same requests with tools shuffled, another system text, history in front: figures, and how many calls are the same
     sensitivity  see quality_spoil.py
     """
@@ -104,6 +107,8 @@ def run(engine: Engine, options: Options, say: Callable[[str], None], keep: Keep
         _variants(ask, found, options, say)
     if options.paired:
         found.add("paired", _paired(engine, options, say))
+    for style in options.styles if options.clock else ():
+        _clock(ask, found, options, style, say)
     if options.sensitivity:
         for row in quality_spoil.run(engine, options.sensitivity, options.sensitivity_tools, options.seed, options.held, say):
             found.add("sensitivity", row)
@@ -166,6 +171,21 @@ def _variants(ask: Ask, found: _Found, options: Options, say: Callable[[str], No
         found.add("variants", {"variant": name, "tools": options.sensitivity_tools, "same": same, **row})
 
 
+def _clock(ask: Ask, found: _Found, options: Options, style: str, say: Callable[[str], None]) -> None:
+    plain = episodes(style, options.clock, options.episode_tools, seed=options.seed, held=options.held)
+
+    def solved(played: Sequence[Episode], what: str) -> list[bool]:
+        steps = all_solved(ask, played, options.agents, lambda done: say(f"{style}, {what}: {done} of {len(played)}"))
+        return [done == len(one.steps) for one, done in zip(played, steps)]
+
+    without = solved(plain, "no clock")
+    for role in ("user", "system"):
+        clocked = solved([with_clock(one, role) for one in plain], f"a clock told by the {role}")
+        lost, won = (sum(a > b for a, b in zip(one, other)) for one, other in ((without, clocked), (clocked, without)))
+        row = {"style": style, "role": role, "n": len(plain), "without": sum(without), "with": sum(clocked), "lost": lost, "won": won}
+        found.add("clock", row)
+
+
 def _episodes(ask: Ask, options: Options, style: str, say: Callable[[str], None]) -> dict[str, Any]:
     played = episodes(style, options.episodes, options.episode_tools, seed=options.seed, held=options.held)
     steps = all_solved(ask, played, options.agents, lambda done: say(f"{style}: {done} of {len(played)}") if done % 5 == 0 else None)
@@ -221,6 +241,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         for row in found["speed"]
     ]
     played = [[row["style"], str(row["tools"]), str(row["n"]), _share(row, "solved")] for row in found["episodes"]]
+    clocks = [[str(row[name]) for name in ("style", "role", "n", "without", "with", "lost", "won")] for row in found["clock"]]
     spoilt = [
         [row["kind"], row["share"], str(row["n"]), _share(row, "tsa"), _share(row, "em")]
         + [f"{row[name]:.3f}" if row[name] is not None else "-" for name in ("cosine", "kl", "same")]
@@ -231,6 +252,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         table("by whether what is right depends on text before the tool or the request", ["split", "tools", "share", "n", *shown], shares),
         table("dialogues of several calls, every step right", ["style", "tools", "n", "solved"], played),
         table("changed where it changes nothing", ["variant", "tools", "n", *shown, "same call"], changed),
+        table("dialogues solved with a clock at the tail", ["style", "told by", "n", "without", "with", "lost", "won"], clocks),
         table(
             "KV spoilt on purpose", ["kind", "share", "n", "tsa", "em", "cosine", "KL", "same"], spoilt, "same: answers as with exact KV"
         ),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..types import Message, Role
 from .quality_world.asking import Turn
 from .quality_world.dialogues import MULTI, Bundle, Dialogue, bundle, messages, single
 from .quality_world.react import langchain, llamaindex
@@ -44,7 +45,9 @@ class Right:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One decision. prompt: chat messages or a raw text; context: whether it depends on text before the tool or the request."""
+    """One decision. prompt: chat messages or a raw text; context: whether it depends on text before the tool or the request; volatile:
+    what is shown at the prompt's tail.
+    """
 
     prompt: Sequence[Plain] | str
     tools: Sequence[Plain]
@@ -57,6 +60,7 @@ class Case:
     says: str = ""  # what the answer has to say where no call is right: words that come from results
     wants: bool = True  # whether anything is asked for: nobody calls a tool for a greeting
     rivals: bool = False  # whether another tool is about the same thing, so that its name alone does not lead to the right one
+    volatile: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,15 @@ def episodes(style: str, count: int, tools: int = 8, split: str = "unseen tools"
             if len(out) == count:
                 return out
     raise AssertionError("endless")
+
+
+def with_clock(episode: Episode, role: Role) -> Episode:
+    """The same dialogue with a clock at each step's tail that has moved on since the step before; the clock decides nothing."""
+    steps = []
+    for number, step in enumerate(episode.steps):
+        minutes = 60 * (7 + episode.catalog % 12) + 13 * episode.catalog % 60 + 3 * number
+        steps.append(replace(step, volatile=(Message(role, f"It is {minutes // 60:02}:{minutes % 60:02}."),)))
+    return replace(episode, steps=tuple(steps))
 
 
 def _steps(made: Bundle, number: int) -> Iterator[Case]:

@@ -30,7 +30,8 @@ def asking(engine: Engine, reuse: Reuse | None = None) -> Ask:
     def ask(case: Case) -> Said:
         prompt = case.prompt if isinstance(case.prompt, str) else list(case.prompt)
         try:
-            done = engine.generate(prompt, case.tools, sampling=calm if case.style == "hermes" else until, reuse=reuse)
+            sampling = calm if case.style == "hermes" else until
+            done = engine.generate(prompt, case.tools, sampling=sampling, reuse=reuse, volatile=case.volatile)
         except ContextOverflowError:
             return Said(None, {}, failed="too long")
         said = react(done.text, case) if case.style != "hermes" else hermes(done.message)

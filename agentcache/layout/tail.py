@@ -5,6 +5,9 @@ unchanged, and the text behind it. A template that hoists, drops or refuses a fo
 
     system text    a system message at the tail; with allow_demote, else, what user text may be
     user text      the end of the last message, if that is the user's; else a user message of its own; else the last user message
+
+With `ahead` user text opens the user's message instead of ending it, and the template may do the same with system text: what stands before
+that message must be unchanged then, and the message is for this prompt only, too.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from ..types import Layout, LayoutOptions, Message, Move, Role, Span
 from .canonical import text_of
 from .declared import Declared, Piece
 from .request import Request
-from .tokenise import EMPTY, Encoded, common_chars, common_ids
+from .tokenise import EMPTY, Encoded, Place, common_chars, common_ids
 
 NO_FORM = "the chat template shows no system text behind the last message; allow_demote=True lets a user message say it"
 NO_TAIL = "the chat template shows no text behind the last message without changing what stands before it"
@@ -70,41 +73,51 @@ def _shown(messages: list[Any], pieces: Sequence[Piece], options: LayoutOptions,
     users = [number for number, message in enumerate(messages) if _role(message) == "user"]
     turn = users[-1] + 1 if users else len(messages)
     for at in (turn,) if options.keep else dict.fromkeys((len(messages), turn)):
-        ends = [place.stop for place in base.encoded.places if place.start is not None and (at > turn or place.kind == "user")]
-        for form in _forms(messages, at, pieces, options.allow_demote):
+        fixed = _fixed(base.encoded.places, at > turn, bool(options.ahead))
+        for form in _forms(messages, at, pieces, options):
             try:
                 full = render(form.messages)
             except TemplateError:
                 continue
-            common = common_chars(base.text, full.text)
-            stop = _end(full.text, pieces, max(0, common - 1))
-            if common >= max(ends, default=0) and stop is not None:
-                return _result(base, full, pieces, form, options.keep, stop)
+            stop = _end(base.text, full.text, pieces, fixed)
+            if common_chars(base.text, full.text) >= fixed and stop is not None:
+                return _result(base, full, pieces, form, options, stop)
     return None
 
 
-def _forms(messages: list[Any], at: int, pieces: Sequence[Piece], demote: bool) -> Iterator[Form]:
+def _fixed(places: Sequence[Place], behind: bool, ahead: bool) -> int:
+    """How many characters of the prompt without the text must stand in the prompt with it: up to the end of the message that the text
+    follows (`behind`: the last one, else the last user message), or, with `ahead`, up to the start of that one if it is the user's.
+    """
+    shown = [place for place in places if place.start is not None and (behind or place.kind == "user")]
+    last = max(shown, key=lambda place: place.stop, default=None)
+    if last is None:
+        return 0
+    return last.start if ahead and last.kind == "user" and last.start is not None else last.stop
+
+
+def _forms(messages: list[Any], at: int, pieces: Sequence[Piece], options: LayoutOptions) -> Iterator[Form]:
     """From the most faithful one on."""
     system = "\n\n".join(piece.text for piece in pieces if piece.role == "system")
     user = "\n\n".join(piece.text for piece in pieces if piece.role == "user")
     own = tuple(piece.role for piece in pieces)
     said = [Message("system", system)] if system else []
-    for shown in _as_user(messages, at, user):
+    for shown in _as_user(messages, at, user, bool(options.ahead)):
         behind = at + len(shown) - len(messages)
         yield Form([*shown[:behind], *said, *shown[behind:]], own)
-    if system and demote:
-        for shown in _as_user(messages, at, "\n\n".join(piece.text for piece in pieces)):
+    if system and options.allow_demote:
+        for shown in _as_user(messages, at, "\n\n".join(piece.text for piece in pieces), bool(options.ahead)):
             yield Form(shown, tuple[Role, ...]("user" for _ in pieces))
 
 
-def _as_user(messages: list[Any], at: int, text: str) -> Iterator[list[Any]]:
+def _as_user(messages: list[Any], at: int, text: str, ahead: bool) -> Iterator[list[Any]]:
     if not text:
         yield list(messages)
         return
     last = messages[at - 1]
     if _role(last) == "user":
         content = text_of(last.content if isinstance(last, Message) else last.get("content"))
-        joined = f"{content}\n\n{text}" if content else text
+        joined = "\n\n".join(filter(None, (text, content) if ahead else (content, text)))
         merged = replace(last, content=joined) if isinstance(last, Message) else {**last, "content": joined}
         yield [*messages[: at - 1], merged, *messages[at:]]
     yield [*messages[:at], Message("user", text), *messages[at:]]
@@ -114,30 +127,32 @@ def _role(message: Message | Mapping[str, Any]) -> Any:
     return message.role if isinstance(message, Message) else message.get("role")
 
 
-def _end(text: str, pieces: Sequence[Piece], start: int) -> int | None:
-    """Where the last of the pieces ends, if all stand behind `start`; templates may trim them, and what spells a token is changed."""
+def _end(base: str, text: str, pieces: Sequence[Piece], start: int) -> int | None:
+    """Where the last of the pieces ends, if all stand behind `start` and not only in `base`; templates may trim them, and what spells a
+    token is changed.
+    """
     stop = start
     for piece in pieces:
         words = piece.text.split()
         for word in (words[0], words[-1]):
             at = text.find(word, start)
-            if at < 0:
+            if at < 0 or text.count(word, start) <= base.count(word, start):
                 return None
             stop = max(stop, at + len(word))
     return stop
 
 
-def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], form: Form, keep: bool, stop: int) -> Rendered:
+def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], form: Form, options: LayoutOptions, stop: int) -> Rendered:
     shared = common_ids(base.ids, full.ids)
     moves = tuple(
-        Move(piece.message, piece.start, piece.stop, piece.by, "turn" if keep else "tail", role)
+        Move(piece.message, piece.start, piece.stop, piece.by, "turn" if options.keep else "tail", role)
         for piece, role in zip(pieces, form.roles, strict=True)
     )
     last = next((span.start for span in full.spans if span.kind == "generation"), len(full.ids))
-    covered = min(last, full.encoded.tokens_before(stop) + 1) if keep else last
-    note = f"volatile text at the {'end of the last user message' if keep else 'tail'}: {len(pieces)}"
+    covered = min(last, full.encoded.tokens_before(stop) + 1)
+    note = f"volatile text at the {'last user message' if options.keep else 'tail'}: {len(pieces)}"
     made = replace(full, spans=_with_volatile(full.spans, shared, covered), differences=(*full.differences, note), moves=moves)
-    if keep:
+    if options.keep:
         return made
     # what is remembered of this prompt is remembered without the text that no later prompt will have
     return replace(

@@ -46,6 +46,9 @@ explain your calls."), that stands between `<think>` and `</think>`. `strict_cal
 calls to the schemas of the tools (with the extra `constrain` of agentcache-llm); other software decodes it freely, and gets more wrong
 names and types.
 
+`volatile_ahead` in its tokenizer's config makes an `Engine` open the last user message with text for one request only, such as a clock: in
+training every request ended with what was asked. The chat template ends a turn of tool results with such text.
+
 ## Training
 
 Trained from random weights, into which some look-up heads were put by construction (examples/embedded/initial.py), on text that

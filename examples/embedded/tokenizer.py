@@ -51,7 +51,9 @@ SPLIT = "|".join(
 )
 
 _HEAD, _TAIL = (text.replace("\n", "\\n") for text in (TOOLS_HEAD, TOOLS_TAIL))
-# Appends only: what a conversation renders to is the beginning of what the longer conversation renders to.
+# Appends only: what a conversation renders to is the beginning of what the longer conversation renders to. In training turns alternate,
+# what is asked ends a request, and only the answer follows results. So system text after a user's message opens that user's turn, and what
+# is said after results ends theirs.
 TEMPLATE = f"""\
 {{%- set given = messages[0].content if messages[0].role == 'system' else '' %}}
 {{%- if tools %}}
@@ -62,6 +64,8 @@ TEMPLATE = f"""\
 {{{{- '<|im_start|>system\\n' + given + '<|im_end|>\\n' }}}}
 {{%- endif %}}
 {{%- for message in messages %}}
+{{%- set before = messages[loop.index0 - 1] %}}
+{{%- set behind = messages[loop.index0 + 1] %}}
 {{%- if message.role == 'system' and loop.first %}}
 {{%- elif message.role == 'assistant' %}}
 {{{{- '<|im_start|>assistant\\n' }}}}
@@ -75,11 +79,14 @@ TEMPLATE = f"""\
 {{%- endfor %}}
 {{{{- '<|im_end|>\\n' }}}}
 {{%- elif message.role == 'tool' %}}
-{{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}}{{{{- '<|im_start|>user' }}}}{{%- endif %}}
+{{%- if loop.first or before.role != 'tool' %}}{{{{- '<|im_start|>user' }}}}{{%- endif %}}
 {{{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}}}
-{{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}}{{{{- '<|im_end|>\\n' }}}}{{%- endif %}}
+{{%- if loop.last or behind.role not in ('tool', 'user', 'system') %}}{{{{- '<|im_end|>\\n' }}}}{{%- endif %}}
+{{%- elif message.role == 'system' and before.role == 'user' %}}
 {{%- else %}}
-{{{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}}}
+{{{{- '\\n' if not loop.first and before.role == 'tool' else '<|im_start|>' + message.role + '\\n' }}}}
+{{%- if not loop.last and message.role == 'user' and behind.role == 'system' %}}{{{{- behind.content + '\\n\\n' }}}}{{%- endif %}}
+{{{{- message.content + '<|im_end|>\\n' }}}}
 {{%- endif %}}
 {{%- endfor %}}
 {{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{%- endif %}}
@@ -115,7 +122,13 @@ def train(vocab: int = VOCAB, count: int = 3000, seed: str = "tokenizer") -> Any
         additional_special_tokens=[START],
         clean_up_tokenization_spaces=False,
     )
+    return _with_template(made)
+
+
+def _with_template(made: Any) -> Any:
+    """The tokenizer with the template as it is now, and the word to `Renderer` that volatile text is to open a request."""
     made.chat_template = TEMPLATE
+    made.init_kwargs["volatile_ahead"] = True
     return made
 
 
@@ -136,6 +149,4 @@ def load(folder: Path) -> Any:
     if not (folder / "tokenizer.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         train().save_pretrained(folder)
-    made = AutoTokenizer.from_pretrained(folder)
-    made.chat_template = TEMPLATE
-    return made
+    return _with_template(AutoTokenizer.from_pretrained(folder))
