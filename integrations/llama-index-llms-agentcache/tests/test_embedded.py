@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,3 +61,32 @@ def test_an_agent_chooses_the_tool_and_says_what_it_found(
     told = run(ask())
     assert asked == [call]
     assert said in told
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """benchmarks/agents_llamaindex.py, which does the same hundreds of times."""
+    path = Path(__file__).parents[3] / "benchmarks" / "agents_llamaindex.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["FunctionAgent, two runs", "StableReActAgent, two runs", "answer_at_tail"])
+def test_conversations_and_objects_are_solved(embedded: AgentCacheLLM, bench: Any, name: str) -> None:
+    assert [bench.outcome(embedded, name, number) for number in range(2)] == ["solved"] * 2
+
+
+@pytest.mark.parametrize("name", ["AgentWorkflow", "SharedAgentWorkflow", "structured_predict"])
+def test_what_the_model_may_fail_at_ends_all_the_same(embedded: AgentCacheLLM, bench: Any, name: str) -> None:
+    assert bench.outcome(embedded, name, 0) in {
+        "solved",
+        "no call",
+        "another call",
+        "another answer",
+        "another object",
+        "StructuredOutputError",
+    }
