@@ -207,6 +207,10 @@ class Unsaved(ChatMemoryBuffer):
         raise ValueError("no serializer")
 
 
+def _unsaved() -> Unsaved:
+    return Unsaved.from_defaults(token_limit=4000)
+
+
 def _two_runs(model: Any, memory: Any, again: Any = None) -> Any:
     async def ask() -> list[str]:
         agent = FunctionAgent(llm=model, system_prompt=PROMPT)
@@ -223,13 +227,13 @@ def _two_runs(model: Any, memory: Any, again: Any = None) -> Any:
 def test_a_memory_that_is_lost_is_told_once_and_append_only_memory_is_not_lost(llm: Make, run: Make) -> None:
     model = llm(*["Ann."] * 12)
     with pytest.warns(ReuseWarning, match=r"lost: LlamaIndex .* with pydantic .* memory=AppendOnlyMemory"):
-        assert run(_two_runs(model, Unsaved.from_defaults(token_limit=4000))) == ["What is my name?", "Ann."]
-    run(_two_runs(model, Unsaved.from_defaults(token_limit=4000)))  # said already
+        assert run(_two_runs(model, _unsaved(), _unsaved())) == ["What is my name?", "Ann."]
+    run(_two_runs(model, _unsaved(), _unsaved()))  # said already
     other = model.model_copy()
     other._host = model._host.view()
     other._host.hints = type(model._host.hints)()
     assert len(run(_two_runs(other, AppendOnlyMemory()))) == 4
-    kept = Unsaved.from_defaults(token_limit=4000)
+    kept = _unsaved()
     assert len(run(_two_runs(other, kept, kept))) == 4  # given to each run: nothing is lost, and nothing is said
 
 
