@@ -115,7 +115,7 @@ def formed(at_tail: bool) -> Run:
         desk, number = Desk(), rng.randrange(100, 99999)
         agent = FunctionAgent(tools=[desk.get_invoice, desk.cancel_order], llm=llm, system_prompt=SYSTEM)
         agent = answer_at_tail(agent, Invoice) if at_tail else agent.model_copy(update={"output_cls": Invoice})
-        output = await agent.run(f"Get the invoice A-{number}.", max_iterations=LIMIT)
+        output: Any = await agent.run(f"Get the invoice A-{number}.", max_iterations=LIMIT)
         if output.structured_response is None:
             return "no object"
         made = Invoice.model_validate(output.structured_response)

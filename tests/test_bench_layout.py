@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentcache.bench import strategies, workloads
-from agentcache.bench.strategies import STRATEGIES, interval, requests, run, sessions
+from agentcache.bench import workloads
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
+from benchmarks import strategies
+from benchmarks.strategies import STRATEGIES, interval, requests, run, sessions
 from tests import models
 from tests.test_bench_react import CHAT, TEXT, tool
 

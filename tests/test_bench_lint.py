@@ -1,4 +1,4 @@
-"""bench lint: faults put in with their names, an oracle that compares values, and the figures it asserts on made-up episodes."""
+"""benchmarks.lint: faults put in with their names, an oracle that compares values, and the figures it asserts on made-up episodes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentcache import cli
-from agentcache.bench.lint_faults import FAULTS, append_only, injected, requests, scored
 from agentcache.bench.workloads import Episode, episode
+from benchmarks.lint import app
+from benchmarks.lint_faults import FAULTS, append_only, injected, requests, scored
 from tests.test_lint import SYSTEM, TOOLS, conversation
 
 
@@ -45,7 +45,7 @@ def test_each_fault_changes_what_its_label_says_and_nothing_else(name: str) -> N
 def test_the_command_finds_every_fault_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "harbour.jsonl"
     path.write_text("\n".join(json.dumps(recorded(f"e{number}")) for number in range(4)), encoding="utf-8")
-    done = CliRunner().invoke(cli.app, ["bench", "lint", "--workload", str(tmp_path), "--seed", "5"])
+    done = CliRunner().invoke(app, ["--workload", str(tmp_path), "--seed", "5"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.output.splitlines()[-1])
     assert found["false_alarms"] == 0
@@ -54,4 +54,4 @@ def test_the_command_finds_every_fault_by_its_name(tmp_path: Path) -> None:
         assert min(row["precision"], row["recall"]) == 1, row
     for row in found["faults"]:
         assert row["reused_after"] < row["reused_before"], row
-    assert CliRunner().invoke(cli.app, ["bench", "lint", "--workload", str(tmp_path / "nothing")]).exit_code == 1
+    assert CliRunner().invoke(app, ["--workload", str(tmp_path / "nothing")]).exit_code == 1

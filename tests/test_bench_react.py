@@ -219,12 +219,3 @@ def test_command_says_plainly_what_is_wrong(traces: Path) -> None:
     done = CliRunner().invoke(app, ["react", "--workload", "/no/such.jsonl"])
     assert done.exit_code == 1
     assert done.stderr.startswith("agentcache: workload '/no/such.jsonl' is not a file")
-
-
-def test_through_a_framework_brings_its_own_task(tmp_path: Path) -> None:
-    both = CliRunner().invoke(app, ["react", "--through", "langchain", "--workload", str(tmp_path / "x.jsonl")])
-    assert both.exit_code == 1
-    assert "through='langchain': brings its own task" in both.output
-    neither = CliRunner().invoke(app, ["react"])
-    assert neither.exit_code == 1
-    assert "name a recorded trace" in neither.output

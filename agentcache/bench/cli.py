@@ -12,12 +12,10 @@ import typer
 
 from ..errors import ConfigError
 from ..types import StoreOptions
-from .cli_layout import layout
 from .cli_segments import segments
 from .given import (
     Dtype,
     DtypeOption,
-    Framework,
     JsonOption,
     ModelOption,
     Shape,
@@ -28,11 +26,9 @@ from .given import (
     numbers,
     said_plainly,
     to_write,
-    weights,
 )
 
 app = typer.Typer(help="Measure against what is used today; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
-app.command()(layout)
 app.command()(segments)
 
 
@@ -134,9 +130,6 @@ def _extras(engine: Any, chosen: list[str], contexts: tuple[int, ...], agents: i
 @app.command()
 def react(
     workload: Annotated[list[Path] | None, typer.Option(help="A recorded trace (.jsonl); may be given several times.")] = None,
-    through: Annotated[
-        Framework | None, typer.Option(help="Instead: one task through this framework's agents, with its own local class and with ours.")
-    ] = None,
     tools_dir: Annotated[Path | None, typer.Option(help="Folder of the catalogs that traces name; default: ../tools.")] = None,
     episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each trace.")] = None,
     calls: Annotated[int | None, typer.Option(min=1, help="At most so many model calls of each episode.")] = None,
@@ -147,9 +140,6 @@ def react(
     shape: ShapeOption = None,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", callback=to_write, help="With --through: a picture (PNG) of the calls' times.")
-    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Replay recorded agent episodes: tokens computed against tokens new, and the time of every call."""
@@ -157,47 +147,14 @@ def react(
         from . import react as bench
         from . import report, workloads
 
-        if through is not None:
-            if workload or tools_dir or episodes or decode != 1 or stock or not off:
-                raise ConfigError(f"through={through.value!r}: brings its own task; leave out all other options about workloads")
-            return _through(through, calls, model, shape, dtype, threads, plot, json_file)
-        if not workload or plot is not None:
-            raise ConfigError(f"workload={workload!r}, plot={plot!r}: name a recorded trace, without a plot, or give --through")
+        if not workload:
+            raise ConfigError("workload=None: name a recorded trace with --workload")
         families = {path.stem: list(workloads.read(path, tools_dir, episodes=episodes, calls=calls)) for path in workload}
         texts = [text for read in families.values() for text in workloads.texts(read)]
         with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
             found = {"bench": "react", **described(engine)}
             found |= bench.run(engine, families, decode=decode, off=off, stock=stock, say=say)
         report.finish(found, [report.react_table(found["families"])], json_file)
-
-
-def _through(
-    framework: Framework,
-    calls: int | None,
-    model: str | None,
-    shape: Shape | None,
-    dtype: Dtype,
-    threads: int | None,
-    plot: Path | None,
-    json_file: Path | None,
-) -> None:
-    import torch
-
-    from ..episode import load_episode
-    from . import report, through
-    from .load import machine, versions
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    task = load_episode()
-    name = model or (shape or Shape.small).value
-    found: dict[str, Any] = {"bench": "react", "machine": {**machine(), "threads": torch.get_num_threads()}, "versions": versions()}
-    with report.Progress() as say:
-        done = through.run(framework.value, lambda: weights(model, shape, dtype, task.texts), task, calls=calls, say=say)
-    found |= {"model": {"name": name, "dtype": dtype.value}, **done}
-    if plot is not None:
-        through.plot(found, plot)
-    report.finish(found, through.tables(found), json_file)
 
 
 @app.command()
@@ -301,22 +258,4 @@ def quality(
                 report.save(found, json_file)
 
             found |= bench.run(engine, wanted, say, keep)
-        report.finish(found, bench.tables(found), json_file)
-
-
-@app.command()
-def lint(
-    workload: Annotated[Path, typer.Option(help="Recorded episodes: a folder of .jsonl files, or one file.")],
-    tools_dir: Annotated[Path | None, typer.Option(help="Folder of the tool catalogs; default: ../tools beside the file.")] = None,
-    episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each file.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the faults that are put in.")] = 0,
-    json_file: JsonOption = None,
-) -> None:
-    """How well `agentcache lint` names what is wrong: episodes as recorded, and with faults put in; loads no model."""
-    with said_plainly():
-        from . import lint as bench
-        from . import report
-
-        with report.Progress() as say:
-            found = {"bench": "lint", **bench.run(bench.files(workload), tools_dir, episodes, seed, say)}
         report.finish(found, bench.tables(found), json_file)

@@ -26,13 +26,6 @@ class Shape(str, Enum):
     small = "small"
 
 
-class Framework(str, Enum):
-    """Whose agents run the recorded task."""
-
-    langchain = "langchain"
-    llamaindex = "llamaindex"
-
-
 class Dtype(str, Enum):
     """Types of weights and KV."""
 

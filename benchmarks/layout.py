@@ -1,15 +1,24 @@
-"""`agentcache bench layout`: its options, and its tables."""
+"""`python -m benchmarks.layout`: the options of strategies.py, and its tables."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
-from .given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, numbers, said_plainly, weights
+from agentcache.bench import report, workloads
+from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, numbers, said_plainly, weights
+from agentcache.bench.load import machine, versions
+from agentcache.engine import Engine
+
+from . import strategies
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def layout(
     workload: Annotated[list[Path], typer.Option(help="A recorded trace (.jsonl); may be given several times.")],
     tools_dir: Annotated[Path | None, typer.Option(help="Folder of the catalogs that traces name; default: ../tools.")] = None,
@@ -26,12 +35,6 @@ def layout(
 ) -> None:
     """A text that changes at every call, by where it stands: share of tokens reused, tokens computed, cost, time to first token."""
     with said_plainly():
-        import torch
-
-        from ..engine import Engine
-        from . import report, strategies, workloads
-        from .load import machine, versions
-
         if threads is not None:
             torch.set_num_threads(threads)
         episodes = [one for path in workload for one in workloads.read(path, tools_dir)]
@@ -52,10 +55,10 @@ def layout(
                 engine_of if time else None,
                 say,
             )
-        report.finish(found, [_table(report, found)], json_file)
+        report.finish(found, [_table(found)], json_file)
 
 
-def _table(report: Any, found: dict[str, Any]) -> Any:
+def _table(found: dict[str, Any]) -> Any:
     """One line per size and strategy."""
 
     def ratio(value: tuple[float, float, float] | None) -> str:
@@ -78,3 +81,7 @@ def _table(report: Any, found: dict[str, Any]) -> Any:
     columns = ["prompt", "calls", "strategy", "reused %", "computed/session", "computed/front", "cost/front", "TTFT/front"]
     caption = "ratios to the strategy `front` over the same sessions, with 95 % intervals"
     return report.table("where a text that changes at every call stands", columns, rows, caption)
+
+
+if __name__ == "__main__":
+    app()

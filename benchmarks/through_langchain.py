@@ -6,9 +6,11 @@ import json
 import time
 from typing import Any
 
-from ..episode import Episode
-from .through import Recorded, Replies, Turn, Way, processors, spelled
+from agentcache.episode import Episode
 
+from .through_task import Recorded, Replies, Turn, Way, processors, spelled
+
+NAME = "langchain"
 NEEDED = {
     "langchain_agentcache": "langchain-agentcache",
     "langchain": "langchain",

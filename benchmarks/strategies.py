@@ -1,4 +1,4 @@
-"""`agentcache bench layout`: one text that changes at every call, and what it costs by where it stands. Counts tokens; times are optional.
+"""`python -m benchmarks.layout`: the cost of one text that changes at every call, by its place. Counts tokens; times are optional.
 
 Sessions are made of recorded episodes: tasks one after another in one conversation until there are so many calls, behind tools and a
 system prompt of so many tokens. Each session is asked under every strategy, so that strategies are compared pair by pair.
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine import Engine
-from ..errors import ConfigError
-from ..layout import Renderer
-from ..types import LayoutOptions
-from . import ours
-from .react import Oracle
-from .workloads import Episode, Json
+from agentcache.bench import ours
+from agentcache.bench.react import Oracle
+from agentcache.bench.workloads import Episode, Json
+from agentcache.engine import Engine
+from agentcache.errors import ConfigError
+from agentcache.layout import Renderer
+from agentcache.types import LayoutOptions
 
 STRATEGIES = ("none", "front", "system", "results", "kept", "tail")
 DRAWS = 2000  # of sessions, with replacement, for an interval

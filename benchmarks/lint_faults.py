@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from ..lint import Cause
-from .workloads import Episode
+from agentcache.bench.workloads import Episode
+from agentcache.lint import Cause
 
 Json = dict[str, Any]
 Labels = list[Cause | None]

@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..episode import Episode
-from .through import Recorded, Replies, Turn, Way, processors, spelled
+from agentcache.episode import Episode
 
+from .through_task import Recorded, Replies, Turn, Way, processors, spelled
+
+NAME = "llamaindex"
 NEEDED = {
     "llama_index.llms.agentcache": "llama-index-llms-agentcache",
     "llama_index.core": "llama-index-core",

@@ -1,4 +1,4 @@
-"""`agentcache bench react --through langchain | llamaindex`: one recorded task through a framework's agents, with the class that people
+"""`python -m benchmarks.through langchain | llamaindex`: one recorded task through a framework's agents, with the class that people
 use there today and with ours. Same agent, same weights, same recorded completions.
 
 Physics: the stock class computes its whole prompt at every step, ours what is new; both then decode the same tokens. Text ReAct is as far
@@ -8,7 +8,6 @@ whoever reads the agent's stream sees it, against the engine's own account of th
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 import time
@@ -21,14 +20,14 @@ from typing import Any
 
 from rich.table import Table
 
-from ..engine import Engine
-from ..episode import Episode
-from ..errors import ConfigError
-from ..model.tool_calls import HERMES, parse
-from ..receipt import Receipt
-from ..stream import Stream
-from ..types import Sampling
-from . import report
+from agentcache.bench import report
+from agentcache.engine import Engine
+from agentcache.episode import Episode
+from agentcache.errors import ConfigError
+from agentcache.model.tool_calls import HERMES, parse
+from agentcache.receipt import Receipt
+from agentcache.stream import Stream
+from agentcache.types import Sampling
 
 Say = Callable[[str], None]
 Load = Callable[[], tuple[Any, Any]]
@@ -155,27 +154,8 @@ def first(turns: list[Turn], calls: int | None) -> list[Turn]:
     return turns if calls is None else [*turns[: calls - 1], turns[-1]]
 
 
-def frameworks(name: str) -> ModuleType:
-    """The module that knows a framework. Raises if something it needs is not installed."""
-    from . import through_langchain, through_llamaindex
-
-    known = {"langchain": through_langchain, "llamaindex": through_llamaindex}
-    needed: Mapping[str, str] = known[name].NEEDED
-    if missing := [package for module, package in needed.items() if not _installed(module)]:
-        raise ConfigError(f"--through {name}: not installed: {', '.join(missing)}; pip install {' '.join(missing)}")
-    return known[name]
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that holds it
-        return False
-
-
-def run(through: str, load: Load, episode: Episode, *, calls: int | None = None, say: Say = lambda _: None) -> dict[str, Any]:
+def run(framework: ModuleType, load: Load, episode: Episode, *, calls: int | None = None, say: Say = lambda _: None) -> dict[str, Any]:
     """All ways in turn, on (model, tokenizer) from `load`; then first tokens through the agent with tool calls."""
-    framework = frameworks(through)
     model, tokenizer = load()
     told = first(in_text(episode, framework.THOUGHT, framework.END), calls)
     ways: list[Way] = []
@@ -193,7 +173,7 @@ def run(through: str, load: Load, episode: Episode, *, calls: int | None = None,
         say("first tokens through an agent with tool calls")
         seen = first_tokens(framework, engine, episode, calls)
     _check(ways, told, accounts)
-    return {"through": through, "calls": len(told), "ways": [_figures(way, ways[0], accounts.get(way.name)) for way in ways], **seen}
+    return {"through": framework.NAME, "calls": len(told), "ways": [_figures(way, ways[0], accounts.get(way.name)) for way in ways], **seen}
 
 
 def first_tokens(framework: ModuleType, engine: Recorded, episode: Episode, calls: int | None = None) -> dict[str, Any]:

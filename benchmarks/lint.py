@@ -1,4 +1,4 @@
-"""`agentcache bench lint`: what lint says of recorded episodes as they are, and with faults put in on purpose. Loads no model."""
+"""`python -m benchmarks.lint`: what lint says of recorded episodes as they are, and with faults put in on purpose. Loads no model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
-from ..errors import ConfigError
-from ..lint import Cause, Options, Report, lint
+from agentcache.bench.given import JsonOption, said_plainly
+from agentcache.bench.report import Progress, finish, table
+from agentcache.bench.workloads import Episode, read
+from agentcache.errors import ConfigError
+from agentcache.lint import Cause, Options, Report, lint
+
 from .lint_faults import FAULTS, append_only, injected, requests, scored
-from .report import table
-from .workloads import Episode, read
 
 TOGETHER = 6  # conversations that are mixed where ids are left out
 
@@ -179,3 +182,25 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         table("naming them", ["class", "n", "precision", "recall"], classes(found["classes"])),
         table("conversations mixed, without ids", ["class", "n", "precision", "recall"], classes(found["mixed"])),
     ]
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    workload: Annotated[Path, typer.Option(help="Recorded episodes: a folder of .jsonl files, or one file.")],
+    tools_dir: Annotated[Path | None, typer.Option(help="Folder of the tool catalogs; default: ../tools beside the file.")] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each file.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the faults that are put in.")] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """How well `agentcache lint` names what is wrong: episodes as recorded, and with faults put in; loads no model."""
+    with said_plainly():
+        with Progress() as say:
+            found = {"bench": "lint", **run(files(workload), tools_dir, episodes, seed, say)}
+        finish(found, tables(found), json_file)
+
+
+if __name__ == "__main__":
+    app()
