@@ -541,7 +541,7 @@ def test_numbers_behind_a_segment_that_are_not_finite_are_not_kept(monkeypatch: 
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
         kept = len(running.store)
-        monkeypatch.setattr("agentcache.life._finite", lambda sequence, start, stop: stop <= sequence.exact_until)
+        monkeypatch.setattr("agentcache.life.finite", lambda sequence, start, stop: stop <= sequence.exact_until)
         done = running.generate(OTHER, sampling=GREEDY)
         assert (done.ids, done.receipt.precision, done.receipt.bitwise) == (clean.ids, "exact", True)
         [why] = [refusal for refusal in done.receipt.refusals if refusal.reason is Reason.NON_FINITE]

@@ -116,7 +116,7 @@ def test_what_was_looked_through_is_not_looked_through_again(tmp_path: Path, mon
     since: list[int] = []
     monkeypatch.setattr("agentcache.segments.windows", lambda layout, texts, known: since.append(known) or ())
     scanned: list[int] = []
-    monkeypatch.setattr("agentcache.life._finite", lambda sequence, start, stop: scanned.append(start) or True)
+    monkeypatch.setattr("agentcache.life.finite", lambda sequence, start, stop: scanned.append(start) or True)
     waiting: list[int] = []
     model, tokenizer, fingerprint = tiny()
     known = calibration(fingerprint=fingerprint)
@@ -202,7 +202,7 @@ def test_logits_behind_a_segment_that_are_not_finite_are_computed_instead(monkey
 def test_logits_that_are_not_finite_when_all_is_computed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
-        poisoned(running, 2, monkeypatch)
+        poisoned(running, 3, monkeypatch)  # behind the segment, behind the prefix, behind nothing
         with pytest.raises(NonFiniteLogitsError):
             running.generate(OTHER, sampling=GREEDY)
         assert set(grades(running)) == {"exact"}
