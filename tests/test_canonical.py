@@ -44,7 +44,7 @@ def canonical(messages: list[Any]) -> tuple[list[dict[str, Any]], list[str], boo
         ([USER, CALLS, {**ONE, "tool_call_id": "three"}], r"messages\[2\].*'three'.*\['one', 'two'\]"),
         ([USER, CALLS, ONE, ONE], r"messages\[3\].*'one'"),
         ([{"role": "user", "content": "x", "tool_calls": [call("f", {})]}], "only an assistant"),
-        ([{"role": "assistant", "tool_calls": [call("f", "[1]")]}], r"tool_calls\[0\]: arguments=\[1\] is not a JSON object"),
+        ([{"role": "assistant", "tool_calls": [call("f", "[1]")]}], r"tool_calls\[0\] 'f': arguments=\[1\] is not a JSON object"),
         ([{"role": "assistant", "tool_calls": [call("f", "{oops")]}], "is not JSON"),
         ([{"role": "assistant", "tool_calls": [call("f", 5)]}], "arguments=5"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "needs 'function'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.lint import Options, Report, lint
+from agentcache.lint import Options, Report, lint, streamed
 from agentcache.lint.templated import Loaded
 from tests import chat_templates as templates
 from tests.models import toy_tokenizer
@@ -122,6 +123,29 @@ def test_redacted_refusals_have_no_text_of_the_trace() -> None:
         (problem,) = lint([body], Options(tokenizer=Loaded(toy_tokenizer(), templates.CHATML), redact=redact)).problems
         assert ("Miller" in problem.message) is not redact
         assert "compared in characters" in problem.message
+
+
+# Megabytes of brackets
+
+
+@pytest.mark.parametrize("odd", ["[\n", "[,", '{"a":\n', '[{"role":\n'])
+def test_what_only_begins_is_left_out_soon(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in tries, each of which may look through all of it; what stood before is there."""
+    tried = 0
+
+    class Counting(json.JSONDecoder):
+        def raw_decode(self, text: str, at: int = 0) -> Any:
+            nonlocal tried
+            tried += 1
+            return super().raw_decode(text, at)
+
+    monkeypatch.setattr(streamed.json, "JSONDecoder", Counting)
+    notes: list[str] = []
+    text = b'[{"a": 1}, {"a": 2},\n' + odd.encode() * 20_000
+    found = list(streamed.Stream(text, io.BytesIO(), lambda line, why: notes.append(why)).values())
+    assert [value for _, value in found] == [{"a": 1}, {"a": 2}]
+    assert tried < 2 * streamed.TRIES
+    assert len(notes) == 1
 
 
 # A stream that cannot show all of it

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..types import Message
+from ..types import Message, ToolCall
 from .plain import Plain, answered, check_list, pair_results, plain_message
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the names transformers itself treats as one
@@ -108,24 +108,22 @@ class Canon:
 def _value_key(message: Message | Mapping[str, Any], namespace: str) -> tuple[Any, ...] | None:
     """All that the canonical form depends on, hashable, or None where it is not cheap to tell."""
     if isinstance(message, Message):
-        made = tuple((call.id, call.name, _text(call.arguments)) for call in message.tool_calls)
-        return (namespace, Message, message.role, message.content, made, message.tool_call_id, message.name, message.reasoning)
-    if type(message) is not dict:
+        made = message.tool_calls or ()
+        if type(made) not in (tuple, list) or not all(isinstance(call, ToolCall) for call in made):
+            return None
+        calls: Any = [(call.id, call.name, call.arguments) for call in made]
+        fields = [message.role, message.content, message.tool_call_id, message.name, message.reasoning]
+    elif type(message) is dict:
+        calls = message.get("tool_calls")
+        fields = [message.get(key) for key in ("role", "content", "tool_call_id", "name", *REASONING_KEYS)]
+    else:
         return None
-    content, calls = message.get("content"), message.get("tool_calls")
-    if content is not None and type(content) is not str:
-        return None
-    fields = [message.get(key) for key in ("role", "tool_call_id", "name", *REASONING_KEYS)]
     if not all(field is None or type(field) is str for field in fields):
         return None
-    return (namespace, dict, content, _text(calls) if calls else bool(calls), *fields)
-
-
-def _text(value: Any) -> str:
     try:
-        return _ENCODE(value)
-    except (TypeError, ValueError):  # not JSON: still a value that can be told from others
-        return repr(value)
+        return (namespace, type(message), _ENCODE(calls) if calls else "", *fields)
+    except (TypeError, ValueError, RecursionError):  # no JSON: what is wrong with it is told elsewhere
+        return None
 
 
 def digest_of(message: Plain) -> bytes:
@@ -183,11 +181,11 @@ def _canonical_call(call: Plain, clean: Callable[[str], str]) -> Plain:
 
 
 def mapped(value: Any, clean: Callable[[str], str]) -> Any:
-    """`value` with `clean` applied to every string in it, keys included."""
+    """`value` with `clean` applied to every string in it, keys included, which are strings as in JSON."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, Mapping):
-        return {clean(key) if isinstance(key, str) else key: mapped(item, clean) for key, item in value.items()}
+        return {clean(key if isinstance(key, str) else _ENCODE(key)): mapped(item, clean) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [mapped(item, clean) for item in value]
     return value

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import MessageError
 from ..types import Message, ToolCall
+from .json_values import fault, shown
 
 ROLES = ("system", "user", "assistant", "tool")
 Plain = dict[str, Any]
@@ -36,18 +37,19 @@ def plain_message(index: int, message: Message | Mapping[str, Any]) -> Plain:
     elif isinstance(message, Mapping):
         out = dict(message)
     else:
-        raise MessageError(f"messages[{index}]={message!r:.200}: give a Message or a dict with 'role' and 'content'")
+        raise MessageError(f"messages[{index}]={shown(message)}: give a Message or a dict with 'role' and 'content'")
     role = out.get("role")
     if role not in ROLES:
         hint = " (use 'system')" if role == "developer" else ""
-        raise MessageError(f"messages[{index}]: role={role!r} is unknown, use one of {ROLES!r}{hint}")
+        raise MessageError(f"messages[{index}]: role={shown(role)} is unknown, use one of {ROLES!r}{hint}")
     _check_content(index, out.get("content"))
+    _check_id(f"messages[{index}]: tool_call_id", out.get("tool_call_id"))
     calls = out.get("tool_calls")
     if calls:
         if role != "assistant":
             raise MessageError(f"messages[{index}]: tool_calls on a {role!r} message; only an assistant message may call tools")
         if isinstance(calls, (str, Mapping)) or not isinstance(calls, Sequence):
-            raise MessageError(f"messages[{index}]: tool_calls={calls!r:.200} is not a list of calls")
+            raise MessageError(f"messages[{index}]: tool_calls={shown(calls)} is not a list of calls")
         out["tool_calls"] = [_plain_call(index, number, call) for number, call in enumerate(calls)]
     return out
 
@@ -57,7 +59,7 @@ def _from_message(message: Message) -> Plain:
     if message.reasoning is not None:
         out["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        out["tool_calls"] = list(message.tool_calls)
+        out["tool_calls"] = message.tool_calls
     if message.tool_call_id is not None:
         out["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -69,14 +71,19 @@ def _check_content(index: int, content: Any) -> None:
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, (list, tuple)):
-        raise MessageError(f"messages[{index}]: content={content!r:.200} is not text; give a string or a list of text parts")
+        raise MessageError(f"messages[{index}]: content={shown(content)} is not text; give a string or a list of text parts")
     for part in content:
         if isinstance(part, str):
             continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise MessageError(
-                f"messages[{index}]: content part {part!r:.200} is not text; only {{'type': 'text', 'text': ...}} parts can be rendered"
+                f"messages[{index}]: content part {shown(part)} is not text; only {{'type': 'text', 'text': ...}} parts can be rendered"
             )
+
+
+def _check_id(where: str, given: Any) -> None:
+    if not isinstance(given, (str, int, type(None))) or fault(given, where):
+        raise MessageError(f"{where}={shown(given)} is not a string")
 
 
 def _plain_call(index: int, number: int, call: ToolCall | Mapping[str, Any]) -> Plain:
@@ -91,14 +98,15 @@ def _plain_call(index: int, number: int, call: ToolCall | Mapping[str, Any]) -> 
             known_id = {} if out.get("id") is None else {"id": out["id"]}
             out = {**known_id, "type": "function", "function": {"name": out["name"], "arguments": out.get("arguments", out.get("args"))}}
         if not isinstance(out.get("function"), Mapping):
-            raise MessageError(f"{where}={call!r:.200}: needs 'function': {{'name': ..., 'arguments': ...}}")
+            raise MessageError(f"{where}={shown(call)}: needs 'function': {{'name': ..., 'arguments': ...}}")
         function = dict(out["function"])
         out["function"] = function
     else:
-        raise MessageError(f"{where}={call!r:.200}: give a ToolCall or a dict with 'function'")
+        raise MessageError(f"{where}={shown(call)}: give a ToolCall or a dict with 'function'")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise MessageError(f"{where}: name={function.get('name')!r} is not a function name")
-    function["arguments"] = _plain_arguments(where, function.get("arguments"))
+        raise MessageError(f"{where}: name={shown(function.get('name'))} is not a function name")
+    _check_id(f"{where}: id", out.get("id"))
+    function["arguments"] = _plain_arguments(f"{where} {function['name'][:60]!r}", function.get("arguments"))
     return out
 
 
@@ -106,12 +114,14 @@ def _plain_arguments(where: str, arguments: Any) -> Plain:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}  # some clients send "" for a call without arguments
-        except ValueError as error:
-            raise MessageError(f"{where}: arguments={arguments!r:.200} is not JSON ({error}); give a JSON object or a dict") from error
+        except (ValueError, RecursionError) as error:
+            raise MessageError(f"{where}: arguments={shown(arguments)} is not JSON ({error}); give a JSON object or a dict") from error
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping):
-        raise MessageError(f"{where}: arguments={arguments!r:.200} is not a JSON object")
+        raise MessageError(f"{where}: arguments={shown(arguments)} is not a JSON object")
+    if wrong := fault(arguments, "arguments"):
+        raise MessageError(f"{where}: {wrong}")
     return dict(arguments)
 
 
@@ -125,7 +135,7 @@ def pair_results(plain: list[Plain]) -> None:
             position = answered(waiting, message)
             if position is None:
                 raise MessageError(
-                    f"messages[{index}]: tool result with tool_call_id={message.get('tool_call_id')!r} answers no open call "
+                    f"messages[{index}]: tool result with tool_call_id={shown(message.get('tool_call_id'))} answers no open call "
                     f"(open: {[call_id for call_id, _ in waiting]!r}); put the assistant message with its tool_calls before it"
                 )
             waiting.pop(position)

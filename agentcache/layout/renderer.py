@@ -19,9 +19,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ConfigError, MessageError
+from ..errors import ConfigError, MessageError, TemplateError
 from ..types import Layout, LayoutOptions, Message, Rendering, Span, Tool, ToolOrder
 from .declared import Declarations, brought, read_rules
+from .json_values import shown
 from .memory import Covering, Generated, Kept, Memory, chain, link
 from .opening import cut, opening
 from .plain import check_list
@@ -90,11 +91,11 @@ class Renderer:
         volatile: Volatile = (),
     ) -> Layout:
         """The prompt of `messages` (or of a raw string) as ids and spans. The returned ids must not be modified."""
-        _check_options(rendering, tools_order)
+        _check_options(rendering, tools_order, namespace)
         given = brought(volatile)
         if given and (rendering == "stock" or isinstance(messages, str)):
             raise MessageError(
-                f"volatile={volatile!r:.200}: a string prompt and rendering='stock' are shown as given; write it there yourself"
+                f"volatile={shown(volatile)}: a string prompt and rendering='stock' are shown as given; write it there yourself"
             )
         if isinstance(messages, str):
             return self._render_text(messages, tools, namespace)
@@ -111,6 +112,8 @@ class Renderer:
 
     def _layout(self, request: Request, rendering: Rendering, namespace: str, generation: bool) -> Rendered:
         text = self._template.render([turn.data for turn in request.turns], request.tools.schemas, generation, request.kwargs)
+        if not text:
+            raise TemplateError(f"the chat template made '' of {len(request.turns)!r} messages: pass another chat_template=")
         frame = _Frame(request, self._template.shape(bool(request.tools.schemas)), generation)
         if rendering == "stock":
             encoded, spent = self._encode(namespace, text, frame)
@@ -143,7 +146,7 @@ class Renderer:
         if not isinstance(layout, Rendered) or not layout.chain or not generated_ids or not self._encoder.fast:
             return  # stock renderings and raw prompts are never spliced
         if message.role != "assistant":
-            raise MessageError(f"remember(message={message!r:.200}): only an assistant message is generated")
+            raise MessageError(f"remember(message={shown(message)}): only an assistant message is generated")
         key = link(layout.chain, self._requests.canon().turn(0, message, namespace))
         generated = Generated(layout.encoded, tuple(map(int, generated_ids)), time.time())
         self._memory.learn(namespace, key, generated)
@@ -197,7 +200,7 @@ class Renderer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Layout:
         """The longest token prefix of system and tools that does not depend on any later message."""
-        _check_options(rendering, tools_order)
+        _check_options(rendering, tools_order, namespace)
         leading = [m for m in messages or () if (m.role if isinstance(m, Message) else m.get("role")) == "system"]
         if rendering != "stock":
             declared = self._declarations.split(leading, (), namespace)
@@ -213,7 +216,7 @@ class Renderer:
     ) -> Layout:
         """The longest token prefix of these messages that what follows them leaves as it is; options as of `prefix`."""
         if isinstance(messages, str):
-            raise MessageError(f"messages={messages!r:.200}: the start of a conversation is a list of messages")
+            raise MessageError(f"messages={shown(messages)}: the start of a conversation is a list of messages")
         if messages:
             check_list(messages)
         if all((m.role if isinstance(m, Message) else m.get("role")) == "system" for m in messages):
@@ -348,7 +351,9 @@ class _Frame:
         return marks(self._request.turns, self.places, len(text), self._stop, self._tools)
 
 
-def _check_options(rendering: str, order: str) -> None:
+def _check_options(rendering: str, order: str, namespace: str) -> None:
+    if not isinstance(namespace, str):
+        raise ConfigError(f"namespace={shown(namespace)}: must be a string")
     if rendering not in ("canonical", "stock"):
         raise ConfigError(f"rendering={rendering!r}: must be 'canonical' or 'stock'")
     if order not in ("given", "sorted", "sticky"):

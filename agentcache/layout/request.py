@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import TemplateError
+from ..errors import ConfigError, TemplateError
 from ..types import Message, Rendering, Tool, ToolOrder
 from .canonical import ABSENT, Canon, Turn, digest_of
+from .json_values import shown
 from .memory import chain
 from .plain import Plain, plain_messages
-from .schemas import canonical_tools, order_tools, plain_tools, tool_name
+from .schemas import canonical_tools, check_values, order_tools, plain_tools, said, tool_name
 from .template import Template
 from .tokenise import Encoder, Neutraliser
 
@@ -96,12 +97,12 @@ class Requests:
     def _listed(
         self, plain: list[Plain], rendering: Rendering, order: ToolOrder, sticky: Sequence[str], kwargs: Mapping[str, Any], namespace: str
     ) -> ToolList:
-        said = json.dumps([plain, rendering, order, list(sticky), sorted(kwargs.items())], ensure_ascii=False, default=repr)
-        key = namespace, hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        key = namespace, _digest(said(plain), rendering, order, *map(str, sticky), _options(kwargs))
         with self._lock:
             if (known := self._tools.get(key)) is not None:
                 self._tools.move_to_end(key)
                 return known
+        check_values(plain)
         schemas, notes = plain, list[str]()
         if rendering == "canonical" and plain:
             given, notes = canonical_tools(plain, self._neutraliser())
@@ -127,5 +128,16 @@ class Requests:
 
 def _root(schemas: list[Plain], kwargs: Mapping[str, Any]) -> bytes:
     """The same for the same tools in the same order, however they were given."""
-    said = json.dumps([schemas, sorted(kwargs.items())], ensure_ascii=False, default=repr)
-    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return _digest(said(schemas), _options(kwargs))
+
+
+def _options(kwargs: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(sorted(kwargs.items()), ensure_ascii=False, default=repr)
+    except (TypeError, ValueError, RecursionError, AttributeError) as error:
+        raise ConfigError(f"template_kwargs={shown(kwargs)}: give names with values for the chat template ({error})") from error
+
+
+def _digest(*texts: str) -> bytes:
+    whole = json.dumps(texts, ensure_ascii=False)
+    return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -10,10 +10,12 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ..errors import PromptError, TemplateError
 from .plain import Plain
+from .rendering import EndlessError, Rendering
 from .repairs import date_variables, repaired
 from .tokenise import common_chars
 
@@ -32,6 +34,8 @@ _TOOL: Plain = {
 _TAG = re.compile(r"</?[A-Za-z_][\w-]*>|\[/?[A-Z_]+\]")
 _IDS = ("call00001", "call00002", "zother001", "zother002")
 
+
+MOST_CHARS = 64_000_000  # that one may have: more than a context of ten million tokens
 
 SENTINEL = "Qzsentinel"
 # What a user's text may start with: a stable prefix ends before any token that depends on it.
@@ -94,21 +98,39 @@ class Template:
         import jinja2  # transformers needs it for any chat template; imported here so that a raw prompt does not
 
         source = self.source(bool(tools))
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            list(messages),
+            tools=list(tools) or None,
+            chat_template=source,
+            add_generation_prompt=generation,
+            tokenize=False,
+            **{**(date_variables(self._date) if self._date else {}), **(kwargs or {})},
+        )
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                chat_template=source,
-                add_generation_prompt=generation,
-                tokenize=False,
-                **{**(date_variables(self._date) if self._date else {}), **(kwargs or {})},
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            text = Rendering(render).text()
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            if isinstance(error, TemplateError):
+                raise
             raise TemplateError(
                 f"the chat template refused these messages: {str(error) or type(error).__name__} ({type(error).__name__}); "
                 "change the messages to what the template expects or pass another chat_template="
             ) from error
-        return str(text)
+        if len(text) > MOST_CHARS:
+            raise TemplateError(
+                f"the chat template made {len(text)!r} characters of {len(messages)!r} messages, more than {MOST_CHARS!r}: pass another "
+                "chat_template="
+            )
+        return text
 
     def source(self, tools: bool) -> str:
         """The template's text, repaired; a tokenizer may have one for tools and one without."""
@@ -177,6 +199,8 @@ class Template:
     ) -> str | None:
         try:
             return self.render(messages, tools, generation, kwargs)
+        except EndlessError:
+            raise
         except PromptError:
             return None
 

@@ -13,6 +13,8 @@ from typing import IO, Any
 
 CHUNK = 1 << 20  # bytes read at a time
 MOST = 64 << 20  # characters of one value, beyond which it is taken for damaged
+TRIES = 500  # places in damaged text at which a value might begin and does not, before the rest is left out; some more for each value
+TRIES_EACH = 4
 NEAR = 16  # characters before the end of what was read where an error may only say that the value goes on
 
 Note = Callable[[int, str], None]
@@ -35,6 +37,7 @@ class Stream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._buffer = self._utf8.decode(head)
         self._at, self._line, self._ended = 0, 1, False
+        self._tries = TRIES
         self._inside = False  # the outermost array is open
         self._messages: list[Any] | None = None  # so far, of an outermost array that is one request
         self._since = 1
@@ -52,6 +55,7 @@ class Stream:
                     break
                 continue
             line = self._line
+            self._tries += TRIES_EACH
             self._pass(stop)
             if self._messages is None and self._inside and is_message(value):
                 self._messages = []
@@ -114,7 +118,9 @@ class Stream:
         self._pass(self._at + 1)
         found = self._search()
         why = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON ({getattr(error, 'msg', error)})"
-        if not found and isinstance(error, json.JSONDecodeError):
+        if not found and not self._tries:
+            why = "damaged from here to the end, or nested too deeply"
+        elif not found and isinstance(error, json.JSONDecodeError):
             why = "half-written or not JSON from here to the end"
         self._note(line, f"{why}: left out")
         return found
@@ -132,6 +138,9 @@ class Stream:
             try:
                 value, stop = self._value()
             except (ValueError, RecursionError):
+                self._tries -= 1  # each may look through all that was read: without a bound, megabytes of brackets take hours
+                if not self._tries:
+                    return False
                 continue
             if self._whole(value):
                 return True

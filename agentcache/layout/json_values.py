@@ -1,0 +1,51 @@
+"""Whether a caller's value can be written as JSON, and where it cannot. Knows nothing of messages and tools."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+LEVELS = 128  # of lists and objects in each other: schemas have some ten, and what reads them recurses
+DIGITS = 4_000  # of a whole number: Python writes no longer ones
+_BITS = int(DIGITS * 3.3)
+_PLACE = 160  # characters of a place that an error shows
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxdict, _short.maxlist = 3, 120, 120, 4, 4
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: repr(), at most 200 characters, whatever it is."""
+    try:
+        return _short.repr(value)[:200]
+    except (ValueError, RecursionError):  # a number too long to write
+        return f"<{type(value).__name__}>"
+
+
+def fault(value: Any, place: str) -> str | None:
+    """What of this value is no JSON and where, for an error; None if all of it is. place: what the value is called."""
+    left: list[tuple[Any, str, int]] = [(value, place, 0)]
+    while left:
+        value, place, level = left.pop()
+        if (wrong := _wrong(value, level)) is not None:
+            where = place if len(place) <= _PLACE else f"{place[:_PLACE]} ..."
+            return f"{where}={shown(value)} {wrong}"
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                if not isinstance(key, (str, int, float, type(None))):
+                    return f"{place[:_PLACE]} has the key {shown(key)}, which is no string"
+                left.append((inner, f"{place}.{key if isinstance(key, str) else shown(key)}", level + 1))
+        elif isinstance(value, (list, tuple)):
+            left += [(inner, f"{place}[{number}]", level + 1) for number, inner in enumerate(value)]
+    return None
+
+
+def _wrong(value: Any, level: int) -> str | None:
+    if isinstance(value, (Mapping, list, tuple)):
+        return f"is nested in more than {LEVELS} levels, or in itself" if level >= LEVELS else None
+    if isinstance(value, int):
+        return f"has more than {DIGITS} digits" if value.bit_length() > _BITS else None
+    if value is None or isinstance(value, (str, float)):
+        return None
+    return f"is of type {type(value).__name__}, which JSON has not: give a list, an object, text or a number"
