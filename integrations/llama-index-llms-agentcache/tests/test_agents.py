@@ -212,6 +212,23 @@ def test_answer_at_tail_of_a_workflow(llm: Make, run: Make, shared: bool, handed
     assert kept(model.receipts)[-1] == 1.0
 
 
+@pytest.mark.parametrize("kind", ["agent", "workflow"])
+def test_answer_at_tail_with_workflows_that_tell_no_context(llm: Make, run: Make, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.delattr(Context, "get_step_context")
+    model = llm("At 14:05.", TIDE)
+    agent = _agent(model)
+
+    async def ask() -> Any:
+        asked: Any = answer_at_tail(agent if kind == "agent" else AgentWorkflow([agent]), Tide)
+        return (await asked.run("Tide?", memory=AppendOnlyMemory())).structured_response
+
+    if kind == "agent":
+        assert run(ask()) == {"harbour": "Averil", "time": "14:05"}
+    else:
+        with pytest.warns(UserWarning, match="upgrade llama-index-workflows"):
+            assert run(ask()) is None
+
+
 def test_answer_at_tail_shows_the_tools_that_were_retrieved(llm: Make, run: Make) -> None:
     class Retriever(ObjectRetriever[Any]):
         def __init__(self) -> None: ...

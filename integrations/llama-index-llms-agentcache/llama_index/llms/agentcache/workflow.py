@@ -178,6 +178,12 @@ async def _answering(
     asked: BaseWorkflowAgent | AgentWorkflow, messages: Sequence[ChatMessage]
 ) -> tuple[BaseWorkflowAgent, Sequence[BaseTool], list[ChatMessage]]:
     """The agent that gave the answer, with the tools and the conversation as its prompts have shown them."""
+    if not hasattr(Context, "get_step_context"):
+        if isinstance(asked, BaseWorkflowAgent):
+            return asked, await asked.get_tools(), list(messages)
+        raise ConfigError(
+            "answer_at_tail(workflow) asks which agent has answered by Context.get_step_context: upgrade llama-index-workflows"
+        )
     store = Context.get_step_context().store
     said = str(await store.get("user_msg_str", default=""))
     if isinstance(asked, BaseWorkflowAgent):
