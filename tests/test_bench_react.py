@@ -219,3 +219,6 @@ def test_command_says_plainly_what_is_wrong(traces: Path) -> None:
     done = CliRunner().invoke(app, ["react", "--workload", "/no/such.jsonl"])
     assert done.exit_code == 1
     assert done.stderr.startswith("agentcache: workload '/no/such.jsonl' is not a file")
+    nothing = CliRunner().invoke(app, ["react"])
+    assert nothing.exit_code == 1
+    assert "name a recorded trace" in nothing.output
