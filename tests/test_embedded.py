@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from agentcache import embedded
-from agentcache.bench import quality
+from agentcache.bench import quality, quality_cases, quality_play
+from agentcache.bench.quality_score import right
 from agentcache.bench.quality_world.dialogues import bundle, messages, spoken
 from agentcache.engine import Engine
 from agentcache.errors import ModelLoadError
@@ -217,3 +218,12 @@ def test_the_shipped_model_reads_a_clock_at_the_tail_and_goes_on_with_its_task()
         for row in quality.run(engine, options, lambda text: None)["clock"]:
             assert row["without"] >= 90
             assert row["lost"] - row["won"] <= 10, row
+
+
+@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
+def test_the_shipped_model_answers_tool_results_with_a_clock_behind_them() -> None:
+    steps = [quality_cases.with_clock(one, "user").steps[-1] for one in quality_cases.episodes("hermes", 16, held="validation")]
+    assert {step.prompt[-1]["role"] for step in steps} == {"tool"}
+    with Engine("embedded", store=None) as engine:
+        said = quality_play.all_of(quality_play.asking(engine), steps, 8, lambda done: None)
+    assert sum(map(right, steps, said)) >= len(steps) - 1
