@@ -17,6 +17,7 @@ from agentcache.errors import CancelledError
 from agentcache.model.call_stream import Delta
 from agentcache.stream import Completion
 
+from ._missed import tell_missed
 from .errors import OutputCutError
 
 ASK = "Give the answer as JSON."
@@ -26,11 +27,11 @@ class Answer:
     """The answer that `stream` begins. Leaving it early frees the device; use it as a context manager.
 
     formed: the stream's call is the object. then: opens the request that makes an object of a message without calls.
-    draft: the receipt of the first request, once there is a second one.
+    tell: warn of what was computed again. draft: the receipt of the first request, once there is a second one.
     """
 
-    def __init__(self, stream: Stream, *, formed: bool = False, then: Callable[[Message], Stream] | None = None) -> None:
-        self._stream, self._formed, self._then = stream, formed, then
+    def __init__(self, stream: Stream, *, formed: bool = False, then: Callable[[Message], Stream] | None = None, tell: bool = True) -> None:
+        self._stream, self._formed, self._then, self._tell = stream, formed, then, tell
         self._words: list[Delta] = []  # of the first request: told only if a call follows
         self._thought: str | None = None
         self._closed = False
@@ -98,6 +99,9 @@ class Answer:
         return True
 
     def _read(self, done: Completion) -> Completion:
+        if self._tell:
+            first = self.draft or done.receipt  # the second request goes on from the first
+            tell_missed(first.missed, first.redacted)
         if not self._formed:
             return done
         if done.cut or not done.message.tool_calls:

@@ -12,6 +12,8 @@ from agentcache import Receipt
 from agentcache.model.call_stream import Delta
 from agentcache.stream import Completion
 
+from ._missed import hinted
+
 PROVIDER = "agentcache"
 _BEHIND = 1 << 16  # under output_version="v1", core numbers blocks of text and thought 0, 1, ..., and joins what has one number
 _LONG = ("spans", "namespace", "model", "finish_reason")  # grows with the conversation, or is said elsewhere
@@ -45,7 +47,8 @@ def metadata_of(receipt: Receipt, label: str | None, draft: Receipt | None = Non
 
 
 def _account(receipt: Receipt) -> dict[str, Any]:
-    return {key: value for key, value in receipt.as_dict().items() if key not in _LONG}
+    account = {key: value for key, value in receipt.as_dict().items() if key not in _LONG}
+    return account if account["missed"] is None else {**account, "missed": hinted(account["missed"])}
 
 
 def message_of(done: Completion, label: str | None = None, draft: Receipt | None = None) -> AIMessage:

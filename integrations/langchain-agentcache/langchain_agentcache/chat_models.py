@@ -181,14 +181,14 @@ class ChatAgentCache(ChatSettings):
             def asked(said: list[Message], limits: Constraint | None) -> Stream:
                 return engine.stream(said, shown, constraint=limits, **options)
 
-            limits = self._limits(shown, form, kwargs)
+            limits, tell = self._limits(shown, form, kwargs), bool(kwargs.get("warn_missed", True))
             if form is None:
-                return Answer(asked(said, limits)), wishes
+                return Answer(asked(said, limits), tell=tell), wishes
             can, must = may_call(tools, kwargs.get("tool_choice"), kwargs.get("forbidden_tools") or ())
             if not can:
-                return Answer(asked(said, Constraint(form.name)), formed=True), wishes
+                return Answer(asked(said, Constraint(form.name)), formed=True, tell=tell), wishes
             then = None if must else lambda message: asked([*said, message, Message("user", ASK)], Constraint(form.name))
-            return Answer(asked(said, limits), then=then), wishes
+            return Answer(asked(said, limits), then=then, tell=tell), wishes
 
     def _shown_form(self, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> Tool | None:
         """The tool that shows the schema of the answer, None where it is held to it without being shown."""

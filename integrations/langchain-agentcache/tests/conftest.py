@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning:langchain.*"), append=False)
             item.add_marker(pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning"), append=False)
             item.add_marker(pytest.mark.filterwarnings("ignore:Core Pydantic V1:UserWarning"), append=False)
+            # said once per process, in whichever test comes first
+            item.add_marker(pytest.mark.filterwarnings("ignore:.* prompt tokens were computed again:UserWarning"), append=False)
             if item.name == "test_message_with_name":  # LangChain's: the name need not be shown
                 item.add_marker(pytest.mark.filterwarnings("ignore:.*shows no names of users:UserWarning"), append=False)
 

@@ -144,9 +144,11 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
             return request.override(messages=[*request.messages, HumanMessage(_OPENING + text + _CLOSING)]) if text else request
         tools, forbidden = self._tools(request)
         arranged = request.override(tools=tools)
-        self._compare(arranged.override(system_message=_stable(request.system_message)))
+        named = self._compare(arranged.override(system_message=_stable(request.system_message)))
         said = {"forbidden_tools": forbidden, "volatile": _OPENING + text + _CLOSING if text else None}
-        more = {name: value for name, value in said.items() if value}
+        more: dict[str, Any] = {name: value for name, value in said.items() if value}
+        if named or self.on_change == "ignore":
+            more["warn_missed"] = False  # said already, with the name of who did it, or not to be said
         return arranged.override(model_settings={**request.model_settings, **more}) if more else arranged
 
     def _tools(self, request: ModelRequest[Any]) -> tuple[list[Any], list[str]]:
@@ -157,26 +159,27 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         shown = self._talks.shown(request, wanted, lambda: selected_from(request, self))
         return list(shown.values()), [name for name in shown if name not in wanted]
 
-    def _compare(self, request: ModelRequest[Any]) -> None:
-        """Warn if this step's prompt is not the last one's with something behind it."""
+    def _compare(self, request: ModelRequest[Any]) -> bool:
+        """Whether this step's prompt is not the last one's with something behind it; warns of it."""
         if self.on_change == "ignore":
-            return
+            return False
         now = seen(request, [tool_name(tool) for tool in request.tools])
         before = self._talks.before(request, now)
         found = change(before, now) if before else None
         if found is None:
-            return
+            return False
         field, what = found
         names = culprits(request, field, self)
         sign = (field, *names)
         if sign in self._warned:
-            return
+            return True
         self._warned.add(sign)
         who = ", ".join(names) or "an edit of the agent's state"
         warnings.warn(
             f"{who} changed {what}. Everything behind it is computed again at each such step: {_CURES[field]} (said once)",
             stacklevel=2,
         )
+        return True
 
     # -- telling ---------------------------------------------------------------------------------------------------
 

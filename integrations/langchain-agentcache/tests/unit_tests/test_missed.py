@@ -1,0 +1,108 @@
+"""What was computed again is told: cause, cure and LangChain's name for it, in the metadata of each answer and in one warning per cause."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import script
+from harbour import log, tide
+from langchain.agents import create_agent
+from langchain.agents.middleware import dynamic_prompt
+from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache, _missed, _told
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+
+from agentcache.lint.values import Cause
+
+KEEPER = "You are the keeper of a lighthouse. Write down wind, tide and every ship that passes. " * 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> Iterator[None]:
+    """As in a process that begins."""
+    said, _told._said = _told._said, set()
+    _missed._causes.clear()
+    yield
+    _told._said = said
+
+
+@pytest.fixture
+def model(chat: Any, monkeypatch: pytest.MonkeyPatch) -> ChatAgentCache:
+    monkeypatch.setitem(script.LINES, "When is high water?", script.call("tide", harbour="Averil"))
+    return chat(max_tokens=8)
+
+
+def heard(ask: Any) -> list[str]:
+    """What is warned of while this runs."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ask()
+    return [str(each.message) for each in said if "computed again" in str(each.message)]
+
+
+def at(clock: str, *more: Any) -> list[Any]:
+    return [SystemMessage(f"It is {clock}. {KEEPER}"), HumanMessage("Hello"), *more]
+
+
+@pytest.mark.parametrize("way", ["invoke", "stream"])
+def test_a_cause_is_told_once_and_stands_in_every_answer(model: ChatAgentCache, way: str) -> None:
+    def ask(clock: str) -> dict[str, Any]:
+        if way == "invoke":
+            return model.invoke(at(clock)).response_metadata["agentcache"]
+        return [chunk.response_metadata["agentcache"] for chunk in model.stream(at(clock)) if chunk.response_metadata.get("agentcache")][-1]
+
+    assert ask("10:30")["missed"] is None
+    found: list[Any] = []
+    (text,) = heard(lambda: found.extend(ask(clock) for clock in ("10:31", "10:32")))
+    assert "clock (system)" in text
+    assert "AgentCacheMiddleware(volatile=...)" in text
+    assert [each["missed"]["cause"] for each in found] == ["clock", "clock"]
+    assert all("volatile" in each["missed"]["hint"] and each["missed"]["fix"] for each in found)
+
+
+async def test_other_causes_are_told_beside_it(model: ChatAgentCache) -> None:
+    def tools() -> None:
+        for bound in ([tide, log], [log, tide], [tide]):
+            model.bind_tools(bound).invoke(at("noon"))
+
+    texts = heard(tools)
+    assert ["order" in texts[0], "changed tool set" in texts[1]] == [True, True]
+    assert "tools_order='sorted'" in texts[0]
+    assert "AgentCacheMiddleware(tools=[...])" in texts[1]
+
+
+def test_shortening_is_told_if_it_does_not_stop(model: ChatAgentCache) -> None:
+    turns = [each for n in range(6) for each in (HumanMessage(f"Ship {n} passes, and says so with flags."), AIMessage(f"Noted: {n}."))]
+
+    def ask(first: int) -> None:
+        model.invoke([SystemMessage(KEEPER), *turns[first : first + 5]])
+
+    ask(0)
+    assert heard(lambda: ask(2)) == []
+    (text,) = heard(lambda: ask(4))
+    assert "truncated history" in text
+    assert "SummarizationMiddleware" in text
+
+
+def test_the_middleware_says_it_with_a_name_instead(model: ChatAgentCache) -> None:
+    clock = itertools.count(10)
+
+    @dynamic_prompt
+    def timed(request: Any) -> str:
+        return f"It is {next(clock)}:30. {KEEPER}"
+
+    def ask(on_change: Any) -> None:
+        agent = create_agent(model, [tide], middleware=[timed, AgentCacheMiddleware(on_change=on_change)])
+        agent.invoke({"messages": [HumanMessage("When is high water?")]})
+
+    model.max_tokens = 40
+    (text,) = heard(lambda: ask("warn"))
+    assert text.startswith("timed changed the system prompt")
+    assert heard(lambda: ask("ignore")) == []
+
+
+def test_every_hint_is_about_a_cause() -> None:
+    assert _missed.HINTS.keys() <= {str(cause) for cause in Cause}
