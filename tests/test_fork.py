@@ -109,8 +109,8 @@ def test_what_the_child_does_leaves_the_parent_as_it_was(tmp_path: Path) -> None
     options = StoreOptions(tmp_path / "store", refuse_slow=False)
     with engine_of(store=options) as engine:
         engine.warm("You answer in one word. " * 200, name="clerk")
-        assert engine.flush()
         before = engine.generate(chat("hello"), sampling=decode(6)).ids
+        assert engine.flush()  # what is written from here on is not the child's doing
         disk = engine.store.disk
         assert disk is not None
         pinned, files = disk.index.pinned(), sorted(str(path) for path in disk.folder.blobs.rglob("*"))
