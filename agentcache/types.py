@@ -38,7 +38,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. `tool_calls` only on assistant turns, `tool_call_id` and `name` only on tool turns."""
+    """One turn. `tool_calls` only on assistant turns, `tool_call_id` only on tool turns, `name` on these and on user turns."""
 
     role: Role
     content: str = ""

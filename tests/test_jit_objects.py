@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache.errors import StoreWarning
+from agentcache.errors import ModelLoadError, StoreWarning
 from agentcache.model import jit, jit_objects
+from agentcache.model import loading as loading_of_models
 from agentcache.store.folder import Folder
 
 pytestmark = pytest.mark.skipif(jit.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
@@ -145,3 +147,16 @@ def test_what_was_compiled_longest_ago_goes_first(place: Path, monkeypatch: pyte
     assert sorted(file.name for file in place.glob("*.o")) == ["2.o", "3.o", "4.o"]
     objects.keep("too large", bytes(3000))
     assert [objects.find(str(number)) is None for number in range(5)] == [True, True, False, False, False]
+
+
+def test_products_are_compiled_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+    monkeypatch.setattr(jit, "compile_products", asked.set)
+
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        assert asked.wait(20), "nothing is compiled before the weights are there"
+        raise OSError("no weights")
+
+    monkeypatch.setattr(loading_of_models.AutoModelForCausalLM, "from_pretrained", loading)
+    with pytest.raises(ModelLoadError):
+        loading_of_models.load("embedded")

@@ -302,6 +302,13 @@ def kernels() -> _Kernels | None:
     return _Kernels(team, 16 if has.get("avx512f") and has.get("avx512bw") else 8)
 
 
+def compile_products() -> None:
+    """Have the products of few rows with bf16 weights ready: they depend on the processor alone, so weights may load meanwhile."""
+    if (found := kernels()) is not None:
+        for rows in ROWS:
+            found.product(rows, PAIRS if multiplies_pairs() else BINARY[torch.bfloat16])
+
+
 def takes(weight: torch.Tensor, rows: int) -> bool:
     """Whether this product can run here."""
     found = kernels() if rows <= MOST_ROWS and weight.dtype in BINARY else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.utils import is_accelerate_available
 
 from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
+from . import jit
 
 
 def load(
@@ -54,7 +56,10 @@ def load(
     try:
         if bits:
             options["quantization_config"] = _quantization(model, dtype, bits, hub)
-        loaded = AutoModelForCausalLM.from_pretrained(model, **options)
+        with ThreadPoolExecutor(1, "agentcache-compiler") as compiler:
+            if device in (None, "cpu") and dtype not in ("float32", torch.float32):
+                compiler.submit(jit.compile_products)
+            loaded = AutoModelForCausalLM.from_pretrained(model, **options)
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         why = str(error).strip().rstrip(".")
