@@ -145,7 +145,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         tools, forbidden = self._tools(request)
         arranged = request.override(tools=tools)
         named = self._compare(arranged.override(system_message=_stable(request.system_message)))
-        said = {"forbidden_tools": forbidden, "volatile": _OPENING + text + _CLOSING if text else None}
+        said = {"forbidden_tools": forbidden, "volatile": text}
         more: dict[str, Any] = {name: value for name, value in said.items() if value}
         if named or self.on_change == "ignore":
             more["warn_missed"] = False  # said already, with the name of who did it, or not to be said
