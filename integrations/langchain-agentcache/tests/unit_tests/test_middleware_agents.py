@@ -212,6 +212,7 @@ def selector(*names: str, **options: Any) -> Any:
 def no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", ".* prompt tokens were computed again")  # once per process, in any test
         yield
 
 
