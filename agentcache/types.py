@@ -111,8 +111,8 @@ class LayoutOptions:
     mode: "enforce" moves it to the tail, "warn" leaves it and says so in the receipt, "off" leaves it. rules: a layout.toml whose patterns
     declare text of the system prompt. allow_demote: where the template has no system text at the tail, a user message may say it. keep: put
     it behind the last user message, where it stays while that is answered, instead of behind everything. ahead: open the last user message
-    with it instead of ending it, for models that take what ends a request for a part of it; None: if the tokenizer's config has
-    `volatile_ahead`. repairs: names of changes to the
+    with it instead of ending it, for models that take what ends a request for a part of it; a name: show it as messages of that name, which
+    the template writes before the last turn; None: what `volatile_ahead` in the tokenizer's config says. repairs: names of changes to the
     chat template, see docs/layout.md. date: the day, as 2026-11-21, that a template which prints the date is told; None for the clock's.
     """
 
@@ -120,7 +120,7 @@ class LayoutOptions:
     rules: str | os.PathLike[str] | None = None
     allow_demote: bool = False
     keep: bool = False
-    ahead: bool | None = None
+    ahead: bool | str | None = None
     repairs: tuple[str, ...] = ()
     date: str | None = None
 

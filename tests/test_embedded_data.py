@@ -20,7 +20,7 @@ from agentcache.bench.quality_world.words import ACTIONS, MODIFIERS, READING
 from agentcache.bench.quality_world.world import SPLITS, World, sources, split_of
 from agentcache.layout import Renderer
 from agentcache.model.tool_calls import parse
-from agentcache.types import Message, ToolCall
+from agentcache.types import LayoutOptions, Message, ToolCall
 from examples.embedded import model as models
 from examples.embedded import stream
 from examples.embedded import tokenizer as tokenizers
@@ -129,11 +129,17 @@ def test_template_appends_only_and_writes_what_is_trained_on(tokenizer: Any) -> 
 
 
 @pytest.mark.parametrize("role", ["user", "system"])
-def test_text_for_one_request_stands_in_the_turn_that_is_answered(tokenizer: Any, role: Literal["user", "system"]) -> None:
-    renderer, clock = Renderer(tokenizer), Message(role, "It is 10:33.")
+def test_text_for_one_request_stands_before_the_turn_that_is_answered_or_in_it(tokenizer: Any, role: Literal["user", "system"]) -> None:
+    clock = Message(role, "It is 10:33.")
     call = Message("assistant", tool_calls=(ToolCall("look", {}, "c"),))
     result = Message("tool", "[]", tool_call_id="c")
     asked = [Message("system", "Be brief."), Message("user", "Look.")]
+    for at, talk in (("Look.", asked), ("<tool_response>\n[]\n</tool_response>", [*asked, call, result])):
+        shown, plain = (Renderer(tokenizer).render(talk, volatile=told) for told in ([clock, "Rain."], ()))
+        turn = f"<|im_start|>user\n{at}<|im_end|>\n<|im_start|>assistant\n"
+        order = "It is 10:33.<|im_end|>\nRain.<|im_end|>\n" if role == "system" else "It is 10:33.\n\nRain.<|im_end|>\n"
+        assert shown.text == f"{plain.text.removesuffix(turn)}{order}{turn}"
+    renderer = Renderer(tokenizer, tail=LayoutOptions(ahead=True))
     first, second = (renderer.render(messages, volatile=clock) for messages in (asked, [*asked, call, result]))
     assert first.text.endswith("<|im_start|>user\nIt is 10:33.\n\nLook.<|im_end|>\n<|im_start|>assistant\n")
     assert second.text.endswith("\n[]\n</tool_response>\nIt is 10:33.<|im_end|>\n<|im_start|>assistant\n")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache import LayoutOptions, Message, Move, volatile
+from agentcache import LayoutOptions, Message, Move, ToolCall, volatile
 from agentcache.errors import ConfigError, MessageError, TemplateError
 from agentcache.layout import Renderer
 from agentcache.layout.declared import Declarations, read_rules
@@ -205,10 +205,47 @@ def test_a_tokenizer_says_that_its_model_reads_such_text_ahead() -> None:
     assert "hi\n\nRain." in refused.render([Message("user", "hi")], volatile="Rain.").text
 
 
+# Writes what is named "aside" before the turn that it follows: one loop for turns, a message or a run of results each.
+ASIDES = """{%- set ns = namespace(start=0, at=0) %}
+{%- for m in messages %}
+{%- if m.name == 'aside' %}{%- set ns.at = ns.start %}
+{%- elif m.role != 'tool' or messages[loop.index0 - 1].role != 'tool' %}{%- set ns.start = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for m in messages if m.name != 'aside' %}
+{%- if loop.index0 == ns.at %}{%- for n in messages if n.name == 'aside' %}{{- '(' + n.content + ')\n' }}{%- endfor %}{%- endif %}
+{{- m.role + ': ' + (m.content or '-') + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"""
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_named_text_stands_before_the_turn_that_is_answered(role: Any, steps: int) -> None:
+    tok = tokenizer("metaspace_bpe")
+    tok.init_kwargs["volatile_ahead"] = "aside"
+    renderer, messages = Renderer(tok, chat_template=ASIDES), asked("", steps)
+    layout, plain = renderer.render(messages, volatile=Message(role, "Rain.")), renderer.render(messages)
+    turn = plain.text.rindex("user: " if not steps else "tool: ")
+    assert layout.text == f"{plain.text[:turn]}(Rain.)\n{plain.text[turn:]}"
+    assert [(move.to, move.role) for move in layout.moves] == [("tail", role)]
+    kept = len(layout.ids) - layout.ephemeral_tokens
+    assert layout.ids[:kept] == plain.ids[:kept]
+    assert plain.encoded.tokens_before(turn) <= kept
+    results = [Message("user", "Go."), Message("assistant", tool_calls=(ToolCall("search", {}, "a"), ToolCall("search", {}, "b")))]
+    two = [*results, Message("tool", "one", tool_call_id="a"), Message("tool", "two", tool_call_id="b")]
+    assert "(Rain.)\ntool: one\ntool: two\n" in renderer.render(two, volatile=Message(role, "Rain.")).text, "results are one turn"
+
+
+def test_a_name_that_a_template_does_not_know_shows_the_text_at_the_tail() -> None:
+    messages = asked("", 1)
+    layout, plain = (fresh(ahead=ahead).render(messages, TOOLS, volatile="Rain.") for ahead in ("aside", None))
+    assert layout.text == plain.text
+
+
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 @pytest.mark.parametrize("demote", [False, True])
-@pytest.mark.parametrize(("keep", "ahead"), [(False, False), (True, False), (False, True), (True, True)])
-def test_no_template_loses_text_or_lifts_its_role(name: str, demote: bool, keep: bool, ahead: bool) -> None:
+@pytest.mark.parametrize(("keep", "ahead"), [(False, False), (True, False), (False, True), (True, True), (False, "aside"), (True, "aside")])
+def test_no_template_loses_text_or_lifts_its_role(name: str, demote: bool, keep: bool, ahead: bool | str) -> None:
     renderer = fresh(TOOL_TEMPLATES[name], allow_demote=demote, keep=keep, ahead=ahead)
     for steps in (0, 1, 2):
         messages = asked("It is 10:33.", steps)

@@ -59,7 +59,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._tail = tail or LayoutOptions()
         if self._tail.ahead is None:  # the model was trained with its tokenizer, and which place it reads is a matter of training
-            self._tail = replace(self._tail, ahead=bool(getattr(tokenizer, "init_kwargs", {}).get("volatile_ahead")))
+            self._tail = replace(self._tail, ahead=getattr(tokenizer, "init_kwargs", {}).get("volatile_ahead") or False)
         self._template = Template(tokenizer, chat_template, self._tail.repairs, self._tail.date)
         self._requests = Requests(self._template, self._encoder)
         self._special_tokens = special_tokens

@@ -7,11 +7,13 @@ unchanged, and the text behind it. A template that hoists, drops or refuses a fo
     user text      the end of the last message, if that is the user's; else a user message of its own; else the last user message
 
 With `ahead` user text opens the user's message instead of ending it, and the template may do the same with system text: what stands before
-that message must be unchanged then, and the message is for this prompt only, too.
+that message must be unchanged then, and the message is for this prompt only, too. With a name as `ahead` the text is first tried as
+messages of that name, which the template may write before the last turn, be it the user's or tool results.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,7 +75,7 @@ def _shown(messages: list[Any], pieces: Sequence[Piece], options: LayoutOptions,
     users = [number for number, message in enumerate(messages) if _role(message) == "user"]
     turn = users[-1] + 1 if users else len(messages)
     for at in (turn,) if options.keep else dict.fromkeys((len(messages), turn)):
-        fixed = _fixed(base.encoded.places, at > turn, bool(options.ahead))
+        fixed = _fixed(base.encoded.places, at > turn, options.ahead)
         for form in _forms(messages, at, pieces, options):
             try:
                 full = render(form.messages)
@@ -85,15 +87,21 @@ def _shown(messages: list[Any], pieces: Sequence[Piece], options: LayoutOptions,
     return None
 
 
-def _fixed(places: Sequence[Place], behind: bool, ahead: bool) -> int:
+def _fixed(places: Sequence[Place], behind: bool, ahead: bool | str | None) -> int:
     """How many characters of the prompt without the text must stand in the prompt with it: up to the end of the message that the text
-    follows (`behind`: the last one, else the last user message), or, with `ahead`, up to the start of that one if it is the user's.
+    follows (`behind`: the last one, else the last user message), or, with `ahead`, up to the start of that one if it is the user's; with
+    a name, up to the start of tool results that end the prompt, too.
     """
     shown = [place for place in places if place.start is not None and (behind or place.kind == "user")]
     last = max(shown, key=lambda place: place.stop, default=None)
     if last is None:
         return 0
-    return last.start if ahead and last.kind == "user" and last.start is not None else last.stop
+    if ahead and last.kind == "user" and last.start is not None:
+        return last.start
+    if isinstance(ahead, str) and last.kind == "tool":
+        results = itertools.takewhile(lambda place: place.kind == "tool", reversed(shown))
+        return min(place.start for place in results if place.start is not None)
+    return last.stop
 
 
 def _forms(messages: list[Any], at: int, pieces: Sequence[Piece], options: LayoutOptions) -> Iterator[Form]:
@@ -101,6 +109,10 @@ def _forms(messages: list[Any], at: int, pieces: Sequence[Piece], options: Layou
     system = "\n\n".join(piece.text for piece in pieces if piece.role == "system")
     user = "\n\n".join(piece.text for piece in pieces if piece.role == "user")
     own = tuple(piece.role for piece in pieces)
+    if isinstance(options.ahead, str):
+        named = [Message("system", system, name=options.ahead)] if system else []
+        named += [Message("user", user, name=options.ahead)] if user else []
+        yield Form([*messages[:at], *named, *messages[at:]], own)
     said = [Message("system", system)] if system else []
     for shown in _as_user(messages, at, user, bool(options.ahead)):
         behind = at + len(shown) - len(messages)

@@ -46,8 +46,8 @@ explain your calls."), that stands between `<think>` and `</think>`. `strict_cal
 calls to the schemas of the tools (with the extra `constrain` of agentcache-llm); other software decodes it freely, and gets more wrong
 names and types.
 
-`volatile_ahead` in its tokenizer's config makes an `Engine` open the last user message with text for one request only, such as a clock: in
-training every request ended with what was asked. The chat template ends a turn of tool results with such text.
+`volatile_ahead` in its tokenizer's config names the messages as which an `Engine` hands text for one request only, such as a clock, to the
+chat template, which writes it before the last turn, outside any turn: there this model takes it for nothing that is asked about.
 
 ## Training
 

@@ -53,8 +53,21 @@ SPLIT = "|".join(
 _HEAD, _TAIL = (text.replace("\n", "\\n") for text in (TOOLS_HEAD, TOOLS_TAIL))
 # Appends only: what a conversation renders to is the beginning of what the longer conversation renders to. In training turns alternate,
 # what is asked ends a request, and only the answer follows results. So system text after a user's message opens that user's turn, and what
-# is said after results ends theirs.
+# is said after results ends theirs. What is named "volatile" stands before the turn that it follows, in no turn: there the model least
+# takes a clock for a value that is asked about.
 TEMPLATE = f"""\
+{{%- set told = messages | rejectattr('role', 'equalto', 'tool') | selectattr('name', 'equalto', 'volatile') | list %}}
+{{%- set turn = namespace(start=0, at=-1, said=[]) %}}
+{{%- for message in messages if told %}}
+{{%- if message in told %}}{{%- set turn.at = turn.start %}}
+{{%- else %}}
+{{%- if message.role == 'user' or message.role == 'tool' and (turn.said | last).role != 'tool' %}}
+{{%- set turn.start = turn.said | length %}}
+{{%- endif %}}
+{{%- set turn.said = turn.said + [message] %}}
+{{%- endif %}}
+{{%- endfor %}}
+{{%- set messages = turn.said if told else messages %}}
 {{%- set given = messages[0].content if messages[0].role == 'system' else '' %}}
 {{%- if tools %}}
 {{{{- '<|im_start|>system\\n' + (given + '\\n\\n' if given else '') + '{_HEAD}' }}}}
@@ -66,6 +79,7 @@ TEMPLATE = f"""\
 {{%- for message in messages %}}
 {{%- set before = messages[loop.index0 - 1] %}}
 {{%- set behind = messages[loop.index0 + 1] %}}
+{{%- if loop.index0 == turn.at %}}{{%- for one in told %}}{{{{- one.content + '<|im_end|>\\n' }}}}{{%- endfor %}}{{%- endif %}}
 {{%- if message.role == 'system' and loop.first %}}
 {{%- elif message.role == 'assistant' %}}
 {{{{- '<|im_start|>assistant\\n' }}}}
@@ -126,9 +140,9 @@ def train(vocab: int = VOCAB, count: int = 3000, seed: str = "tokenizer") -> Any
 
 
 def _with_template(made: Any) -> Any:
-    """The tokenizer with the template as it is now, and the word to `Renderer` that volatile text is to open a request."""
+    """The tokenizer with the template as it is now, and its word to `Renderer`: the name of messages with volatile text."""
     made.chat_template = TEMPLATE
-    made.init_kwargs["volatile_ahead"] = True
+    made.init_kwargs["volatile_ahead"] = "volatile"
     return made
 
 
