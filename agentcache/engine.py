@@ -26,7 +26,7 @@ from .layout.windows import TokenTexts
 from .missed import Misses
 from .model.grammar import Grammars
 from .model.hf import HFModel, load
-from .model.openmp import leave_team
+from .model.kernels.openmp import leave_team
 from .model.sampling import Sampler, TextStream
 from .receipt import Receipt
 from .reply import cut_short, expect, message_of, tool_name

@@ -15,8 +15,8 @@ from .errors import FAULTS, AgentCacheError, GenerationError, OutOfMemoryError
 from .kv import PAGE_TOKENS, Ahead, Page, Piece, Sequence
 from .model.attention import Part
 from .model.hf import HFModel
+from .model.kernels.openmp import use_threads
 from .model.numerics import MAX_ROWS
-from .model.openmp import use_threads
 from .model.rope import turn
 from .plan import Attach
 

@@ -17,7 +17,7 @@ import torch
 from agentcache import Engine, StoreOptions
 from agentcache.errors import EngineClosedError, EngineForkedError
 from agentcache.memory import ready, used
-from agentcache.model.openmp import leave_team
+from agentcache.model.kernels.openmp import leave_team
 from tests import models
 from tests.engines import MB, chat, decode
 from tests.engines import engine as engine_of

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
-from . import jit_attention, jit_pages, jit_pairs
+from .kernels import attention_bf16, attention_few, write_kv
+from .kernels.dispatch import scratch
 from .numerics import LEAST_WEIGHT, Numerics, attention_order
-from .products import scratch
 
 _LEAST = -87.0  # its exponential is a normal number below LEAST_WEIGHT
 SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values
@@ -99,7 +99,7 @@ def _block(batch: Batch, kind: str, page: Page, layer: int, heads: slice) -> tor
 def _few(batch: Batch, rows: int, page: Page, layer: int) -> tuple[int, int] | None:
     """How compiled products of so few rows accumulate here, if they can take them. They compute each row by itself: none is padded."""
     keys, values = page.layer_keys[layer], page.layer_values[layer]
-    if not batch.numerics.widen or not (jit_attention.takes(rows, keys) and jit_attention.takes(rows, values)):
+    if not batch.numerics.widen or not (attention_few.takes(rows, keys) and attention_few.takes(rows, values)):
         return None
     return attention_order(values.shape[-1], torch.get_num_threads())
 
@@ -119,7 +119,7 @@ def _tile(
     scores = scratch("scores", shape[0] * shape[1] * shape[2] * PAGE_TOKENS).view(shape)
     real = count * group  # rows behind it are padding
     if order:
-        jit_attention.scores(q[None], [pages[block].layer_keys[layer][heads] for block in blocks], scores, order[0])
+        attention_few.scores(q[None], [pages[block].layer_keys[layer][heads] for block in blocks], scores, order[0])
     for i, block in enumerate(blocks if not order else ()):
         keys = _block(batch, "keys", pages[block], layer, heads)
         if keys.dtype == torch.float32:
@@ -139,7 +139,7 @@ def _tile(
         total = total + sums[i]
     if order:
         values_of = [pages[block].layer_values[layer][heads] for block in blocks]
-        return jit_attention.mix(scores, values_of, 1, order[1])[0].div_(total[..., None])
+        return attention_few.mix(scores, values_of, 1, order[1])[0].div_(total[..., None])
     out = torch.zeros(q.shape, dtype=torch.float32)
     for i, block in enumerate(blocks):
         values = _block(batch, "values", pages[block], layer, heads)
@@ -162,12 +162,12 @@ def _exponentiate(scores: torch.Tensor, most: torch.Tensor) -> None:
 
 def write(part: Part, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Store the new keys and values [count, kv_heads, head_dim] of one part."""
-    if not jit_pages.takes(keys):
+    if not write_kv.takes(keys):
         part.sequence.write(layer, part.start, keys, values)
         return
     for page, slot, count, offset in part.sequence.slots(part.start, part.start + len(keys)):
         rows = slice(offset, offset + count)
-        jit_pages.store(keys[rows], values[rows], page.layer_keys[layer], page.layer_values[layer], slot)
+        write_kv.store(keys[rows], values[rows], page.layer_keys[layer], page.layer_values[layer], slot)
 
 
 def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> set[int]:
@@ -192,14 +192,14 @@ def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float,
         pages = [page for part in parts for page in part.sequence.pages[:blocks]]
         flat = scratch("scores", blocks * len(parts) * kv_heads * group * PAGE_TOKENS)
         scores = flat.view(len(parts), blocks, kv_heads, group, PAGE_TOKENS)
-        jit_attention.scores(q, [page.layer_keys[layer] for page in pages], scores.flatten(0, 1), order[0])
+        attention_few.scores(q, [page.layer_keys[layer] for page in pages], scores.flatten(0, 1), order[0])
         scores[:, -1].masked_fill_(_behind(batch, blocks, parts), float("-inf"))
         _exponentiate(scores, scores.amax((1, 4), keepdim=True))
         sums = scores.sum(-1)
         total = sums[:, 0]
         for i in range(1, blocks):
             total = total + sums[:, i]
-        mixed = jit_attention.mix(scores.flatten(0, 1), [page.layer_values[layer] for page in pages], len(parts), order[1])
+        mixed = attention_few.mix(scores.flatten(0, 1), [page.layer_values[layer] for page in pages], len(parts), order[1])
         mixed = mixed.div_(total[..., None])
         out[rows] = mixed.reshape(len(parts), kv_heads * group, dim).to(out.dtype)
         done.update(part.offset for part in parts)
@@ -229,7 +229,7 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, scale: flo
     if batch.numerics.pairs:
         pages = part.sequence.pages[:blocks]
         keys, values = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
-        return jit_pairs.attend(query, keys, values, part.start, scale, window, partial(scratch, "scores"))
+        return attention_bf16.attend(query, keys, values, part.start, scale, window, partial(scratch, "scores"))
     if count == 1 and blocks * PAGE_TOKENS * heads <= SCORE_ELEMENTS:  # a decoding step: the same without the loops
         q = query.view(kv_heads, group, dim)
         q = q.float() * scale if batch.numerics.widen else q

@@ -28,10 +28,10 @@ from .attention import Batch, Part
 from .behaviour import foreign_hooks, refuse_activated
 from .family import Support, examine, support
 from .fingerprint import Fingerprint
+from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
+from .kernels.openmp import use_threads
 from .loading import load, one_device, unwrap
 from .numerics import Numerics, probe
-from .openmp import use_threads
-from .products import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .rope import Rotary
 
 __all__ = ["ATTENTION", "HFModel", "load"]

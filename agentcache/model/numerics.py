@@ -1,6 +1,6 @@
 """Which kernels run on this machine, and whether the bits of a row depend on its neighbours. Knows nothing of models or pages.
 
-`probe` finds out to which multiples rows of products.py and of attention must be padded, so that equal rows get equal bits: what is safe
+`probe` finds out to which multiples rows of dispatch.py and of attention must be padded, so that equal rows get equal bits: what is safe
 differs by processor, type and threads.
 """
 
@@ -15,8 +15,8 @@ import torch
 from blake3 import blake3
 
 from ..kv import PAGE_TOKENS
-from . import jit_attention, jit_pairs
-from .products import BLOCKS, CHAIN_ROWS, COLUMNS, UPCAST_BLOCK, Kernel, linear, onednn_takes, pattern, product_of_library
+from .kernels import attention_bf16, attention_few
+from .kernels.dispatch import BLOCKS, CHAIN_ROWS, COLUMNS, UPCAST_BLOCK, Kernel, linear, onednn_takes, pattern, product_of_library
 
 _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
@@ -30,7 +30,8 @@ class Numerics:
     """What the probe found. Equal digests on equal weights mean equal bits.
 
     rows, query_rows: multiples to which rows of linear layers and of attention are padded.
-    widen: 16-bit attention is computed in fp32. pairs: attention is compiled (jit_pairs.py). pure: row purity holds with these paddings.
+    widen: 16-bit attention is computed in fp32. pairs: attention is compiled (attention_bf16.py). pure: row purity holds with these
+    paddings.
     """
 
     kernel: Kernel
@@ -71,11 +72,11 @@ def attention_order(dim: int, threads: int) -> tuple[int, int] | None:
     mixed = torch.zeros(2, CHAIN_ROWS, dim).baddbmm_(weights[0], values.float()).baddbmm_(weights[1], values.float())
 
     def scored(block: int) -> bool:
-        jit_attention.scores(queries[None], [keys], found, block)
+        attention_few.scores(queries[None], [keys], found, block)
         return torch.equal(found[0], scores)
 
     def mixes(block: int) -> bool:
-        return torch.equal(jit_attention.mix(weights, [values, values], 1, block)[0], mixed)
+        return torch.equal(attention_few.mix(weights, [values, values], 1, block)[0], mixed)
 
     first = next((block for block in BLOCKS if scored(block)), None)
     second = next((block for block in (256, *BLOCKS) if mixes(block)), None)
@@ -152,7 +153,7 @@ def _probe_pairs(heads: int, head_dim: int, seen: Any) -> set[int]:
     queries = torch.stack([pattern(_ROWS[-1], head_dim, torch.bfloat16, torch.device("cpu"), 51 + h) for h in range(2 * heads)], 1)
 
     def run(start: int, stop: int) -> torch.Tensor:
-        done = jit_pairs.attend(queries[start:stop], [keys], [values], start, head_dim**-0.5, 0, torch.empty)
+        done = attention_bf16.attend(queries[start:stop], [keys], [values], start, head_dim**-0.5, 0, torch.empty)
         return done.transpose(0, 1).float()
 
     full = run(0, _ROWS[-1])
@@ -165,7 +166,7 @@ def _probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], he
     began = time.perf_counter()
     kernel = choose_kernel(dtype, device)
     widen = kernel == "upcast"
-    pairs = not widen and jit_pairs.takes(dtype, device, head_dim)
+    pairs = not widen and attention_bf16.takes(dtype, device, head_dim)
     seen = blake3(f"{kernel} {widen} {pairs} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
     with torch.inference_mode():
         _probe_functions(dtype, device, seen)

@@ -6,7 +6,7 @@ DIR/            0700, ours, no symlink
   encryption    "none", or the cipher and a value that tells whether a key is the right one
   generation    the number of the last deletion (deletion.py); another file each time, so that one look tells whether there was one
   blobs/        pages (blob.py)        index.sqlite    what is where (index.py)        index.lock    held by who has the index open
-  kernels/      compiled code, in the default folder only (model/jit_objects.py)
+  kernels/      compiled code, in the default folder only (model/object_cache.py)
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from agentcache.errors import ModelLoadError, StoreWarning
-from agentcache.model import jit, jit_objects
 from agentcache.model import loading as loading_of_models
+from agentcache.model.kernels import linear_few, object_cache
 from agentcache.store.folder import Folder
 
-pytestmark = pytest.mark.skipif(jit.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
+pytestmark = pytest.mark.skipif(linear_few.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
 Process = Callable[[], tuple[Any, list[str]]]
 
 
@@ -30,15 +30,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     """Kernels as a new process has them, and the sources that it had to compile."""
-    known = jit.kernels()
+    known = linear_few.kernels()
     assert known is not None
 
     def begin() -> tuple[Any, list[str]]:
         compiled: list[str] = []
-        parse = jit.binding.parse_assembly
-        monkeypatch.setattr(jit.binding, "parse_assembly", lambda text: (compiled.append(text) if text else None, parse(text))[1])
-        fresh = jit._Kernels(known._team, known.lanes)
-        monkeypatch.setattr(jit, "kernels", lambda: fresh)
+        parse = linear_few.binding.parse_assembly
+        monkeypatch.setattr(linear_few.binding, "parse_assembly", lambda text: (compiled.append(text) if text else None, parse(text))[1])
+        fresh = linear_few._Kernels(known._team, known.lanes)
+        monkeypatch.setattr(linear_few, "kernels", lambda: fresh)
         return fresh, compiled
 
     return begin
@@ -46,7 +46,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
 
 def product() -> torch.Tensor:
     torch.manual_seed(3)
-    return jit.product(torch.randn(2, 1024), [torch.randn(64, 1024).half()], 512)
+    return linear_few.product(torch.randn(2, 1024), [torch.randn(64, 1024).half()], 512)
 
 
 def flip(file: Path, at: int) -> None:
@@ -98,12 +98,12 @@ def test_code_is_vouched_for_under_its_own_name_and_key_only(place: Path, proces
     assert objects.find(objects.name("another source")) is None
     (place / f"{objects.name('another source')}.o").write_bytes(code)
     assert objects.find(objects.name("another source")) is None, "code of another source"
-    assert objects.name("x") != jit_objects.Objects("another processor").name("x")
+    assert objects.name("x") != object_cache.Objects("another processor").name("x")
     file.unlink()
     file.symlink_to(place / f"{objects.name('another source')}.o")
     assert objects.find(file.stem) is None
     (place / "key").write_bytes(bytes(32))
-    assert jit_objects.Objects(objects._machine).find(objects.name("another source")) is None
+    assert object_cache.Objects(objects._machine).find(objects.name("another source")) is None
 
 
 @pytest.mark.parametrize("whose", ["kernels", "kernels/key", "."])
@@ -139,8 +139,8 @@ def test_a_full_disk_leaves_no_half_a_file(place: Path, process: Process, monkey
 
 
 def test_what_was_compiled_longest_ago_goes_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit_objects, "MOST_BYTES", 3000)
-    objects = jit_objects.Objects("a processor")
+    monkeypatch.setattr(object_cache, "MOST_BYTES", 3000)
+    objects = object_cache.Objects("a processor")
     for number in range(5):
         objects.keep(str(number), bytes(900))
         os.utime(place / f"{number}.o", (number, number))
@@ -151,7 +151,7 @@ def test_what_was_compiled_longest_ago_goes_first(place: Path, monkeypatch: pyte
 
 def test_products_are_compiled_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
-    monkeypatch.setattr(jit, "compile_products", asked.set)
+    monkeypatch.setattr(linear_few, "compile_products", asked.set)
 
     def loading(*args: Any, **kwargs: Any) -> Any:
         assert asked.wait(20), "nothing is compiled before the weights are there"

@@ -1,17 +1,17 @@
 """What stands between the products of a decoder layer, as LLVM IR: norms, rotary angles, residuals, gates. Knows nothing of models.
 
 Every function does what PyTorch's operations do, one rounding for each of theirs, in their order: a sum of squares is added up as
-`Tensor.mean` adds it (four accumulators of whole vectors, sixteen steps at a time, then lane by lane). `jit_layer.py` compares the
+`Tensor.mean` adds it (four accumulators of whole vectors, sixteen steps at a time, then lane by lane). `layer.py` compares the
 results with PyTorch's before it relies on them. Sizes are constants of the code: there is a function for each size of a model.
 
-Rows of activations are 16-bit numbers [rows, n]. What a product reads is fp32 [n, rows], as jit.py wants it.
+Rows of activations are 16-bit numbers [rows, n]. What a product reads is fp32 [n, rows], as linear_few.py wants it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .jit_ir import TEAM, Code, Names, splat
+from .ir import TEAM, Code, Names, splat
 
 SUM_LANES = 8  # of PyTorch's reductions on x86, also where it has longer vectors
 

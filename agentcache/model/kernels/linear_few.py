@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from . import openmp
-from .jit_ir import splat, transposed
-from .jit_objects import Objects
+from .ir import splat, transposed
+from .object_cache import Objects
 
 try:
     import llvmlite

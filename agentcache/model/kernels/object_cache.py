@@ -19,8 +19,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ..errors import StorePermissionError, StoreWarning
-from ..private import KEY_BYTES, check, default_path, locked, put
+from ...errors import StorePermissionError, StoreWarning
+from ...private import KEY_BYTES, check, default_path, locked, put
 
 MOST_BYTES = 16 << 20  # of all files together; one model has about a hundred kilobytes
 TAG_BYTES = 32

@@ -1,7 +1,7 @@
 """Attention products of few query rows over pages of 16-bit keys and values, compiled at run time. Knows nothing of models.
 
-As jit.py for weights: keys and values are read once, in the type they are stored in, instead of being converted to fp32 page by page, and
-accumulated in the order of the fp32 batched product that more rows take, which `numerics` finds out.
+As linear_few.py for weights: keys and values are read once, in the type they are stored in, instead of being converted to fp32 page by
+page, and accumulated in the order of the fp32 batched product that more rows take, which `numerics` finds out.
 
     scores[s, p, h, r, j] = chain over d of q[s, h, r, d] · K_sp[h, d, j]              sequences s, pages p, heads h, rows r, slots j
     out[s, h, r, c]       = 0 + chain + chain ...      each over a block of j of scores[s, p, h, r, j] · V_sp[h, j, c], pages in order
@@ -17,9 +17,9 @@ from string import Template
 
 import torch
 
-from ..kv import PAGE_TOKENS
-from .jit import ALONE, BINARY, MOST_ROWS, PASS, ROWS, kernels
-from .jit_ir import splat
+from ...kv import PAGE_TOKENS
+from .ir import splat
+from .linear_few import ALONE, BINARY, MOST_ROWS, PASS, ROWS, kernels
 
 WIDE = 16  # vectors accumulated at once
 AHEAD = 16  # stored rows between the one that is used and the one that is asked for

@@ -9,16 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from agentcache.model import jit, jit_attention, jit_rows, jit_tiles, numerics, products
-from agentcache.model.products import linear
+from agentcache.model import numerics
+from agentcache.model.kernels import attention_few, dispatch, linear_bf16, linear_few, norm_rope
+from agentcache.model.kernels.dispatch import linear
 
-pytestmark = pytest.mark.skipif(jit.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
+pytestmark = pytest.mark.skipif(linear_few.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
 TYPES = [torch.bfloat16, torch.float16]
 
 
 def large(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product that more rows take: in fp32, with the weight converted first."""
-    return products.product_of_library(x.float(), weight.float(), None)
+    return dispatch.product_of_library(x.float(), weight.float(), None)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -29,20 +30,20 @@ def test_any_few_rows_equal_the_same_rows_of_a_large_product(
 ) -> None:
     threads(count)
     torch.manual_seed(ins)
-    block = products.chain_block(ins, count)
+    block = dispatch.chain_block(ins, count)
     assert block is not None
     for outs in (64, 256, 1024):
         weight, x = torch.randn(outs, ins).to(dtype), torch.randn(128, ins).to(dtype)
         expected = large(x, weight)
         for rows in (*range(1, 10), 15, 16, 17, 31, 32):
             start = 128 - 3 * rows
-            assert torch.equal(jit.product(x[start : start + rows].float(), [weight], block), expected[start : start + rows])
+            assert torch.equal(linear_few.product(x[start : start + rows].float(), [weight], block), expected[start : start + rows])
 
 
 def test_a_wrong_order_is_noticed() -> None:
     """What the probe relies on: another block size gives other bits."""
     x, weight = torch.randn(4, 2048), torch.randn(64, 2048).bfloat16()
-    assert not torch.equal(jit.product(x, [weight], 512), jit.product(x, [weight], 1024))
+    assert not torch.equal(linear_few.product(x, [weight], 512), linear_few.product(x, [weight], 1024))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -57,13 +58,13 @@ def test_linear_is_row_pure_across_the_change_of_kernels(bias: bool) -> None:
 
 def test_what_it_does_not_take_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(96, 1024).bfloat16()
-    assert jit.takes(weight, 1)
-    assert jit.takes(weight, jit.MOST_ROWS)
-    for other, rows in ((weight, jit.MOST_ROWS + 1), (weight[:95], 1), (weight[:, :1000], 1), (weight.t(), 1), (weight.float(), 1)):
-        assert not jit.takes(other, rows)
+    assert linear_few.takes(weight, 1)
+    assert linear_few.takes(weight, linear_few.MOST_ROWS)
+    for other, rows in ((weight, linear_few.MOST_ROWS + 1), (weight[:95], 1), (weight[:, :1000], 1), (weight.t(), 1), (weight.float(), 1)):
+        assert not linear_few.takes(other, rows)
     x = torch.randn(2, 1024).bfloat16()
     compiled = linear("upcast", x, weight)
-    monkeypatch.setattr(jit, "kernels", lambda: None)
+    monkeypatch.setattr(linear_few, "kernels", lambda: None)
     assert torch.equal(linear("upcast", x, weight), compiled)
 
 
@@ -71,9 +72,9 @@ def test_large_and_special_values() -> None:
     """Infinity and NaN come out where they belong, and nowhere else."""
     weight, x = torch.randn(64, 512).bfloat16(), torch.randn(3, 512).bfloat16()
     weight[7, 3], weight[9, 4] = float("inf"), float("nan")
-    block = products.chain_block(512, torch.get_num_threads())
+    block = dispatch.chain_block(512, torch.get_num_threads())
     assert block
-    out, expected = jit.product(x.float(), [weight], block), large(x, weight)
+    out, expected = linear_few.product(x.float(), [weight], block), large(x, weight)
     assert torch.equal(out.nan_to_num(1.5, 2.5, 3.5), expected.nan_to_num(1.5, 2.5, 3.5))
     assert out[:, 9].isnan().all()
     assert out[:, :7].isfinite().all()
@@ -84,9 +85,9 @@ def test_many_threads_at_once() -> None:
 
     torch.manual_seed(1)
     weight, x = torch.randn(256, 512).bfloat16(), torch.randn(8, 512)
-    expected = jit.product(x, [weight], 512)
+    expected = linear_few.product(x, [weight], 512)
     with ThreadPoolExecutor(4) as pool:
-        for out in pool.map(lambda _: jit.product(x, [weight], 512), range(40)):
+        for out in pool.map(lambda _: linear_few.product(x, [weight], 512), range(40)):
             assert torch.equal(out, expected)
 
 
@@ -108,39 +109,47 @@ def test_attention_of_few_rows_equals_the_batched_products(
         values = [torch.randn(heads, 512, dim).to(dtype) for _ in range(pages)]
         queries, weights = torch.randn(heads, rows, dim), torch.rand(pages, heads, rows, 512)
         found = torch.empty(pages, heads, rows, 512)
-        jit_attention.scores(queries[None], keys, found, order[0])
-        many = (0, 0, 0, jit.MOST_ROWS - rows)  # the products' own bits may depend on how few rows there are, which is why they are padded
+        attention_few.scores(queries[None], keys, found, order[0])
+        many = (
+            0,
+            0,
+            0,
+            linear_few.MOST_ROWS - rows,
+        )  # the products' own bits may depend on how few rows there are, which is why they are padded
         wide, heavy = torch.nn.functional.pad(queries, many), torch.nn.functional.pad(weights, many)
         assert torch.equal(found, torch.stack([torch.bmm(wide, page.float())[:, :rows] for page in keys]))
-        mixed = torch.zeros(heads, jit.MOST_ROWS, dim)
+        mixed = torch.zeros(heads, linear_few.MOST_ROWS, dim)
         for weight, page in zip(heavy, values, strict=True):
             mixed.baddbmm_(weight, page.float())
-        assert torch.equal(jit_attention.mix(weights, values, 1, order[1])[0], mixed[:, :rows])
+        assert torch.equal(attention_few.mix(weights, values, 1, order[1])[0], mixed[:, :rows])
 
 
 def test_attention_takes_only_what_it_can() -> None:
     keys = torch.zeros(2, 128, 512, dtype=torch.bfloat16)
-    assert jit_attention.takes(2, keys)
-    for other, rows in ((keys, jit.MOST_ROWS + 1), (keys.float(), 2), (keys[:, :90], 2)):
-        assert not jit_attention.takes(rows, other)
+    assert attention_few.takes(2, keys)
+    for other, rows in ((keys, linear_few.MOST_ROWS + 1), (keys.float(), 2), (keys[:, :90], 2)):
+        assert not attention_few.takes(rows, other)
 
 
 def test_a_compiler_that_is_too_old_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jit.kernels.__wrapped__() is not None
-    monkeypatch.setattr(jit, "OLDEST_LLVM", (999,))
-    assert jit.kernels.__wrapped__() is None
+    assert linear_few.kernels.__wrapped__() is not None
+    monkeypatch.setattr(linear_few, "OLDEST_LLVM", (999,))
+    assert linear_few.kernels.__wrapped__() is None
 
 
 def test_a_smaller_team_does_all_of_it(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """What each thread does follows from how many there are, not from how many were asked for."""
     threads(2)
-    found = jit.kernels()
+    found = linear_few.kernels()
     assert found is not None
     team, x, weight = found._team, torch.randn(5, 1024), torch.randn(4096, 1024).bfloat16()
-    kinds: list[Callable[[], torch.Tensor]] = [lambda: jit.product(x, [weight], 1024), lambda: jit_rows.norm(x.bfloat16(), weight[0], 1e-6)]
-    if jit.multiplies_pairs():
+    kinds: list[Callable[[], torch.Tensor]] = [
+        lambda: linear_few.product(x, [weight], 1024),
+        lambda: norm_rope.norm(x.bfloat16(), weight[0], 1e-6),
+    ]
+    if linear_few.multiplies_pairs():
         many = torch.randn(72, 1024).bfloat16()
-        kinds.append(lambda: jit_tiles.products(many, [(weight, None)], 1024)[0])
+        kinds.append(lambda: linear_bf16.products(many, [(weight, None)], 1024)[0])
     expected = [kind() for kind in kinds]
     monkeypatch.setattr(found, "_team", lambda share, args, count, flags: team(share, args, 1, flags))
     for kind, whole in zip(kinds, expected):
@@ -151,17 +160,17 @@ def test_a_smaller_team_does_all_of_it(threads: Callable[[int], None], monkeypat
 def test_a_wide_weight_is_no_head(dtype: torch.dtype) -> None:
     """Feed-forward layers of large models have as many outputs as a vocabulary; many rows see them."""
     torch.manual_seed(3)
-    x, weight = torch.randn(70, 2048).to(dtype), torch.randn(products.SINGLE_ROW_OUTS + 64, 2048).to(dtype)
+    x, weight = torch.randn(70, 2048).to(dtype), torch.randn(dispatch.SINGLE_ROW_OUTS + 64, 2048).to(dtype)
     many = linear("upcast", x, weight)
     assert torch.equal(many, large(x, weight).to(dtype))
     for rows in (1, 2, 7):
-        assert torch.equal(linear("upcast", x[:rows], weight), many[:rows]) or jit.kernels() is None
+        assert torch.equal(linear("upcast", x[:rows], weight), many[:rows]) or linear_few.kernels() is None
     head = linear("upcast", x, weight, head=True)
     assert torch.equal(head, torch.cat([linear("upcast", row, weight, head=True) for row in x.split(1)]))
 
 
 def test_a_kernel_is_compiled_once_whoever_asks_first() -> None:
-    found, written = jit.kernels(), []
+    found, written = linear_few.kernels(), []
     assert found is not None
 
     def source() -> str:

@@ -252,7 +252,7 @@ class Code:
         return self.do(f"fdiv float {_constant(1.0)}, {root}")
 
     def module(self, declarations: str = "") -> str:
-        """The whole module with this function, named `share` as those of jit.py."""
+        """The whole module with this function, named `share` as those of linear_few.py."""
         body = "\n  ".join(self.lines)
         return f"declare float @llvm.sqrt.f32(float)\n{declarations}\ndefine void @share(ptr %args) {{\nentry:\n  {body}\n  ret void\n}}\n"
 

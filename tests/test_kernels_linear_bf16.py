@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from agentcache.model import jit, jit_tiles, products
-from agentcache.model.products import linear, linears, pair_block
+from agentcache.model.kernels import dispatch, linear_bf16, linear_few
+from agentcache.model.kernels.dispatch import linear, linears, pair_block
 
-if not jit.multiplies_pairs():
+if not linear_few.multiplies_pairs():
     pytest.skip("this processor has no products of bf16 pairs, or has matrix units", allow_module_level=True)
 
 
@@ -39,11 +39,11 @@ def test_any_rows_equal_the_librarys(
     torch.manual_seed(outs)
     weight, bias = turned(outs, ins), torch.randn(outs).bfloat16() * 1e-6
     x = opposed(512, ins)
-    expected = {added is not None: products.product_of_library(x, weight, added) for added in (None, bias)}
+    expected = {added is not None: dispatch.product_of_library(x, weight, added) for added in (None, bias)}
     assert expected[False].count_nonzero() > expected[False].numel() // 8
     block = pair_block(outs, ins, count)
     assert block is not None
-    monkeypatch.setattr(products, "product_of_library", refuse)
+    monkeypatch.setattr(dispatch, "product_of_library", refuse)
     for rows in (1, 2, 3, 8, 9, 12, 13, 70, 512):
         for added in (None, bias):
             assert torch.equal(linear("onednn", x[-rows:], weight, added), expected[added is not None][-rows:]), rows
@@ -51,15 +51,15 @@ def test_any_rows_equal_the_librarys(
 
 def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = opposed(20, 2048), turned(64, 2048)
-    assert not torch.equal(jit.product(x[:4], [weight], 512), jit.product(x[:4], [weight], 1024))
-    assert not torch.equal(jit_tiles.products(x, [(weight, None)], 512)[0], jit_tiles.products(x, [(weight, None)], 1024)[0])
+    assert not torch.equal(linear_few.product(x[:4], [weight], 512), linear_few.product(x[:4], [weight], 1024))
+    assert not torch.equal(linear_bf16.products(x, [(weight, None)], 512)[0], linear_bf16.products(x, [(weight, None)], 1024)[0])
     pair_block.cache_clear()
-    kept = products.product_of_library
+    kept = dispatch.product_of_library
     monkeypatch.setattr(
-        products, "product_of_library", lambda x, weight, bias: kept(x.flip(1), weight.flip(1), bias)
+        dispatch, "product_of_library", lambda x, weight, bias: kept(x.flip(1), weight.flip(1), bias)
     )  # a library that begins behind
     assert pair_block(64, 2048, 1) is None
-    assert torch.equal(linear("onednn", x, weight), products.product_of_library(x, weight, None))
+    assert torch.equal(linear("onednn", x, weight), dispatch.product_of_library(x, weight, None))
     pair_block.cache_clear()
 
 
@@ -69,20 +69,20 @@ def test_several_products_of_the_same_rows() -> None:
     for rows in (2, 40):
         x = torch.randn(rows, 256).bfloat16()
         for found, weight, bias in zip(linears("onednn", x, list(zip(weights, biases))), weights, biases):
-            assert torch.equal(found, products.product_of_library(x, weight, bias))
+            assert torch.equal(found, dispatch.product_of_library(x, weight, bias))
             assert found.is_contiguous()  # heads are normalised in one pass where they lie together
 
 
 def test_what_tiles_do_not_take_runs_as_before() -> None:
     weight = torch.randn(128, 1024).bfloat16()
-    assert jit_tiles.takes(weight, 512)
+    assert linear_bf16.takes(weight, 512)
     for other in (weight[:100], weight[:, :1000], weight.t(), weight.float(), weight.half()):
-        assert not jit_tiles.takes(other, 512)
-    assert not jit_tiles.takes(weight, 400)
+        assert not linear_bf16.takes(other, 512)
+    assert not linear_bf16.takes(weight, 400)
     x = torch.randn(30, 1024).bfloat16()
     for odd in (weight[:100], weight[:, :1000].contiguous()):
         mine = x[:, : odd.shape[1]]
-        assert torch.equal(linear("onednn", mine, odd), products.product_of_library(mine, odd, None))
+        assert torch.equal(linear("onednn", mine, odd), dispatch.product_of_library(mine, odd, None))
 
 
 def test_large_and_special_values() -> None:
@@ -92,7 +92,7 @@ def test_large_and_special_values() -> None:
         out = linear("onednn", x[:rows], weight)
         assert out[:, 9].isnan().all()
         assert out[[0, 1, 3], :7].isfinite().all()
-        assert torch.equal(out.isfinite(), products.product_of_library(x[:rows], weight, None).isfinite())
+        assert torch.equal(out.isfinite(), dispatch.product_of_library(x[:rows], weight, None).isfinite())
 
 
 def test_many_threads_at_once() -> None:

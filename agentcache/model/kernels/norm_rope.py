@@ -1,7 +1,7 @@
 """Norms and rotary angles of many rows: PyTorch's operations, or all of them in one compiled pass. Knows nothing of layers.
 
 PyTorch reads and writes all rows once for each of the ten or so operations that these are. The compiled functions are those of
-jit_code.py: one rounding for each of PyTorch's, sums in its order, so the bits are the same. Each is held against PyTorch's operations
+layer_code.py: one rounding for each of PyTorch's, sums in its order, so the bits are the same. Each is held against PyTorch's operations
 before its first use, the sums by themselves, and not used if one bit differs, or where the numbers are not of 16 bits.
 """
 
@@ -13,10 +13,10 @@ import struct
 
 import torch
 
-from . import jit_code
-from .jit import BINARY, kernels
+from . import layer_code
+from .linear_few import BINARY, kernels
 
-MOST_LINES = 1024  # vectors of a row that is normalised: longer ones are added up in more levels than jit_code.py has
+MOST_LINES = 1024  # vectors of a row that is normalised: longer ones are added up in more levels than layer_code.py has
 _ALONE = 1 << 18  # numbers: less is done by one thread before two have met
 
 
@@ -31,10 +31,10 @@ def sums_agree(dtype: torch.dtype, n: int, rows: int = 64) -> bool:
     rounded to 16 bits that would hardly ever be seen, but it would be there.
     """
     found = kernels()
-    if found is None or dtype not in BINARY or n % (2 * found.lanes) or n >= MOST_LINES * jit_code.SUM_LANES:
+    if found is None or dtype not in BINARY or n % (2 * found.lanes) or n >= MOST_LINES * layer_code.SUM_LANES:
         return False
     x, out = _numbers(dtype, rows, n), torch.zeros(rows)
-    source = functools.partial(jit_code.scales, found.lanes, BINARY[dtype], rows, n)
+    source = functools.partial(layer_code.scales, found.lanes, BINARY[dtype], rows, n)
     block = (ctypes.c_int64 * 3)(x.data_ptr(), bits_of(1e-6), out.data_ptr())
     found.team(found.compiled(f"scales {dtype} {rows} {n}", source), block, 1)
     return torch.equal(out, x.float().pow(2).mean(-1).add_(1e-6).rsqrt_())
@@ -68,7 +68,7 @@ def _plain_heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, c
 def _compiled_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     found, element, out = kernels(), BINARY[x.dtype], torch.empty_like(x)
     assert found is not None
-    source = functools.partial(jit_code.norm_rows, found.lanes, element, x.shape[1])
+    source = functools.partial(layer_code.norm_rows, found.lanes, element, x.shape[1])
     fields = (x.data_ptr(), weight.data_ptr(), bits_of(epsilon), out.data_ptr())
     _run(f"norm rows {element} {x.shape[1]}", source, len(x), x.numel(), *fields)
     return out
@@ -78,7 +78,7 @@ def _compiled_heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float
     found, element, out = kernels(), BINARY[x.dtype], torch.empty_like(x)
     assert found is not None
     rows, count, dim = x.shape
-    source = functools.partial(jit_code.head_rows, found.lanes, element, count, dim, weight is not None)
+    source = functools.partial(layer_code.head_rows, found.lanes, element, count, dim, weight is not None)
     scaled = (0, 0) if weight is None else (weight.data_ptr(), bits_of(epsilon))
     name = f"head rows {element} {count} {dim} {weight is not None}"
     _run(name, source, rows, x.numel(), x.data_ptr(), *scaled, cos.data_ptr(), sin.data_ptr(), out.data_ptr())

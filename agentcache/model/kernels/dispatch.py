@@ -5,9 +5,9 @@ so each product is padded to a safe multiple of rows, which numerics.py finds ou
 
     kernel    product of activations x with a weight w [out, in]
     onednn    oneDNN's inner product: chosen wherever PyTorch has it; pure from 2 rows on where it was tried. On processors that multiply
-              pairs of bf16 numbers: jit.py for few rows of such, jit_tiles.py for more, with the same bits
+              pairs of bf16 numbers: linear_few.py for few rows of such, linear_bf16.py for more, with the same bits
     upcast    the same in fp32, w converted block by block: for 16-bit weights on processors without 16-bit matrix units,
-              where it is 2 to 10 times faster than the emulation and rounds once, at the end. Few rows: jit.py, with the same bits
+              where it is 2 to 10 times faster than the emulation and rounds once, at the end. Few rows: linear_few.py, with the same bits
     aten      torch.nn.functional.linear
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from . import jit, jit_tiles
+from . import linear_bf16, linear_few
 
 Kernel = Literal["onednn", "upcast", "aten"]
 Projection = tuple[torch.Tensor, "torch.Tensor | None"]  # weight [out, in] and bias [out]
@@ -125,7 +125,7 @@ def by_itself(kernel: Kernel, weight: torch.Tensor, rows: int) -> bool:
         return _pairs(weight) is not None
     if kernel != "upcast" or weight.shape[0] >= SINGLE_ROW_OUTS:
         return kernel == "upcast"
-    return jit.takes(weight, rows) and chain_block(weight.shape[1], torch.get_num_threads()) is not None
+    return linear_few.takes(weight, rows) and chain_block(weight.shape[1], torch.get_num_threads()) is not None
 
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):
@@ -146,8 +146,8 @@ def _upcast_linears(x: torch.Tensor, projections: Sequence[Projection]) -> list[
     """Each product by itself has the same bits: only the work on x is shared."""
     (rows, ins), wide_x = x.shape, x.float()
     outs = [weight.shape[0] for weight, _ in projections]
-    if all(jit.takes(weight, rows) for weight, _ in projections) and (order := chain_block(ins, torch.get_num_threads())):
-        wide = jit.product(wide_x, [weight for weight, _ in projections], order)
+    if all(linear_few.takes(weight, rows) for weight, _ in projections) and (order := chain_block(ins, torch.get_num_threads())):
+        wide = linear_few.product(wide_x, [weight for weight, _ in projections], order)
         for part, (_, bias) in zip(wide.split(outs, 1), projections):
             if bias is not None:
                 part.add_(bias.float())
@@ -180,31 +180,31 @@ def chain_block(ins: int, threads: int) -> int | None:
     if not torch.equal(few, expected[:, :64]):
         return None
     likely = sorted(BLOCKS, key=lambda block: abs(block - ins / 2.5))  # both sides of the usual rule: halves, or the cache's share
-    return next((block for block in likely if torch.equal(jit.product(x.float(), [weight], block), expected)), None)
+    return next((block for block in likely if torch.equal(linear_few.product(x.float(), [weight], block), expected)), None)
 
 
 def _vocabulary(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A product with very many outputs, of which few rows are ever asked: each row by itself."""
-    if jit.takes(weight, 1):
-        wide = torch.cat([jit.product(rows.float(), [weight], weight.shape[1]) for rows in x.split(jit.MOST_ROWS)])
+    if linear_few.takes(weight, 1):
+        wide = torch.cat([linear_few.product(rows.float(), [weight], weight.shape[1]) for rows in x.split(linear_few.MOST_ROWS)])
         return (wide if bias is None else wide.add_(bias.float())).to(x.dtype)
     return torch.cat([functional.linear(row, weight, bias) for row in x.split(1)])
 
 
 def _pairs(weight: torch.Tensor) -> int | None:
     """In which blocks the compiled product adds up, if it can take the library's place here."""
-    if weight.dtype != torch.bfloat16 or not jit.takes(weight, 1) or not jit.multiplies_pairs():
+    if weight.dtype != torch.bfloat16 or not linear_few.takes(weight, 1) or not linear_few.multiplies_pairs():
         return None
     block = pair_block(*weight.shape, torch.get_num_threads())
-    return block if block and jit_tiles.takes(weight, block) else None
+    return block if block and linear_bf16.takes(weight, block) else None
 
 
 def _paired(flat: torch.Tensor, projections: Sequence[Projection], block: int) -> list[torch.Tensor]:
     """Compiled products of flat [rows, ins]: few rows for their own sake, more of them by tiles."""
-    if len(flat) > jit.PASS:
-        return jit_tiles.products(flat, projections, block)
+    if len(flat) > linear_few.PASS:
+        return linear_bf16.products(flat, projections, block)
     outs = [weight.shape[0] for weight, _ in projections]
-    wide = jit.product(flat, [weight for weight, _ in projections], block)
+    wide = linear_few.product(flat, [weight for weight, _ in projections], block)
     parts = wide.split(outs, 1)
     return [(part if bias is None else part.add_(bias)).to(flat.dtype) for part, (_, bias) in zip(parts, projections)]
 
@@ -223,7 +223,7 @@ def pair_block(outs: int, ins: int, threads: int) -> int | None:
     expected = product_of_library(x, weight, None), product_of_library(x, weight, bias)
 
     def agrees(block: int) -> bool:
-        wide = jit.product(x, [weight], block)
+        wide = linear_few.product(x, [weight], block)
         return torch.equal(wide.to(x.dtype), expected[0]) and torch.equal(wide.add_(bias).to(x.dtype), expected[1])
 
     likely = sorted(BLOCKS, key=lambda block: abs(block - ins / 2.5))

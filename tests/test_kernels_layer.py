@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentcache.model import jit, jit_code, jit_layer, jit_rows, products, steps
+from agentcache.model import steps
+from agentcache.model.kernels import dispatch, layer, layer_code, linear_few, norm_rope
 
-pytestmark = pytest.mark.skipif(jit.kernels() is None, reason="products cannot be compiled here")
+pytestmark = pytest.mark.skipif(linear_few.kernels() is None, reason="products cannot be compiled here")
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 256,
@@ -27,10 +28,10 @@ def qwen3(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**(SIZES | changes))).to(dtype).eval()
 
 
-def made(model: Any, rows: int, agrees: jit_layer.Check = steps._agrees) -> jit_layer.Programs | None:
+def made(model: Any, rows: int, agrees: layer.Check = steps._agrees) -> layer.Programs | None:
     with torch.inference_mode():
         threads = torch.get_num_threads()
-        return jit_layer.programs(model, rows, lambda ins: products.chain_block(ins, threads), agrees)
+        return layer.programs(model, rows, lambda ins: dispatch.chain_block(ins, threads), agrees)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
@@ -56,13 +57,13 @@ def test_biases_and_layers_without_head_norms() -> None:
 
 def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a newer PyTorch might do: then nothing is compiled, and nothing is wrong."""
-    found = jit.kernels()
+    found = linear_few.kernels()
     assert found is not None
     monkeypatch.setattr(found, "_compiled", {})
-    checks = (jit_rows.sums_agree, jit_rows._norms_agree, jit_rows._heads_agree)
+    checks = (norm_rope.sums_agree, norm_rope._norms_agree, norm_rope._heads_agree)
     for check in checks:
         check.cache_clear()
-    original = jit_code._squares
+    original = layer_code._squares
 
     def halves(code: Any, vector: Any, n: int) -> str:
         if n < 256:
@@ -71,7 +72,7 @@ def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         behind = original(code, lambda at: vector(code.plus(at, middle) if isinstance(at, str) else at + middle), middle)
         return str(code.both("fadd", original(code, vector, middle), behind))
 
-    monkeypatch.setattr(jit_code, "_squares", halves)
+    monkeypatch.setattr(layer_code, "_squares", halves)
     assert made(qwen3(), 2) is None
     for check in checks:
         check.cache_clear()
@@ -89,7 +90,7 @@ def test_moved_weights_are_found_again() -> None:
 
 
 def test_what_it_cannot_take_is_left_alone() -> None:
-    never: jit_layer.Check = lambda *_: pytest.fail("asked to compare")  # noqa: E731
+    never: layer.Check = lambda *_: pytest.fail("asked to compare")  # noqa: E731
     assert made(qwen3(), 9, never) is None  # more rows than a pass
     assert made(qwen3(torch.float32), 1, never) is None
     assert made(qwen3(head_dim=24), 1, never) is None

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..kv import PAGE_TOKENS
-from .jit import ALONE, kernels, multiplies_pairs
-from .jit_pairs_code import FIELDS, ROWS, SPAN, Task, tile_bytes
+from ...kv import PAGE_TOKENS
+from .attention_bf16_code import FIELDS, ROWS, SPAN, Task, tile_bytes
+from .linear_few import ALONE, kernels, multiplies_pairs
 
 TASK_BYTES = 1 << 20  # of a task's scores
 LEAST_PASSES, MOST_PASSES = 2, 16  # of a task: keys and values are read once for all of them

@@ -1,8 +1,8 @@
 """Products of more than a few rows with bf16 weights, on processors that multiply pairs of them. Knows nothing of models.
 
-The chains of jit.py's pairs, for as many rows as a prefill has: so the bits are oneDNN's here, too. A tile is 64 outputs. A block of its
-weights is woven into pairs once, in memory that stays in the second-level cache, and read from there for six rows at a time, 24 chains in
-registers; meanwhile the lines of the next block are asked for. The library reads, weaves and multiplies one after the other.
+The chains of linear_few.py's pairs, for as many rows as a prefill has: so the bits are oneDNN's here, too. A tile is 64 outputs. A block
+of its weights is woven into pairs once, in memory that stays in the second-level cache, and read from there for six rows at a time, 24
+chains in registers; meanwhile the lines of the next block are asked for. The library reads, weaves and multiplies one after the other.
 
     woven    [pairs of a block, 64]    words of two bf16 numbers, w[n, k] and w[n, k + 1]
     sums     [passes, 6, 64]           fp32: what the blocks so far add up to. The last pass may compute rows again that others did
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .jit import ALONE, kernels, multiplies_pairs
-from .jit_ir import TEAM, Code, Names, every, transposed
+from .ir import TEAM, Code, Names, every, transposed
+from .linear_few import ALONE, kernels, multiplies_pairs
 
 ROWS = 6  # of a pass
 TILE = 64  # outputs

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kv import PAGE_TOKENS
-from .jit import kernels
-from .jit_code import shared
-from .jit_ir import Code, Names
+from ...kv import PAGE_TOKENS
+from .ir import Code, Names
+from .layer_code import shared
+from .linear_few import kernels
 
 _SIDE = 16  # of a square that is turned
 _LINE = 2 * _SIDE  # channels that share a line of the cache

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache.model import jit, jit_pairs
+from agentcache.model.kernels import attention_bf16, linear_few
 from agentcache.model.numerics import probe
 
 CPU = torch.device("cpu")
-if not jit.multiplies_pairs():
+if not linear_few.multiplies_pairs():
     pytest.skip("this processor has no products of bf16 pairs, or has matrix units", allow_module_level=True)
 
 SHAPES = (  # kv heads, group, tokens, first position, window
@@ -36,7 +36,7 @@ def case(heads: int, group: int, tokens: int, first: int, dim: int) -> tuple[tor
 
 
 def run(q: torch.Tensor, keys: Any, values: Any, first: int, window: int) -> torch.Tensor:
-    return jit_pairs.attend(q, keys, values, first, q.shape[-1] ** -0.5, window, torch.empty)
+    return attention_bf16.attend(q, keys, values, first, q.shape[-1] ** -0.5, window, torch.empty)
 
 
 def truth(q: torch.Tensor, keys: Any, values: Any, first: int, window: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_weights_are_right_to_a_unit_or_two() -> None:
         keys[0][0, 0, 1] = -x
         values[0][0, 1] = 1.0
         exact = math.exp(-float(keys[0][0, 0, 1].abs()))
-        found = jit_pairs.attend(q, keys, values, 1, 1.0, 0, torch.empty)[0, 0, 0].item()
+        found = attention_bf16.attend(q, keys, values, 1, 1.0, 0, torch.empty)[0, 0, 0].item()
         worst = max(worst, abs(found / (exact / (1 + exact)) - 1))
     assert worst < 2**-7, "two roundings to bf16"
 
@@ -121,4 +121,4 @@ def test_numerics_say_so() -> None:
     found = probe(torch.bfloat16, CPU, (64,), 2, 32)
     assert (found.pairs, found.query_rows, found.pure) == (True, 1, True)
     assert not probe(torch.float32, CPU, (64,), 2, 32).pairs
-    assert not jit_pairs.takes(torch.bfloat16, CPU, 40)
+    assert not attention_bf16.takes(torch.bfloat16, CPU, 40)

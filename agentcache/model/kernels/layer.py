@@ -5,8 +5,8 @@ A decoding step is some hundred small operations per layer, and what small model
     enter    the gated product down and its residual (of the layer before), norm, q, k, v, their norms and rotary angles
     middle   the product of what attention gave, its residual, norm, gate and up
 
-The functions are those of jit_code.py and the products of jit.py, so the bits are those of the ordinary operations: each new `Programs`
-is held against them on its model's first layer, the sums of the norms by themselves, and not used if one bit differs.
+The functions are those of layer_code.py and the products of linear_few.py, so the bits are those of the ordinary operations: each
+new `Programs` is held against them on its model's first layer, the sums of the norms by themselves, and not used if one bit differs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from . import jit_code
-from .jit import ALONE, BINARY, ROWS, kernels
-from .jit_rows import bits_of, sums_agree
+from . import layer_code
+from .linear_few import ALONE, BINARY, ROWS, kernels
+from .norm_rope import bits_of, sums_agree
 
 _Block = Any  # a ctypes array of 64-bit fields
 _Step = tuple[int, _Block, int]  # the address of a function, its argument block, threads
@@ -106,7 +106,7 @@ class Programs:
         self._enter.append(self._program(before))
         found = kernels()
         assert found is not None
-        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(found.compiled("program", jit_code.program))
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(found.compiled("program", layer_code.program))
 
     def holds(self) -> bool:
         """Whether the weights are where they were."""
@@ -147,7 +147,7 @@ class Programs:
 
     def _norm(self, module: Any) -> _Step:
         block = _block(_pointer(self.x), _pointer(module.weight), bits_of(module.variance_epsilon), _pointer(self._input))
-        return self._function(jit_code.norm, self.sizes.hidden), block, 1
+        return self._function(layer_code.norm, self.sizes.hidden), block, 1
 
     def _queries(self, layer: Any) -> list[_Step]:
         sizes, block = self.sizes, layer.self_attn
@@ -164,13 +164,13 @@ class Programs:
             weight, epsilon = (_pointer(module.weight), bits_of(module.variance_epsilon)) if module is not None else (0, 0)
             fields = _block(at, _pointer(projection.bias), weight, epsilon, _pointer(self.cos), _pointer(self.sin), _pointer(out))
             has_bias = projection.bias is not None
-            finish.append((self._function(jit_code.heads, total, count, sizes.dim, has_bias, normed, rotated), fields, 1))
+            finish.append((self._function(layer_code.heads, total, count, sizes.dim, has_bias, normed, rotated), fields, 1))
             at += 4 * count * sizes.dim
         return steps + finish
 
     def _residual(self, projection: Any) -> _Step:
         fields = _block(_pointer(self.x), _pointer(self._wide), _pointer(projection.bias))
-        return self._function(jit_code.residual, self.sizes.hidden, projection.bias is not None), fields, 1
+        return self._function(layer_code.residual, self.sizes.hidden, projection.bias is not None), fields, 1
 
     def _until_gate(self, layer: Any) -> list[_Step]:
         sizes, out, mlp = self.sizes, layer.self_attn.o_proj, layer.mlp
@@ -178,20 +178,20 @@ class Programs:
         wide, total = _pointer(self._wide), 2 * sizes.inner
         fields = _block(wide, _pointer(mlp.gate_proj.bias), _pointer(self.gate))
         return [
-            (self._function(jit_code.spread, sizes.heads * sizes.dim), self._attended[-1], 1),
+            (self._function(layer_code.spread, sizes.heads * sizes.dim), self._attended[-1], 1),
             self._product(out, wide, sizes.hidden),
             self._residual(out),
             self._norm(layer.post_attention_layernorm),
             self._product(mlp.gate_proj, wide, total),
             self._product(mlp.up_proj, wide + 4 * sizes.inner, total),
-            (self._function(jit_code.narrow, sizes.inner, total, mlp.gate_proj.bias is not None), fields, 1),
+            (self._function(layer_code.narrow, sizes.inner, total, mlp.gate_proj.bias is not None), fields, 1),
         ]
 
     def _down(self, layer: Any) -> list[_Step]:
         sizes, mlp = self.sizes, layer.mlp
         wide = _pointer(self._wide)
         self._activated.append(_block(0, wide + 4 * sizes.inner, _pointer(mlp.up_proj.bias), _pointer(self._input)))
-        gated = self._function(jit_code.gated, sizes.inner, 2 * sizes.inner, mlp.up_proj.bias is not None)
+        gated = self._function(layer_code.gated, sizes.inner, 2 * sizes.inner, mlp.up_proj.bias is not None)
         return [(gated, self._activated[-1], 1), self._product(mlp.down_proj, wide, sizes.hidden), self._residual(mlp.down_proj)]
 
 

@@ -1,12 +1,12 @@
-"""Writes attention over pages in pairs of bf16 numbers, as LLVM IR: what jit_pairs.py defines and runs. Knows nothing of tensors."""
+"""Writes attention over pages in pairs of bf16 numbers, as LLVM IR: what attention_bf16.py defines and runs. Knows nothing of tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from ..kv import PAGE_TOKENS
-from .jit_ir import TEAM, Code, Names, every
+from ...kv import PAGE_TOKENS
+from .ir import TEAM, Code, Names, every
 
 ROWS = (1, 2, 4, 6)  # accumulated at once: what registers hold beside the loaded keys
 WIDE = {1: 8, 2: 8, 4: 4, 6: 4}  # by rows: vectors of 16 slots or channels
