@@ -96,7 +96,6 @@ def test_doctor_fails_when_the_installation_is_mixed(monkeypatch: pytest.MonkeyP
         ["demo", "--json"],
         ["bench", "store", "--json"],
         ["bench", "latency", "--plot"],
-        ["bench", "react", "--plot"],
         ["bench", "segments", "--rows"],
         ["calibrate", "--out"],
     ],

@@ -105,7 +105,7 @@ def moments(model: Model, chance: random.Random) -> Iterator[Counter[str]]:
 
         for owner, name in (
             (steps, "mix"), (Life, "start"), (Life, "deliver"), (Store, "admit"), (Store, "match"),
-            (Disk, "_save"), (blob, "read_many"), (Audit, "step"), (Audit, "_equal"),
+            (Disk, "_save"), (blob, "read_many"), (Audit, "step"), (Audit, "_count"),
         ):  # fmt: skip
             around(owner, name)
         yield seen
