@@ -29,7 +29,7 @@ from .model.hf import HFModel, load
 from .model.kernels.openmp import leave_team
 from .model.sampling import Sampler, TextStream
 from .receipt import Receipt
-from .reply import cut_short, expect, message_of, tool_name
+from .reply import asks_for_thought, cut_short, expect, message_of, tool_name
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.policy import budgets
@@ -173,7 +173,7 @@ class Engine:
         sampling = self._fit(layout, sampling, context_tokens)
         request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
         request.on_progress, request.on_logits, request.turn, request.received = on_progress, on_logits, turn, received
-        expect(request, layout, tools, constraint, self.grammars)
+        expect(request, layout, tools, constraint, self.grammars, thinks=asks_for_thought(template_kwargs))
         self.scheduler.life.segments.look(
             request, self.scheduler.life.scope(request, len(layout.ids)), layout, partial(self._texts, namespace=namespace)
         )

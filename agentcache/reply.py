@@ -29,10 +29,24 @@ def tool_name(tool: Tool | Mapping[str, Any]) -> str:
     return tool.name if isinstance(tool, Tool) else str(tool.get("function", tool).get("name", ""))
 
 
+def asks_for_thought(template_kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether a request has its chat template ask for a thought, by one of the names that templates know."""
+    return any(bool((template_kwargs or {}).get(name)) for name in ("enable_thinking", "thinking"))
+
+
 def expect(
-    request: Request, layout: Layout, tools: Iterable[Tool | Mapping[str, Any]], constraint: Constraint | None, grammars: Grammars
+    request: Request,
+    layout: Layout,
+    tools: Iterable[Tool | Mapping[str, Any]],
+    constraint: Constraint | None,
+    grammars: Grammars,
+    *,
+    thinks: bool = False,
 ) -> None:
-    """Tell the request what its completion may be. Raises before anything is computed if nothing could satisfy the constraint."""
+    """Tell the request what its completion may be. Raises before anything is computed if nothing could satisfy the constraint.
+
+    thinks: a thought may come before an answer of prescribed form, too.
+    """
     if not isinstance(request.turn, str):
         raise ConfigError(f"turn={request.turn!r:.200}: must be a text that names this turn of its conversation")
     listed = list(tools)
@@ -47,7 +61,7 @@ def expect(
             why = "(redacted)" if request.receipt.redacted else str(error)  # it names a tool, and shows its schema
             request.receipt.notes.append(f"calls are not held to their schemas: {why}")
     elif constraint is not None:
-        guide = grammars.guide(constraint, listed, layout.text, request.namespace)
+        guide = grammars.guide(constraint, listed, layout.text, request.namespace, thinks=thinks)
     if constraint is None:
         request.reading = _reading(request, layout, listed, grammars, held=False)
         return

@@ -54,9 +54,9 @@ def grammars(family: str = "hermes", thinking: bool = False) -> Grammars:
     return Grammars(tokenizer, models.VOCAB, frozenset({tokenizer.eos_token_id}), Renderer(tokenizer).render)
 
 
-def spell(made: Grammars, constraint: Constraint, text: str, tools: Any = TOOLS, prompt: str = "") -> str:
+def spell(made: Grammars, constraint: Constraint, text: str, tools: Any = TOOLS, prompt: str = "", thinks: bool = False) -> str:
     """ "end" if the text may end there, "more" if it may not yet, else what could be written of it."""
-    guide, tokenizer = made.guide(constraint, tools, prompt), made.tokenizer
+    guide, tokenizer = made.guide(constraint, tools, prompt, thinks=thinks), made.tokenizer
     written = ""
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         masked = guide.mask(torch.zeros(models.VOCAB))
@@ -147,10 +147,15 @@ def test_reasoning_comes_first_where_the_template_has_it() -> None:
     schema = Constraint(schema={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     thought = "<think>\nMaybe <tool_call> or not\n</think>\n\n"
     assert spell(made, Constraint(), thought + "yes") == "end"
-    assert spell(made, Constraint("any"), thought + call) == "end"
+    assert spell(made, Constraint(), "\n" + thought) == "\n<think", "no white space before it"
     assert spell(made, Constraint("any"), call) == "end"
-    assert spell(made, Constraint("any"), thought + "yes").startswith("<think>")
-    assert spell(made, schema, thought + '{"a": 1}', tools=[]) == "end"
+    assert spell(made, Constraint("any"), thought + call) == "<", "nobody asked for one"
+    assert spell(made, schema, thought + '{"a": 1}', tools=[]) == ""
+    assert spell(made, Constraint("any"), thought + call, thinks=True) == "end"
+    assert spell(made, Constraint("any"), call, thinks=True) == "end"
+    assert spell(made, Constraint("any"), thought + "yes", thinks=True).startswith("<think>")
+    assert spell(made, schema, thought + '{"a": 1}', tools=[], thinks=True) == "end"
+    assert spell(made, schema, " " + thought + '{"a": 1}', tools=[], thinks=True) == ""
     assert spell(made, Constraint(), "<think>\nstill") == "more", "a thought does not just end"
     opened = thought.removeprefix("<think>")
     assert spell(made, Constraint("any"), opened + call, prompt="<|im_start|>assistant\n<think>\n") == "end"

@@ -87,13 +87,23 @@ class Grammars:
             self._form = form_of(shown)
         return self._form
 
-    def guide(self, constraint: Constraint, tools: Sequence[Tool | Mapping[str, Any]], prompt: str, namespace: str = "default") -> Guide:
-        """The guide of a new request behind this prompt. Only what the same namespace has asked for is found compiled.
+    def guide(
+        self,
+        constraint: Constraint,
+        tools: Sequence[Tool | Mapping[str, Any]],
+        prompt: str,
+        namespace: str = "default",
+        *,
+        thinks: bool = False,
+    ) -> Guide:
+        """The guide of a new request after this prompt. Only what the same namespace has asked for is found compiled.
 
-        Raises ConfigError or ToolSchemaError if nothing could satisfy the constraint."""
+        thinks: a thought was asked for. Raises ConfigError or ToolSchemaError if nothing could satisfy the constraint.
+        """
         library = _library()
         callable_tools = _callable(constraint, tools)
-        key = namespace, self._made(constraint, callable_tools, self._thinking(prompt), library)
+        formed = constraint.structured or constraint.calls
+        key = namespace, self._made(constraint, callable_tools, self._thinking(prompt, thinks or not formed), library)
         with self._lock:
             matcher = self._compiled.get(key)
             if matcher is not None:
@@ -116,12 +126,13 @@ class Grammars:
         except TypeError as error:
             raise ConfigError(f"schema={constraint.schema!r:.200}: is not JSON ({error})") from error
 
-    def _thinking(self, prompt: str) -> Thinking:
+    def _thinking(self, prompt: str, may: bool) -> Thinking:
+        """may: a thought that the prompt has not begun is allowed."""
         end = prompt.rstrip()
         if end.endswith("<think>"):
             return "open"
         source = str(getattr(self.tokenizer, "chat_template", "") or "")
-        return "may" if "<think>" in source and not end.endswith("</think>") else "none"
+        return "may" if may and "<think>" in source and not end.endswith("</think>") else "none"
 
     def _refused(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], why: str, library: Any) -> Exception:
         for name, schema in tools.items():

@@ -133,7 +133,7 @@ def _thoughts(thinking: Thinking) -> list[str]:
     if thinking == "open":
         return ["start: thought rest", _THOUGHT, f"thought_text[lazy]: /{_ANY}<\\/think>/"]
     if thinking == "may":
-        return ["start: thought rest | first", _THOUGHT, f"thought_text[lazy]: /\\s*<think>{_ANY}<\\/think>/"]
+        return ["start: thought rest | first", _THOUGHT, f"thought_text[lazy]: /<think>{_ANY}<\\/think>/"]
     return ["start: rest"]
 
 
