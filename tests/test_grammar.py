@@ -283,3 +283,21 @@ def test_a_grammar_is_made_once_and_followed_apart() -> None:
     assert one.accept(token) == ""
     assert one.accept(made.tokenizer("x", add_special_tokens=False)["input_ids"][0]) != ""
     assert two.accept(token) == "", "the other request did not move"
+
+
+def test_patterns_that_a_value_must_match_at_once_are_bounded() -> None:
+    many = {"type": "object", "properties": {"a": {"allOf": [{"type": "string", "pattern": f"x{i}"} for i in range(300)]}}}
+    apart = {"type": "object", "allOf": [{"properties": {f"p{i}": {"type": "string", "pattern": f"^a{{{i}}}"}}} for i in range(40)]}
+    made = grammars()
+    with pytest.raises(ToolSchemaError, match="tool 'many': a must match 300 patterns at once, at most 8"):
+        made.guide(Constraint("any"), [Tool("many", "", many)], "")
+    with pytest.raises(ConfigError, match="schema: a must match 300 patterns"):
+        made.guide(Constraint(schema=many), [], "")
+    made.guide(Constraint(schema=apart), [], "")
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer", "maximum": 10**400}, {"type": "string", "pattern": "("}])
+def test_numbers_and_patterns_that_no_grammar_has_are_told_with_their_tool(schema: Any) -> None:
+    parameters = {"type": "object", "properties": {"n": schema}, "required": ["n"]}
+    with pytest.raises(ToolSchemaError, match="tool 'odd': its schema cannot be enforced"):
+        grammars().guide(Constraint("any"), [Tool("odd", "", parameters)], "")

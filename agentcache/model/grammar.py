@@ -5,9 +5,10 @@ llguidance (extra `constrain`) reads the grammar that grammar_forms.py writes an
 
 from __future__ import annotations
 
+import json
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..errors import ConfigError, PromptError, ToolSchemaError
 from ..types import Constraint, Layout, Message, Tool, ToolCall
 from .grammar_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm, Thinking, arguments_schema, form_of, grammar
 
+PATTERNS = 8  # that allOf puts on one value
 COMPILED = 64  # remembered grammars; making one takes some milliseconds, more with many tools
 
 # Tokens that are part of what is written, whatever the tokenizer calls them; all other special tokens never appear in a completion.
@@ -109,6 +111,7 @@ class Grammars:
             if matcher is not None:
                 self._compiled.move_to_end(key)
         if matcher is None:
+            self._check_patterns(constraint, callable_tools)
             matcher = library.LLMatcher(self._tokens_of(library), key[1], log_level=0)
             if matcher.is_error():
                 raise self._refused(constraint, callable_tools, matcher.get_error(), library)
@@ -123,8 +126,8 @@ class Grammars:
         regex = library.regex_to_lark(constraint.regex, "") if constraint.regex is not None else ""
         try:
             return grammar(constraint, tools, self.form, thinking, regex)
-        except TypeError as error:
-            raise ConfigError(f"schema={constraint.schema!r:.200}: is not JSON ({error})") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"schema={constraint.schema!r:.200}: is not JSON ({error!s:.200})") from error
 
     def _thinking(self, prompt: str, may: bool) -> Thinking:
         """may: a thought that the prompt has not begun is allowed."""
@@ -134,9 +137,20 @@ class Grammars:
         source = str(getattr(self.tokenizer, "chat_template", "") or "")
         return "may" if may and "<think>" in source and not end.endswith("</think>") else "none"
 
+    def _check_patterns(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse a value that must match many patterns at once: compiling doubles its work with each, and nothing can cancel it."""
+        wholes = [("schema", constraint.schema), *((f"tool {name!r}", schema) for name, schema in tools.items())]
+        for what, schema in wholes:
+            place, count = max(_patterns(schema).items(), key=lambda found: found[1], default=("", 0))
+            if count > PATTERNS:
+                kind = ToolSchemaError if what.startswith("tool") else ConfigError
+                raise kind(
+                    f"{what}: {place or 'its value'} must match {count} patterns at once, at most {PATTERNS} can be enforced: join them"
+                )
+
     def _refused(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], why: str, library: Any) -> Exception:
         for name, schema in tools.items():
-            alone = library.LLMatcher.validate_grammar(library.LLMatcher.grammar_from_json_schema(dict(schema)))
+            alone = library.LLMatcher.validate_grammar(library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
             if alone:
                 return ToolSchemaError(
                     f"tool {name!r}: its schema cannot be enforced: {_short(alone)}; simplify parameters={schema!r:.200}, leave the tool "
@@ -215,6 +229,20 @@ def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int]) -> An
 
     wrapped = library.TokenizerWrapper(_Tokens(encode, tokens, sorted({*never, *ends}), ends[0]))
     return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=ends)
+
+
+def _patterns(schema: Any) -> Counter[str]:
+    """How many patterns the value of a schema must match at once, at the top ("") and by the path of its parts."""
+    found: Counter[str] = Counter()
+    if isinstance(schema, Mapping):
+        found[""] = int("pattern" in schema)
+        for name in ("allOf", "anyOf", "oneOf"):
+            for part in schema[name] if isinstance(schema.get(name), (list, tuple)) else ():
+                found = found + _patterns(part) if name == "allOf" else found | _patterns(part)
+        properties = schema.get("properties")
+        for name, part in (*(properties.items() if isinstance(properties, Mapping) else ()), ("[]", schema.get("items"))):
+            found.update({f"{name}.{place}".rstrip("."): count for place, count in _patterns(part).items()})
+    return found
 
 
 def _short(text: str) -> str:
