@@ -336,7 +336,7 @@ class Engine:
     # -- keeping in order ------------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """Declare that weights changed in a way that cannot be noticed (`.data` edits): nothing kept so far is used again."""
+        """Declare a change that cannot be noticed (a sparse `.data` edit, state inside a hook): no page so far is used again."""
         if self.fingerprint:
             self.fingerprint.invalidate()
 
