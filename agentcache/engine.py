@@ -20,16 +20,16 @@ import torch
 from .calibration import Calibration, Calibrations
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError
 from .held import ToolGroups
-from .inflight import Chunk, Done, Request
 from .layout import Renderer, Volatile
 from .layout.windows import TokenTexts
-from .missed import Misses
+from .miss_report import MissReport
 from .model.grammar import Grammars
 from .model.hf import HFModel, load
 from .model.kernels.openmp import leave_team
 from .model.sampling import Sampler, TextStream
 from .receipt import Receipt
 from .reply import asks_for_thought, cut_short, expect, message_of, tool_name
+from .request import Chunk, Done, Request
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.policy import budgets
@@ -121,8 +121,8 @@ class Engine:
         if reuse == "approximate" or calibration is not None:
             self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
-        self._process, self._misses, self._closed, self.redact = os.getpid(), Misses(), False, redact
-        self.store.on_deletion(self._groups.let_go, self.renderer.forget, self._misses.forget)
+        self._process, self._miss_report, self._closed, self.redact = os.getpid(), MissReport(), False, redact
+        self.store.on_deletion(self._groups.let_go, self.renderer.forget, self._miss_report.forget)
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
 
@@ -174,8 +174,8 @@ class Engine:
         request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
         request.on_progress, request.on_logits, request.turn, request.received = on_progress, on_logits, turn, received
         expect(request, layout, tools, constraint, self.grammars, thinks=asks_for_thought(template_kwargs))
-        self.scheduler.life.segments.look(
-            request, self.scheduler.life.scope(request, len(layout.ids)), layout, partial(self._texts, namespace=namespace)
+        self.scheduler.lifecycle.segments.look(
+            request, self.scheduler.lifecycle.scope(request, len(layout.ids)), layout, partial(self._texts, namespace=namespace)
         )
         self.scheduler.submit(request)
         return Stream(request, lambda done: self._complete(done, layout))
@@ -244,7 +244,7 @@ class Engine:
 
     def _complete(self, request: Request, layout: Layout) -> Completion:
         receipt = request.receipt
-        receipt.missed = self._misses.look(request.namespace, layout) if request.reuse else None
+        receipt.missed = self._miss_report.explain(request.namespace, layout) if request.reuse else None
         generated = tuple(request.ids[receipt.prompt_tokens :])
         message, invalid = message_of(request)
         if message.tool_calls and receipt.finish_reason == "stop":

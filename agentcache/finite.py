@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from .errors import StoreError
-from .inflight import Request
 from .kv import PAGE_TOKENS, Page, Sequence
+from .request import Request
 from .store.store import Store
 
 CLOSE = 0.05  # relative error that kernels which round differently may have; wrong pages are far from it

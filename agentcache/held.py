@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 
 from .errors import ConfigError, GenerationError
-from .inflight import Request
 from .kv import PAGE_TOKENS
 from .model.fingerprint import Fingerprint
 from .model.hf import HFModel
+from .request import Request
 from .store.deletion import Deletion
 from .store.groups import Group
 from .store.keys import Scope, as_ids, chain

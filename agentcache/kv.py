@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from .memory import ready, zeros
+from .page_memory import prepared, zeros
 from .types import PAGE_TOKENS
 
 Tier = Literal["device", "host"]
@@ -93,7 +93,7 @@ class Page:
         self.spec = spec
         self.tier: Tier = tier
         device = spec.device if tier == "device" else torch.device("cpu")
-        kept = ready.take(spec.shapes, spec.dtype) if device.type == "cpu" and not whole else None
+        kept = prepared.take(spec.shapes, spec.dtype) if device.type == "cpu" and not whole else None
         # a token's keys lie a kilobyte apart: the first one touches all of the memory, the last one no more
         made = kept or tuple(zeros(s, spec.dtype, device, keys or whole, not whole) for s, keys in zip(spec.shapes, (True, False)))
         self.keys, self.values = made

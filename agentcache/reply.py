@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from .errors import AgentCacheError, ConfigError
-from .inflight import Request
 from .model.call_stream import CallStream, Delta
 from .model.grammar import Grammars
 from .model.response import ResponseStream, reads, template_for, template_of
 from .model.tool_calls import CUT, MALFORMED, THINK, InvalidCall, Made, read, split_thought
+from .request import Request
 from .store.keys import as_ids
 from .types import Constraint, Layout, Message, Tool, ToolCall
 

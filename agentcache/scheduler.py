@@ -13,15 +13,15 @@ import time
 
 import torch
 
-from .audit import Audit
+from .drift_monitor import DriftMonitor
 from .errors import AgentCacheError, CancelledError, EngineClosedError
-from .inflight import Chunk, Done, Progress, Request
-from .life import Life
-from .memory import Shapes, ready, used
+from .hit_audit import HitAudit
+from .lifecycle import Lifecycle
 from .model.numerics import MAX_ROWS
+from .page_memory import Shapes, pool, prepared
+from .request import Chunk, Done, Progress, Request
 from .runner import FAULTS, Outcome, Runner, StockSequence, Work, as_failure
 from .store.store import Store
-from .watch import Watch
 
 __all__ = ["Chunk", "Done", "Progress", "Request", "Scheduler"]
 
@@ -43,9 +43,9 @@ class Scheduler:
     def __init__(self, runner: Runner, store: Store, chunk_tokens: int) -> None:
         self.runner = runner
         self.store = store
-        self.life = Life(runner, store)
-        self.audit = Audit(runner, store)
-        self.watch = Watch(runner, store, self.life.segments)
+        self.lifecycle = Lifecycle(runner, store)
+        self.hit_audit = HitAudit(runner, store)
+        self.drift_monitor = DriftMonitor(runner, store, self.lifecycle.segments)
         self.chunk_tokens = min(chunk_tokens, MAX_ROWS)
         self.ms_per_token = 0.0
         self.rounds = 0
@@ -81,7 +81,7 @@ class Scheduler:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        used.open()
+        pool.open()
         try:
             while not self._closed.is_set():
                 self._turn()
@@ -89,8 +89,8 @@ class Scheduler:
             with self._gate:
                 self._closed.set()
             if spec := self.runner.model.spec:
-                ready.take(spec.shapes, spec.dtype)
-            used.close()
+                prepared.take(spec.shapes, spec.dtype)
+            pool.close()
             self._collect(0.0)
             for request in (*self._live, *self._waiting):
                 self._fail(request, EngineClosedError("the engine was closed while this request ran"))
@@ -105,22 +105,22 @@ class Scheduler:
         if pack and not self._closed.is_set():
             self._round(pack)
         elif not self._live and not self._waiting and not self._closed.is_set():
-            self.audit.step()
-            self.watch.step()
+            self.hit_audit.step()
+            self.drift_monitor.step()
             if shape := self._page_to_commit():
-                ready.step(*shape)
+                prepared.step(*shape)
         self.store.note_busy(bool(self._live))  # before this thread waits for requests
 
     def _page_to_commit(self) -> tuple[Shapes, torch.dtype] | None:
         """Of what shape and type the next request's page is, as long as its memory is not ready."""
         spec = self.runner.model.spec
-        if spec is None or spec.device.type != "cpu" or not ready.lacks(spec.shapes, spec.dtype):
+        if spec is None or spec.device.type != "cpu" or not prepared.lacks(spec.shapes, spec.dtype):
             return None
         return spec.shapes, spec.dtype
 
     def _patience(self) -> float | None:
         """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""
-        if self._live or (not self._waiting and (self.audit.pending or self.watch.pending or self._page_to_commit())):
+        if self._live or (not self._waiting and (self.hit_audit.pending or self.drift_monitor.pending or self._page_to_commit())):
             return 0.0
         return POLL_S if self._waiting else None
 
@@ -147,20 +147,20 @@ class Scheduler:
         filling = any(r.filling and r.remaining > self.chunk_tokens for r in self._live)
         for request in list(self._waiting):
             try:
-                if self.life.waits(request, self.ms_per_token, self.wake):
+                if self.lifecycle.waits(request, self.ms_per_token, self.wake):
                     continue
             except FAULTS as error:
                 self._fail(request, as_failure(error, len(request.ids)))
                 continue
-            if not filling or self.life.uncached(request) <= self.chunk_tokens:
+            if not filling or self.lifecycle.uncached(request) <= self.chunk_tokens:
                 try:
-                    if not self.life.current(request):
+                    if not self.lifecycle.current(request):
                         self._renew(request)
                         continue
                     self._waiting.remove(request)
                     self._live.append(request)
-                    self.life.start(request)
-                    self.audit.consider(request)
+                    self.lifecycle.start(request)
+                    self.hit_audit.consider(request)
                 except FAULTS as error:
                     self._fail(request, as_failure(error, len(request.ids)))
                     continue
@@ -170,12 +170,12 @@ class Scheduler:
         """Let a request wait for its turn again, under the weights of now."""
         self._remove(request)
         self._waiting.insert(0, request)
-        if (error := self.life.renew(request)) is not None:
+        if (error := self.lifecycle.renew(request)) is not None:
             self._fail(request, error)
 
     def _fail(self, request: Request, error: AgentCacheError) -> None:
         self._remove(request)
-        self.life.fail(request, error)
+        self.lifecycle.fail(request, error)
 
     def _remove(self, request: Request) -> None:
         for among in (self._live, self._waiting):
@@ -217,13 +217,13 @@ class Scheduler:
 
     def _deliver(self, request: Request, outcome: Outcome) -> None:
         try:
-            ended = None if outcome.moved else self.life.deliver(request, outcome)
+            ended = None if outcome.moved else self.lifecycle.deliver(request, outcome)
             if outcome.moved:
                 self._renew(request)
             if isinstance(ended, str):
                 self._remove(request)
-                self.watch.consider(request)
-                self.life.end(request, ended)
+                self.drift_monitor.consider(request)
+                self.lifecycle.end(request, ended)
                 return
         except FAULTS as error:  # in the sampler, the tokenizer or the store: this request's alone
             ended = as_failure(error, len(request.ids))

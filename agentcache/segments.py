@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 from .calibration import Calibration
-from .inflight import Request
 from .kv import PAGE_TOKENS, Ahead, Sequence
 from .layout.windows import Texts, windows
 from .plan import Attach, Repeat
+from .request import Request
 from .runner import Runner, Source
 from .store.keys import Ids, Scope
 from .store.store import Store

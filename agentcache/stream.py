@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from .errors import AgentCacheError, CancelledError, EngineForkedError
-from .inflight import Chunk, Done, Event, Progress, Request
 from .model.call_stream import Delta
 from .model.tool_calls import InvalidCall
 from .receipt import Receipt
 from .reply import Reader
+from .request import Chunk, Done, Event, Progress, Request
 from .types import Logprob, Message
 
 

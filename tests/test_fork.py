@@ -16,8 +16,8 @@ import torch
 
 from agentcache import Engine, StoreOptions
 from agentcache.errors import EngineClosedError, EngineForkedError
-from agentcache.memory import ready, used
 from agentcache.model.kernels.openmp import leave_team
+from agentcache.page_memory import pool, prepared
 from tests import models
 from tests.engines import MB, chat, decode
 from tests.engines import engine as engine_of
@@ -144,7 +144,7 @@ def test_a_new_engine_in_the_child_works(parent: Engine, tmp_path: Path) -> None
             return engine.generate(chat("hello"), sampling=decode(6)).ids, engine.flush(), engine.fingerprint.whole  # type: ignore[union-attr]
 
     torch.mm(torch.ones(LARGE, LARGE), torch.ones(LARGE, LARGE))
-    with ready._lock, used._lock:
+    with prepared._lock, pool._lock:
         assert told(work) == (expected, True, parent.fingerprint.whole)  # type: ignore[union-attr]
 
 

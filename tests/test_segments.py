@@ -438,14 +438,14 @@ def test_drift_beyond_the_bound_switches_segment_reuse_off() -> None:
         for number in range(4):
             turns = prompt(f"Number {number} {'x ' * number}", "And?")
             receipt = running.generate(turns, sampling=GREEDY).receipt
-            assert receipt.segments or running.scheduler.watch.checked >= 3
+            assert receipt.segments or running.scheduler.drift_monitor.checked >= 3
             deadline = time.monotonic() + 60
-            while running.scheduler.watch.pending and time.monotonic() < deadline:
+            while running.scheduler.drift_monitor.pending and time.monotonic() < deadline:
                 time.sleep(0.01)
-        watch = running.scheduler.watch
+        watch = running.scheduler.drift_monitor
         assert watch.checked >= 3
         assert watch.kl > 0
-        assert running.scheduler.life.segments.off
+        assert running.scheduler.lifecycle.segments.off
         receipt = running.generate(prompt("Off now.", "And?"), sampling=GREEDY).receipt
         assert receipt.segments == ()
         assert Reason.DRIFT in {refusal.reason for refusal in receipt.refusals}
@@ -457,10 +457,10 @@ def test_drift_within_the_bound_leaves_it_on() -> None:
         for number in range(4):
             running.generate(prompt(f"Number {number} {'x ' * number}", "And?"), sampling=GREEDY)
             deadline = time.monotonic() + 60
-            while running.scheduler.watch.pending and time.monotonic() < deadline:
+            while running.scheduler.drift_monitor.pending and time.monotonic() < deadline:
                 time.sleep(0.01)
-        assert running.scheduler.watch.checked >= 3
-        assert not running.scheduler.life.segments.off
+        assert running.scheduler.drift_monitor.checked >= 3
+        assert not running.scheduler.lifecycle.segments.off
 
 
 def test_pages_count_their_boundaries() -> None:
@@ -541,7 +541,7 @@ def test_numbers_behind_a_segment_that_are_not_finite_are_not_kept(monkeypatch: 
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
         kept = len(running.store)
-        monkeypatch.setattr("agentcache.life.finite", lambda sequence, start, stop: stop <= sequence.exact_until)
+        monkeypatch.setattr("agentcache.lifecycle.finite", lambda sequence, start, stop: stop <= sequence.exact_until)
         done = running.generate(OTHER, sampling=GREEDY)
         assert (done.ids, done.receipt.precision, done.receipt.bitwise) == (clean.ids, "exact", True)
         [why] = [refusal for refusal in done.receipt.refusals if refusal.reason is Reason.NON_FINITE]

@@ -15,12 +15,12 @@ import torch
 
 from agentcache import Engine, Reason
 from agentcache.calibration import place
+from agentcache.drift_monitor import divergence
 from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import Sequence
 from agentcache.model.hf import HFModel
 from agentcache.runner import Outcome, Runner, Work
 from agentcache.types import StoreOptions
-from agentcache.watch import divergence
 from tests import models
 from tests.engines import until
 from tests.families import tokens
@@ -42,9 +42,9 @@ def grades(running: Engine) -> list[str]:
 def checked(running: Engine) -> int:
     """How many requests were computed again, once that is over."""
     deadline = time.monotonic() + 60
-    while running.scheduler.watch.pending and time.monotonic() < deadline:
+    while running.scheduler.drift_monitor.pending and time.monotonic() < deadline:
         time.sleep(0.01)
-    return running.scheduler.watch.checked
+    return running.scheduler.drift_monitor.checked
 
 
 def going_on(answered: str) -> list[dict[str, str]]:
@@ -66,8 +66,9 @@ def test_sampling_for_truth_compares_no_more_than_the_exact_prefix(tmp_path: Pat
         running.generate([{"role": "user", "content": f"Read. {text}"}], sampling=GREEDY)
         receipt = running.generate(asked, sampling=GREEDY).receipt
         assert 512 < receipt.disk_tokens < receipt.cached_tokens < 1024, "prefix and segment would fit into the prefix's pages"
-        assert until(lambda: running.scheduler.audit.checked and not running.scheduler.audit.pending)
-        assert (running.scheduler.audit.checked, running.scheduler.audit.wrong) == (receipt.cached_tokens - receipt.segment_tokens, 0)
+        assert until(lambda: running.scheduler.hit_audit.checked and not running.scheduler.hit_audit.pending)
+        audit = running.scheduler.hit_audit
+        assert (audit.checked, audit.wrong) == (receipt.cached_tokens - receipt.segment_tokens, 0)
 
 
 # -- who may go on from what ---------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def test_what_drifted_is_not_gone_on_from_either() -> None:
         for turns in asked:
             assert running.generate(turns, sampling=GREEDY).receipt.precision == "approximate"
             checked(running)
-        assert running.scheduler.life.segments.off
+        assert running.scheduler.lifecycle.segments.off
         assert set(grades(running)) == {"exact"}
         for turns in asked:
             receipt = running.generate(turns, sampling=GREEDY).receipt
@@ -92,7 +93,7 @@ def test_who_runs_while_it_is_switched_off_keeps_nothing_near() -> None:
         running.generate(FIRST, sampling=GREEDY)
 
         def switch_off(row: torch.Tensor) -> None:
-            running.scheduler.life.segments.off = "a test says so"
+            running.scheduler.lifecycle.segments.off = "a test says so"
             running.store.clear(grade="approximate")
 
         assert running.generate(OTHER, sampling=GREEDY, on_logits=switch_off).receipt.precision == "approximate"
@@ -116,12 +117,12 @@ def test_what_was_looked_through_is_not_looked_through_again(tmp_path: Path, mon
     since: list[int] = []
     monkeypatch.setattr("agentcache.segments.windows", lambda layout, texts, known: since.append(known) or ())
     scanned: list[int] = []
-    monkeypatch.setattr("agentcache.life.finite", lambda sequence, start, stop: scanned.append(start) or True)
+    monkeypatch.setattr("agentcache.lifecycle.finite", lambda sequence, start, stop: scanned.append(start) or True)
     waiting: list[int] = []
     model, tokenizer, fingerprint = tiny()
     known = calibration(fingerprint=fingerprint)
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=known) as running:
-        life = running.scheduler.life
+        life = running.scheduler.lifecycle
         start = life.start
         monkeypatch.setattr(life, "start", lambda request: waiting.append(life.uncached(request)) or start(request))
         running.generate(FIRST, sampling=GREEDY)

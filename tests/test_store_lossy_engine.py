@@ -83,7 +83,7 @@ def test_lossy_pages_serve_by_consent_only(model: Any, tmp_path: Path, precision
         assert exact.ids == off.ids
         assert all(torch.equal(a, b) for a, b in zip(wanted, spy.logits, strict=True))
         check_store(third.store)
-        assert third.scheduler.audit.checked == 0, "lossy hits are not compared with exact ones"
+        assert third.scheduler.hit_audit.checked == 0, "lossy hits are not compared with exact ones"
 
 
 def test_an_exact_store_serves_lossy_requests_exactly(model: Any, tmp_path: Path) -> None:

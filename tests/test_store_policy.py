@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.audit import Audit
 from agentcache.errors import StoreBusyError, StoreWarning
+from agentcache.hit_audit import HitAudit
 from agentcache.kv import KVSpec, Page
-from agentcache.life import Life
+from agentcache.lifecycle import Lifecycle
 from agentcache.model.hf import HFModel
 from agentcache.store import blob, policy
 from agentcache.store.disk import Disk
@@ -434,7 +434,7 @@ def found_wrong(running: Engine, between: Callable[[], object] = lambda: None) -
     """Ask, and wait until the check that follows has found something."""
     running.generate(TURNS, sampling=decode(4))
     between()
-    assert until(lambda: running.scheduler.audit.wrong == 1 and not running.scheduler.audit.pending)
+    assert until(lambda: running.scheduler.hit_audit.wrong == 1 and not running.scheduler.hit_audit.pending)
 
 
 def test_a_page_that_is_wrong_is_found_said_and_computed_again(small: Any, tmp_path: Path) -> None:
@@ -454,16 +454,16 @@ def test_a_page_that_is_wrong_is_found_said_and_computed_again(small: Any, tmp_p
         assert disk.index.counters()["audit_wrong"] == 1
     with engine(model=small, store=checked(tmp_path / "store")) as second:
         assert second.generate(TURNS, sampling=decode(4)).ids == ids
-        assert until(lambda: second.scheduler.audit.checked > 1024 and not second.scheduler.audit.pending)
-        assert second.scheduler.audit.wrong == 0
+        assert until(lambda: second.scheduler.hit_audit.checked > 1024 and not second.scheduler.hit_audit.pending)
+        assert second.scheduler.hit_audit.wrong == 0
 
 
 def test_a_wrong_page_that_memory_has_dropped_is_quarantined_on_disk(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(small, tmp_path / "store")
     tamper(small, tmp_path / "store", 0)
     dropped = threading.Event()
-    step = Audit.step
-    monkeypatch.setattr(Audit, "step", lambda self: (dropped.wait(10), step(self)))
+    step = HitAudit.step
+    monkeypatch.setattr(HitAudit, "step", lambda self: (dropped.wait(10), step(self)))
     with engine(model=small, store=checked(tmp_path / "store")) as running:
 
         def drop() -> None:
@@ -488,22 +488,22 @@ def test_right_pages_are_not_accused(small: Any, tmp_path: Path, monkeypatch: py
     written(small, tmp_path / "store")
     with engine(model=small, store=checked(tmp_path / "store")) as running:
         running.generate(TURNS, sampling=decode(4))
-        assert until(lambda: running.scheduler.audit.checked > 1024 and not running.scheduler.audit.pending)
-        assert running.scheduler.audit.wrong == 0
+        assert until(lambda: running.scheduler.hit_audit.checked > 1024 and not running.scheduler.hit_audit.pending)
+        assert running.scheduler.hit_audit.wrong == 0
         assert running.flush()
         assert running.store.disk.index.counters()["audit_checked"] == 1
         running.store.clear()
         hold = threading.Event()
-        step = Audit.step
-        monkeypatch.setattr(Audit, "step", lambda self: (hold.wait(10), step(self)))
+        step = HitAudit.step
+        monkeypatch.setattr(HitAudit, "step", lambda self: (hold.wait(10), step(self)))
         running.generate(TURNS, sampling=decode(4))
         numerics = HFModel.numerics.fget(running.model)  # type: ignore[attr-defined]
         changed = type(numerics)(**{**{n: getattr(numerics, n) for n in numerics.__slots__}, "digest": "other"})
         monkeypatch.setattr(HFModel, "numerics", property(lambda self: changed))
-        before = running.scheduler.audit.checked
+        before = running.scheduler.hit_audit.checked
         hold.set()
-        assert until(lambda: not running.scheduler.audit.pending)
-        assert running.scheduler.audit.checked == before, "other kernels than at the hit: nothing can be said"
+        assert until(lambda: not running.scheduler.hit_audit.pending)
+        assert running.scheduler.hit_audit.checked == before, "other kernels than at the hit: nothing can be said"
 
 
 def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,29 +511,29 @@ def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Pat
     steps: list[int] = []
     streams: list[Any] = []
     started_at: list[int] = []
-    step, start = Audit.step, Life.start
+    step, start = HitAudit.step, Lifecycle.start
     with engine(model=small, store=checked(tmp_path / "store")) as running:
 
-        def counted(self: Audit) -> None:
+        def counted(self: HitAudit) -> None:
             if self.pending:
                 steps.append(1)
                 if len(steps) == 2:
                     streams.append(running.stream(chat("hello"), sampling=decode(3), reuse="off"))
             step(self)
 
-        def noted(self: Life, request: Any) -> None:
+        def noted(self: Lifecycle, request: Any) -> None:
             started_at.append(len(steps))
             start(self, request)
 
-        monkeypatch.setattr(Audit, "step", counted)
-        monkeypatch.setattr(Life, "start", noted)
+        monkeypatch.setattr(HitAudit, "step", counted)
+        monkeypatch.setattr(Lifecycle, "start", noted)
         running.generate(TURNS, sampling=decode(4))
         assert until(lambda: streams)
         assert len(streams[0].completion.ids) == 3
         assert started_at == [0, 2]
-        assert until(lambda: not running.scheduler.audit.pending)
+        assert until(lambda: not running.scheduler.hit_audit.pending)
         assert len(steps) > 8, "it goes on afterwards"
-        assert running.scheduler.audit.checked > 1024
+        assert running.scheduler.hit_audit.checked > 1024
 
 
 def test_by_chance_one_in_n(small: Any, tmp_path: Path) -> None:

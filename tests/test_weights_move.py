@@ -83,8 +83,8 @@ def changeable() -> Iterator[Model]:
 @contextmanager
 def moments(model: Model, chance: random.Random) -> Iterator[Counter[str]]:
     """Let the model change, at its odds, amid forwards, while pages are read, written, matched and admitted, and hits are audited."""
-    from agentcache.audit import Audit
-    from agentcache.life import Life
+    from agentcache.hit_audit import HitAudit
+    from agentcache.lifecycle import Lifecycle
     from agentcache.store import blob
     from agentcache.store.store import Store
 
@@ -104,8 +104,8 @@ def moments(model: Model, chance: random.Random) -> Iterator[Counter[str]]:
             patch.setattr(owner, name, called)
 
         for owner, name in (
-            (steps, "mix"), (Life, "start"), (Life, "deliver"), (Store, "admit"), (Store, "match"),
-            (Disk, "_save"), (blob, "read_many"), (Audit, "step"), (Audit, "_count"),
+            (steps, "mix"), (Lifecycle, "start"), (Lifecycle, "deliver"), (Store, "admit"), (Store, "match"),
+            (Disk, "_save"), (blob, "read_many"), (HitAudit, "step"), (HitAudit, "_count"),
         ):  # fmt: skip
             around(owner, name)
         yield seen

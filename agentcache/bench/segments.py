@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from ..calibration import PRECISIONS, Calibration
+from ..drift_monitor import divergence
 from ..engine import Engine
 from ..errors import AgentCacheError, ConfigError
 from ..receipt import Receipt
 from ..store.keys import Ids, as_ids
 from ..types import Precision, Reuse, Sampling
-from ..watch import divergence
 from .drift import lossy_copy
 from .react import Replay
 from .shifts import Case

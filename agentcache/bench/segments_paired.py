@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from ..calibration import Calibration
+from ..drift_monitor import divergence
 from ..engine import Engine
 from ..model.hf import HFModel
 from ..receipt import Receipt
 from ..store.keys import as_ids
 from ..types import Reason, Reuse, Sampling
-from ..watch import divergence
 from .quality_play import ANSWER_TOKENS, hermes
 from .quality_score import Ratio, Said, right, same
 from .segments import bound, common_tokens, nothing_kept, stored_as

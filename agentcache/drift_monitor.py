@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from .errors import FAULTS, ReuseWarning
-from .inflight import Request
 from .kv import PAGE_TOKENS, Page, Sequence
+from .request import Request
 from .runner import Runner, Work
 from .segments import Segments
 from .store.keys import Ids, Scope
@@ -53,7 +53,7 @@ def divergence(exact: torch.Tensor, near: torch.Tensor) -> float:
     return max(0.0, found) if math.isfinite(found) else math.inf
 
 
-class Watch:
+class DriftMonitor:
     """Requests waiting to be checked. All calls on the device's thread.
 
     checked: how many were compared. kl, top1: of the last ones, mean KL per token in nats and share of equal first choices.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from .errors import StoreError, StoreWarning
 from .finite import CLOSE, alike
-from .inflight import Request
 from .kv import PAGE_TOKENS, Page, Sequence
+from .request import Request
 from .runner import FAULTS, Runner, Work
 from .store.keys import Ids, Scope
 from .store.store import Store
@@ -33,7 +33,7 @@ class _Check:
     sequence: Sequence
 
 
-class Audit:
+class HitAudit:
     """Hits waiting to be checked. All calls on the device's thread.
 
     checked, wrong: tokens compared so far, and pages found wrong.

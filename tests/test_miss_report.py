@@ -8,7 +8,7 @@ import pytest
 
 from agentcache import Message, ToolCall, volatile
 from agentcache.layout import Renderer
-from agentcache.missed import CONVERSATIONS, Misses
+from agentcache.miss_report import CONVERSATIONS, MissReport
 from agentcache.types import Missed
 from tests.chat_templates import TOOL_TEMPLATES, episode, tokenizer, tool
 from tests.engines import TOOLS, chat, decode, engine, long_text
@@ -21,8 +21,8 @@ def asked(system: str, count: int = 1) -> list[dict[str, Any]]:
 
 
 def look(renderer: Renderer, *requests: tuple[Any, Any]) -> list[Missed | None]:
-    misses = Misses()
-    return [misses.look("default", renderer.render(messages, tools)) for messages, tools in requests]
+    misses = MissReport()
+    return [misses.explain("default", renderer.render(messages, tools)) for messages, tools in requests]
 
 
 @pytest.mark.parametrize("name", ["chatml", "first_user"])
@@ -74,15 +74,15 @@ def test_text_at_the_tail_is_no_miss_and_reuse_off_asks_nothing() -> None:
 
 def test_other_conversations_and_namespaces_are_not_compared() -> None:
     renderer = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"])
-    misses = Misses()
+    misses = MissReport()
     one, other = (chat(long_text(60, salt), system="S") for salt in (1, 2))
-    assert misses.look("a", renderer.render(one)) is None
-    assert misses.look("a", renderer.render(other)) is None
+    assert misses.explain("a", renderer.render(one)) is None
+    assert misses.explain("a", renderer.render(other)) is None
     changed = [{"role": "system", "content": "It is 10:33. S"}, *one[1:]]
-    assert misses.look("b", renderer.render(changed, namespace="b")) is None
-    assert misses.look("a", renderer.render(changed)) is not None
+    assert misses.explain("b", renderer.render(changed, namespace="b")) is None
+    assert misses.explain("a", renderer.render(changed)) is not None
     for number in range(3 * CONVERSATIONS):
-        misses.look("a", renderer.render(chat(long_text(8, number), system="S")))
+        misses.explain("a", renderer.render(chat(long_text(8, number), system="S")))
     assert len(misses._open["a"].prompts) <= CONVERSATIONS
     assert len(misses._open["a"].tracks) <= CONVERSATIONS
 

@@ -11,11 +11,11 @@ import torch
 
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
 from .finite import accuse, finite
-from .inflight import Chunk, Done, Progress, Request
 from .kv import PAGE_TOKENS, Sequence
 from .model.sampling import logprob_of
 from .plan import make
 from .receipt import Receipt
+from .request import Chunk, Done, Progress, Request
 from .runner import Outcome, Runner, StockSequence
 from .segments import Segments, numerics
 from .store.entry import Match
@@ -27,7 +27,7 @@ RENEWALS = 5  # a request begins anew so often because weights changed
 OF_BITS = (Reason.APPROXIMATE, Reason.LOSSY, Reason.NUMERICS, Reason.NOT_ROW_PURE)  # refusals that say how near a prompt is to exact
 
 
-class Life:
+class Lifecycle:
     """What happens to a request, on the device's one thread."""
 
     def __init__(self, runner: Runner, store: Store) -> None:

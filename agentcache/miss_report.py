@@ -31,7 +31,7 @@ class _Open(NamedTuple):
     prompts: OrderedDict[str, Tokens]
 
 
-class Misses:
+class MissReport:
     """The last prompts by namespace. Safe to use from many threads."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Misses:
             for known in [name for name in self._open if deletion.covers(name, 0.0)]:
                 del self._open[known]
 
-    def look(self, namespace: str, layout: Layout) -> Missed | None:
+    def explain(self, namespace: str, layout: Layout) -> Missed | None:
         """Why this prompt does not go on from the last one of its conversation, whose last it is now. None: it does, or little was lost."""
         if not isinstance(layout, Rendered) or layout.request is None or not layout.encoded.ends:
             return None  # raw text, or a tokenizer that tells no offsets

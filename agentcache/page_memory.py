@@ -24,7 +24,7 @@ PIECE_BYTES = 4 << 20  # committed in one step, between which requests are looke
 USED_BYTES = 512 << 20  # of pages that are gone, kept at most
 
 
-class Used:
+class PagePool:
     """Maps that nobody refers to any more, by their size, while there is an engine. From any thread."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Used:
             return kept.pop()
 
 
-used = Used()
+pool = PagePool()
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, whole: bool, again: bool = True) -> torch.Tensor:
@@ -79,7 +79,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, whol
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize
-    memory = used.take(size) if again else None
+    memory = pool.take(size) if again else None
     tensor = _over(memory or _map(size, whole), dtype)
     return (tensor.zero_() if memory is not None else tensor).view(shape)
 
@@ -96,7 +96,7 @@ def _map(size: int, whole: bool) -> mmap.mmap:
 def _over(memory: mmap.mmap, dtype: torch.dtype) -> torch.Tensor:
     """A tensor over all of a map, which is given back when the last view of it is gone."""
     held = np.frombuffer(memory, np.uint8)
-    weakref.finalize(held, used.give, memory).atexit = False
+    weakref.finalize(held, pool.give, memory).atexit = False
     return torch.from_numpy(held).view(dtype)
 
 
@@ -113,19 +113,19 @@ def _new(shapes: Shapes, dtype: torch.dtype) -> _Page:
         return _Page((), sum(prod(shape) for shape in shapes))
 
 
-class Ready:
+class PreparedPages:
     """At most one page's memory for each shape of pages. From any thread."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """The same as of `Used`."""
+        """The same as of `PagePool`."""
         self._lock = threading.Lock()
         self._kept: dict[tuple[Shapes, torch.dtype], _Page] = {}
 
     def step(self, shapes: Shapes, dtype: torch.dtype) -> None:
-        """Commit a piece of the next page of this shape, unless all of it is. Without memory for it, that page is not made ready."""
+        """Commit a piece of the next page of this shape, unless all of it is. Without memory for it, that page is not prepared."""
         with self._lock:
             page = self._kept.get((shapes, dtype))
             if page is None:
@@ -151,6 +151,6 @@ class Ready:
         return page.tensors or None if page is not None else None
 
 
-ready = Ready()
-for _part in (used, ready):
+prepared = PreparedPages()
+for _part in (pool, prepared):
     os.register_at_fork(after_in_child=_part.begin)

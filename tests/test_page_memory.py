@@ -7,16 +7,16 @@ import time
 import pytest
 import torch
 
-from agentcache import Engine, Sampling, memory
+from agentcache import Engine, Sampling, page_memory
 from agentcache.kv import KVSpec, Page
-from agentcache.memory import PIECE_BYTES, Ready, Used, ready
+from agentcache.page_memory import PIECE_BYTES, PagePool, PreparedPages, prepared
 
 SHAPES = ((2, 1, 32, 512), (2, 1, 512, 32))
 
 
 def test_a_page_is_committed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentcache.memory.PIECE_BYTES", 20_000)
-    kept = Ready()
+    monkeypatch.setattr("agentcache.page_memory.PIECE_BYTES", 20_000)
+    kept = PreparedPages()
     assert kept.take(SHAPES, torch.bfloat16) is None
     steps = 0
     while kept.lacks(SHAPES, torch.bfloat16):
@@ -35,7 +35,7 @@ def test_a_page_is_committed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_page_takes_what_is_ready_once() -> None:
     spec = KVSpec(2, 1, 32, torch.bfloat16)
-    ready.step(spec.shapes, spec.dtype)  # a piece of it is as good as all
+    prepared.step(spec.shapes, spec.dtype)  # a piece of it is as good as all
     first, second = Page(spec), Page(spec)
     assert first.keys.data_ptr() != second.keys.data_ptr()
     first.keys.fill_(1)
@@ -44,11 +44,11 @@ def test_a_page_takes_what_is_ready_once() -> None:
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> Used:
+def pool(monkeypatch: pytest.MonkeyPatch) -> PagePool:
     """As while an engine is open, with nothing kept."""
-    fresh = Used()
+    fresh = PagePool()
     fresh.open()
-    monkeypatch.setattr(memory, "used", fresh)
+    monkeypatch.setattr(page_memory, "pool", fresh)
     return fresh
 
 
@@ -59,53 +59,53 @@ def spoilt(spec: KVSpec, whole: bool = False) -> Page:
     return page
 
 
-def test_the_memory_of_pages_that_are_gone_serves_the_next_and_is_zero(used: Used) -> None:
+def test_the_memory_of_pages_that_are_gone_serves_the_next_and_is_zero(pool: PagePool) -> None:
     spec = KVSpec(2, 1, 32, torch.bfloat16)
     page = spoilt(spec)
     places = {page.keys.data_ptr(), page.values.data_ptr()}
-    assert used.bytes == 0
+    assert pool.bytes == 0
     del page
-    assert used.bytes == spec.page_bytes
+    assert pool.bytes == spec.page_bytes
     again = Page(spec)
     assert {again.keys.data_ptr(), again.values.data_ptr()} == places
-    assert used.bytes == 0
+    assert pool.bytes == 0
     assert not again.keys.any()
     assert not again.values.any()
 
 
-def test_memory_that_somebody_looks_at_is_not_taken(used: Used) -> None:
+def test_memory_that_somebody_looks_at_is_not_taken(pool: PagePool) -> None:
     spec = KVSpec(2, 1, 32, torch.bfloat16)
     page = spoilt(spec)
     layer, raw = page.layer_keys[1], page.values.view(torch.uint8).numpy()
     del page
-    assert used.bytes == 0
+    assert pool.bytes == 0
     del layer
-    assert used.bytes == spec.page_bytes // 2
+    assert pool.bytes == spec.page_bytes // 2
     assert raw.any()
     del raw
-    assert used.bytes == spec.page_bytes
+    assert pool.bytes == spec.page_bytes
 
 
-def test_no_more_is_kept_than_was_stated_and_nothing_without_an_engine(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_kept_than_was_stated_and_nothing_without_an_engine(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = KVSpec(2, 1, 32, torch.bfloat16)
-    monkeypatch.setattr(memory, "USED_BYTES", spec.page_bytes * 3 // 2)
+    monkeypatch.setattr(page_memory, "USED_BYTES", spec.page_bytes * 3 // 2)
     pages = [spoilt(spec), spoilt(spec)]
     pages.clear()
-    assert used.bytes == spec.page_bytes * 3 // 2
-    used.close()
-    assert used.bytes == 0
+    assert pool.bytes == spec.page_bytes * 3 // 2
+    pool.close()
+    assert pool.bytes == 0
     page = spoilt(spec)
     del page
-    assert used.bytes == 0
+    assert pool.bytes == 0
 
 
-def test_pages_that_are_read_to_whole_take_other_memory(used: Used) -> None:
+def test_pages_that_are_read_to_whole_take_other_memory(pool: PagePool) -> None:
     """They will lie in the blob's own: zeroing would be for nothing."""
     spec = KVSpec(2, 1, 32, torch.bfloat16)
     page = spoilt(spec)
     del page
     Page(spec, whole=True)
-    assert used.bytes == 2 * spec.page_bytes
+    assert pool.bytes == 2 * spec.page_bytes
 
 
 def test_an_idle_engine_makes_its_next_page_ready_and_a_closed_one_keeps_nothing() -> None:
@@ -114,20 +114,20 @@ def test_an_idle_engine_makes_its_next_page_ready_and_a_closed_one_keeps_nothing
         assert spec is not None
         engine.generate("Hello", sampling=Sampling(max_tokens=2))
         until = time.monotonic() + 30
-        while ready.lacks(spec.shapes, spec.dtype) and time.monotonic() < until:
+        while prepared.lacks(spec.shapes, spec.dtype) and time.monotonic() < until:
             time.sleep(0.01)
-        assert not ready.lacks(spec.shapes, spec.dtype)
+        assert not prepared.lacks(spec.shapes, spec.dtype)
         again = engine.generate("Hello", sampling=Sampling(max_tokens=2))
         assert again.text
-    assert ready.take(spec.shapes, spec.dtype) is None
+    assert prepared.take(spec.shapes, spec.dtype) is None
 
 
 def test_without_memory_for_it_nothing_is_ready_and_an_idle_engine_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> torch.Tensor:
         raise OSError(12, "Cannot allocate memory")
 
-    kept = Ready()
-    monkeypatch.setattr("agentcache.memory.zeros", refuse)
+    kept = PreparedPages()
+    monkeypatch.setattr("agentcache.page_memory.zeros", refuse)
     kept.step(SHAPES, torch.bfloat16)
     assert not kept.lacks(SHAPES, torch.bfloat16)  # else it would be tried without end
     kept.step(SHAPES, torch.bfloat16)
