@@ -24,9 +24,9 @@ from .errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .store.folder import Folder
+    from .store.disk.folder import Folder
+    from .store.disk.index import Index
     from .store.groups import Group
-    from .store.index import Index
     from .types import ToolGroup
 
 
@@ -47,8 +47,8 @@ FingerprintOption = Annotated[str | None, typer.Option(help="First characters of
 @contextmanager
 def opened(place: Path | None, create: bool = False) -> Iterator[tuple[Folder, Index]]:
     """The store at `place`, by default where it lies on this machine."""
-    from .store.folder import Folder
-    from .store.index import Index
+    from .store.disk.folder import Folder
+    from .store.disk.index import Index
 
     folder = Folder.open(place, create=create)
     with Index(folder, unshared=True) as index:
@@ -69,7 +69,7 @@ def one(index: Index, name: str, namespace: str | None, fingerprint: str | None)
 
 def _about(index: Index, group: Group) -> dict[str, Any]:
     """What is known of a group and its pages."""
-    from .store.check import pages_of
+    from .store.admin.check import pages_of
 
     rows = [row for row in pages_of(index, group) if row is not None]
     return {
@@ -115,7 +115,7 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Compute the prefix of a system prompt and tools, and keep it on disk for every later process."""
-    from .store.folder import Folder
+    from .store.disk.folder import Folder
 
     began = time.perf_counter()
     with said_plainly():
@@ -143,7 +143,7 @@ def warm(
 
 def _flushed(engine: Engine, group: ToolGroup) -> int:
     """Bytes of the group's pages on disk; StoreError if they are not all there."""
-    from .store.check import pages_of
+    from .store.admin.check import pages_of
 
     engine.flush()
     disk = engine.store.disk
@@ -238,7 +238,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Show one tool group: its manifest, and whether all its pages are still there."""
-    from .store.check import pages_of
+    from .store.admin.check import pages_of
 
     with said_plainly(), opened(store) as (_, index):
         group = one(index, name, namespace, fingerprint)
@@ -274,7 +274,7 @@ def stats(store: StoreOption = None, as_json: JsonOption = False) -> None:
 def _counted(folder: Folder, index: Index) -> dict[str, Any]:
     import shutil
 
-    from .store import process
+    from .store.disk import process_identity
     from .store.keys import Role
 
     found: dict[str, Any] = {"store": str(folder.path), **index.stats()}
@@ -282,7 +282,7 @@ def _counted(folder: Folder, index: Index) -> dict[str, Any]:
     found["by_role"] = {roles.get(role, str(role)): value for role, value in found["by_role"].items()}
     rates = {"read_bytes_per_ms": _measured(index, "read_rate")}
     for fingerprint, model in sorted({(group.fingerprint, group.model) for group in index.groups()}):
-        rates[f"ms_per_token of {model} {fingerprint[:12]}"] = _measured(index, f"compute/{process.machine()}/{fingerprint}")
+        rates[f"ms_per_token of {model} {fingerprint[:12]}"] = _measured(index, f"compute/{process_identity.machine()}/{fingerprint}")
     return {**found, "rates": rates, "free_bytes": shutil.disk_usage(folder.path).free}
 
 

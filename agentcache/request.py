@@ -22,11 +22,11 @@ from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Receipt
 from .runner import Source, StockSequence, Work
-from .store.bring import Bring
 from .store.deletion import Moment
 from .store.entry import Entry, Match
-from .store.fetch import Fetch
 from .store.keys import Ids, Scope, as_ids
+from .store.page_prefetch import PagePrefetch
+from .store.segment_prefetch import SegmentPrefetch
 from .types import Logprob, Sampling
 
 
@@ -133,7 +133,7 @@ class Request:
     sequence: Sequence | StockSequence | None = None
     scope: Scope | None = None
     looked: bool = False
-    fetch: Fetch | None = None
+    fetch: PagePrefetch | None = None
     plan: Plan | None = None
     prompt: int = 0
     peeked: tuple[int, int] = (-1, 0)
@@ -142,7 +142,7 @@ class Request:
     near_kept: int = 0
     sources: list[Source] = field(default_factory=list)
     windows: Seq[Window] = ()
-    bring: Bring | None = None
+    bring: SegmentPrefetch | None = None
     note: Seq[Window] = ()
     pinned: int = 0
     attached: Match | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache.store import bring, fetch
+from agentcache.store import page_prefetch, segment_prefetch
 from tests import models
 
 os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk but where a test asks for it
@@ -22,9 +22,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once 
 def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine reading a few kB may look slower than computing them, which is the question in few tests: `impatient` ones."""
     if request.node.get_closest_marker("impatient") is None:
-        monkeypatch.setattr(fetch, "give_up", lambda *_: False)
-        monkeypatch.setattr(fetch, "too_slow", lambda *_: False)
-        monkeypatch.setattr(bring, "too_slow", lambda *_: False)
+        monkeypatch.setattr(page_prefetch, "give_up", lambda *_: False)
+        monkeypatch.setattr(page_prefetch, "too_slow", lambda *_: False)
+        monkeypatch.setattr(segment_prefetch, "too_slow", lambda *_: False)
 
 
 @pytest.fixture(scope="session")

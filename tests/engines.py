@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from agentcache import Engine, Sampling
+from agentcache.store.memory.prefix_tree import PrefixTree
 from agentcache.store.store import Store
-from agentcache.store.tree import Tree
 from tests import models
 
 MB = 1 << 20
@@ -76,7 +76,7 @@ class Spy:
         running.model.forward = forward  # type: ignore[method-assign]
 
 
-def check_store(store: Tree | Store) -> None:
+def check_store(store: PrefixTree | Store) -> None:
     """The store's own account holds."""
     store = store.tree if isinstance(store, Store) else store
     entries = list(store._order.values())

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from agentcache.kv import PAGE_TOKENS
-from agentcache.store import process
-from agentcache.store.folder import Folder
-from agentcache.store.index import Index, Row
+from agentcache.store.disk import process_identity
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index, Row
 from agentcache.store.keys import Ids, Scope, chain
 
 FORK = multiprocessing.get_context("fork")
 forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the children use neither torch nor its threads
 SCOPE = Scope("ns", "fp", "")
-ME = process.token()
+ME = process_identity.token()
 DEAD = f"1.1.{ME.rpartition('.')[2]}"  # pid 1 did not start then
 
 

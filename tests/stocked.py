@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from agentcache.kv import Page
-from agentcache.store import blob, process
-from agentcache.store.folder import Folder
+from agentcache.store.disk import blob_io, process_identity
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
+from agentcache.store.disk.schema import Row
 from agentcache.store.groups import Group
-from agentcache.store.index import Index
 from agentcache.store.keys import Ids, Role, Scope, chain
-from agentcache.store.schema import Row
 from agentcache.types import PAGE_TOKENS
 from tests.stored import SPEC, fill, page, row, same
 
-DEAD = f"1.1.{process.token().rpartition('.')[2]}"  # pid 1 did not start then
+DEAD = f"1.1.{process_identity.token().rpartition('.')[2]}"  # pid 1 did not start then
 
 
 def ids(count: int, seed: int = 0) -> Ids:
@@ -50,7 +50,7 @@ def stock(index: Index, prompt: Ids, name: str | None = None, *, scope: Scope | 
     written = []
     for wanted in rows_of(prompt, scope, **more):
         if index.row(wanted.page_key, wanted.fingerprint, wanted.precision) is None:
-            written.append(blob.write(index.folder, wanted, contents(wanted)))
+            written.append(blob_io.write(index.folder, wanted, contents(wanted)))
     assert index.add(written) == []
     keys = chain(scope.root, prompt)
     if name is not None:

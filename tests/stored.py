@@ -12,10 +12,10 @@ import torch
 
 from agentcache.errors import BlobError, StoreError
 from agentcache.kv import KVSpec, Page
-from agentcache.store import blob
-from agentcache.store.folder import Folder
+from agentcache.store.disk import blob_io
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Scope, page_key
-from agentcache.store.schema import Row
 
 SPEC = KVSpec(3, 2, 16, torch.bfloat16)
 
@@ -49,7 +49,7 @@ def path(folder: Folder, row: Row) -> Path:
 def fill(folder: Folder, written: Row, tokens: int | None = None, spec: KVSpec = SPEC, **more: Any) -> Page:
     """A new page filled from a blob."""
     found = Page(spec)
-    blob.read(folder, written, found, tokens=written.tokens if tokens is None else tokens, **more)
+    blob_io.read(folder, written, found, tokens=written.tokens if tokens is None else tokens, **more)
     return found
 
 
@@ -62,7 +62,7 @@ def refused(folder: Folder, written: Row, spec: KVSpec = SPEC, kind: type[StoreE
     """Reading fails and leaves an empty page of zeros."""
     found = Page(spec)
     with pytest.raises(kind) as caught:
-        blob.read(folder, written, found, tokens=written.tokens, **more)
+        blob_io.read(folder, written, found, tokens=written.tokens, **more)
     assert found.filled == 0
     assert not found.keys.any()
     assert not found.values.any()

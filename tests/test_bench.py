@@ -16,7 +16,7 @@ from agentcache.bench import catalog, disk, extras, latency, llama_cpp, load, ou
 from agentcache.bench.cli import app
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError, StoreError
-from agentcache.store.disk import Disk
+from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.types import StoreOptions
 
 TINY = {**shapes.SHAPES["small"][1], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 2048}
@@ -128,18 +128,18 @@ def test_other_tokens_are_noticed(engine: Engine) -> None:
 @pytest.mark.impatient
 def test_a_slow_moment_of_the_disk_is_part_of_what_it_costs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere the engine computes instead of waiting for a stalled disk; a benchmark of the disk waits."""
-    scene, read, stalls = scene_of(engine), Disk.read, [0.2]
+    scene, read, stalls = scene_of(engine), DiskTier.read, [0.2]
 
-    def stalled(self: Disk, rows: Any, pages: Any, stop: Any, progress: Any) -> Any:
+    def stalled(self: DiskTier, rows: Any, pages: Any, stop: Any, progress: Any) -> Any:
         assert not stop.wait(stalls.pop() if stalls else 0.0), "left for computing"
         return read(self, rows, pages, stop, progress)
 
-    monkeypatch.setattr(Disk, "read", stalled)
+    monkeypatch.setattr(DiskTier, "read", stalled)
     done, receipt = disk.hit(engine, scene.namespace, scene.turns[0], scene.tools, 1, cold=False)
     assert not stalls
     assert receipt.disk_tokens == receipt.cached_tokens > 0
     assert done.ttft_ms > 200
-    monkeypatch.setattr(Disk, "read", lambda self, rows, pages, stop, progress: StoreError("gone"))
+    monkeypatch.setattr(DiskTier, "read", lambda self, rows, pages, stop, progress: StoreError("gone"))
     with pytest.raises(AssertionError, match="came from disk"):
         disk.hit(engine, scene.namespace, scene.turns[0], scene.tools, 1, cold=True)
 

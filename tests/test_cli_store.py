@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from agentcache import Engine, cli, cli_print
 from agentcache.errors import ConfigError
-from agentcache.store import process
-from agentcache.store.folder import Folder
-from agentcache.store.index import Index
+from agentcache.store.disk import process_identity
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role, Scope
 from tests.engines import TOOLS, chat, decode, long_text
 from tests.stocked import ids, intact, stock
@@ -271,7 +271,7 @@ def test_prune_by_size_and_age(place: Path) -> None:
 
 def test_prune_spares_what_is_pinned_unless_forced(place: Path) -> None:
     with Index(Folder.open(place)) as index:
-        index.pin([row.id for row in index.rows(namespace="tests")], process.token())
+        index.pin([row.id for row in index.rows(namespace="tests")], process_identity.token())
         out = said("prune", "--group", "harbour/north", "--store", place)
         assert out.startswith("deleted: 0 pages")
         assert "kept: 3 pages" in out

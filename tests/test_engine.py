@@ -16,8 +16,8 @@ import torch
 
 from agentcache import Engine, Message, Reason, Sampling
 from agentcache.errors import CalibrationError, ConfigError, GenerationError, StoreError
-from agentcache.store.database import alone
-from agentcache.store.folder import Folder
+from agentcache.store.disk.database import alone
+from agentcache.store.disk.folder import Folder
 from tests import models
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, until
 

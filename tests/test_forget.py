@@ -11,12 +11,12 @@ import pytest
 
 from agentcache import Engine, Forgotten, Reason
 from agentcache.errors import ConfigError, EngineClosedError, GenerationError
-from agentcache.store import blob
-from agentcache.store.folder import Folder
-from agentcache.store.index import Index
+from agentcache.store.admin.prune import prune
+from agentcache.store.disk import blob_io
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
+from agentcache.store.disk.index_metadata import IndexMetadata
 from agentcache.store.keys import Role
-from agentcache.store.ledger import Ledger
-from agentcache.store.prune import prune
 from tests import models, stored
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, until
 
@@ -209,14 +209,14 @@ def test_a_request_that_runs_keeps_nothing_of_what_is_forgotten(running: Engine)
 
 
 def test_what_waits_to_be_written_is_not_written_after_it_was_pruned(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, at, go = blob.write, threading.Event(), threading.Event()
+    write, at, go = blob_io.write, threading.Event(), threading.Event()
 
     def slow(*given: Any) -> Any:
         at.set()
         assert go.wait(20)
         return write(*given)
 
-    monkeypatch.setattr(blob, "write", slow)
+    monkeypatch.setattr(blob_io, "write", slow)
     with engine(model=model, store=tmp_path / "store") as running:
         running.generate(TURNS, **ALICE)
         assert at.wait(20), "one page is being written, the others wait"
@@ -235,7 +235,7 @@ def test_pages_on_their_way_from_disk_are_not_kept_if_they_are_deleted_meanwhile
 ) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         wanted = running.generate(TURNS, **ALICE).ids
-    read_many = blob.read_many
+    read_many = blob_io.read_many
 
     def late(*given: Any, **more: Any) -> Any:
         found = read_many(*given, **more)
@@ -244,7 +244,7 @@ def test_pages_on_their_way_from_disk_are_not_kept_if_they_are_deleted_meanwhile
         return found
 
     with engine(model=model, store=tmp_path / "store") as running:
-        monkeypatch.setattr(blob, "read_many", late)
+        monkeypatch.setattr(blob_io, "read_many", late)
         done = running.generate(TURNS, **ALICE)
         assert done.ids == wanted
         assert done.receipt.cached_tokens == 0
@@ -271,8 +271,8 @@ def test_a_request_looks_once_and_asks_the_index_only_if_something_was_deleted(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, looked = [], []
-    deletions, generation = Ledger.deletions, Folder.generation
-    monkeypatch.setattr(Ledger, "deletions", lambda *given: asked.append(1) or deletions(*given))
+    deletions, generation = IndexMetadata.deletions, Folder.generation
+    monkeypatch.setattr(IndexMetadata, "deletions", lambda *given: asked.append(1) or deletions(*given))
     monkeypatch.setattr(Folder, "generation", property(lambda self: looked.append(1) or generation.fget(self)))
     with engine(model=model, store=tmp_path / "store") as running:
         looked.clear()

@@ -14,7 +14,7 @@ import torch
 from agentcache.errors import ModelLoadError, StoreWarning
 from agentcache.model import loading as loading_of_models
 from agentcache.model.kernels import linear_few, object_cache
-from agentcache.store.folder import Folder
+from agentcache.store.disk.folder import Folder
 
 pytestmark = pytest.mark.skipif(linear_few.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
 Process = Callable[[], tuple[Any, list[str]]]

@@ -10,7 +10,7 @@ import torch
 
 from agentcache import Engine, Reason
 from agentcache.errors import NonFiniteLogitsError
-from agentcache.store import blob
+from agentcache.store.disk import blob_io
 from agentcache.types import StoreOptions
 from tests import models
 from tests.engines import TOOLS, chat, check_store, decode, engine, long_text
@@ -37,7 +37,7 @@ def spoil_disk(running: Engine, place: int, value: float = NAN) -> None:
     page = entry.page.copy(len(entry.ids))
     page.values[0, 0, 7] = value
     disk.index.remove([row.id], force=True)
-    disk.index.add([blob.write(disk.folder, row, page)])
+    disk.index.add([blob_io.write(disk.folder, row, page)])
 
 
 def reasons(done: Any) -> set[Reason]:

@@ -476,7 +476,8 @@ def test_pages_count_their_boundaries() -> None:
 
 
 def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentcache.store.bring.too_slow", lambda *given: "")  # a model this small is computed faster than it is read
+    # a model this small is computed faster than it is read
+    monkeypatch.setattr("agentcache.store.segment_prefetch.too_slow", lambda *given: "")
     model, tokenizer, fingerprint = tiny()
     known = calibration(fingerprint=fingerprint)
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=known) as first:

@@ -17,15 +17,16 @@ from blake3 import blake3
 from safetensors import safe_open
 
 from agentcache.errors import AgentCacheError, BlobError, ConfigError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
-from agentcache.store import archive, archive_file, blob, container
-from agentcache.store.archive import export_group, import_group
-from agentcache.store.archive_file import open_archive
-from agentcache.store.check import pages_of
-from agentcache.store.folder import Folder
+from agentcache.store.admin import archive, archive_file
+from agentcache.store.admin.archive import export_group, import_group
+from agentcache.store.admin.archive_file import open_archive
+from agentcache.store.admin.check import pages_of
+from agentcache.store.disk import blob_format, blob_io
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
+from agentcache.store.disk.schema import Row
 from agentcache.store.groups import Group
-from agentcache.store.index import Index
 from agentcache.store.keys import Role, Scope, chain
-from agentcache.store.schema import Row
 from agentcache.types import Precision
 from tests.stocked import contents, everything, group, ids, intact, rows_of, stock
 from tests.stored import edit, fill, path, same
@@ -327,7 +328,7 @@ def test_no_memory_is_asked_for_by_a_header(other: Index, file: Path) -> None:
     def change(told: dict) -> None:
         told["group"].update(prefix_tokens=1 << 40)
         group = Group.from_json(json.dumps(told["group"]))
-        rows = [container.unpack(json.dumps(page)) for page in told["pages"]]
+        rows = [blob_format.unpack(json.dumps(page)) for page in told["pages"]]
         told["header"]["ids"].update(shape=[1 << 40])
         sizes.append(archive_file.plan(group, rows))
 
@@ -405,7 +406,7 @@ def test_a_disk_that_is_full_is_said_before_anything_is_written(other: Index, fi
 
 
 def test_a_disk_that_becomes_full_leaves_nothing(other: Index, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, left = archive.blob.write_layers, [2]
+    write, left = archive.blob_io.write_layers, [2]
 
     def full(*given: object) -> object:
         left[0] -= 1
@@ -413,7 +414,7 @@ def test_a_disk_that_becomes_full_leaves_nothing(other: Index, file: Path, monke
             raise StoreFullError("no room")
         return write(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(archive.blob, "write_layers", full)
+    monkeypatch.setattr(archive.blob_io, "write_layers", full)
     with pytest.raises(StoreFullError):
         import_group(other.folder, other, file)
     assert untouched(other)
@@ -448,7 +449,7 @@ def test_what_is_not_finite_is_not_imported(
     prompt, scope = ids(700, 5), Scope("tests", "weights", "", precision)
     [_, wanted] = rows_of(prompt, scope)
     stock(index, prompt, "spoiled", scope=scope)
-    write = blob.write_layers
+    write = blob_io.write_layers
 
     def spoil(folder: Folder, row: Row, stored: Any) -> Row:
         def layer(at: int) -> list[memoryview]:
@@ -461,10 +462,10 @@ def test_what_is_not_finite_is_not_imported(
         return write(folder, row, layer)
 
     with monkeypatch.context() as patch:  # as somebody writes it who has the key
-        patch.setattr(blob, "write_layers", spoil)
+        patch.setattr(blob_io, "write_layers", spoil)
         [row] = [row for row in index.rows() if row.page_key == wanted.page_key]
         index.remove([row.id], force=True)
-        index.add([blob.write(index.folder, wanted, contents(wanted))])
+        index.add([blob_io.write(index.folder, wanted, contents(wanted))])
     file = tmp_path / "spoiled.group"
     export_group(index.folder, index, next(one for one in index.groups() if one.name == "spoiled"), file)
     with pytest.raises(BlobError, match="layer 1 of page 1 holds NaN or infinity"):

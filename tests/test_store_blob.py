@@ -19,8 +19,8 @@ from safetensors import safe_open
 
 from agentcache.errors import BlobError, StoreError, StoreFullError, StorePermissionError
 from agentcache.kv import KVSpec, Page
-from agentcache.store import blob, container, files, process, reading
-from agentcache.store.folder import Folder
+from agentcache.store.disk import blob, blob_files, blob_format, blob_io, page_fill, process_identity
+from agentcache.store.disk.folder import Folder
 from tests.stored import SPEC, edit, fill, left, page, path, refused, row, same
 
 KINDS = {"sealed": 512, "partial": 100}
@@ -43,11 +43,11 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype, to
     folder = Folder.open(tmp_path / "store", key=b"k" * 32 if encrypted else None)
     spec = replace(SPEC, dtype=dtype)
     original = page(spec)
-    written = blob.write(folder, row(spec, tokens), original)
+    written = blob_io.write(folder, row(spec, tokens), original)
     assert written.bytes == path(folder, written).stat().st_size
-    assert blob.describe(folder, written.blob) == written
-    assert np.array_equal(blob.describe(folder, written.blob).ids, written.ids)
-    blob.verify(folder, written)
+    assert blob_io.describe(folder, written.blob) == written
+    assert np.array_equal(blob_io.describe(folder, written.blob).ids, written.ids)
+    blob_io.verify(folder, written)
     for wanted in {tokens, max(1, tokens - 3)}:
         found = fill(folder, written, wanted, spec)
         assert found.filled == wanted
@@ -63,7 +63,7 @@ def test_every_bit_pattern_survives(folder: Folder) -> None:
     original.keys.view(torch.int16).view(-1)[:] = patterns[: 64 * 512]
     original.values.view(torch.int16).view(-1)[:] = patterns[64 * 512 :]
     original.filled = 512
-    found = fill(folder, blob.write(folder, row(spec), original), spec=spec)
+    found = fill(folder, blob_io.write(folder, row(spec), original), spec=spec)
     assert torch.equal(found.keys.view(torch.int16), original.keys.view(torch.int16))
     assert torch.equal(found.values.view(torch.int16), original.values.view(torch.int16))
 
@@ -73,7 +73,7 @@ def test_every_bit_pattern_survives(folder: Folder) -> None:
 def test_safetensors_reads_our_files(folder: Folder, tokens: int, dtype: torch.dtype) -> None:
     spec = replace(SPEC, dtype=dtype)
     original = page(spec)
-    written = blob.write(folder, row(spec, tokens, namespace="a \ud800 \" 'ü"), original)
+    written = blob_io.write(folder, row(spec, tokens, namespace="a \ud800 \" 'ü"), original)
     with safe_open(path(folder, written), "pt") as found:
         for layer in range(spec.layers):
             assert torch.equal(found.get_tensor(f"keys.{layer}"), original.keys[layer, ..., :tokens])
@@ -90,7 +90,7 @@ def test_the_format_is_the_documented_one(folder: Folder) -> None:
     original.keys[0, 0, :, :3] = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
     original.values[0, 0, :3] = torch.tensor([[7.0, 8], [9, 10], [11, 12]])
     original.filled = 3
-    written = blob.write(folder, row(spec, 3), original)
+    written = blob_io.write(folder, row(spec, 3), original)
     raw = path(folder, written).read_bytes()
     front, layer, ids, macs = raw[:4096], raw[4096:4144], raw[4144:4156], raw[4156:]
     assert int.from_bytes(raw[:8], "little") == 4088
@@ -107,26 +107,26 @@ def test_the_format_is_the_documented_one(folder: Folder) -> None:
 def test_the_mac_of_a_layer_is_of_that_layer_only(folder: Folder) -> None:
     original = Page(SPEC)
     original.filled = 512
-    raw = path(folder, blob.write(folder, row(), original)).read_bytes()
+    raw = path(folder, blob_io.write(folder, row(), original)).read_bytes()
     assert len({raw[len(raw) - 32 * at :][:32] for at in range(1, SPEC.layers + 2)}) == SPEC.layers + 1
 
 
 def test_a_full_page_is_read_without_a_second_copy(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = blob.write(folder, row(), page())
-    monkeypatch.setattr(reading.Reading, "_scratch", None)
+    written = blob_io.write(folder, row(), page())
+    monkeypatch.setattr(page_fill.Reading, "_scratch", None)
     assert fill(folder, written).filled == 512
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_many_pages_by_several_threads(folder: Folder, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PIECE", "MAPPED_PIECE"):
-        monkeypatch.setattr(reading, name, 1000)  # several pieces per layer
+    for module, name in ((blob, "PIECE"), (blob, "MAPPED_PIECE"), (page_fill, "PIECE")):
+        monkeypatch.setattr(module, name, 1000)  # several pieces per layer
     originals = [page(seed=seed) for seed in range(4)]
-    rows = [blob.write(folder, row(tokens=tokens, first=tokens), p) for tokens, p in zip((512, 512, 300, 7), originals)]
+    rows = [blob_io.write(folder, row(tokens=tokens, first=tokens), p) for tokens, p in zip((512, 512, 300, 7), originals)]
     edit(path(folder, rows[1]), lambda b: b.__setitem__(9000, b[9000] ^ 1))
     pages = [Page(SPEC) for _ in rows]
     pieces: list[int] = []
-    errors = blob.read_many(folder, [(r, p, r.tokens) for r, p in zip(rows, pages)], threads=threads, progress=pieces.append)
+    errors = blob_io.read_many(folder, [(r, p, r.tokens) for r, p in zip(rows, pages)], threads=threads, progress=pieces.append)
     assert [type(error) for error in errors] == [type(None), BlobError, type(None), type(None)]
     assert [p.filled for p in pages] == [512, 0, 300, 7]
     assert all(same(found, original, found.filled) for found, original in zip(pages, originals))
@@ -134,11 +134,11 @@ def test_many_pages_by_several_threads(folder: Folder, threads: int, monkeypatch
     assert max(pieces) <= 1000
     assert sum(pieces) <= SPEC.token_bytes * (512 + 512 + 300 + 7)
     assert sum(pieces) >= SPEC.token_bytes * (512 + 300 + 7)
-    assert blob.read_many(folder, []) == []
+    assert blob_io.read_many(folder, []) == []
 
 
 def test_reading_stops_between_pieces(folder: Folder) -> None:
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     stop = threading.Event()
     seen: list[int] = []
 
@@ -151,7 +151,7 @@ def test_reading_stops_between_pieces(folder: Folder) -> None:
 
 
 def test_what_is_no_fault_of_the_blob_is_no_blob_error(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     real = os.open
 
     def none_left(path: Any, *rest: Any, **more: Any) -> int:
@@ -166,11 +166,12 @@ def test_what_is_no_fault_of_the_blob_is_no_blob_error(folder: Folder, monkeypat
     def out_of_memory(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(files, "read_into", out_of_memory)
-    monkeypatch.setattr(reading, "open_blob", lambda *_: reading.Blob(folder, written, container.plan(written, False), os.dup(0), b""))
+    monkeypatch.setattr(blob_files, "read_into", out_of_memory)
+    opened = blob.Blob(folder, written, blob_format.plan(written, False), os.dup(0), b"")
+    monkeypatch.setattr(page_fill, "open_blob", lambda *_: opened)
     found = Page(SPEC)
     with pytest.raises(MemoryError):
-        blob.read(folder, written, found, tokens=512)
+        blob_io.read(folder, written, found, tokens=512)
     assert found.filled == 0
 
 
@@ -200,11 +201,11 @@ def test_a_failed_write_leaves_nothing(folder: Folder, name: str, at: int, numbe
     with monkeypatch.context() as patch:
         patch.setattr(os, name, failing(name, at, number))
         with pytest.raises(StoreError) as caught:
-            blob.write(folder, row(), page())
+            blob_io.write(folder, row(), page())
     assert type(caught.value) is (StoreError if number == errno.EIO else StoreFullError)
     assert left(folder) == []
     original = page()
-    assert same(fill(folder, blob.write(folder, row(), original)), original, 512)
+    assert same(fill(folder, blob_io.write(folder, row(), original)), original, 512)
 
 
 def test_every_call_that_can_fail_was_made_to(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +218,7 @@ def test_every_call_that_can_fail_was_made_to(folder: Folder, monkeypatch: pytes
             return real(*given, **more)
 
         monkeypatch.setattr(os, name, counted)
-    blob.write(folder, row(), page())
+    blob_io.write(folder, row(), page())
     assert counts == {name: sum(call == name for call, _ in CALLS) for name in counts}
 
 
@@ -227,9 +228,9 @@ def test_an_interrupted_write_leaves_nothing(folder: Folder, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fsync", interrupt)
     (folder.blobs / "00").mkdir()
-    monkeypatch.setattr(files.secrets, "token_hex", lambda size: "00" * size)
+    monkeypatch.setattr(blob_files.secrets, "token_hex", lambda size: "00" * size)
     with pytest.raises(KeyboardInterrupt):
-        blob.write(folder, row(), page())
+        blob_io.write(folder, row(), page())
     assert left(folder) == []
 
 
@@ -240,7 +241,7 @@ def test_files_are_private_complete_before_they_are_named_and_flushed(folder: Fo
     def renaming(*given: Any, **more: Any) -> None:
         (part,) = left(folder)
         assert part.suffix == ".part"
-        assert part.stat().st_size == container.plan(row(), False).bytes
+        assert part.stat().st_size == blob_format.plan(row(), False).bytes
         assert seen[-1] == "fsync"
         seen.append("rename")
         rename(*given, **more)
@@ -251,29 +252,29 @@ def test_files_are_private_complete_before_they_are_named_and_flushed(folder: Fo
 
     monkeypatch.setattr(os, "rename", renaming)
     monkeypatch.setattr(os, "fsync", syncing)
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     assert seen == ["fsync", "fsync", "rename", "fsync"]  # blobs/, the file, blobs/ab/
     assert path(folder, written).stat().st_mode & 0o777 == 0o600
     assert path(folder, written).parent.stat().st_mode & 0o777 == 0o700
-    assert written.blob.endswith(f"-{process.token()}")
+    assert written.blob.endswith(f"-{process_identity.token()}")
 
 
 def test_a_store_that_is_read_only_is_read(folder: Folder) -> None:
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     closed = replace(folder, writable=False)
     assert fill(closed, written).filled == 512
     with pytest.raises(StorePermissionError, match="read-only"):
-        blob.write(closed, row(), page())
+        blob_io.write(closed, row(), page())
     assert left(folder) == [path(folder, written)]
 
 
 def test_removing_and_sweeping(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, orphan, mine, gone = (blob.write(folder, row(), page()) for _ in range(4))
-    blob.remove(folder, gone)
-    blob.remove(folder, gone)
-    blob.remove(folder, row())
-    dead = "1.2." + process.token().rpartition(".")[2]  # of this boot and pid namespace, no such start time
-    assert not process.alive(dead)
+    kept, orphan, mine, gone = (blob_io.write(folder, row(), page()) for _ in range(4))
+    blob_io.remove(folder, gone)
+    blob_io.remove(folder, gone)
+    blob_io.remove(folder, row())
+    dead = "1.2." + process_identity.token().rpartition(".")[2]  # of this boot and pid namespace, no such start time
+    assert not process_identity.alive(dead)
     moved = []
     for written in (kept, orphan):
         name = f"{written.blob[:32]}-{dead}"
@@ -290,8 +291,8 @@ def test_removing_and_sweeping(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
         asked.append(sorted(names))
         return {moved[0].blob}
 
-    assert sorted(file.name for file in files.files(folder)) == sorted([moved[0].blob, moved[0].blob, moved[1].blob, mine.blob])
-    assert files.sweep(folder, known) == (2, 5 + orphan.bytes, mine.bytes)
+    assert sorted(file.name for file in blob_files.files(folder)) == sorted([moved[0].blob, moved[0].blob, moved[1].blob, mine.blob])
+    assert blob_files.sweep(folder, known) == (2, 5 + orphan.bytes, mine.bytes)
     assert asked == [sorted(written.blob for written in (*moved, mine))]
     assert sorted(left(folder)) == sorted([path(folder, moved[0]), path(folder, mine), stranger / "notes.txt"])
 
@@ -306,7 +307,7 @@ def test_nothing_of_the_prompt_is_in_an_encrypted_blob(tmp_path: Path) -> None:
     secret = Folder.open(tmp_path / "secret", key=b"k" * 32)
     contents = {}
     for folder in (clear, secret):
-        written = blob.write(folder, made, original)
+        written = blob_io.write(folder, made, original)
         contents[folder] = path(folder, written).read_bytes()
     for part in (made.ids[:8].tobytes(), original.keys[0, 0, 0, :8].numpy().tobytes(), original.values[0, 0, 0, :8].numpy().tobytes()):
         assert part in contents[clear]
@@ -316,13 +317,13 @@ def test_nothing_of_the_prompt_is_in_an_encrypted_blob(tmp_path: Path) -> None:
 def test_an_encrypted_blob_needs_its_key(tmp_path: Path) -> None:
     folder = Folder.open(tmp_path / "store", key=b"k" * 32)
     other = Folder.open(tmp_path / "other", key=b"o" * 32)
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     wrong = replace(folder, _cipher=other._cipher)  # the right key for macs, the wrong one for contents
     refused(wrong, written)
     refused(replace(folder, encrypted=False, _cipher=None), written)
-    clear = blob.write(replace(folder, encrypted=False, _cipher=None), row(), page())
+    clear = blob_io.write(replace(folder, encrypted=False, _cipher=None), row(), page())
     refused(folder, clear)
-    twice = [path(folder, blob.write(folder, row(), page())).read_bytes() for _ in range(2)]
+    twice = [path(folder, blob_io.write(folder, row(), page())).read_bytes() for _ in range(2)]
     assert twice[0][4096:8192] != twice[1][4096:8192]
 
 
@@ -331,8 +332,8 @@ def test_an_encrypted_blob_needs_its_key(tmp_path: Path) -> None:
 
 @pytest.fixture
 def mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "local", lambda path: True)
-    monkeypatch.setattr(files, "in_memory", lambda fd, size: True)
+    monkeypatch.setattr(blob_files, "local", lambda path: True)
+    monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: True)
 
 
 def own_memory(found: Page) -> bool:
@@ -345,7 +346,7 @@ def own_memory(found: Page) -> bool:
 def test_a_full_page_lies_in_its_file(folder: Folder, dtype: torch.dtype) -> None:
     spec = replace(SPEC, dtype=dtype)
     original = page(spec)
-    written = blob.write(folder, row(spec), original)
+    written = blob_io.write(folder, row(spec), original)
     found = fill(folder, written, spec=spec)
     assert not own_memory(found)
     assert found.sealed
@@ -353,20 +354,20 @@ def test_a_full_page_lies_in_its_file(folder: Folder, dtype: torch.dtype) -> Non
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found.layer_keys, original.layer_keys, strict=True))
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found.layer_values, original.layer_values, strict=True))
     assert same(found.copy(300), original, 300)
-    again = blob.write(folder, written, found)
-    assert blob.describe(folder, again.blob).page_key == written.page_key
+    again = blob_io.write(folder, written, found)
+    assert blob_io.describe(folder, again.blob).page_key == written.page_key
     assert same(fill(folder, again, spec=spec), original, 512)
 
 
 @pytest.mark.usefixtures("mapping")
 def test_a_mapped_page_outlives_its_file_and_never_changes_it(folder: Folder) -> None:
     original = page()
-    written = blob.write(folder, row(), original)
+    written = blob_io.write(folder, row(), original)
     found, other = fill(folder, written), fill(folder, written)
     found.keys.zero_()
-    blob.verify(folder, written)
+    blob_io.verify(folder, written)
     assert same(other, original, 512)
-    files.unlink(folder, written.blob)
+    blob_files.unlink(folder, written.blob)
     assert same(other, original, 512)
 
 
@@ -374,32 +375,32 @@ def test_a_mapped_page_outlives_its_file_and_never_changes_it(folder: Folder) ->
 @pytest.mark.parametrize("tokens", [511, 1])
 def test_other_pages_are_copied(folder: Folder, tmp_path: Path, tokens: int) -> None:
     original = page()
-    assert own_memory(fill(folder, blob.write(folder, row(tokens=tokens), original)))
-    assert own_memory(fill(folder, blob.write(folder, row(), original), tokens))
+    assert own_memory(fill(folder, blob_io.write(folder, row(tokens=tokens), original)))
+    assert own_memory(fill(folder, blob_io.write(folder, row(), original), tokens))
     encrypted = Folder.open(tmp_path / "encrypted", key=b"k" * 32)
-    assert own_memory(fill(encrypted, blob.write(encrypted, row(), original)))
+    assert own_memory(fill(encrypted, blob_io.write(encrypted, row(), original)))
 
 
 def test_whole_pages_and_what_is_in_memory_are_mapped_on_local_file_systems(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     original = page()
-    written = blob.write(folder, row(), original)
-    fd, size = files.open_file(folder, written.blob)
+    written = blob_io.write(folder, row(), original)
+    fd, size = blob_files.open_file(folder, written.blob)
     try:
         monkeypatch.setattr(
             os, "preadv", lambda fd, buffers, at, flags=0: (_ for _ in ()).throw(BlockingIOError(errno.EAGAIN, "not there"))
         )
-        assert not files.in_memory(fd, size)
+        assert not blob_files.in_memory(fd, size)
     finally:
         monkeypatch.undo()
         os.close(fd)
-    short = blob.write(folder, row(tokens=100), original)
+    short = blob_io.write(folder, row(tokens=100), original)
     read: list[str] = []
-    monkeypatch.setattr(reading.Blob, "come", lambda self, *rest, come=reading.Blob.come: (read.append("come"), come(self, *rest))[1])
-    monkeypatch.setattr(reading.Blob, "check", lambda self, *rest, check=reading.Blob.check: (read.append("check"), check(self, *rest))[1])
+    monkeypatch.setattr(blob.Blob, "come", lambda self, *rest, come=blob.Blob.come: (read.append("come"), come(self, *rest))[1])
+    monkeypatch.setattr(blob.Blob, "check", lambda self, *rest, check=blob.Blob.check: (read.append("check"), check(self, *rest))[1])
     cases: list[tuple[bool, bool, list[str]]] = [(False, True, []), (False, False, []), (True, False, ["come"]), (True, True, ["check"])]
     for local, cached, which in cases:
-        monkeypatch.setattr(files, "local", lambda path, local=local: local)
-        monkeypatch.setattr(files, "in_memory", lambda fd, size, cached=cached: cached)
+        monkeypatch.setattr(blob_files, "local", lambda path, local=local: local)
+        monkeypatch.setattr(blob_files, "in_memory", lambda fd, size, cached=cached: cached)
         read.clear()
         found = fill(folder, written)
         assert own_memory(found) == (not local)
@@ -418,21 +419,21 @@ def test_which_file_systems_are_local(tmp_path: Path, monkeypatch: pytest.Monkey
             self.mountpoint, self.fstype = str(mountpoint), fstype
 
     base = tmp_path.resolve()
-    monkeypatch.setattr(files.psutil, "disk_partitions", lambda all: [Part(base, "ext4"), Part(base / "far", "nfs4")])
-    files.local.cache_clear()
+    monkeypatch.setattr(blob_files.psutil, "disk_partitions", lambda all: [Part(base, "ext4"), Part(base / "far", "nfs4")])
+    blob_files.local.cache_clear()
     try:
-        assert files.local(tmp_path)
-        assert files.local(tmp_path / "near")
-        assert not files.local(tmp_path / "far" / "store")
+        assert blob_files.local(tmp_path)
+        assert blob_files.local(tmp_path / "near")
+        assert not blob_files.local(tmp_path / "far" / "store")
     finally:
-        files.local.cache_clear()
+        blob_files.local.cache_clear()
 
 
 @pytest.mark.usefixtures("mapping")
 def test_without_room_for_maps_it_is_read(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     original = page()
-    written = blob.write(folder, row(), original)
-    monkeypatch.setattr(files, "map_file", lambda fd, size: (_ for _ in ()).throw(OSError(errno.ENOMEM, "too many maps")))
+    written = blob_io.write(folder, row(), original)
+    monkeypatch.setattr(blob_files, "map_file", lambda fd, size: (_ for _ in ()).throw(OSError(errno.ENOMEM, "too many maps")))
     found = fill(folder, written)
     assert own_memory(found)
     assert same(found, original, 512)

@@ -15,8 +15,8 @@ import torch
 
 from agentcache.errors import BlobError, StoreError
 from agentcache.kv import KVSpec, Page
-from agentcache.store import blob, container, files, reading
-from agentcache.store.folder import Folder
+from agentcache.store.disk import blob, blob_files, blob_format, blob_io
+from agentcache.store.disk.folder import Folder
 from tests.stored import SPEC, edit, fill, left, page, path, refused, row, same
 
 KINDS = {"sealed": 512, "partial": 100}
@@ -26,8 +26,8 @@ KINDS = {"sealed": 512, "partial": 100}
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """A store whose full pages are mapped, or read, wherever these tests run."""
     monkeypatch.delenv("AGENTCACHE_KEY", raising=False)
-    monkeypatch.setattr(files, "local", lambda path: True)
-    monkeypatch.setattr(files, "in_memory", lambda fd, size: request.param == "mapped")
+    monkeypatch.setattr(blob_files, "local", lambda path: True)
+    monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: request.param == "mapped")
     return Folder.open(tmp_path / "store")
 
 
@@ -37,23 +37,23 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def test_every_single_byte_counts(folder: Folder) -> None:
     """A small blob, each byte flipped in turn: `verify` refuses, and so does `describe` outside the layers."""
     spec = KVSpec(2, 1, 2, torch.float32)
-    written = blob.write(folder, row(spec, 5), page(spec, 5))
+    written = blob_io.write(folder, row(spec, 5), page(spec, 5))
     file = path(folder, written)
-    plan = container.plan(written, False)
+    plan = blob_format.plan(written, False)
     with open(file, "r+b", buffering=0) as raw:
         for at in range(plan.bytes):
             before = os.pread(raw.fileno(), 1, at)
             os.pwrite(raw.fileno(), bytes([before[0] ^ (1 << at % 8)]), at)
             with pytest.raises(BlobError):
-                blob.verify(folder, written)
+                blob_io.verify(folder, written)
             if not len(plan.front) <= at < plan.ids:
                 with pytest.raises(BlobError):
-                    blob.describe(folder, written.blob)
+                    blob_io.describe(folder, written.blob)
             os.pwrite(raw.fileno(), before, at)
-    blob.verify(folder, written)
+    blob_io.verify(folder, written)
 
 
-def positions(plan: container.Plan) -> dict[str, int]:
+def positions(plan: blob_format.Plan) -> dict[str, int]:
     """A byte of each kind."""
     text = plan.front.rstrip()
     half = plan.layer_bytes // 2
@@ -77,16 +77,16 @@ def positions(plan: container.Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("tokens", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("where", positions(container.plan(row(), False)))
+@pytest.mark.parametrize("where", positions(blob_format.plan(row(), False)))
 def test_a_changed_byte_or_a_cut_is_never_served(tmp_path: Path, where: str, tokens: int, encrypted: bool) -> None:
     folder = Folder.open(tmp_path / "store", key=b"k" * 32 if encrypted else None)
-    written = blob.write(folder, row(tokens=tokens), page())
+    written = blob_io.write(folder, row(tokens=tokens), page())
     file = path(folder, written)
-    at = positions(container.plan(written, encrypted))[where]
+    at = positions(blob_format.plan(written, encrypted))[where]
     whole = edit(file, lambda b: b.__setitem__(at, b[at] ^ 0x10))
     assert repr(written.blob) in str(refused(folder, written))
     with pytest.raises(BlobError):
-        blob.verify(folder, written)
+        blob_io.verify(folder, written)
     file.write_bytes(whole[:at])
     refused(folder, written)
     file.write_bytes(whole[:at] + whole[at + 1 :])
@@ -97,16 +97,16 @@ def test_a_changed_byte_or_a_cut_is_never_served(tmp_path: Path, where: str, tok
 
 @pytest.mark.parametrize("extra", [b"\0", b"x" * 5000])
 def test_appended_bytes_are_refused(folder: Folder, extra: bytes) -> None:
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     edit(path(folder, written), lambda b: b.extend(extra))
     assert "bytes" in str(refused(folder, written))
     with pytest.raises(BlobError, match="bytes"):  # without a row to compare with, too
-        blob.describe(folder, written.blob)
+        blob_io.describe(folder, written.blob)
 
 
 def test_layers_in_another_order_are_refused(folder: Folder) -> None:
-    written = blob.write(folder, row(), page())
-    plan = container.plan(written, False)
+    written = blob_io.write(folder, row(), page())
+    plan = blob_format.plan(written, False)
     file = path(folder, written)
 
     def swap(b: bytearray, a: int, c: int, size: int) -> None:
@@ -121,7 +121,7 @@ def test_layers_in_another_order_are_refused(folder: Folder) -> None:
 
 
 def test_the_blob_of_another_row_is_refused(folder: Folder) -> None:
-    one, other = (blob.write(folder, row(first=first), page(seed=first)) for first in (0, 1000))
+    one, other = (blob_io.write(folder, row(first=first), page(seed=first)) for first in (0, 1000))
     refused(folder, replace(one, blob=other.blob))
     changes: dict[str, Any] = {
         "parent": bytes(32), "namespace": "x", "fingerprint": "x", "regime": "x", "place": 1, "bytes": one.bytes + 1,
@@ -131,7 +131,7 @@ def test_the_blob_of_another_row_is_refused(folder: Folder) -> None:
         error = refused(folder, replace(one, **{name: value}))
         assert name in str(error)
         with pytest.raises(BlobError, match=name):
-            blob.verify(folder, replace(one, **{name: value}))
+            blob_io.verify(folder, replace(one, **{name: value}))
     renamed = replace(one, blob=f"{one.blob[:2]}{'0' * 30}{one.blob[32:]}")
     path(folder, one).rename(path(folder, renamed))
     assert isinstance(refused(folder, one).__cause__, FileNotFoundError)
@@ -139,23 +139,23 @@ def test_the_blob_of_another_row_is_refused(folder: Folder) -> None:
 
 
 def test_a_key_that_its_ids_do_not_make_is_refused(folder: Folder) -> None:
-    forged = blob.write(folder, replace(row(), page_key=bytes(32)), page())
+    forged = blob_io.write(folder, replace(row(), page_key=bytes(32)), page())
     with pytest.raises(BlobError, match="ids"):
-        blob.describe(folder, forged.blob)
+        blob_io.describe(folder, forged.blob)
 
 
 def test_macs_are_this_stores_own(folder: Folder) -> None:
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     refused(replace(folder, key=b"x" * 32), written)
 
 
 def test_the_role_may_change_in_the_index(folder: Folder) -> None:
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     assert fill(folder, replace(written, role=2, created=0.0, hits=5)).filled == 512
 
 
 def test_numerics_of_the_index_are_not_believed(folder: Folder) -> None:
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     refused(folder, replace(written, numerics=frozenset({"of another machine"})))
 
 
@@ -170,7 +170,7 @@ def header(text: str | bytes, length: int | None = None, rest: bytes = b"") -> b
 
 def metadata(**changes: Any) -> str:
     """A header that says of a row what it likes, well formed."""
-    found = {**json.loads(container.pack(row(tokens=4))), **changes}
+    found = {**json.loads(blob_format.pack(row(tokens=4))), **changes}
     return json.dumps({"__metadata__": {"agentcache": "1", "row": json.dumps(found)}})
 
 
@@ -209,15 +209,15 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_hostile_headers_are_refused_before_anything_is_allocated(folder: Folder, name: str) -> None:
-    written = blob.write(folder, row(tokens=4), page())
+    written = blob_io.write(folder, row(tokens=4), page())
     path(folder, written).write_bytes(BOMBS[name])
     found = Page(SPEC)
     tracemalloc.start()
     try:
         for attempt in (
-            lambda: blob.describe(folder, written.blob),
-            lambda: blob.verify(folder, written),
-            lambda: blob.read(folder, written, found, tokens=4, threads=1),
+            lambda: blob_io.describe(folder, written.blob),
+            lambda: blob_io.verify(folder, written),
+            lambda: blob_io.read(folder, written, found, tokens=4, threads=1),
         ):
             with pytest.raises(BlobError):
                 attempt()
@@ -230,24 +230,24 @@ def test_hostile_headers_are_refused_before_anything_is_allocated(folder: Folder
 @pytest.mark.parametrize("length", [0, 100, 4087, 4089, 65536 - 8 + 4096, (1 << 20) - 8, (1 << 64) - 8])
 def test_the_length_of_a_header_is_judged_before_it_is_read(length: int) -> None:
     with pytest.raises(BlobError):
-        container.front_bytes(length.to_bytes(8, "little"), 1 << 40)
-    assert container.front_bytes((65536 - 8).to_bytes(8, "little"), 65536) == 65536
+        blob_format.front_bytes(length.to_bytes(8, "little"), 1 << 40)
+    assert blob_format.front_bytes((65536 - 8).to_bytes(8, "little"), 65536) == 65536
     with pytest.raises(BlobError):
-        container.front_bytes((65536 - 8).to_bytes(8, "little"), 65535)
+        blob_format.front_bytes((65536 - 8).to_bytes(8, "little"), 65535)
 
 
 @pytest.mark.parametrize("name", ["place", "tokens", "role", "layers", "kv_heads", "head_dim"])
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 1 << 40])
 def test_counts_are_counts(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
-        container.unpack(json.dumps({**json.loads(container.pack(row())), name: value}))
+        blob_format.unpack(json.dumps({**json.loads(blob_format.pack(row())), name: value}))
 
 
 def test_a_header_that_differs_from_what_its_row_calls_for_is_refused(folder: Folder) -> None:
     """Even by the one who has the key: duplicate names, overlaps, gaps, other shapes."""
     made = row(tokens=4)
-    written = blob.write(folder, made, page())
-    file, plan = path(folder, written), container.plan(made, False)
+    written = blob_io.write(folder, made, page())
+    file, plan = path(folder, written), blob_format.plan(made, False)
     good, content = plan.front[8:].rstrip(), file.read_bytes()
     forged = {
         "duplicate": good.replace(b'{"__metadata__"', b'{"keys.0":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"__metadata__"'),
@@ -262,14 +262,14 @@ def test_a_header_that_differs_from_what_its_row_calls_for_is_refused(folder: Fo
         assert text != good, name
         front = header(text)
         ids, macs = content[plan.ids : plan.macs], content[plan.macs : -32]
-        tail = reading.mac_of(folder.key, container.tail_context(made, False), front, ids, macs)
+        tail = blob.mac_of(folder.key, blob_format.tail_context(made, False), front, ids, macs)
         file.write_bytes(front + content[len(plan.front) : -32] + tail)
         assert "header" in str(refused(folder, written)), name
 
 
 def test_a_header_too_long_to_be_read_again_is_not_written(folder: Folder) -> None:
     with pytest.raises(StoreError, match="header"):
-        blob.write(folder, row(namespace="n" * 70000), page())
+        blob_io.write(folder, row(namespace="n" * 70000), page())
     assert left(folder) == []
 
 
@@ -279,7 +279,7 @@ def test_a_header_too_long_to_be_read_again_is_not_written(folder: Folder) -> No
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["symlink", "fifo", "folder", "socket", "missing", "folder linked", "device"])
 def test_only_plain_files_inside_the_store_are_opened(folder: Folder, tmp_path: Path, kind: str) -> None:
-    written = blob.write(folder, row(), page())
+    written = blob_io.write(folder, row(), page())
     file = path(folder, written)
     away = tmp_path / "away"
     file.rename(away)
@@ -309,20 +309,20 @@ def test_only_plain_files_inside_the_store_are_opened(folder: Folder, tmp_path: 
         file.symlink_to("/dev/zero")
     refused(folder, written)
     with pytest.raises(BlobError, match="plain file" if kind in ("fifo", "folder") else None):
-        blob.describe(folder, written.blob)
+        blob_io.describe(folder, written.blob)
 
 
 @pytest.mark.parametrize("name", ["", "x", "../../etc/passwd", "ab/cd", f"{'0' * 32}-1.2.3", f"../{'0' * 29}-1.2.{'0' * 12}", "\0"])
 def test_a_name_is_never_a_path(folder: Folder, name: str) -> None:
     with pytest.raises(BlobError, match="no name"):
-        blob.describe(folder, name)
+        blob_io.describe(folder, name)
 
 
 @pytest.mark.parametrize(("local", "after"), [*((True, n) for n in range(2, 6)), *((False, n) for n in range(2, 9))])
 def test_a_file_that_shrinks_while_it_is_read(folder: Folder, local: bool, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "in_memory", lambda fd, size: False)
-    monkeypatch.setattr(files, "local", lambda path: local)
-    written = blob.write(folder, row(), page())
+    monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: False)
+    monkeypatch.setattr(blob_files, "local", lambda path: local)
+    written = blob_io.write(folder, row(), page())
     real, calls = os.preadv, iter(range(1000))
 
     def shrinking(fd: int, buffers: Any, at: int) -> int:
@@ -336,8 +336,8 @@ def test_a_file_that_shrinks_while_it_is_read(folder: Folder, local: bool, after
 
 @pytest.mark.parametrize("after", range(9))
 def test_a_disk_that_fails_while_it_is_read(folder: Folder, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "in_memory", lambda fd, size: False)
-    written = blob.write(folder, row(), page())
+    monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: False)
+    written = blob_io.write(folder, row(), page())
     real, calls = os.preadv, iter(range(1000))
 
     def failing(fd: int, buffers: Any, at: int) -> int:
@@ -350,9 +350,9 @@ def test_a_disk_that_fails_while_it_is_read(folder: Folder, after: int, monkeypa
 
 
 def test_short_reads_and_writes_go_on(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "in_memory", lambda fd, size: False)
+    monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: False)
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: write(fd, [buffers[0][:777]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:999]], at))
     original = page()
-    assert same(fill(folder, blob.write(folder, row(), original)), original, 512)
+    assert same(fill(folder, blob_io.write(folder, row(), original)), original, 512)

@@ -11,12 +11,12 @@ import pytest
 
 from agentcache import Engine, Reason
 from agentcache.errors import StoreLostError, StoreWarning
-from agentcache.store import blob, files
-from agentcache.store.check import verify
-from agentcache.store.disk import Disk
-from agentcache.store.folder import Folder
-from agentcache.store.index import Index
-from agentcache.store.prune import prune
+from agentcache.store.admin.check import verify
+from agentcache.store.admin.prune import prune
+from agentcache.store.disk import blob_files, blob_io
+from agentcache.store.disk.disk_tier import DiskTier
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
 from agentcache.types import StoreOptions
 from tests import models, stored
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text
@@ -42,7 +42,7 @@ def unread(folder: Path) -> Any:
 # -- what is pinned is on disk -----------------------------------------------------------------------------------------
 
 
-def others_evict(disk: Disk, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def others_evict(disk: DiskTier, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Another process makes room with the last page, so often, between its being written and its being pinned."""
     pin, gone = Index.pin, []
 
@@ -53,7 +53,7 @@ def others_evict(disk: Disk, times: int, monkeypatch: pytest.MonkeyPatch) -> lis
             stolen = index.remove(wanted[-1:])
             assert stolen, "nobody had pinned it"
             for row in stolen:
-                blob.remove(disk.folder, row)
+                blob_io.remove(disk.folder, row)
         return pin(index, wanted, holder)
 
     monkeypatch.setattr(Index, "pin", late)
@@ -112,10 +112,10 @@ def test_a_page_that_goes_before_it_is_read_is_told_as_what_it_is(
     with engine(model=model, store=unread(tmp_path / "store")) as running:
         wanted = running.generate(PROMPT, **ASK).ids
     with engine(model=model, store=unread(tmp_path / "store")) as running:
-        read_many, disk = blob.read_many, running.store.disk
+        read_many, disk = blob_io.read_many, running.store.disk
 
         def late(folder: Folder, jobs: Any, **more: Any) -> Any:
-            monkeypatch.setattr(blob, "read_many", read_many)
+            monkeypatch.setattr(blob_io, "read_many", read_many)
             with Index(Folder.open(folder.path)) as index:
                 if how == "evicted":
                     prune(folder, index, max_bytes=0)
@@ -126,7 +126,7 @@ def test_a_page_that_goes_before_it_is_read_is_told_as_what_it_is(
                     file.unlink()
             return read_many(folder, jobs, **more)
 
-        monkeypatch.setattr(blob, "read_many", late)
+        monkeypatch.setattr(blob_io, "read_many", late)
         done = running.generate(PROMPT, **ASK)
         assert done.ids == wanted
         told = {"evicted": Reason.EVICTED, "deleted": Reason.DELETED, "lost": Reason.BAD_BLOB}[how]
@@ -212,7 +212,7 @@ def over(file: Path, content: bytes) -> None:
 @pytest.fixture
 def read(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An engine whose pages lie in files, and what it answered."""
-    monkeypatch.setattr(files, "local", lambda path: True)
+    monkeypatch.setattr(blob_files, "local", lambda path: True)
     with engine(model=model, store=unread(tmp_path / "store")) as running:
         wanted = running.generate(PROMPT, **ASK).ids
     with engine(model=model, store=unread(tmp_path / "store")) as running:
@@ -278,15 +278,15 @@ def test_a_changed_page_is_never_written_as_if_it_were_right(read: Any) -> None:
 
 def test_a_page_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder.open(tmp_path / "store")
-    monkeypatch.setattr(files, "local", lambda path: True)
-    row = blob.write(folder, stored.row(), stored.page())
-    bring_in = files.bring_in
+    monkeypatch.setattr(blob_files, "local", lambda path: True)
+    row = blob_io.write(folder, stored.row(), stored.page())
+    bring_in = blob_files.bring_in
 
     def late(*given: Any) -> None:
         bring_in(*given)
         over(stored.path(folder, row), stored.path(folder, row).read_bytes())
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "bring_in", late)
+        patch.setattr(blob_files, "bring_in", late)
         assert "was written to while it was read" in str(stored.refused(folder, row))
     assert stored.same(stored.fill(folder, row), stored.page(), 512)

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import StorePermissionError
-from agentcache.store import blob, check, files, process
-from agentcache.store.check import pages_of, verify
-from agentcache.store.folder import Folder
-from agentcache.store.index import Index
+from agentcache.store.admin import check
+from agentcache.store.admin.check import pages_of, verify
+from agentcache.store.admin.prune import prune
+from agentcache.store.disk import blob_files, blob_io, process_identity
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
+from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Role, Scope
-from agentcache.store.prune import prune
-from agentcache.store.schema import Row
 from tests.stocked import DEAD, contents, everything, group, ids, intact, rows_of, stock
 from tests.stored import edit, path
 
@@ -56,10 +57,10 @@ def flip(file: Path, at: int) -> None:
     edit(file, change)
 
 
-def orphan(folder: Folder, suffix: str = files.WHOLE) -> Path:
+def orphan(folder: Folder, suffix: str = blob_files.WHOLE) -> Path:
     """A page without a row, written by a process that has ended."""
     wanted = rows_of(ids(512, 9), SCOPE)[0]
-    written = blob.write(folder, wanted, contents(wanted))
+    written = blob_io.write(folder, wanted, contents(wanted))
     dead = path(folder, written).with_name(f"{written.blob.partition('-')[0]}-{DEAD}{suffix}")
     path(folder, written).rename(dead)
     return dead
@@ -148,7 +149,7 @@ def test_a_bad_page_goes_and_nothing_else(shop: Shop, damage: Callable[[Shop], N
     assert verify(shop.folder).problems == []
 
 
-@pytest.mark.parametrize(("suffix", "kind"), [(files.WHOLE, "orphan"), (files.PART, "part")])
+@pytest.mark.parametrize(("suffix", "kind"), [(blob_files.WHOLE, "orphan"), (blob_files.PART, "part")])
 def test_what_a_dead_process_left_is_swept(shop: Shop, suffix: str, kind: str) -> None:
     file = orphan(shop.folder, suffix)
     report = verify(shop.folder)
@@ -161,9 +162,9 @@ def test_what_a_dead_process_left_is_swept(shop: Shop, suffix: str, kind: str) -
 
 def test_what_a_running_process_is_writing_is_left_alone(shop: Shop) -> None:
     wanted = rows_of(ids(512, 9), SCOPE)[0]
-    whole = path(shop.folder, blob.write(shop.folder, wanted, contents(wanted)))
-    part = path(shop.folder, blob.write(shop.folder, wanted, contents(wanted)))
-    part = part.rename(part.with_suffix(files.PART))
+    whole = path(shop.folder, blob_io.write(shop.folder, wanted, contents(wanted)))
+    part = path(shop.folder, blob_io.write(shop.folder, wanted, contents(wanted)))
+    part = part.rename(part.with_suffix(blob_files.PART))
     assert verify(shop.folder, fix=True).problems == []
     assert whole.exists()
     assert part.exists()
@@ -174,7 +175,7 @@ def test_a_page_evicted_while_it_is_looked_at_is_no_problem(shop: Shop) -> None:
 
         def evict(done: int, total: int) -> None:
             for row in index.remove([shop.others[1].id]):
-                files.unlink(shop.folder, row.blob)
+                blob_files.unlink(shop.folder, row.blob)
 
         assert verify(shop.folder, progress=evict).problems == []
 
@@ -358,7 +359,7 @@ def test_a_group_goes_with_what_continues_it_and_without_what_others_share(shop:
 
 @pytest.mark.parametrize("what", [{}, {"namespace": "tests"}, {"older_than": -10.0}, {"max_bytes": 0}, {"group": True}])
 def test_what_a_running_process_has_pinned_stays(shop: Shop, index: Index, what: dict[str, object]) -> None:
-    index.pin([shop.rows[1].id], process.token())
+    index.pin([shop.rows[1].id], process_identity.token())
     index.pin([shop.others[1].id], DEAD)
     what = {name: index.groups()[0] if name == "group" else value for name, value in what.items()}
     for dry_run in (True, False):
@@ -375,7 +376,7 @@ def test_what_a_running_process_has_pinned_stays(shop: Shop, index: Index, what:
 
 
 def test_batches_are_removed_one_after_the_other(shop: Shop, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentcache.store.prune.BATCH", 2)
+    monkeypatch.setattr("agentcache.store.admin.prune.BATCH", 2)
     assert prune(shop.folder, index).pages == 5
     assert everything(shop.folder) == {}
 

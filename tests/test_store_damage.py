@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from agentcache.errors import StoreCorruptError, StoreWarning
-from agentcache.store.check import pages_of, verify
-from agentcache.store.folder import Folder
-from agentcache.store.index import Index
+from agentcache.store.admin.check import pages_of, verify
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role, Scope
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions

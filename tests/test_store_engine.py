@@ -15,10 +15,11 @@ from agentcache import Engine, Message, Reason
 from agentcache.errors import EngineClosedError
 from agentcache.kv import KVSpec, Page
 from agentcache.model.hf import HFModel
-from agentcache.store import blob, fetch
-from agentcache.store.index import Index
+from agentcache.store import page_prefetch
+from agentcache.store.disk import blob_io
+from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role, Scope, as_ids
-from agentcache.store.tree import Tree
+from agentcache.store.memory.prefix_tree import PrefixTree
 from agentcache.types import StoreOptions
 from tests import models, stored
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, until
@@ -259,8 +260,8 @@ def test_invalidated_weights_find_only_their_own_pages(tmp_path: Path) -> None:
 
 def test_what_is_on_disk_is_not_written_again(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[int] = []
-    write = blob.write
-    monkeypatch.setattr(blob, "write", lambda folder, row, page: (writes.append(row.place), write(folder, row, page))[1])
+    write = blob_io.write
+    monkeypatch.setattr(blob_io, "write", lambda folder, row, page: (writes.append(row.place), write(folder, row, page))[1])
     with engine(model=model, store=tmp_path / "store") as first:
         for _ in range(3):
             first.generate(TURNS, sampling=decode(3))
@@ -278,7 +279,7 @@ def test_what_is_on_disk_is_not_written_again(model: Any, tmp_path: Path, monkey
         assert second.store.disk.writer.counts["written"] == 0
         assert second.store.disk.writer.budget._left >= budget
     with engine(model=model, store=tmp_path / "store") as third, monkeypatch.context() as patch:
-        patch.setattr(fetch.Fetch, "_look", lambda self: setattr(self, "_state", "ready"))
+        patch.setattr(page_prefetch.PagePrefetch, "_look", lambda self: setattr(self, "_state", "ready"))
         assert third.generate(TURNS, sampling=decode(3)).receipt.cached_tokens == 0
         assert third.flush()
         assert third.store.disk.writer.counts["known"] == count, "computed again, found on disk, not written"
@@ -369,7 +370,7 @@ def test_a_memory_that_cannot_hold_the_prompt_says_what_it_used(model: Any, tmp_
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Reading waits for the second event (or to be stopped) once it has set the first."""
     began, go = threading.Event(), threading.Event()
-    read_many = blob.read_many
+    read_many = blob_io.read_many
 
     def slow(folder: Any, jobs: Any, *, stop: threading.Event, progress: Any) -> Any:
         began.set()
@@ -377,7 +378,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
             pass
         return read_many(folder, jobs, stop=stop, progress=progress)
 
-    monkeypatch.setattr(blob, "read_many", slow)
+    monkeypatch.setattr(blob_io, "read_many", slow)
     yield began, go
     go.set()
 
@@ -453,7 +454,7 @@ def test_a_short_request_is_written_without_being_waited_for(model: Any, tmp_pat
 
 def test_the_host_tier_gives_back_what_it_took() -> None:
     spec = KVSpec(2, 2, 16, torch.bfloat16)
-    tree = Tree(2 * spec.page_bytes, 3 * spec.page_bytes)
+    tree = PrefixTree(2 * spec.page_bytes, 3 * spec.page_bytes)
     scope = Scope("a", "weights")
     prompts: list[tuple[Any, Page]] = []
     for i in range(5):
@@ -475,7 +476,7 @@ def test_the_host_tier_gives_back_what_it_took() -> None:
 
 def test_a_match_longer_than_the_device_ends_where_the_device_does() -> None:
     spec = KVSpec(1, 1, 16, torch.bfloat16)
-    tree = Tree(2 * spec.page_bytes, 4 * spec.page_bytes)
+    tree = PrefixTree(2 * spec.page_bytes, 4 * spec.page_bytes)
     scope = Scope("a", "weights")
     ids = as_ids(list(range(4 * 512)))
     tree.admit(scope, ids, [stored.page(spec, 512, seed=i) for i in range(4)], "n")

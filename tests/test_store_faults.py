@@ -24,11 +24,12 @@ import torch
 from agentcache import Engine, Reason
 from agentcache.errors import BlobError, StoreError, StoreFormatError, StorePermissionError, StoreWarning
 from agentcache.kv import KVSpec, Page
-from agentcache.store import blob, check, files, process
-from agentcache.store.disk import Disk
+from agentcache.store.admin import check
+from agentcache.store.disk import blob_files, blob_io, process_identity
+from agentcache.store.disk.disk_tier import DiskTier
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
 from agentcache.store.entry import Match
-from agentcache.store.folder import Folder
-from agentcache.store.index import Index
 from agentcache.store.keys import Role, Scope, as_ids
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
@@ -97,14 +98,14 @@ def admit(store: Store, number: int) -> None:
     store.admit(SCOPE, ids, pages, "n", 512)
 
 
-def served(disk: Disk, number: int) -> tuple[int, list[StoreError]]:
+def served(disk: DiskTier, number: int) -> tuple[int, list[StoreError]]:
     """Read what the disk has of a prompt, compare every byte; how many tokens were right, and what was refused."""
     ids = prompt(number)
     found = disk.find(SCOPE, as_ids([*ids.tolist(), 1]), Match(0, (), Reason.COLD), SPEC)
     if found is None:
         return 0, []
     pages = [Page(SPEC) for _ in found.rows]
-    errors = blob.read_many(disk.folder, [(row, page, row.tokens) for row, page in zip(found.rows, pages, strict=True)])
+    errors = blob_io.read_many(disk.folder, [(row, page, row.tokens) for row, page in zip(found.rows, pages, strict=True)])
     tokens = 0
     for row, page, error in zip(found.rows, pages, errors, strict=True):
         if error is not None:
@@ -145,7 +146,7 @@ def kill_writers(folder: Path, times: int) -> tuple[int, int]:
     """Kill children while they admit pages, and check everything that can be read after each. Returns pages served and left-overs."""
     options = StoreOptions(folder)
     chance = random.Random(times)
-    Disk(options).close()
+    DiskTier(options).close()
     served_tokens = left = 0
     for number in range(times):
         began, begin = os.pipe()
@@ -168,7 +169,7 @@ def kill_writers(folder: Path, times: int) -> tuple[int, int]:
         os.close(begin)
         with Index(Folder.open(folder)) as index:
             left += len(check.orphans(index.folder, index))
-        disk = Disk(options)
+        disk = DiskTier(options)
         try:
             for at in range(4):
                 tokens, errors = served(disk, 100 * number + at)
@@ -177,7 +178,7 @@ def kill_writers(folder: Path, times: int) -> tuple[int, int]:
             if number % 10 == 9 or number == times - 1:
                 assert disk.index.check() == []
                 assert disk.writer.flush()
-                names = {file.name for file in files.files(disk.folder)}
+                names = {file.name for file in blob_files.files(disk.folder)}
                 assert names == {row.blob for row in disk.index.rows()}, "rows and blobs are the same once dead writers are swept"
         finally:
             disk.close()
@@ -200,8 +201,8 @@ def test_five_hundred_writers_killed(tmp_path: Path) -> None:
 def test_a_kill_behind_each_step_of_admission(tmp_path: Path) -> None:
     """Not by chance: at each of the calls that change something on disk."""
     options = StoreOptions(tmp_path / "store")
-    Disk(options).close()
-    steps = [(os, "pwritev"), (os, "fsync"), (os, "rename"), (Index, "add"), (blob, "write"), (files, "unlink")]
+    DiskTier(options).close()
+    steps = [(os, "pwritev"), (os, "fsync"), (os, "rename"), (Index, "add"), (blob_io, "write"), (blob_files, "unlink")]
     for number, (owner, name) in enumerate(steps):
         for after in (False, True):
 
@@ -224,7 +225,7 @@ def test_a_kill_behind_each_step_of_admission(tmp_path: Path) -> None:
             pid = fork_quietly(write)
             _, status = os.waitpid(pid, 0)
             assert os.WIFSIGNALED(status) or name == "unlink", f"{name} was never called"
-            disk = Disk(options)
+            disk = DiskTier(options)
             tokens, errors = served(disk, 2 * number + after)
             assert not errors
             assert disk.index.check() == []
@@ -470,7 +471,7 @@ def test_a_bad_page_of_a_read_only_store_is_read_once(model: Any, read_only: Pat
     with engine(model=model, store=read_only) as running:
         assert Reason.BAD_BLOB in reasons(ask(running, made[1]))
         running.store.clear()
-        monkeypatch.setattr(blob, "read_many", lambda *_, **__: pytest.fail("read again"))
+        monkeypatch.setattr(blob_io, "read_many", lambda *_, **__: pytest.fail("read again"))
         assert ask(running, made[1]).disk_tokens == 0
 
 
@@ -551,7 +552,7 @@ def test_clocks_may_jump(model: Any, store: Path, made: Any, monkeypatch: pytest
 
 def crowd(folder: Path, processes: int, seconds: float) -> None:
     """Processes that admit, evict, match and check every byte at the same time, in a store that is too small for them."""
-    Disk(StoreOptions(folder)).close()
+    DiskTier(StoreOptions(folder)).close()
     options = StoreOptions(folder, disk_bytes=60 * (SPEC.page_bytes + 8192))
 
     def work(seed: int) -> None:
@@ -577,11 +578,11 @@ def crowd(folder: Path, processes: int, seconds: float) -> None:
 
     pids = [fork_quietly(lambda seed=seed: work(seed)) for seed in range(processes)]  # type: ignore[misc]
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * processes
-    disk = Disk(options)
+    disk = DiskTier(options)
     assert disk.index.check() == []
     assert disk.index.total()[1] <= options.disk_bytes + processes * 17 * SPEC.page_bytes
     assert disk.index.pinned() == set()
-    names = {file.name for file in files.files(disk.folder)}
+    names = {file.name for file in blob_files.files(disk.folder)}
     assert names == {row.blob for row in disk.index.rows()}, "no blob without a row, no row without a blob"
     for number in range(40):
         assert served(disk, number)[1] == []
@@ -613,11 +614,11 @@ def test_a_killed_process_pins_and_holds_nothing(tmp_path: Path) -> None:
     pid = fork_quietly(hold)
     while not (tmp_path / "holds").exists():
         time.sleep(0.01)
-    disk = Disk(options)
+    disk = DiskTier(options)
     assert len(disk.index.pinned()) == 3
     holder = disk.claim(b"k" * 32, "weights")
     assert holder is not None
-    assert process.alive(holder.process)
+    assert process_identity.alive(holder.process)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert disk.index.pinned() == set()
@@ -646,8 +647,8 @@ def test_what_killed_writers_left_is_swept_when_a_store_is_opened(tmp_path: Path
     folder = Folder.open(options.folder)
     for _ in range(5):
         os.waitpid(fork_quietly(die), 0)
-        assert [file.part for file in files.files(folder)] == [unfinished], "each sweeps what the one before it left"
-    disk = Disk(options)
+        assert [file.part for file in blob_files.files(folder)] == [unfinished], "each sweeps what the one before it left"
+    disk = DiskTier(options)
     assert disk.writer.flush()
-    assert list(files.files(folder)) == []
+    assert list(blob_files.files(folder)) == []
     disk.close()

@@ -14,8 +14,8 @@ import pytest
 
 from agentcache.errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError, StorePermissionError
 from agentcache.private import default_path
-from agentcache.store import folder as module
-from agentcache.store.folder import Folder, default_key
+from agentcache.store.disk import folder as module
+from agentcache.store.disk.folder import Folder, default_key
 from tests.rows import FORK, forks
 
 KEY, OTHER = bytes(range(32)), bytes(32)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from agentcache.errors import StoreFullError, StoreWarning
-from agentcache.store import database, files, process
-from agentcache.store.check import verify
-from agentcache.store.folder import Folder
-from agentcache.store.index import Index
+from agentcache.store.admin.check import verify
+from agentcache.store.admin.prune import prune
+from agentcache.store.disk import blob_files, database, process_identity
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
-from agentcache.store.prune import prune
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests.stocked import DEAD, ids, stock
@@ -31,10 +31,10 @@ def admit(store: Store, number: int) -> None:
 
 def size(folder: Folder) -> int:
     """Bytes of all blobs, finished or not."""
-    return sum(file.bytes for file in files.files(folder))
+    return sum(file.bytes for file in blob_files.files(folder))
 
 
-def leave(folder: Folder, writer: str, count: int, suffix: str = files.PART) -> Path:
+def leave(folder: Folder, writer: str, count: int, suffix: str = blob_files.PART) -> Path:
     """A file of so many bytes that no row names."""
     place = folder.blobs / "ab"
     place.mkdir(exist_ok=True)
@@ -46,12 +46,12 @@ def leave(folder: Folder, writer: str, count: int, suffix: str = files.PART) -> 
 # -- room that is taken ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [files.PART, files.WHOLE])
+@pytest.mark.parametrize("suffix", [blob_files.PART, blob_files.WHOLE])
 def test_what_no_row_names_takes_room(tmp_path: Path, suffix: str) -> None:
     options = StoreOptions(tmp_path / "store", disk_bytes=6 * PAGE)
     folder = Folder.open(options.folder)
     Index(folder).close()
-    others = leave(folder, process.token(), 3 * PAGE, suffix)  # another thread of a live process is writing it, as far as anyone can tell
+    others = leave(folder, process_identity.token(), 3 * PAGE, suffix)  # as another thread of a live process would, while it writes
     store = Store(1 << 26, options=options)
     for number in range(6):
         admit(store, number)
@@ -71,7 +71,7 @@ def test_what_is_left_while_a_store_is_open_goes_within_a_minute(tmp_path: Path,
     admit(store, 1)
     assert store.flush()
     assert left.exists()
-    monkeypatch.setattr("agentcache.store.disk.SWEEP_S", 0.0)
+    monkeypatch.setattr("agentcache.store.disk.disk_tier.SWEEP_S", 0.0)
     admit(store, 2)
     assert store.flush()
     assert not left.exists()
@@ -137,7 +137,7 @@ def test_nothing_is_lost_where_nothing_may_go(full: Folder) -> None:
     with Index(full, unshared=True) as index:
         held = [row.id for row in index.rows()]
         with pytest.raises(StoreFullError, match="prune"):
-            index.pin(held, process.token())
+            index.pin(held, process_identity.token())
         with pytest.raises(StoreFullError):
             index.put_splices([("tests", b"n" * 32, b"abcd")])
         assert len(list(index.rows())) == len(held) == 12

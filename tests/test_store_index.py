@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from agentcache.errors import StoreError
 from agentcache.kv import PAGE_TOKENS
-from agentcache.store.database import alone
-from agentcache.store.folder import Folder
-from agentcache.store.index import CHILDREN, Index, Row
+from agentcache.store.disk.database import alone
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import CHILDREN, Index, Row
 from agentcache.store.keys import Ids, Role, Scope, as_ids, chain
 from tests.rows import DEAD, ME, SCOPE, kept, pages, raw, some
 

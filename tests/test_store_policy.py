@@ -20,11 +20,12 @@ from agentcache.hit_audit import HitAudit
 from agentcache.kv import KVSpec, Page
 from agentcache.lifecycle import Lifecycle
 from agentcache.model.hf import HFModel
-from agentcache.store import blob, policy
-from agentcache.store.disk import Disk
-from agentcache.store.fetch import Fetch
+from agentcache.store import policy
+from agentcache.store.disk import blob_io
+from agentcache.store.disk.disk_tier import DiskTier
+from agentcache.store.disk.index_metadata import waited
 from agentcache.store.keys import Scope, as_ids, chain
-from agentcache.store.ledger import waited
+from agentcache.store.page_prefetch import PagePrefetch
 from agentcache.store.policy import HUNG_MS, LEAST_TRUST_MS, LOOK_S, RETRY_S, Rate, WriteBudget, give_up, too_slow
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
@@ -182,7 +183,7 @@ WANTED = as_ids(range(1024))
 def reader(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> tuple[threading.Event, threading.Event]:
     """Set while nothing is read, and to let the reading go on."""
     waits, goes = threading.Event(), threading.Event()
-    read_many = blob.read_many
+    read_many = blob_io.read_many
 
     def gated(*args: Any, **more: Any) -> Any:
         waits.set()
@@ -191,7 +192,7 @@ def reader(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> tuple[threadi
         clock[0] += 0.002
         return read_many(*args, **more)
 
-    monkeypatch.setattr(blob, "read_many", gated)
+    monkeypatch.setattr(blob_io, "read_many", gated)
     return waits, goes
 
 
@@ -208,9 +209,9 @@ def shelf(tmp_path: Path, clock: list[float]) -> Iterator[Store]:
     store.close()
 
 
-def fetch(store: Store) -> Fetch:
+def fetch(store: Store) -> PagePrefetch:
     """Ask for WANTED, which takes a second to compute."""
-    return Fetch(store, Scope("tests", "weights"), as_ids([*WANTED.tolist(), 1]), 1024, 1000 / 1024, SHAPE, lambda: None)
+    return PagePrefetch(store, Scope("tests", "weights"), as_ids([*WANTED.tolist(), 1]), 1024, 1000 / 1024, SHAPE, lambda: None)
 
 
 @pytest.mark.impatient
@@ -266,7 +267,7 @@ def large() -> Any:
 @pytest.fixture
 def throttle(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """throttle(bytes per ms): from now on reading takes so long; 0: it never says anything, inf: as fast as it is."""
-    read_many = blob.read_many
+    read_many = blob_io.read_many
     rate = [float("inf")]
 
     def slow(folder: Any, jobs: Any, *, stop: threading.Event, progress: Callable[[int], None]) -> Any:
@@ -279,7 +280,7 @@ def throttle(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
         return read_many(folder, jobs, stop=stop, progress=told)
 
-    monkeypatch.setattr(blob, "read_many", slow)
+    monkeypatch.setattr(blob_io, "read_many", slow)
     return lambda value: rate.__setitem__(0, value)
 
 
@@ -390,7 +391,7 @@ def test_a_killed_process_leaves_the_cost_of_a_token(large: Any, tmp_path: Path)
         for number in range(2):
             running.generate(chat(long_text(30, number)), sampling=decode(1))
         assert running.flush()
-        other = Disk(StoreOptions(tmp_path / "store"))
+        other = DiskTier(StoreOptions(tmp_path / "store"))
         assert other.compute_ms(running.fingerprint.whole) > 0
         other.close()
 
@@ -413,15 +414,15 @@ def written(model: Any, folder: Path) -> tuple[int, ...]:
 
 def tamper(model: Any, folder: Path, place: int) -> None:
     """Wrong numbers with a right MAC, as only a fault of ours could write them."""
-    disk = Disk(StoreOptions(folder))
+    disk = DiskTier(StoreOptions(folder))
     row = next(row for row in disk.index.rows() if row.place == place)
     with engine(model=model) as running:
         spec = running.model.spec
     assert spec
     page = Page(spec)
-    blob.read(disk.folder, row, page, tokens=row.tokens)
+    blob_io.read(disk.folder, row, page, tokens=row.tokens)
     page.values[-1, 0, 3, 0] += 1
-    wrong = blob.write(disk.folder, row, page)
+    wrong = blob_io.write(disk.folder, row, page)
     stored.path(disk.folder, wrong).replace(stored.path(disk.folder, row))
     disk.close()
 
@@ -537,10 +538,10 @@ def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Pat
 
 
 def test_by_chance_one_in_n(small: Any, tmp_path: Path) -> None:
-    disk = Disk(StoreOptions(tmp_path / "store", check_one_in=8))
+    disk = DiskTier(StoreOptions(tmp_path / "store", check_one_in=8))
     assert 50 < sum(disk.due_for_check() for _ in range(800)) < 160
     disk.close()
-    disk = Disk(StoreOptions(tmp_path / "store", check_one_in=0))
+    disk = DiskTier(StoreOptions(tmp_path / "store", check_one_in=0))
     assert not any(disk.due_for_check() for _ in range(100))
     disk.close()
 
@@ -565,7 +566,7 @@ class Holder:
         prefix = layout.prefix_tokens
         self.prefix_tokens = prefix
         key = chain(scope.root, ids[:prefix])[-1]
-        Disk(StoreOptions(folder)).close()
+        DiskTier(StoreOptions(folder)).close()
 
         def work() -> None:
             torch.set_num_threads(1)
@@ -676,7 +677,7 @@ def test_a_cancelled_request_gives_its_lease_back(small: Any, tmp_path: Path) ->
 def test_pages_that_a_stuck_disk_never_gets_to_are_computed(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both reading threads hang in the kernel; whoever comes behind them goes on."""
     ids = written(small, tmp_path / "store")
-    monkeypatch.setattr("agentcache.store.fetch.HUNG_MS", 50.0)
+    monkeypatch.setattr("agentcache.store.page_prefetch.HUNG_MS", 50.0)
     monkeypatch.setattr(Store, "read", lambda self, job: None)
     with engine(model=small, store=tmp_path / "store") as running:
         done = running.generate(TURNS, sampling=decode(4))
@@ -690,14 +691,14 @@ def test_a_busy_device_thread_does_not_make_the_disk_look_slow(small: Any, tmp_p
     written(small, tmp_path / "store")
     learnt: list[float] = []
     monkeypatch.setattr(Rate, "learn", lambda self, amount, ms, load_bytes=None: learnt.append(ms))
-    arrived = Fetch._arrived
+    arrived = PagePrefetch._arrived
 
-    def late(self: Fetch) -> None:
+    def late(self: PagePrefetch) -> None:
         assert self._over.wait(20)
         time.sleep(0.5)
         arrived(self)
 
-    monkeypatch.setattr(Fetch, "_arrived", late)
+    monkeypatch.setattr(PagePrefetch, "_arrived", late)
     with engine(model=small, store=tmp_path / "store") as running:
         assert running.generate(TURNS, sampling=decode(4)).receipt.disk_tokens > 0
     assert learnt
@@ -708,7 +709,7 @@ def test_a_locked_index_is_no_reason_to_wait(small: Any, tmp_path: Path, monkeyp
     def locked(*_: Any) -> Any:
         raise StoreBusyError("locked")
 
-    monkeypatch.setattr(Disk, "claim", locked)
+    monkeypatch.setattr(DiskTier, "claim", locked)
     with engine(model=small, store=tmp_path / "store") as running:
         done = running.generate(PREFIX, sampling=decode(3)).receipt
         assert any("the index was busy" in note for note in done.notes)
@@ -734,7 +735,7 @@ def test_a_prefix_that_another_process_waits_for_is_written_while_its_answer_goe
         disk = running.store.disk
         stream = running.stream(PREFIX, sampling=decode(2000))
         next(stream)
-        other = Disk(StoreOptions(tmp_path / "store"))
+        other = DiskTier(StoreOptions(tmp_path / "store"))
         [(key, fingerprint)] = disk._leases
         if waits:
             other.index.await_claimed(key, fingerprint, other.process)

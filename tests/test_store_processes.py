@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from agentcache import Engine
-from agentcache.store import check
-from agentcache.store.folder import Folder
+from agentcache.store.admin import check
+from agentcache.store.disk.folder import Folder
 from agentcache.types import StoreOptions
 from tests.engines import MB, chat, decode, long_text
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import StoreCorruptError, StoreError, StoreFormatError, StoreFullError
-from agentcache.store import database
-from agentcache.store.check import verify
-from agentcache.store.folder import Folder
+from agentcache.store.admin.check import verify
+from agentcache.store.admin.rebuild import rebuild
+from agentcache.store.disk import database
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
+from agentcache.store.disk.schema import VERSION
 from agentcache.store.groups import Group
-from agentcache.store.index import Index
-from agentcache.store.rebuild import rebuild
-from agentcache.store.schema import VERSION
 from tests.rows import SCOPE, forks, kept, pages, raw, run, some
 
 GROUP = Group("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)

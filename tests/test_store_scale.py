@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from agentcache.store.folder import Folder
-from agentcache.store.index import Index
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
+from agentcache.store.disk.schema import COLUMNS
 from agentcache.store.keys import chain
-from agentcache.store.schema import COLUMNS
 from tests.rows import ME, SCOPE, pages, raw, some
 
 

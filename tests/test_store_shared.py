@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import StoreBusyError, StoreError, StoreFullError
-from agentcache.store import database
-from agentcache.store.folder import Folder
+from agentcache.store.admin.rebuild import rebuild
+from agentcache.store.disk import database
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
 from agentcache.store.groups import Group
-from agentcache.store.index import Index
-from agentcache.store.rebuild import rebuild
 from tests.rows import FORK, ME, SCOPE, forks, kept, pages, run, some
 
 GROUP = Group("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)

@@ -16,7 +16,7 @@ import torch
 from agentcache import Engine, StoreOptions
 from agentcache.errors import ModelError, WeightsChangedError
 from agentcache.model import steps
-from agentcache.store.disk import Disk
+from agentcache.store.disk.disk_tier import DiskTier
 from tests import models
 from tests.changes import adapted
 from tests.engines import chat, decode, engine, long_text
@@ -85,7 +85,7 @@ def moments(model: Model, chance: random.Random) -> Iterator[Counter[str]]:
     """Let the model change, at its odds, amid forwards, while pages are read, written, matched and admitted, and hits are audited."""
     from agentcache.hit_audit import HitAudit
     from agentcache.lifecycle import Lifecycle
-    from agentcache.store import blob
+    from agentcache.store.disk import blob_io
     from agentcache.store.store import Store
 
     seen: Counter[str] = Counter()
@@ -105,7 +105,7 @@ def moments(model: Model, chance: random.Random) -> Iterator[Counter[str]]:
 
         for owner, name in (
             (steps, "mix"), (Lifecycle, "start"), (Lifecycle, "deliver"), (Store, "admit"), (Store, "match"),
-            (Disk, "_save"), (blob, "read_many"), (HitAudit, "step"), (HitAudit, "_count"),
+            (DiskTier, "_save"), (blob_io, "read_many"), (HitAudit, "step"), (HitAudit, "_count"),
         ):  # fmt: skip
             around(owner, name)
         yield seen

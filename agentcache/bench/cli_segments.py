@@ -88,7 +88,7 @@ def calibrate(
     """
     with said_plainly():
         from ..calibration import place
-        from ..store.folder import Folder
+        from ..store.disk.folder import Folder
         from . import calibrate as bench
         from . import report, shifts
         from .segments import Bench

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, KVSpec, Page, Sequence
 from ..model.hf import HFModel
 from ..runner import Runner, Work
-from ..store import lossy
+from ..store.disk import quantize
 from . import catalog
 
 
@@ -34,8 +34,8 @@ def lossy_copy(page: Page, precision: str) -> Page:
     found = page.copy(page.filled)
     for layer in range(page.spec.layers):
         keys, values = page.layer_keys[layer][..., : page.filled], page.layer_values[layer][:, : page.filled]
-        parts = lossy.quantise(keys, values, precision)
-        lossy.dequantise(parts, precision, found.layer_keys[layer][..., : page.filled], found.layer_values[layer][:, : page.filled])
+        parts = quantize.quantize(keys, values, precision)
+        quantize.dequantize(parts, precision, found.layer_keys[layer][..., : page.filled], found.layer_values[layer][:, : page.filled])
     return found
 
 
@@ -66,7 +66,7 @@ def token_bytes(spec: KVSpec, precision: str) -> float:
     if precision == "exact":
         return float(spec.token_bytes)
     keys, values = (torch.zeros(spec.kv_heads, *shape) for shape in ((spec.head_dim, PAGE_TOKENS), (PAGE_TOKENS, spec.head_dim)))
-    return spec.layers * sum(part.nbytes for part in lossy.quantise(keys, values, precision).values()) / PAGE_TOKENS
+    return spec.layers * sum(part.nbytes for part in quantize.quantize(keys, values, precision).values()) / PAGE_TOKENS
 
 
 def run(engine: Engine, tokens: int, tail: int, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:

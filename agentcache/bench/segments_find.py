@@ -20,12 +20,12 @@ import torch
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..layout import Renderer
 from ..layout.windows import TokenTexts, Window, windows
-from ..store.bring import longest_run
 from ..store.entry import common
 from ..store.keys import Ids, Scope, as_ids
-from ..store.signatures import MOST, Kept, Proposal, Signature, Signatures
-from ..store.signed import exact
-from ..store.tree import Tree
+from ..store.memory.prefix_tree import PrefixTree
+from ..store.minhash import MOST, Kept, LSHIndex, Proposal, Signature
+from ..store.minhash_index import exact
+from ..store.segment_prefetch import longest_run
 from ..types import Layout, Span
 from .react import Oracle
 from .workloads import Episode, texts
@@ -99,15 +99,15 @@ class Finder:
     size: int
     taus: Sequence[float]
     say: TokenTexts
-    tree: Tree = field(default_factory=lambda: Tree(1 << 30))
+    tree: PrefixTree = field(default_factory=lambda: PrefixTree(1 << 30))
     prompts: list[Ids] = field(default_factory=list)
     seen: Oracle = field(default_factory=Oracle)
-    indexes: dict[float, Signatures] = field(init=False)
+    indexes: dict[float, LSHIndex] = field(init=False)
     sums: dict[float, Sums] = field(init=False)
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
-        self.indexes = {tau: Signatures(tau) for tau in self.taus}
+        self.indexes = {tau: LSHIndex(tau) for tau in self.taus}
         self.sums = {tau: Sums() for tau in self.taus}
 
     def take(self, layout: Layout) -> None:
@@ -289,7 +289,7 @@ def step(
     pieces: Sequence[str], tokenizer: Any, *, size: int = 64, tau: float = 0.8, texts_kept: int = 2048, repeats: int = 20, seed: int = 0
 ) -> dict[str, Any]:
     """One step of an agent: STEP_TOKENS tokens, NEW_TOKENS of them new, against an index of so many texts; medians in ms."""
-    rng, renderer, spoken, index = random.Random(seed), Renderer(tokenizer), TokenTexts(tokenizer), Signatures(tau)
+    rng, renderer, spoken, index = random.Random(seed), Renderer(tokenizer), TokenTexts(tokenizer), LSHIndex(tau)
     while len(index) < texts_kept:
         layout = renderer.render(f"{_lead(rng)}\n\n{_words(0.5)(rng.choice(pieces), rng)}")
         ids = as_ids(layout.ids)

@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..kv import PAGE_TOKENS, KVSpec, Page
-from ..store import blob
-from ..store.disk import Disk
-from ..store.folder import Folder
-from ..store.index import Index, Row
+from ..store.disk import blob_io
+from ..store.disk.disk_tier import DiskTier
+from ..store.disk.folder import Folder
+from ..store.disk.index import Index, Row
 from ..store.keys import Scope, page_key
 from ..types import StoreOptions
 from . import llama_cpp, shapes
@@ -107,8 +107,8 @@ class Bench:
     def write(self) -> None:
         """All pages, each complete and in the index; those of the last time go first."""
         for row in self.index.remove([row.id for row in self.index.rows()], force=True):
-            blob.remove(self.folder, row)
-        written = [blob.write(self.folder, row, page) for row, page in zip(self.wanted, self.pages, strict=True)]
+            blob_io.remove(self.folder, row)
+        written = [blob_io.write(self.folder, row, page) for row, page in zip(self.wanted, self.pages, strict=True)]
         assert not self.index.add(written)
         self.rows = sorted(self.index.rows(), key=lambda row: row.place)
 
@@ -122,14 +122,14 @@ class Bench:
     def load(self) -> None:
         """Into new pages, verified."""
         pages = [Page(self.spec, whole=True) for _ in self.rows]
-        errors = blob.read_many(self.folder, [(row, page, row.tokens) for row, page in zip(self.rows, pages, strict=True)])
+        errors = blob_io.read_many(self.folder, [(row, page, row.tokens) for row, page in zip(self.rows, pages, strict=True)])
         assert not any(errors), errors
         assert torch.equal(pages[0].keys[0], self.pages[0].keys[0]), "other numbers came back"
 
     def verify(self) -> None:
         """As `agentcache verify` does."""
         for row in self.rows:
-            blob.verify(self.folder, row)
+            blob_io.verify(self.folder, row)
 
     def ways(self) -> dict[str, tuple[list[Path], Callable[[], Any]]]:
         """What reads: the files, and how. Each ends with every byte touched."""
@@ -164,7 +164,7 @@ def lookups(entries: int, repeats: int, place: Path, say: Say = lambda _: None) 
         rows = index.total()[0]
     asked, other = (np.concatenate([row.ids for row in prompt]) for prompt in (prompts[-1], rows_of(spec, tokens, scope, 1 << 40)))
 
-    def once(disk: Disk) -> None:
+    def once(disk: DiskTier) -> None:
         for name, ids in (("first_ms", asked), ("hit_ms", asked), ("miss_ms", other)):
             samples.add(name, _ms(partial(disk.index.longest, scope, ids, tokens)))
         assert sum(common for _, common in disk.index.longest(scope, asked, tokens)) == tokens
@@ -173,7 +173,7 @@ def lookups(entries: int, repeats: int, place: Path, say: Say = lambda _: None) 
 
     for _ in range(max(9, repeats)):
         began = time.perf_counter()
-        disk = Disk(StoreOptions(folder.path))
+        disk = DiskTier(StoreOptions(folder.path))
         samples.add("open_ms", (time.perf_counter() - began) * 1e3)
         once(disk)
     return {"rows": rows, **{name: samples.median(name) for name in ("open_ms", "first_ms", "hit_ms", "miss_ms")}}

@@ -19,21 +19,19 @@ from dataclasses import replace
 from ..errors import ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import KVSpec, Page
 from ..types import Forgotten, Grade, Precision, Reason, StoreOptions
-from .bring import MOST_BYTES, Bring
+from .admin.prune import prune
 from .deletion import Deletion, Deletions, Moment
-from .disk import Disk
+from .disk.disk_tier import DiskTier
+from .disk.index import Row
 from .entry import Entry, Match
-from .fetch import Fetch
 from .groups import Group
-from .index import Row
 from .keys import Ids, PinName, Role, Scope, as_ids, pin_name
-from .prune import prune
-from .repeats import Run, beside
-from .signatures import TAU, Window, datasketch
-from .signed import Signed
-from .tree import Tree
-
-__all__ = ["DEFAULT", "Disk", "Fetch", "Match", "Store"]
+from .memory.ngram_index import Run, beside
+from .memory.prefix_tree import PrefixTree
+from .minhash import TAU, Window, datasketch
+from .minhash_index import MinHashIndex
+from .page_prefetch import PagePrefetch
+from .segment_prefetch import MOST_BYTES, SegmentPrefetch
 
 DEFAULT = StoreOptions()
 READERS = 2  # requests whose pages are read at the same time
@@ -47,12 +45,12 @@ class Store:
     """
 
     def __init__(self, budget_bytes: int, host_bytes: int = 0, options: StoreOptions | None = None) -> None:
-        self.tree = Tree(budget_bytes, host_bytes)
+        self.tree = PrefixTree(budget_bytes, host_bytes)
         self.deletions = Deletions()
-        self.disk = Disk(options, self.deletions) if options is not None else None
-        self.signed: Signed | None = None
+        self.disk = DiskTier(options, self.deletions) if options is not None else None
+        self.signed: MinHashIndex | None = None
         self._listeners: list[Callable[[Deletion], None]] = []
-        self._lost: list[Disk] = []  # whose folder was deleted while it was used
+        self._lost: list[DiskTier] = []  # whose folder was deleted while it was used
         self._readers = ThreadPoolExecutor(READERS, "agentcache-reader") if self.disk else None
 
     @classmethod
@@ -110,13 +108,13 @@ class Store:
 
     def fetch(
         self, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None]
-    ) -> Fetch | None:
+    ) -> PagePrefetch | None:
         """What brings this prompt's pages into memory, if there is anything to wait for."""
         with self.deletions.lock:
             if self.disk is None or not self.tree.budget_bytes:
                 return None
             self.tree.drop_changed(scope, ids)  # here, so that it is read again for this very request
-            return Fetch(self, scope, ids, prefix_tokens, ms_per_token, spec, wake)
+            return PagePrefetch(self, scope, ids, prefix_tokens, ms_per_token, spec, wake)
 
     def read(self, job: Callable[[], None]) -> None:
         """Run `job` on a reading thread."""
@@ -195,7 +193,7 @@ class Store:
                 self._heed(disk)
         return Moment(self.deletions.generation, time.time())
 
-    def _heed(self, disk: Disk) -> None:
+    def _heed(self, disk: DiskTier) -> None:
         seen = disk.folder.generation
         try:
             for done in disk.index.deletions(self.deletions.generation):
@@ -207,7 +205,7 @@ class Store:
             return
         disk.seen = seen
 
-    def _lose(self, disk: Disk, why: str) -> None:
+    def _lose(self, disk: DiskTier, why: str) -> None:
         """Go on in memory: where the folder was is another store, with another key, or none."""
         self.disk = self.signed = None
         self._lost.append(disk)
@@ -275,7 +273,7 @@ class Store:
         disk, signed = self.disk, self.signed
         if disk is not None and (signed is None or tau not in (None, signed.signatures.tau)):
             datasketch()
-            self.signed = Signed(disk.index, disk.writer.after, tau or TAU)
+            self.signed = MinHashIndex(disk.index, disk.writer.after, tau or TAU)
 
     def note(self, scope: Scope, ids: Ids, windows: Seq[Window], received: Moment | None = None) -> None:
         """Remember the windows of an admitted prompt, behind the answer; no effect before `sign`, nor if it was deleted since."""
@@ -286,7 +284,7 @@ class Store:
     def bring(
         self, scope: Scope, ids: Ids, windows: Seq[Window], ms_per_token: float, spec: KVSpec, wake: Callable[[], None], *,
         since: int = 0, least: int = 32, most_bytes: int = MOST_BYTES,
-    ) -> Bring | None:  # fmt: skip
+    ) -> SegmentPrefetch | None:  # fmt: skip
         """What brings pages into memory that repeat some of ids[since:-1], at least `least` tokens of it, if there may be any.
 
         scope: how exact the pages must be stored. None before `sign`.
@@ -296,7 +294,7 @@ class Store:
                 return None
             if not self.tree.budget_bytes or not windows:
                 return None
-            return Bring(self, self.signed, scope, ids, windows, ms_per_token, spec, wake, since, least, most_bytes)
+            return SegmentPrefetch(self, self.signed, scope, ids, windows, ms_per_token, spec, wake, since, least, most_bytes)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -333,7 +331,7 @@ class Store:
                 quiet.clear() if busy else quiet.set()
 
     @property
-    def splices(self) -> Disk | None:
+    def splices(self) -> DiskTier | None:
         """Where the model's own ids are kept beyond this process."""
         return self.disk
 
@@ -352,7 +350,7 @@ class Store:
         left = None if until is None else until - time.monotonic()
         return not lost or (disk.writer.flush(left) and not self._unwritten(disk))
 
-    def _unwritten(self, disk: Disk) -> list[tuple[PinName, list[Entry]]]:
+    def _unwritten(self, disk: DiskTier) -> list[tuple[PinName, list[Entry]]]:
         """Pinned prefixes that are not whole on disk, and pinned there."""
         pinned = self.tree.pinned()
         here = disk.index.present({entry.row for _, path in pinned for entry in path})

@@ -1,0 +1,251 @@
+"""Is everything stored as it was written? Finds what is not, and mends it. Knows no requests, and prints nothing.
+
+damaged index     made anew from what the pages say of themselves      page without a row      deleted once its writer is dead
+changed row       made anew from what its page says of itself          unfinished page         likewise
+changed page      its row and its blob deleted: it is computed again   quarantined page        deleted, it was never served
+row without page  deleted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from ...errors import BlobError, StoreBusyError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
+from ...types import PAGE_TOKENS, Precision
+from ..disk import blob_files, process_identity
+from ..disk.folder import Folder
+from ..disk.index import Index
+from ..disk.schema import Row
+from ..groups import Group
+from ..keys import Scope, page_key
+from .rebuild import rebuild
+
+Progress = Callable[[int, int], None]  # bytes looked at so far, of how many
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """kind: index, page, missing, quarantined, orphan or part. name: of the file. mended: it is gone, or made anew."""
+
+    kind: str
+    name: str
+    why: str
+    bytes: int = 0
+    mended: bool = False
+
+
+@dataclass(slots=True)
+class Report:
+    """What was looked at, and what was wrong with it. rebuilt: rows of the new index, None if it stayed."""
+
+    pages: int = 0
+    bytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    rebuilt: int | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong, or nothing is any more."""
+        return all(problem.mended for problem in self.problems)
+
+
+def verify(folder: Folder, *, fix: bool = False, progress: Progress | None = None) -> Report:
+    """Check the index, every byte of every page, and every file. fix: mend what is wrong, and touch nothing else.
+
+    Pages that another process evicts meanwhile are no problem; nor are files that a running process has not finished.
+    """
+    if fix and not folder.writable:
+        raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be mended")
+    report = Report()
+    index = _sound_index(folder, report, fix)
+    if index is None:
+        _check_files(folder, report, progress or _silent)
+        return report
+    with index:
+        _check_rows(folder, index, report, fix, progress or _silent)
+        report.problems += _orphans(folder, index, fix)
+    return report
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+# -- the index -----------------------------------------------------------------------------------------------------
+
+
+def index_problems(folder: Folder, fix: bool = False) -> list[str]:
+    """What is wrong with the index, in words. fix: whether it shall be written to, too."""
+    try:
+        with Index(folder, unshared=True) as index:
+            found = index.check()
+            lost = int(str(index.stats()["groups"])) - len(index.groups())
+            if fix:
+                index.drop_dead_pins()
+            return [*found, f"{lost} manifests of tool groups are damaged"] if lost > 0 else found
+    except (StoreBusyError, StoreFormatError, StoreFullError):
+        raise
+    except StoreError as error:  # damaged, or as good as that
+        return [str(error)]
+
+
+def _sound_index(folder: Folder, report: Report, fix: bool) -> Index | None:
+    """The index, made anew where it is damaged and that is asked for; None: it is damaged."""
+    found = index_problems(folder, fix)
+    problems = [Problem("index", folder.index.name, why) for why in found]
+    if found and fix:
+        try:
+            report.rebuilt = rebuild(folder, described(folder))
+            problems = [replace(problem, mended=True) for problem in problems]
+        except StoreError as error:  # somebody is using it
+            problems.append(Problem("index", folder.index.name, str(error)))
+    report.problems += problems
+    return Index(folder, unshared=True) if report.rebuilt is not None or not found else None
+
+
+def described(folder: Folder) -> Iterator[Row]:
+    """The rows of all finished pages, as they tell them. Who does not tell a right one is left out."""
+    from ..disk import blob_io
+
+    for file in blob_files.files(folder):
+        if not file.part:
+            with suppress(BlobError):
+                yield blob_io.describe(folder, file.name)
+
+
+# -- pages ---------------------------------------------------------------------------------------------------------
+
+
+def _check_rows(folder: Folder, index: Index, report: Report, fix: bool, progress: Progress) -> None:
+    total = index.total()[1]
+    for row in index.rows():
+        problem = _problem(folder, row)
+        report.pages += 1
+        report.bytes += row.bytes
+        progress(report.bytes, max(total, report.bytes))
+        if problem is None or not _still(index, row):
+            continue
+        report.problems.append(replace(problem, mended=fix and _mend(folder, index, row, problem)))
+
+
+def _mend(folder: Folder, index: Index, row: Row, problem: Problem) -> bool:
+    if problem.kind != "index":
+        return delete(folder, index, [row.id])[0] > 0
+    from ..disk import blob_io
+
+    told = replace(blob_io.describe(folder, row.blob), role=row.role, used=row.used, hits=row.hits)
+    gone = index.remove([row.id], force=True)
+    index.restore([told])
+    return bool(gone)
+
+
+def _problem(folder: Folder, row: Row) -> Problem | None:
+    """What is wrong with a page. Another trouble than a bad blob, such as too many open files, is raised."""
+    from ..disk import blob_io
+
+    if row.bad is not None:
+        return Problem("quarantined", row.blob, row.bad, row.bytes)
+    try:
+        blob_io.verify(folder, row)
+    except BlobError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return Problem("missing", row.blob, "there is no such file", 0)
+        with suppress(BlobError):  # the page is as it was written, and vouched for: its row is not
+            blob_io.verify(folder, blob_io.describe(folder, row.blob))
+            return Problem("index", row.blob, str(error), row.bytes)
+        return Problem("page", row.blob, str(error), row.bytes)
+    return None
+
+
+def _still(index: Index, row: Row) -> bool:
+    """Whether the row is as it was listed: others evict and replace pages while we look at them."""
+    now = index.row(row.page_key, row.fingerprint, row.precision)
+    return now is not None and (now.id, now.blob) == (row.id, row.blob)
+
+
+def _check_files(folder: Folder, report: Report, progress: Progress) -> None:
+    """Without an index: each page against itself."""
+    from ..disk import blob_io
+
+    finished = [file for file in blob_files.files(folder) if not file.part]
+    total = sum(file.bytes for file in finished)
+    for file in finished:
+        try:
+            blob_io.verify(folder, blob_io.describe(folder, file.name))
+        except BlobError as error:
+            report.problems.append(Problem("page", file.name, str(error), file.bytes))
+        report.pages += 1
+        report.bytes += file.bytes
+        progress(report.bytes, total)
+
+
+# -- what dead processes left --------------------------------------------------------------------------------------
+
+
+def orphans(folder: Folder, index: Index) -> list[blob_files.File]:
+    """Files that no row names and no running process is writing."""
+    return [file for file in blob_files.unnamed(folder, index.has_blobs) if not process_identity.alive(file.writer, since=file.changed)]
+
+
+def _orphans(folder: Folder, index: Index, fix: bool) -> list[Problem]:
+    found = orphans(folder, index)
+    if found and fix:
+        blob_files.sweep(folder, index.has_blobs)
+    words = {False: ("orphan", "no row of the index names it"), True: ("part", "its writer died before it was finished")}
+    return [Problem(words[file.part][0], file.name, words[file.part][1], file.bytes, mended=fix) for file in found]
+
+
+def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True) -> tuple[int, int]:
+    """Remove rows, then their blobs; returns how many, and of how many bytes. On a full disk one by one, and the blob first."""
+    wanted = list(ids)
+
+    def free(row: Row) -> None:
+        with suppress(BlobError):  # a name that no blob can have
+            blob_files.unlink(folder, row.blob)
+
+    try:
+        gone = index.remove(wanted, force=force)
+    except StoreFullError:
+        gone = [row for id in wanted for row in index.remove([id], force=force, freeing=free)]
+    for row in gone:
+        free(row)
+    return len(gone), sum(row.bytes for row in gone)
+
+
+# -- tool groups ---------------------------------------------------------------------------------------------------
+
+
+def pages_of(index: Index, group: Group, precision: str | None = None) -> list[Row | None]:
+    """The rows of a group's pages in that precision, by default in the one of which most are there; None where one is missing.
+
+    The last page may be stored longer than the group is: something that began with the group went on in it.
+    """
+    best: list[Row | None] = []
+    for kind in (precision,) if precision else get_args(Precision):
+        rows = [_served(index, bytes.fromhex(key), group.fingerprint, kind) for key in group.pages]
+        rows[-1] = rows[-1] or _longer(index, group, kind)
+        if not best or sum(row is not None for row in rows) > sum(row is not None for row in best):
+            best = rows
+        if None not in best:
+            break
+    return best
+
+
+def _served(index: Index, key: bytes, fingerprint: str, precision: str) -> Row | None:
+    with suppress(BlobError):  # verify finds it
+        row = index.row(key, fingerprint, precision)
+        return row if row is not None and row.bad is None else None
+    return None
+
+
+def _longer(index: Index, group: Group, precision: str) -> Row | None:
+    tokens = group.prefix_tokens - PAGE_TOKENS * (len(group.pages) - 1)
+    root = Scope(group.namespace, group.fingerprint, group.regime).root
+    parent = bytes.fromhex(group.pages[-2]) if len(group.pages) > 1 else root
+    for row in index.rows(parent=parent, fingerprint=group.fingerprint, bad=False):
+        if row.precision == precision and 0 < tokens < row.tokens and page_key(parent, row.ids[:tokens]) == group.tip:
+            return row
+    return None

@@ -1,0 +1,191 @@
+"""What is to go: pages by age, namespace, tool group or down to a size, and what belongs to them. Knows no requests, and prints nothing.
+
+Nothing goes that a running process has pinned, nor what such a page continues, unless that is asked for by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+
+from ...errors import StoreFullError, StorePermissionError
+from ...types import PAGE_TOKENS
+from ..deletion import Deletion
+from ..disk import blob_files
+from ..disk.folder import Folder
+from ..disk.index import Index
+from ..disk.schema import Row
+from ..groups import Group
+from ..keys import Scope, page_key
+from ..minhash_index import drop_under
+from .check import delete, orphans, pages_of
+
+BATCH = 256  # rows removed in one transaction
+
+
+@dataclass(slots=True)
+class Pruned:
+    """What went, or would go. kept: pages that were meant but stay, because running processes have pinned them or what continues them.
+
+    orphans: files that dead processes had left, and `orphan_bytes` in them.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    groups: list[str] = field(default_factory=list)
+    splices: int = 0
+    orphans: int = 0
+    orphan_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What choosing needs of a row: rows with their ids would be a lot of memory."""
+
+    id: int
+    place: int
+    size: int
+    key: bytes
+    parent: bytes
+    kind: tuple[str, str]
+
+
+def prune(
+    folder: Folder, index: Index, *, namespace: str | None = None, older_than: float | None = None, group: Group | None = None,
+    max_bytes: int | None = None, force: bool = False, dry_run: bool = False,
+) -> Pruned:  # fmt: skip
+    """Delete pages, with their groups and the model's own ids, of a namespace and an age (None: all); or one group; or down to a size.
+
+    older_than: seconds since it was made. group: its pages and what continues them, but for what other groups share. max_bytes: in the
+    order in which the store makes room. force: also what running processes have pinned. Leftovers of dead processes go in any case.
+    """
+    if not folder.writable and not dry_run:
+        raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
+    left = orphans(folder, index)
+    if not dry_run:
+        blob_files.sweep(folder, index.has_blobs)  # first what frees room: on a full disk nothing can be written before
+    untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, force)
+    if untold is not None:
+        with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
+            index.record_deletion(untold)
+            untold = None
+    held = set() if force else _held(index)
+    if max_bytes is not None:
+        wanted, names = _surplus(index, max_bytes, force), []
+    elif group is not None:
+        wanted = _continuing(index, group)
+        names = [group]
+    else:
+        wanted = [_item(row) for row in index.rows(namespace=namespace, older_than=older_than)]
+        before = time.time() - (older_than or 0.0)
+        names = [found for found in index.groups(namespace) if older_than is None or found.created < before]
+    names = [found for found in names if not any(row is not None and row.id in held for row in pages_of(index, found))]
+    going = [item for item in wanted if item.id not in held]
+    done = Pruned(groups=[found.name for found in names])
+    done.kept, done.kept_bytes = len(wanted) - len(going), sum(item.size for item in wanted if item.id in held)
+    done.orphans, done.orphan_bytes = len(left), sum(file.bytes for file in left)
+    if dry_run:
+        done.pages, done.bytes = len(going), sum(item.size for item in going)
+        return done
+    done.pages, done.bytes = _remove(folder, index, going, force)
+    if untold is not None:  # the disk was full, for all who write
+        index.record_deletion(untold)
+    for found in names:
+        index.drop_group(found.namespace, found.name, found.fingerprint)
+    if max_bytes is None and group is None:
+        done.splices = index.drop_splices(namespace, older_than)
+        index.drop_segments(namespace, older_than)
+    if group is not None:
+        drop_under(index, group.namespace, group.fingerprint, {item.parent for item in going})
+    index.drop_dead_pins()
+    index.empty_log()
+    return done
+
+
+def _told(index: Index, namespace: str | None, older_than: float | None, group: Group | None, force: bool) -> Deletion:
+    if group is None:
+        return Deletion(namespace, None if older_than is None else time.time() - older_than, force)
+    return Deletion.of_group(group, (other for other in index.groups() if _name(other) != _name(group)), force)
+
+
+def _item(row: Row) -> _Item:
+    return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, (row.fingerprint, row.precision))
+
+
+def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool) -> tuple[int, int]:
+    """Last pages first; returns how many, and of how many bytes. What was pinned since it was chosen stays."""
+    left = iter(sorted(items, key=lambda item: -item.place))
+    count = size = 0
+    while batch := [item.id for item in islice(left, BATCH)]:
+        more, bytes = delete(folder, index, batch, force)
+        count, size = count + more, size + bytes
+        if not force and more < len(batch):  # they have continuations that stay, or are pinned now
+            held = _held(index)
+            more, bytes = delete(folder, index, [id for id in batch if id not in held])
+            count, size = count + more, size + bytes
+    return count, size
+
+
+def _held(index: Index) -> set[int]:
+    """Pages that running processes have pinned, and those that these continue."""
+    pinned = index.pinned()
+    if not pinned:
+        return set()
+    items = {(item.kind, item.key): item for item in map(_item, index.rows())}
+    held: set[int] = set()
+    for item in items.values():
+        above: _Item | None = item if item.id in pinned else None
+        while above is not None and above.id not in held:
+            held.add(above.id)
+            above = items.get((above.kind, above.parent))
+    return held
+
+
+def _continuing(index: Index, group: Group) -> list[_Item]:
+    """A group's pages and all that continues them, but for what other groups are made of."""
+    others = [other for other in index.groups() if (other.namespace, other.name, other.fingerprint) != _name(group)]
+    kept = {key for other in others for key in other.pages}  # not what another group's last page has become
+    shared = {row.id for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept}
+    below: dict[tuple[tuple[str, str], bytes], list[_Item]] = {}
+    for item in map(_item, index.rows(fingerprint=group.fingerprint)):
+        below.setdefault((item.kind, item.parent), []).append(item)
+    own = {bytes.fromhex(key) for key in group.pages}
+    found: dict[int, _Item] = {}
+    due = [item for items in below.values() for item in items if item.key in own and item.id not in shared]
+    above = bytes.fromhex(group.pages[-2]) if len(group.pages) > 1 else Scope(group.namespace, group.fingerprint, group.regime).root
+    last = group.prefix_tokens - PAGE_TOKENS * (len(group.pages) - 1)
+    for row in index.rows(parent=above, fingerprint=group.fingerprint):  # what the last page grew into
+        if row.tokens > last > 0 and page_key(above, row.ids[:last]) == group.tip and row.id not in shared:
+            due.append(_item(row))
+    while due:
+        item = due.pop()
+        if item.id not in found:
+            found[item.id] = item
+            due += [child for child in below.get((item.kind, item.key), ()) if child.id not in shared]
+    return list(found.values())
+
+
+def _name(group: Group) -> tuple[str, str, str]:
+    return group.namespace, group.name, group.fingerprint
+
+
+def _surplus(index: Index, max_bytes: int, force: bool) -> list[_Item]:
+    """What is too much, in the order in which the store makes room; forced: pinned pages after all others."""
+    need = index.total()[1] - max_bytes
+    if need <= 0:
+        return []
+    chosen = [_item(row) for row in index.victims(need)]
+    need -= sum(item.size for item in chosen)
+    if not force or need <= 0:
+        return chosen
+    known = {item.id for item in chosen}
+    for row in sorted(index.rows(), key=lambda row: (row.role, -row.place, row.used)):
+        if need > 0 and row.id not in known:
+            chosen.append(_item(row))
+            need -= row.bytes
+    return chosen

@@ -1,0 +1,165 @@
+"""One blob, open: its header, ids and list of MACs authenticated, its layers verified as they are read. Knows no pages in memory."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from ...errors import BlobError
+from ..keys import page_key
+from . import blob_files, quantize
+from .blob_format import DTYPES, MAC_BYTES, SAME, Plan, front_bytes, layer_context, parse, parts, tail_context
+from .folder import Folder
+from .schema import Row
+
+PIECE = 1 << 20  # bytes read, then hashed while they are still in a core's cache
+MAPPED_PIECE = 1 << 23  # what is mapped is hashed in larger ones: between two of them a thread waits for the interpreter
+TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
+Progress = Callable[[int], None]
+
+
+def view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, of any dtype."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def mac_of(key: bytes, context: bytes, *buffers: bytes | memoryview) -> bytes:
+    """The keyed hash of these bytes in their context."""
+    mac = blake3(context, key=key)
+    for buffer in buffers:
+        mac.update(buffer)
+    return mac.digest()
+
+
+@dataclass(slots=True, eq=False)
+class Blob:
+    """An open blob whose header, ids and list of macs are authenticated. row: as the blob tells it."""
+
+    folder: Folder
+    row: Row
+    plan: Plan
+    fd: int
+    macs: bytes
+
+    def mac(self, layer: int) -> bytes:
+        return self.macs[layer * MAC_BYTES : (layer + 1) * MAC_BYTES]
+
+    def read(self, layer: int, buffers: Sequence[memoryview], done: Progress) -> None:
+        """Fill buffers with a layer's bytes, and check them. BlobError: they hold what must not be used."""
+        at = self.plan.at(layer)
+
+        def pieces() -> Iterator[memoryview]:
+            nonlocal at
+            for buffer in buffers:
+                for start in range(0, len(buffer), PIECE):
+                    piece = buffer[start : start + PIECE]
+                    blob_files.read_into(self.fd, piece, at, self.row.blob)
+                    at += len(piece)
+                    yield piece
+
+        self._check(layer, pieces(), done)
+        assert at == self.plan.at(layer + 1)
+
+    def come(self, layer: int, scratch: memoryview, done: Progress) -> None:
+        """Have the system read a layer into its page cache, and check it on the way."""
+        first, last = self.plan.at(layer), self.plan.at(layer + 1)
+
+        def pieces() -> Iterator[memoryview]:
+            for at in range(first, last, len(scratch)):
+                piece = scratch[: min(last - at, len(scratch))]
+                blob_files.read_into(self.fd, piece, at, self.row.blob)
+                yield piece
+
+        self._check(layer, pieces(), done)
+
+    def check(self, layer: int, whole: memoryview, done: Progress) -> None:
+        """Check a layer of a file that is mapped."""
+        first, last = self.plan.at(layer), self.plan.at(layer + 1)
+        self._check(layer, (whole[at : min(last, at + MAPPED_PIECE)] for at in range(first, last, MAPPED_PIECE)), done)
+
+    def _check(self, layer: int, pieces: Iterable[memoryview], done: Progress) -> None:
+        mac = blake3(layer_context(self.row, layer, self.plan.sealed), key=self.folder.key)
+        for piece in pieces:
+            mac.update(piece)
+            done(len(piece))
+        if not hmac.compare_digest(mac.digest(), self.mac(layer)):
+            raise BlobError(f"blob {self.row.blob!r}: layer {layer} was changed since it was written")
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def open_blob(folder: Folder, name: str) -> Blob:
+    """A blob whose header, ids and macs are what was written; BlobError otherwise."""
+    fd, size = blob_files.open_file(folder, name)
+    try:
+        length = bytearray(min(8, size))
+        blob_files.read_into(fd, memoryview(length), 0, name)
+        front = bytearray(front_bytes(bytes(length), size))
+        blob_files.read_into(fd, memoryview(front), 0, name)
+        row, made = parse(bytes(front), folder.encrypted)
+        if made.bytes != size:
+            raise BlobError(f"it has {size} bytes instead of {made.bytes}")
+        tail = bytearray(made.bytes - made.ids)
+        blob_files.read_into(fd, memoryview(tail), made.ids, name)
+        ids, macs = bytes(tail[: made.macs - made.ids]), bytes(tail[made.macs - made.ids :])
+        context = tail_context(row, made.sealed)
+        if not hmac.compare_digest(mac_of(folder.key, context, made.front, ids, macs[:-MAC_BYTES]), macs[-MAC_BYTES:]):
+            raise BlobError("its header, ids or list of macs was changed since it was written, or it is another store's")
+        ids = folder.open_sealed(ids, context) if made.sealed else ids
+        row = replace(row, ids=np.frombuffer(ids, dtype="<u4").astype(np.uint32), blob=name, bytes=size)
+        if page_key(row.parent, row.ids) != row.page_key:
+            raise BlobError("its ids are not those of its key")
+        return Blob(folder, row, made, fd, macs)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, BlobError) and repr(name) not in str(error):
+            raise BlobError(f"blob {name!r}: {error}") from error.__cause__
+        raise
+
+
+@contextmanager
+def opened(folder: Folder, row: Row) -> Iterator[Blob]:
+    """The blob of a row; BlobError if it is another's."""
+    blob = open_blob(folder, row.blob)
+    try:
+        same(row, blob.row)
+        yield blob
+    finally:
+        blob.close()
+
+
+def same(row: Row, found: Row) -> None:
+    for name in SAME:
+        if getattr(row, name) != getattr(found, name):
+            raise BlobError(f"blob {row.blob!r} has {name} {getattr(found, name)!r}, its row says {getattr(row, name)!r}")
+    if not np.array_equal(row.ids, found.ids):
+        raise BlobError(f"blob {row.blob!r} has other ids than its row")
+
+
+def tensors(row: Row, stored: memoryview) -> dict[str, torch.Tensor]:
+    """A layer as it is stored, in clear, as tensors over that memory."""
+    found, at = {}, 0
+    for part in parts(row):
+        flat = torch.frombuffer(stored[at : at + part.bytes], dtype=torch.uint8)
+        found[part.name] = flat.view(TORCH[part.dtype]).view(part.shape)
+        at += part.bytes
+    return found
+
+
+def layer_is_finite(row: Row, stored: memoryview) -> bool:
+    """Whether a layer gives keys and values without NaN and infinity."""
+    found = tensors(row, stored)
+    if row.precision != "exact":
+        dtype, shape = TORCH[DTYPES[row.dtype]], (row.kv_heads, row.head_dim, row.tokens)
+        keys, values = torch.empty(shape, dtype=dtype), torch.empty((shape[0], shape[2], shape[1]), dtype=dtype)
+        quantize.dequantize(found, row.precision, keys, values)
+        found = {"keys": keys, "values": values}
+    return all(bool(torch.isfinite(tensor).all()) for tensor in found.values())

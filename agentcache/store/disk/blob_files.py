@@ -1,0 +1,275 @@
+"""Blobs as files: their names, safe opening, writing that is complete or leaves nothing, sweeping. Knows nothing of their contents.
+
+blobs/ab/NAME.safetensors        NAME = 32 hexadecimal digits "-" the writer's process token; ab = its first two digits
+blobs/ab/NAME.part               being written
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import mmap
+import os
+import re
+import secrets
+import stat
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from ...errors import BlobError, StoreError, StoreFullError, StorePermissionError
+from . import process_identity
+from .folder import Folder
+
+WHOLE, PART = ".safetensors", ".part"
+NAME = re.compile(rf"(?a:[0-9a-f]{{32}})-({process_identity.TOKEN.pattern})")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DAMAGED = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+IOV = 512  # buffers per call, below every system's limit
+LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs"}  # where a deleted file that is mapped can still be read
+POPULATE_READ = 22  # of madvise, Linux 5.14; Python has no name for it before 3.13
+PROBE = 1 << 18  # bytes between two looks at what the system holds in memory
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of the store. writer: the token of the process that wrote it. part: it was never finished."""
+
+    name: str
+    writer: str
+    part: bool
+    bytes: int
+    changed: float
+
+
+class Swept(NamedTuple):
+    """How many files were deleted, of how many bytes, and the bytes of those whose writers may still be running."""
+
+    files: int
+    bytes: int
+    left_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A blob's file as it was when it was opened. times: of its last change, and of its contents, in ns."""
+
+    path: str
+    file: tuple[int, int]
+    bytes: int
+    times: tuple[int, int]
+
+    @classmethod
+    def of(cls, folder: Folder, name: str, fd: int) -> Opened:
+        """The file behind this descriptor."""
+        about = os.fstat(fd)
+        path = os.fspath(folder.blobs / name[:2] / f"{name}{WHOLE}")
+        return cls(path, (about.st_dev, about.st_ino), about.st_size, (about.st_ctime_ns, about.st_mtime_ns))
+
+    def changed(self) -> bool:
+        """Whether it was touched since. A file that was deleted, or replaced by another, cannot be: nobody finds it any more."""
+        try:
+            about = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return False
+        if (about.st_dev, about.st_ino) != self.file:
+            return False
+        return (about.st_size, about.st_ctime_ns, about.st_mtime_ns) != (self.bytes, *self.times)
+
+
+@contextmanager
+def _place(folder: Folder, name: str, make: bool = False) -> Iterator[int]:
+    """The descriptor of the folder a blob lies in. Nothing on the way is followed elsewhere."""
+    if NAME.fullmatch(name) is None:
+        raise BlobError(f"{name!r} is no name of a blob")
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    above = os.open(folder.blobs, flags)
+    try:
+        try:
+            place = os.open(name[:2], flags, dir_fd=above)
+        except FileNotFoundError:
+            if not make:
+                raise
+            with suppress(FileExistsError):
+                os.mkdir(name[:2], 0o700, dir_fd=above)
+            os.fsync(above)
+            place = os.open(name[:2], flags, dir_fd=above)
+    finally:
+        os.close(above)
+    try:
+        yield place
+    finally:
+        os.close(place)
+
+
+def refusal(name: str, error: OSError, doing: str) -> StoreError:
+    """What an operating system's error means here: a full disk, a bad blob, or neither."""
+    said = f"blob {name!r}: {doing} failed: {error.strerror or error}"
+    if error.errno in FULL:
+        return StoreFullError(f"{said}; free some room or prune the store")
+    if doing == "reading" and error.errno in DAMAGED:
+        return BlobError(said)
+    return StoreError(said)
+
+
+def open_file(folder: Folder, name: str) -> tuple[int, int]:
+    """A descriptor to read a blob from, and its size. BlobError if it is not there or no plain file of ours."""
+    try:
+        with _place(folder, name) as place:
+            fd = os.open(name + WHOLE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise refusal(name, error, "reading") from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(fd)
+        raise BlobError(f"blob {name!r} is no plain file of ours")
+    return fd, found.st_size
+
+
+def read_into(fd: int, buffer: memoryview, at: int, name: str) -> None:
+    """Fill the buffer from offset `at`."""
+    while len(buffer):
+        try:
+            count = os.preadv(fd, [buffer], at)
+        except OSError as error:
+            raise refusal(name, error, "reading") from error
+        if not count:
+            raise BlobError(f"blob {name!r} ends at byte {at}: it became shorter while it was read")
+        buffer, at = buffer[count:], at + count
+
+
+@functools.cache
+def local(path: Path) -> bool:
+    """Whether a folder lies on a file system of this machine's own: another machine could take a mapped file away under a reader."""
+    path = path.resolve()
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((mounts[above] in LOCAL for above in (path, *path.parents) if above in mounts), False)
+
+
+def in_memory(fd: int, size: int) -> bool:
+    """Whether the system holds all of a file in its page cache, as far as samples tell."""
+    nowait, byte = getattr(os, "RWF_NOWAIT", None), bytearray(1)
+    if nowait is None:
+        return False
+    try:
+        return all(os.preadv(fd, [byte], at, nowait) for at in range(0, size, PROBE))
+    except OSError:  # BlockingIOError where the disk would be asked; others where the question is unknown
+        return False
+
+
+def map_file(fd: int, size: int) -> mmap.mmap:
+    """All of a file as memory that no write goes back from. The file may be deleted while it lives, but never be cut short."""
+    return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def bring_in(mapped: memoryview, at: int, size: int) -> None:
+    """Have the system map these bytes of a mapped file at once instead of one memory page at a time, where it can."""
+    memory = mapped.obj
+    assert isinstance(memory, mmap.mmap)
+    if sys.platform != "linux":
+        return
+    first = at // mmap.PAGESIZE * mmap.PAGESIZE
+    with suppress(OSError, ValueError):  # a kernel that does not know it
+        memory.madvise(POPULATE_READ, first, at + size - first)
+
+
+def write_from(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+    """Write all buffers at offset `at`; returns the offset behind them. OSError as the system raises it."""
+    left = [buffer for buffer in buffers if len(buffer)]
+    while left:
+        count = os.pwritev(fd, left[:IOV], at)
+        if not count:
+            raise OSError(errno.EIO, "nothing was written")
+        at += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    return at
+
+
+@contextmanager
+def new_file(folder: Folder) -> Iterator[tuple[str, int]]:
+    """The name of a new blob and a descriptor to write it to. Complete and safe from a power cut once the block ends; or gone."""
+    if not folder.writable:
+        raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be added")
+    name = f"{secrets.token_hex(16)}-{process_identity.token()}"
+    try:
+        with _place(folder, name, make=True) as place:
+            try:
+                fd = os.open(name + PART, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place)
+                try:
+                    yield name, fd
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                os.rename(name + PART, name + WHOLE, src_dir_fd=place, dst_dir_fd=place)
+                os.fsync(place)
+            except BaseException:
+                for suffix in (PART, WHOLE):
+                    with suppress(OSError):
+                        os.unlink(name + suffix, dir_fd=place)
+                raise
+    except StoreError:
+        raise
+    except OSError as error:
+        raise refusal(name, error, "writing") from error
+
+
+def unlink(folder: Folder, name: str, suffix: str = WHOLE) -> bool:
+    """Delete a file of the store; returns whether it was there."""
+    try:
+        with _place(folder, name) as place:
+            os.unlink(name + suffix, dir_fd=place)
+    except FileNotFoundError:
+        return False
+    except StoreError:
+        raise
+    except OSError as error:
+        raise refusal(name, error, "deleting") from error
+    return True
+
+
+def files(folder: Folder) -> Iterator[File]:
+    """All blobs that lie in the store, finished or not. What has another name is not ours and is left out."""
+    try:
+        places = [entry.path for entry in os.scandir(folder.blobs) if entry.is_dir(follow_symlinks=False)]
+        for place in sorted(places):
+            for entry in os.scandir(place):
+                name, dot, suffix = entry.name.rpartition(".")
+                found = NAME.fullmatch(name)
+                if found is None or dot + suffix not in (WHOLE, PART) or name[:2] != os.path.basename(place):
+                    continue
+                with suppress(FileNotFoundError):  # deleted or renamed meanwhile
+                    about = entry.stat(follow_symlinks=False)
+                    yield File(name, found[1], dot + suffix == PART, about.st_size, about.st_mtime)
+    except OSError as error:
+        raise refusal("*", error, "listing") from error
+
+
+def unnamed(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> list[File]:
+    """Files that no row names: parts, and blobs whose row is not there yet, or never will be.
+
+    known: which of these names have a row; asked after the files were listed, so that a row inserted meanwhile is seen.
+    """
+    found = list(files(folder))
+    rows = known([file.name for file in found if not file.part])
+    return [file for file in found if file.part or file.name not in rows]
+
+
+def sweep(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> Swept:
+    """Delete what dead writers left behind of what no row names (`unnamed`)."""
+    count = size = left = 0
+    for file in unnamed(folder, known):
+        if process_identity.alive(file.writer, since=file.changed):
+            left += file.bytes
+        elif unlink(folder, file.name, PART if file.part else WHOLE):
+            count, size = count + 1, size + file.bytes
+    return Swept(count, size, left)

@@ -1,0 +1,187 @@
+"""What a blob looks like, byte by byte: a safetensors file whose header follows from the row it belongs to. Opens no files.
+
+    length (8) | header, JSON | spaces up to a multiple of 4096 | layer 0 | layer 1 | ... | ids | macs      (docs/format.md)
+
+Nothing in a header is believed: it is parsed into a row, the header that this row must have is built, and both must be the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import BlobError, StoreError
+from ...kv import PAGE_TOKENS
+from ..keys import Role
+from . import quantize
+from .schema import Row
+
+FORMAT = "1"
+ALIGN = 4096  # where data starts: whole pages of memory and of most disks
+FRONT_MOST = 65536  # bytes before the data
+MAC_BYTES = 32
+SEAL_BYTES = 28  # what encrypting adds: 12 bytes of nonce, 16 of tag
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I8": 1, "U8": 1}
+PRECISIONS = ("exact", *quantize.PRECISIONS)
+MOST = {"place": 1 << 24, "tokens": PAGE_TOKENS, "role": max(Role), "layers": 1024, "kv_heads": 4096, "head_dim": 4096}
+MOST_CHANNELS = 1 << 16  # of a layer's keys: 0.1 GB a page in fp32
+KIND = ("dtype", "layers", "kv_heads", "head_dim")
+SAME = ("page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "numerics", "precision", "bytes", *KIND)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One entry of a header. dtype: as safetensors calls it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where everything lies in the blob of one row.
+
+    front: all bytes before the data. layer: the tensors of each layer without their number. sealed: whether layers and ids are encrypted.
+    ids, macs, bytes: offsets in the file, the last one of its end.
+    """
+
+    front: bytes
+    layer: tuple[Tensor, ...]
+    layer_bytes: int
+    sealed: bool
+    ids: int
+    macs: int
+    bytes: int
+
+    def at(self, layer: int) -> int:
+        """Offset of a layer in the file."""
+        return len(self.front) + layer * self.layer_bytes
+
+
+def plan(row: Row, sealed: bool) -> Plan:
+    """The blob of this row. StoreError if its header would be too long to be read again."""
+    layer = _layer(row, sealed)
+    tensors = [Tensor(f"{part.name}.{number}", part.dtype, part.shape) for number in range(row.layers) for part in layer]
+    ids = Tensor("ids", "U8", (4 * row.tokens + SEAL_BYTES,)) if sealed else Tensor("ids", "U32", (row.tokens,))
+    macs = Tensor("macs", "U8", (row.layers + 1, MAC_BYTES))
+    header: dict[str, Any] = {"__metadata__": {"agentcache": FORMAT, "row": pack(row)}}
+    at = 0
+    for tensor in (*tensors, ids, macs):
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, at + tensor.bytes)}
+        at += tensor.bytes
+    text = _json(header)
+    size = -(-(8 + len(text)) // ALIGN) * ALIGN
+    if size > FRONT_MOST:
+        raise StoreError(f"namespace={row.namespace[:40]!r}...: a header of {size} bytes, {FRONT_MOST} are possible; use shorter names")
+    front = (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+    layer_bytes = sum(part.bytes for part in layer)
+    end = size + at
+    return Plan(front, layer, layer_bytes, sealed, end - macs.bytes - ids.bytes, end - macs.bytes, end)
+
+
+def _layer(row: Row, sealed: bool) -> tuple[Tensor, ...]:
+    shape = row.kv_heads, row.head_dim, row.tokens
+    if row.precision == "exact":
+        dtype = DTYPES[row.dtype]
+        parts = [Tensor("keys", dtype, shape), Tensor("values", dtype, (shape[0], shape[2], shape[1]))]
+    else:
+        parts = [Tensor(*part) for part in quantize.parts(row.precision, *shape)]
+    return (Tensor("layer", "U8", (SEAL_BYTES + sum(part.bytes for part in parts),)),) if sealed else tuple(parts)
+
+
+def parts(row: Row) -> tuple[Tensor, ...]:
+    """The tensors of a layer, in order, once it is decrypted."""
+    return _layer(row, sealed=False)
+
+
+def parse(front: bytes, sealed: bool) -> tuple[Row, Plan]:
+    """The row, without ids, that the bytes before the data tell of. BlobError if any of them is not as it must be."""
+    try:
+        header = json.loads(front[8:])
+        row = unpack(header["__metadata__"]["row"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BlobError(f"its header is no header of a page: {type(error).__name__}") from None
+    try:
+        made = plan(row, sealed)
+    except StoreError as error:
+        raise BlobError(str(error)) from None
+    if made.front != front:
+        raise BlobError("its header is not the one that its metadata call for")
+    return row, made
+
+
+def front_bytes(length: bytes, file_bytes: int) -> int:
+    """How long the part before the data is, by its first 8 bytes."""
+    size = 8 + int.from_bytes(length, "little")
+    if len(length) != 8 or size % ALIGN or not ALIGN <= size <= min(FRONT_MOST, file_bytes):
+        raise BlobError(f"its header has {size - 8} bytes in a file of {file_bytes}")
+    return size
+
+
+def layer_context(row: Row, layer: int, sealed: bool) -> bytes:
+    """What a layer's bytes are authenticated, and encrypted, together with."""
+    shape = row.kv_heads, row.head_dim, row.tokens
+    what = ["agentcache layer", FORMAT, sealed, row.page_key.hex(), row.fingerprint, row.precision, layer, row.dtype, *shape]
+    return _json(what) + b"\n"
+
+
+def tail_context(row: Row, sealed: bool) -> bytes:
+    """What front, ids and the layers' macs are authenticated together with; also for encrypting the ids."""
+    return _json(["agentcache page", FORMAT, sealed, row.page_key.hex()]) + b"\n"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def pack(row: Row) -> str:
+    """What the index can be rebuilt from, the ids apart. A JSON text inside JSON: any namespace survives it, and other readers."""
+    return _json(
+        {
+            "page_key": row.page_key.hex(),
+            "parent": row.parent.hex(),
+            "namespace": row.namespace,
+            "fingerprint": row.fingerprint,
+            "regime": row.regime,
+            "place": row.place,
+            "tokens": row.tokens,
+            "numerics": sorted(row.numerics),
+            "precision": row.precision,
+            "role": row.role,
+            "dtype": row.dtype,
+            "layers": row.layers,
+            "kv_heads": row.kv_heads,
+            "head_dim": row.head_dim,
+            "created": float(row.created),
+        }
+    ).decode("ascii")
+
+
+def unpack(text: str) -> Row:
+    """ValueError, KeyError or TypeError if it is not what `pack` writes."""
+    found = json.loads(text)
+    for name, most in MOST.items():
+        value = found[name]
+        if type(value) is not int or not (name in ("place", "role") and value == 0) and not 1 <= value <= most:
+            raise ValueError(name)
+    if found["kv_heads"] * found["head_dim"] > MOST_CHANNELS:
+        raise ValueError("head_dim")
+    strings = [found[name] for name in ("namespace", "fingerprint", "regime")] + found["numerics"]
+    if not all(type(value) is str for value in strings) or found["dtype"] not in DTYPES or found["precision"] not in PRECISIONS:
+        raise ValueError("names")
+    if type(found["created"]) is not float or not math.isfinite(found["created"]):
+        raise ValueError("created")
+    found["page_key"], found["parent"] = bytes.fromhex(found["page_key"]), bytes.fromhex(found["parent"])
+    if len(found["page_key"]) != 32 or len(found["parent"]) != 32:
+        raise ValueError("keys")
+    return Row(id=0, ids=np.zeros(0, dtype=np.uint32), **{**found, "numerics": frozenset(found["numerics"])})

@@ -1,0 +1,395 @@
+"""The tier on disk as one process uses it: found pages, pages written behind the answers, room made for them. Knows no requests.
+
+index first, blob second when reading; blob first, index last when writing. Whatever fails here is a page that is computed again.
+"""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...errors import BlobError, StoreError, StoreFullError
+from ...kv import PAGE_TOKENS, KVSpec, Page
+from ...types import Precision, Reason, StoreOptions
+from .. import deletion
+from ..deletion import Deletions
+from ..entry import Entry, Match
+from ..groups import Group
+from ..keys import Ids, Role, Scope, as_ids
+from ..policy import Rate, WriteBudget
+from . import blob_files, blob_io, process_identity
+from .blob_format import plan
+from .folder import Folder
+from .index import Index, Row
+from .index_metadata import Lease
+from .writer import PendingWrite, Writer
+
+ROOM = 16  # pages' worth of room that is made at once, so that a full store does not look for victims at every write
+TRIES = 8  # to make room, where other processes fill it meanwhile
+SWEEP_S = 60.0  # how often files that no row names are looked for, while pages are written
+
+
+@dataclass(frozen=True, slots=True)
+class DiskMatch:
+    """Pages on disk that continue what memory holds: `rows` from page `place` on, up to token `tokens` of the prompt."""
+
+    rows: tuple[Row, ...]
+    place: int
+    tokens: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many tokens of each row continue the prompt: all but of the last one, which may end in another one's."""
+        return tuple(min(PAGE_TOKENS, self.tokens - at * PAGE_TOKENS) for at, _ in enumerate(self.rows, self.place))
+
+
+class DiskTier:
+    """One process's hold on a store's folder. Thread safe. A folder that cannot be written is read.
+
+    deletions: those that this process has let go of. seen: the folder's `generation` then.
+    """
+
+    def __init__(self, options: StoreOptions, deletions: Deletions | None = None) -> None:
+        self.options = options
+        self.precision: Precision = options.precision
+        self.folder = Folder.open(options.folder, key=options.encryption_key)
+        self.seen = self.folder.generation
+        try:
+            self.index = Index(self.folder)
+        except StoreFullError:  # may be full of what killed writers left
+            blob_files.sweep(self.folder, set)  # parts: without the index every finished file counts as named
+            self.index = Index(self.folder)
+        self.deletions = deletions or Deletions()
+        self.process = process_identity.token()
+        try:
+            self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
+            self.deletions.generation = self.index.generation()
+        except StoreError:
+            self.index.close()
+            raise
+        self._known_rate = replace(self.read_rate)  # to whoever comes next
+        self._leases: set[tuple[bytes, str]] = set()
+        self._computed: set[tuple[bytes, str]] = set()  # of these, those whose pages are on their way to the disk
+        self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self.index.touch, self._awaited, self.deletions)
+        self._compute: dict[str, float] = {}
+        self._bad: set[int] = set()  # rows found bad, where the index may not be told
+        self._pinned: dict[Hashable, list[list[int]]] = {}
+        self._swept, self._unnamed_bytes = time.monotonic(), 0
+        if self.folder.writable:
+            self.writer.after(self._sweep)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def find(self, scope: Scope, ids: Ids, known: Match, spec: KVSpec, precision: Precision = "exact") -> DiskMatch | None:
+        """What the disk adds to the longest prefix in memory of ids[:-1]; None if nothing."""
+        whole = known.tokens // PAGE_TOKENS
+        parent = known.entries[whole - 1].key if whole else scope.root
+        hits = self.index.longest(scope, ids, len(ids) - 1, precision, start=whole * PAGE_TOKENS, parent=parent)
+        rows: list[Row] = []
+        tokens = whole * PAGE_TOKENS
+        for row, run in hits:
+            if (row.dtype, row.layers, row.kv_heads, row.head_dim) != _shape(spec):
+                break  # the fingerprint says this cannot be: a row that somebody made up
+            if row.id in self._bad:
+                break
+            rows.append(row)
+            tokens += run
+        return DiskMatch(tuple(rows), whole, tokens) if tokens > known.tokens else None
+
+    def read(
+        self, found: DiskMatch, pages: Sequence[Page], stop: threading.Event, progress: Callable[[int], None]
+    ) -> tuple[Reason, str] | None:
+        """Fill pages, every byte verified, and return the first thing that went wrong. Bad blobs are quarantined."""
+        rows = found.rows
+        jobs = list(zip(rows, pages, found.counts, strict=True))
+        errors = blob_io.read_many(self.folder, jobs, stop=stop, progress=progress)
+        if stop.is_set():
+            return None
+        first = None
+        for row, error in zip(rows, errors, strict=True):
+            gone = self._why_gone(row) if isinstance(error, BlobError) else None
+            if isinstance(error, BlobError) and gone is None:
+                self._bad.add(row.id)
+                self.index.quarantine(row.id, str(error))
+            if error is not None:
+                first = first or (gone or Reason.BAD_BLOB, str(error))
+        return first
+
+    def _why_gone(self, row: Row) -> Reason | None:
+        """Why others have removed a row since it was found; None if they have not."""
+        if self.index.present([row.id]):
+            return None
+        deleted = self.index.deletions(self.deletions.generation)
+        gone = any(one.covers(row.namespace, row.created) or row.page_key in one.keys for one in deleted)
+        return Reason.DELETED if gone else Reason.EVICTED
+
+    def quarantine(self, keys: Sequence[bytes], fingerprint: str, why: str) -> None:
+        """Never serve these pages again, nor what continues them on disk; `agentcache verify` shows them."""
+        left, seen = self._rows(keys, fingerprint), set[int]()
+        while left:
+            row = left.pop()
+            if row.id not in seen:
+                seen.add(row.id)
+                self._bad.add(row.id)
+                self.index.quarantine(row.id, why)
+                left.extend(self.index.rows(parent=row.page_key, fingerprint=fingerprint))
+
+    def _rows(self, keys: Sequence[bytes], fingerprint: str) -> list[Row]:
+        """The rows of these pages, as exact as they were computed and as this process stores them."""
+        found = (self.index.row(key, fingerprint, precision) for key in keys for precision in {"exact", self.precision})
+        return [row for row in found if row is not None]
+
+    def due_for_check(self) -> bool:
+        """Whether this hit is the one in N that is recomputed."""
+        every = self.options.check_one_in
+        return bool(every) and random.randrange(every) == 0  # by chance: many processes end before their Nth hit
+
+    # -- what computing costs here ---------------------------------------------------------------------------------
+
+    def compute_ms(self, fingerprint: str) -> float:
+        """Milliseconds to compute a token, as remembered from another process on this machine; 0 if unknown."""
+        if fingerprint not in self._compute:
+            self._compute[fingerprint] = 0.0
+            with suppress(StoreError):  # as good as unknown
+                self._compute[fingerprint] = float(self.index.get_meta(f"compute/{process_identity.machine()}/{fingerprint}") or 0.0)
+        return self._compute[fingerprint]
+
+    def note_compute(self, fingerprint: str, ms_per_token: float) -> None:
+        """What this process measured; where nobody knew it, the next process shall, even if this one is killed."""
+        if not self.compute_ms(fingerprint):
+            self.writer.after(lambda: self.remember_rates(fingerprint, ms_per_token))
+        self._compute[fingerprint] = ms_per_token
+
+    def remember_rates(self, fingerprint: str, ms_per_token: float) -> None:
+        """Leave what was measured to the next process."""
+        if ms_per_token:
+            self.index.set_meta(f"compute/{process_identity.machine()}/{fingerprint}", repr(ms_per_token))
+        if self.read_rate != self._known_rate:
+            self._known_rate = replace(self.read_rate)
+            self.index.set_meta("read_rate", self.read_rate.packed())
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _save(self, pending: PendingWrite) -> tuple[int, str]:
+        """Blob first, row last. Returns the row's id, 0 if there is none, and in a word what became of the page."""
+        entry, page = pending.entry, pending.page
+        parent = entry.parent
+        assert parent is not None
+        if not self.folder.writable or page.changed:
+            return 0, "changed" if page.changed else "read-only"
+        fingerprint = entry.scope.fingerprint
+        known = self.index.row(pending.key, fingerprint, self.precision)
+        if known is not None and not known.bad:
+            self.index.promote([known.id], pending.role)
+            return known.id, "known"
+        row = self._row(pending)
+        need = plan(row, self.folder.encrypted).bytes
+        if not self.writer.budget.take(need):
+            return 0, "over budget"
+        if not self._make_room(need, parent):
+            return 0, "no room"
+        if parent.parent is not None and self.index.row(parent.key, fingerprint, self.precision) is None:
+            parent.row = 0  # somebody made room: it is offered again with the next request
+            return 0, "parent missing"
+        if page.spec.device.type != "cpu" and page.tier == "device":
+            page = page.copy(len(pending.ids), "host")
+        if known is not None:  # quarantined: it may go, now that there is a better one
+            self._unlink(self.index.remove([known.id], force=True))
+        if not self._insert(blob_io.write(self.folder, row, page), pending):
+            return 0, "deleted"
+        found = self.index.row(pending.key, fingerprint, self.precision)
+        return (found.id, "written") if found else (0, "failed")
+
+    def _row(self, pending: PendingWrite) -> Row:
+        entry, scope = pending.entry, pending.entry.scope
+        assert entry.parent is not None
+        dtype, layers, heads, dim = _shape(pending.page.spec)
+        return Row(
+            id=0,
+            page_key=pending.key,
+            parent=entry.parent.key,
+            namespace=scope.namespace,
+            fingerprint=scope.fingerprint,
+            regime=scope.regime,
+            place=entry.place,
+            tokens=len(pending.ids),
+            ids=pending.ids,
+            numerics=pending.numerics,
+            precision=self.precision,
+            role=int(pending.role),
+            dtype=dtype,
+            layers=layers,
+            kv_heads=heads,
+            head_dim=dim,
+            created=entry.made,
+        )
+
+    def _insert(self, written: Row, pending: PendingWrite) -> bool:
+        """Add the row, unless the page was deleted on purpose since it was offered; returns whether it was wanted still."""
+        wanted = True
+
+        def asked(connection: sqlite3.Connection) -> bool:
+            nonlocal wanted
+            wanted = not any(done.reaches(pending.entry) for done in deletion.since(connection, pending.generation))
+            return wanted
+
+        try:
+            spare = self.index.add([written], asked)
+        except StoreError:  # a disk that is full has no room for a blob that nobody finds
+            self._unlink([written])
+            raise
+        self._unlink(spare)
+        return wanted
+
+    def _make_room(self, need: int, parent: Entry) -> bool:
+        """Evict until `need` bytes fit, but nothing on the way to `parent`; False if they do not."""
+        if time.monotonic() - self._swept > SWEEP_S:
+            self._sweep()
+        budget, full = self.options.disk_bytes - self._unnamed_bytes, f"disk_bytes={self.options.disk_bytes!r}"
+        used = self.index.total()[1]
+        if used + need <= budget:
+            return True
+        if need > budget:
+            self.writer.failure = f"{full}: one page takes {need} bytes"
+            return False
+        self.writer.tell_uses()  # else what was used a moment ago may look old
+        above: set[int] = set()
+        at: Entry | None = parent
+        while at is not None:
+            above.add(at.row)
+            at = at.parent
+        room = max(need, min(ROOM * need, budget // 8))
+        for _ in range(TRIES):
+            self._unlink(self.index.remove([row.id for row in self.index.victims(used + room - budget) if row.id not in above]))
+            used = self.index.total()[1]
+            if used + need <= budget:
+                return True
+        self.writer.failure = f"{full}: what is stored is pinned by running processes, and {need} bytes more do not fit"
+        return False
+
+    def _unlink(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            with suppress(StoreError):  # what stays is in no index: it is swept later
+                blob_io.remove(self.folder, row)
+
+    def forget(self, keys: Sequence[bytes], fingerprint: str) -> None:
+        """Remove pages that should never have been kept."""
+        self._unlink(self.index.remove([row.id for row in self._rows(keys, fingerprint)], force=True))
+
+    def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
+        """Pin the pages of a path while this process lives, or until `unpin(name)`; those that others made room with before are written
+        once more. again: in place of a pin of that name. On the writing thread."""
+        held: list[int] = []
+        for _ in range(TRIES):
+            found = self.index.pin([entry.row for entry in path if entry.row and entry.row not in held], self.process)
+            held += found
+            missing = [entry for entry in path if entry.row not in held]
+            for entry in missing:
+                entry.row = 0
+            if not missing or not self.writer.write(missing):
+                break
+        earlier = self._pinned.setdefault(name, [])
+        if again and earlier:
+            self.index.unpin(earlier.pop(), self.process)
+        earlier.append(held)
+        self.index.promote(held, Role.GROUP)
+
+    def holds(self, name: Hashable) -> set[int]:
+        """The rows that are pinned under a name."""
+        return {row for held in self._pinned.get(name, ()) for row in held}
+
+    def unpin(self, name: Hashable) -> None:
+        """Take back the pin of that name; no effect if there is none."""
+        if held := self._pinned.get(name):
+            self.index.unpin(held.pop(), self.process)
+
+    def claim(self, key: bytes, fingerprint: str) -> Lease | None:
+        """Say that this process computes a prefix. None: it may; else who said so before."""
+        holder = self.index.claim(key, fingerprint, self.process)
+        if holder is None:
+            self._leases.add((key, fingerprint))
+        return holder
+
+    def _awaited(self) -> bool:
+        """Whether another process waits for a prefix that is computed here, but not written yet."""
+        with suppress(StoreError):  # then it waits as long as it would
+            return any(self.index.awaited(*claim) for claim in tuple(self._computed))
+        return False
+
+    def settle(self, key: bytes, fingerprint: str) -> None:
+        """A claimed prefix is computed, or will not be: it is written, at once if others wait for it, and then given back."""
+        self._computed.add((key, fingerprint))
+        self.writer.after(lambda: self.release(key, fingerprint))
+
+    def release(self, key: bytes, fingerprint: str) -> None:
+        """This process no longer says that it computes a prefix."""
+        for claims in (self._computed, self._leases):
+            claims.discard((key, fingerprint))
+        self.index.release(key, fingerprint, self.process)
+
+    def record(self, group: Group, since: int) -> None:
+        """Keep a manifest, in place of an older one of that name; not if it was deleted after that generation."""
+        self.index.put_group(group, since)
+
+    def group(self, namespace: str, name: str, fingerprint: str) -> Group | None:
+        """The manifest of that name."""
+        return self.index.group(namespace, name, fingerprint)
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to the store's counters, behind the answers."""
+        self.writer.after(lambda: self.index.add_counters(counts))
+
+    # -- the model's own ids ---------------------------------------------------------------------------------------
+
+    def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None:
+        """Keep the ids as which the model wrote the message that ends the history `key`."""
+        packed, since, made = as_ids(ids).tobytes(), self.deletions.generation, time.time()
+        self.writer.after(lambda: self.index.put_splices([(namespace, key, packed)], since, made), vital=False)
+
+    def generated(self, namespace: str, key: bytes) -> tuple[int, ...]:
+        """Those ids; empty if none are kept."""
+        try:
+            packed = self.index.splice(namespace, key)
+        except StoreError:  # the message is rendered anew
+            return ()
+        return tuple(np.frombuffer(packed, dtype=np.uint32).tolist()) if packed and len(packed) % 4 == 0 else ()
+
+    def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
+        """Write what waits, leave what was measured to the next process, drop the pins and leases of this one."""
+        self.writer.close()
+        with suppress(StoreError):  # pins and leases die with this process anyway, rates are measured again
+            if self.folder.writable:
+                self.remember_rates(fingerprint, ms_per_token)
+                for name in list(self._pinned):
+                    while self._pinned[name]:
+                        self.unpin(name)
+                for key, holder in list(self._leases):
+                    self.release(key, holder)
+        self.index.close()
+
+    def _sweep(self) -> None:
+        """Delete what killed writers left behind. What others may still be writing takes room as well."""
+        self._swept = time.monotonic()
+        self._unnamed_bytes = blob_files.sweep(self.folder, self.index.has_blobs).left_bytes
+        self.index.drop_dead_pins()
+        self.index.recount()
+
+
+def _shape(spec: KVSpec) -> tuple[str, int, int, int]:
+    return str(spec.dtype).removeprefix("torch."), spec.layers, spec.kv_heads, spec.head_dim
+
+
+def cpu_page(spec: KVSpec, tokens: int) -> Page:
+    """An empty page in the computer's own memory, where a blob of so many tokens is read to."""
+    return Page(spec, "device" if spec.device.type == "cpu" else "host", whole=tokens == PAGE_TOKENS)

@@ -1,0 +1,352 @@
+"""Which pages lie in the store: the longest known prefix of a prompt, what to evict, what to delete. Knows no bytes of pages.
+
+a blob is written first, its row last; a row is removed first, its blob last, by whoever removed the row
+found by    page_key = BLAKE3(parent key ‖ ids) for whole pages, then under the last one by the first 8 ids; ids are always compared
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import BlobError
+from ...types import PAGE_TOKENS
+from ..entry import common
+from ..keys import Ids, Scope, page_key
+from . import eviction_order, schema
+from .index_metadata import IndexMetadata, pinned, tick
+from .schema import COLUMNS, KEY, NAMES, Row, decode, decode_ids, encode
+
+__all__ = ["Index", "Row"]
+
+CHILDREN = 256  # partial pages under one parent; also how many continuations a lookup compares
+ASKED = 32  # whole pages looked up by one statement
+LISTED = 256  # rows read at once
+SAME = "page_key = ? AND fingerprint = ? AND precision = ?"
+UNDER = "parent = ? AND fingerprint = ? AND precision = ?"
+
+
+class Index(IndexMetadata):
+    """The index of one store. Thread safe; many processes may hold it at once, and a fork of one may go on using it.
+
+    StoreCorruptError: the file is damaged, `rebuild` makes it anew. In a read-only folder what would write does nothing and says so.
+    """
+
+    def __enter__(self) -> Index:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- looking up ------------------------------------------------------------------------------------------------
+
+    def longest(
+        self, scope: Scope, ids: Ids, limit: int, precision: str = "exact", *, start: int = 0, parent: bytes | None = None
+    ) -> list[tuple[Row, int]]:
+        """Rows that hold the longest known prefix of ids[start:limit], each with how many of its tokens are common; quarantined ones never.
+
+        start: a multiple of 512, of a prefix with the key `parent`. A continuation that differs within its first 8 ids is not found.
+        """
+        assert start % PAGE_TOKENS == 0
+        above = scope.root if parent is None else parent
+        limit = min(limit, len(ids))
+        found: list[tuple[Row, int]] = []
+        at = start
+        while limit - at >= PAGE_TOKENS:
+            rows = self._whole(scope, ids[at:limit], precision, above, at // PAGE_TOKENS)
+            found += [(row, PAGE_TOKENS) for row in rows]
+            at += len(rows) * PAGE_TOKENS
+            above = rows[-1].page_key if rows else above
+            if len(rows) < ASKED:
+                break
+        if limit > at:
+            found += self._partial(scope, ids[at : min(limit, at + PAGE_TOKENS)], precision, above, at // PAGE_TOKENS)
+        return found
+
+    def _whole(self, scope: Scope, ids: Ids, precision: str, above: bytes, place: int) -> list[Row]:
+        """Up to ASKED whole pages in a row from the start of ids."""
+        pages = [ids[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS] for i in range(min(ASKED, len(ids) // PAGE_TOKENS))]
+        keys = [above]
+        for page in pages:
+            keys.append(page_key(keys[-1], page))
+        marks = ", ".join("?" * len(pages))
+        sql = f"SELECT {COLUMNS} FROM pages WHERE page_key IN ({marks}) AND fingerprint = ? AND precision = ? AND bad IS NULL"
+        records = self._all(sql, *keys[1:], scope.fingerprint, precision)
+        by_key = {record[KEY]: record for record in records}
+        rows: list[Row] = []
+        for i, (page, key) in enumerate(zip(pages, keys[1:], strict=True)):
+            row = self._decoded(by_key.get(key), scope, keys[i], place + i)
+            if row is None or row.ids.tobytes() != page.tobytes():
+                break
+            rows.append(row)
+        return rows
+
+    def _partial(self, scope: Scope, ids: Ids, precision: str, above: bytes, place: int) -> list[tuple[Row, int]]:
+        """The page under `above` that has most in common with ids; of equals the shortest, which is read fastest."""
+        head = schema.head(self.folder, ids)
+        sql = f"SELECT id, page_key, tokens, ids FROM pages WHERE {UNDER} AND head = ? AND bad IS NULL ORDER BY used DESC LIMIT {CHILDREN}"
+        records = self._all(sql, above, scope.fingerprint, precision, head)
+        best, shortest, chosen, wanted = 0, 0, 0, ids.tobytes()
+        for id, *sealed in records:
+            try:
+                known = decode_ids(self.folder, *sealed)
+            except BlobError:  # `check` finds it
+                continue
+            if known[: 4 * best + 4] == wanted[: 4 * best + 4] and 4 * best < len(wanted):
+                best, shortest, chosen = common(np.frombuffer(known, dtype=ids.dtype), ids), len(known), id
+            elif len(known) < shortest and known[: 4 * best] == wanted[: 4 * best]:
+                shortest, chosen = len(known), id
+        sql = f"SELECT {COLUMNS} FROM pages WHERE id = ?"
+        record = self._all(sql, chosen) if best else []
+        row = self._decoded(record[0] if record else None, scope, above, place)
+        return [] if row is None else [(row, best)]
+
+    def _decoded(self, record: tuple[Any, ...] | None, scope: Scope, above: bytes, place: int) -> Row | None:
+        """A row, if it belongs where it was found."""
+        if record is None:
+            return None
+        try:
+            row = decode(self.folder, record)
+        except BlobError:  # `check` finds it
+            return None
+        right = (row.namespace, row.regime, row.parent, row.place) == (scope.namespace, scope.regime, above, place)
+        return row if right else None
+
+    def row(self, key: bytes, fingerprint: str, precision: str = "exact") -> Row | None:
+        """The row of one page, quarantined or not; None if there is none."""
+        sql = f"SELECT {COLUMNS} FROM pages WHERE {SAME}"
+        record = self._db.read(lambda connection: connection.execute(sql, (key, fingerprint, precision)).fetchone())
+        return None if record is None else decode(self.folder, record)
+
+    def rows(
+        self, *, namespace: str | None = None, fingerprint: str | None = None, role: int | None = None, parent: bytes | None = None,
+        bad: bool | None = None, older_than: float | None = None,
+    ) -> Iterator[Row]:  # fmt: skip
+        """All rows with these properties, in the order in which they came; damaged ones are left out (check). older_than: seconds."""
+        where: list[str] = ["1"]
+        values: list[object] = []
+        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role), ("parent", parent)):
+            if value is not None:
+                where.append(f"{name} = ?")
+                values.append(value)
+        if bad is not None:
+            where.append(f"bad IS {'NOT ' if bad else ''}NULL")
+        if older_than is not None:
+            where.append("created < ?")
+            values.append(time.time() - older_than)
+        sql = f"SELECT id FROM pages WHERE {' AND '.join(where)} ORDER BY id"
+        ids = self._all(sql, *values)
+        for first in range(0, len(ids), LISTED):
+            some = [id for (id,) in ids[first : first + LISTED]]
+            sql = f"SELECT {COLUMNS} FROM pages WHERE id IN ({', '.join('?' * len(some))}) ORDER BY id"
+            yield from self._sound(self._all(sql, *some))
+
+    def total(self) -> tuple[int, int]:
+        """How many rows there are, and the bytes of their blobs."""
+        return self._db.read(lambda connection: connection.execute("SELECT rows, bytes FROM totals").fetchone())
+
+    def present(self, ids: Iterable[int]) -> set[int]:
+        """Those of these rows that are there, and not quarantined."""
+        wanted = list(ids)
+        sql = "SELECT 1 FROM pages WHERE id = ? AND bad IS NULL"
+        return self._db.read(lambda connection: {id for id in wanted if connection.execute(sql, (id,)).fetchone()})
+
+    def has_blobs(self, names: Iterable[str]) -> set[str]:
+        """Those of these blobs that a row names."""
+        wanted = list(names)
+        sql = "SELECT 1 FROM pages WHERE blob = ?"
+        return self._db.read(lambda connection: {name for name in wanted if connection.execute(sql, (name,)).fetchone()})
+
+    # -- adding ----------------------------------------------------------------------------------------------------
+
+    def add(self, rows: Sequence[Row], wanted: Callable[[sqlite3.Connection], bool] = lambda connection: True) -> list[Row]:
+        """Insert rows. Returns all whose blobs are to be unlinked now: of `rows` those that were known already, and those that gave way.
+
+        wanted: asked in the same transaction; if not, none is inserted.
+
+        A page gives way to a longer one under its parent that begins with its ids, and to newer ones if there are too many partial pages
+        under their parent; never if it is pinned, or serves a higher role. A page that is known already keeps the higher of both roles.
+        """
+        if not self.folder.writable:
+            return list(rows)
+
+        def insert(connection: sqlite3.Connection) -> list[Row]:
+            if not wanted(connection):
+                return list(rows)
+            spare: list[Row] = []
+            held = pinned(connection)
+            for row in rows:
+                if self._insert(connection, row, tick(connection)):
+                    spare += self._covered(connection, row, held)
+                    spare += self._crowded(connection, row, held)
+                elif not connection.execute(f"SELECT 1 FROM pages WHERE {SAME} AND blob = ?", (*_key(row), row.blob)).fetchone():
+                    spare.append(row)
+            return spare
+
+        return self._db.write(insert)
+
+    def _insert(self, connection: sqlite3.Connection, row: Row, used: int) -> bool:
+        names = ", ".join((*NAMES[1:], "head"))
+        marks = ", ".join("?" * len(NAMES))
+        sql = f"INSERT INTO pages ({names}) VALUES ({marks}) ON CONFLICT (page_key, fingerprint, precision) DO NOTHING"
+        if connection.execute(sql, encode(self.folder, row, used)).rowcount:
+            return True
+        connection.execute(f"UPDATE pages SET role = ? WHERE {SAME} AND role < ?", (int(row.role), *_key(row), int(row.role)))
+        return False
+
+    def _covered(self, connection: sqlite3.Connection, row: Row, held: set[int]) -> list[Row]:
+        """Shorter partial pages that `row` begins with. One computed by fewer kinds of machines is bitwise for more, and stays."""
+        sql = f"SELECT {COLUMNS} FROM pages WHERE {UNDER} AND head = ? AND tokens < ? AND role <= ?"
+        head = schema.head(self.folder, row.ids)
+        values = (row.parent, row.fingerprint, row.precision, head, row.tokens, int(row.role))
+        shorter = self._sound(connection.execute(sql, values).fetchall())
+        gone = [
+            other
+            for other in shorter
+            if other.id not in held and common(other.ids, row.ids) == other.tokens and row.numerics <= other.numerics and not row.bad
+        ]
+        return _delete(connection, gone)
+
+    def _crowded(self, connection: sqlite3.Connection, row: Row, held: set[int]) -> list[Row]:
+        """The longest unused partial pages under the parent of `row`, beyond CHILDREN. They have no children: nobody loses a parent."""
+        if row.tokens == PAGE_TOKENS:
+            return []
+        beside = (row.parent, row.fingerprint, row.precision)
+        count = connection.execute(f"SELECT count(*) FROM pages WHERE {UNDER} AND tokens < {PAGE_TOKENS}", beside).fetchone()[0]
+        if count <= CHILDREN:
+            return []
+        sql = f"SELECT {COLUMNS} FROM pages WHERE {UNDER} AND tokens < {PAGE_TOKENS} AND role <= ? ORDER BY bad IS NULL, role, used"
+        others = self._sound(connection.execute(sql, (*beside, int(row.role))))
+        gone = [other for other in others if other.id not in held and other.page_key != row.page_key]
+        return _delete(connection, gone[: count - CHILDREN])
+
+    def restore(self, rows: Sequence[Row]) -> int:
+        """Insert rows as they are, uses and quarantine included, and let nothing give way; returns how many were new."""
+
+        def insert(connection: sqlite3.Connection) -> int:
+            connection.execute("UPDATE totals SET clock = max(clock, ?)", (max((row.used for row in rows), default=0),))
+            return sum(self._insert(connection, row, row.used) for row in rows)
+
+        return self._db.write(insert) if self.folder.writable else 0
+
+    def touch(self, ids: Iterable[int], hits: bool = True) -> set[int]:
+        """Count rows as used now, in this order; returns those that are gone."""
+        used = list(ids)
+
+        def touches(connection: sqlite3.Connection) -> set[int]:
+            first = tick(connection, len(used))
+            sql = "UPDATE pages SET used = ?, hits = hits + ? WHERE id = ?"
+            return {id for i, id in enumerate(used) if not connection.execute(sql, (first + i, int(hits), id)).rowcount}
+
+        return self._db.write(touches) if used and self.folder.writable else set()
+
+    def promote(self, ids: Iterable[int], role: int) -> None:
+        """Let pages serve at least this role."""
+        values = [(int(role), id, int(role)) for id in ids]
+        if self.folder.writable:
+            self._db.write(lambda connection: connection.executemany("UPDATE pages SET role = ? WHERE id = ? AND role < ?", values))
+
+    # -- removing --------------------------------------------------------------------------------------------------
+
+    def remove(self, ids: Iterable[int], force: bool = False, freeing: Callable[[Row], object] | None = None) -> list[Row]:
+        """Remove rows, in this order; returns those removed, for the caller to unlink their blobs.
+
+        Left alone unless forced: what running processes pin, and what still has children. freeing: unlinks each blob before the rows are
+        gone for good, which takes room; only where there is none, because a process that ends between the two leaves rows without blobs.
+        """
+        wanted = list(ids)
+
+        def removes(connection: sqlite3.Connection) -> list[Row]:
+            held = set() if force else pinned(connection)
+            gone: list[Row] = []
+            for id in wanted:
+                key = connection.execute("SELECT page_key, fingerprint, precision FROM pages WHERE id = ?", (id,)).fetchone()
+                if (
+                    key is None
+                    or id in held
+                    or (not force and connection.execute(f"SELECT 1 FROM pages WHERE {UNDER} LIMIT 1", key).fetchone())
+                ):
+                    continue
+                gone += self._sound(connection.execute(f"SELECT {COLUMNS} FROM pages WHERE id = ?", (id,)).fetchall())
+                connection.execute("DELETE FROM pages WHERE id = ?", (id,))
+            if freeing is not None:
+                for row in gone:
+                    freeing(row)
+            return gone
+
+        return self._db.write(removes) if wanted and self.folder.writable else []
+
+    def victims(self, need_bytes: int) -> list[Row]:
+        """What to evict for so many bytes, in order: quarantined pages, then by role and last use, a page never before its children.
+
+        Pages that running processes pin are left out; all there is, if that does not suffice.
+        """
+        sql = f"SELECT {COLUMNS} FROM pages WHERE id = ?"
+
+        def choose(connection: sqlite3.Connection) -> list[Row]:
+            chosen = eviction_order.victims(connection, need_bytes, pinned(connection))
+            return self._sound(connection.execute(sql, (id,)).fetchone() for id in chosen)
+
+        return self._snapshot(choose)
+
+    def quarantine(self, id: int, why: str) -> None:
+        """Never serve this page again."""
+        self._execute("UPDATE pages SET bad = ? WHERE id = ?", (why or "quarantined", id))
+
+    def pardon(self, id: int) -> None:
+        """Serve a quarantined page again, because it was verified."""
+        self._execute("UPDATE pages SET bad = NULL WHERE id = ?", (id,))
+
+    def delete_namespace(self, namespace: str | None) -> list[Row]:
+        """Delete what is kept of a namespace (None: of all), pinned or not; returns the pages' rows, to unlink their blobs."""
+        return self._purge("1" if namespace is None else "namespace = ?", () if namespace is None else (namespace,))
+
+    def delete_older(self, age_s: float, namespace: str | None = None) -> list[Row]:
+        """The same for what was made more than `age_s` seconds ago."""
+        where, values = "created < ?", (time.time() - age_s,)
+        return self._purge(where, values) if namespace is None else self._purge(f"{where} AND namespace = ?", (*values, namespace))
+
+    def _purge(self, where: str, values: tuple[Any, ...]) -> list[Row]:
+        def purge(connection: sqlite3.Connection) -> list[Row]:
+            gone = self._sound(connection.execute(f"SELECT {COLUMNS} FROM pages WHERE {where}", values))
+            for table in ("pages", "groups", "splices", "segments"):
+                connection.execute(f"DELETE FROM {table} WHERE {where}", values)
+            return gone
+
+        if not self.folder.writable:
+            return []
+        gone = self._db.write(purge)
+        self.empty_log()
+        return gone
+
+    # -- damage ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """What is wrong with the file and its rows, in words; empty if nothing is. Reads all of it. What it finds is mended by rebuild."""
+        return self._snapshot(lambda connection: schema.faults(self.folder, connection))
+
+    def _all(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        return self._db.read(lambda connection: connection.execute(sql, values).fetchall())
+
+    def _sound(self, records: Iterable[tuple[Any, ...]]) -> list[Row]:
+        """The rows that can be read."""
+        rows = []
+        for record in records:
+            try:
+                rows.append(decode(self.folder, record))
+            except BlobError:
+                continue
+        return rows
+
+
+def _delete(connection: sqlite3.Connection, rows: list[Row]) -> list[Row]:
+    connection.executemany("DELETE FROM pages WHERE id = ?", [(row.id,) for row in rows])
+    return rows
+
+
+def _key(row: Row) -> tuple[bytes, str, str]:
+    return row.page_key, row.fingerprint, row.precision

@@ -1,0 +1,369 @@
+"""What the index keeps beside pages: pins, leases, tool groups, splices, segments, rates, counters. Knows no pages but their ids.
+
+Pins and leases belong to processes (process_identity.py) and end with them, without anybody tidying up.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from ...errors import StoreError
+from .. import deletion
+from ..deletion import Deletion
+from ..groups import Group
+from . import process_identity
+from .database import Database, T, Use, corrupt
+from .folder import Folder
+from .schema import SCHEMA, UPGRADES, VERSION, counted, guard, sound, totals, unguard
+
+MOST_SPLICES = 100_000
+
+
+class Lease(NamedTuple):
+    """Who computes something, and since when (time.time())."""
+
+    process: str
+    since: float
+
+
+def tick(connection: sqlite3.Connection, count: int = 1) -> int:
+    """The first of `count` new values of the counter that orders uses. In a transaction."""
+    connection.execute("UPDATE totals SET clock = clock + ?", (count,))
+    return connection.execute("SELECT clock FROM totals").fetchone()[0] - count + 1
+
+
+def pinned(connection: sqlite3.Connection) -> set[int]:
+    """Pages that running processes hold."""
+    newest = connection.execute("SELECT process, max(since) FROM pins GROUP BY process").fetchall()
+    live = [name for name, since in newest if process_identity.alive(name, since)]
+    found: set[int] = set()
+    for name in live:
+        found.update(page for (page,) in connection.execute("SELECT page FROM pins WHERE process = ?", (name,)))
+    return found
+
+
+class IndexMetadata:
+    """The index but for its pages. In a read-only folder nothing is written, nor raised for that. path, unshared: see Database."""
+
+    def __init__(self, folder: Folder, path: Path | None = None, *, unshared: bool = False) -> None:
+        self.folder = folder
+        self._db = Database(folder, SCHEMA, VERSION, path, UPGRADES, unshared=unshared)
+        try:
+            if self._db.read(totals) is None:
+                raise corrupt(folder.index, "its totals cannot be")
+        except StoreError:
+            self.close()
+            raise
+
+    @property
+    def database(self) -> Database:
+        """For what keeps tables of its own in it."""
+        return self._db
+
+    def close(self) -> None:
+        """Close all threads' connections."""
+        self._db.close()
+
+    # -- deletions -------------------------------------------------------------------------------------------------
+
+    def record_deletion(self, done: Deletion) -> None:
+        """Number a deletion, before what it is about goes: whatever others write from now on, they know of it."""
+        if self.folder.writable:
+            self.folder.tell_generation(self._db.write(lambda connection: deletion.record(connection, done)))
+
+    def deletions(self, since: int) -> list[Deletion]:
+        """Those after a generation, in order."""
+        return self._db.read(lambda connection: deletion.since(connection, since))
+
+    def generation(self) -> int:
+        """The number of the last one."""
+        return self._db.read(deletion.last)
+
+    # -- pins ------------------------------------------------------------------------------------------------------
+
+    def pin(self, ids: Iterable[int], holder: str) -> list[int]:
+        """Keep these pages while process `holder` runs, until they are unpinned as often; returns those that are (still) there."""
+        wanted = list(ids)
+        if not self.folder.writable:
+            return wanted
+
+        def pins(connection: sqlite3.Connection) -> list[int]:
+            found = []
+            for id in wanted:
+                done = connection.execute(
+                    "INSERT INTO pins SELECT id, ?, 1, ? FROM pages WHERE id = ? "
+                    "ON CONFLICT (page, process) DO UPDATE SET count = count + 1, since = excluded.since",
+                    (holder, time.time(), id),
+                )
+                if done.rowcount:
+                    found.append(id)
+            return found
+
+        return self._db.write(pins)
+
+    def unpin(self, ids: Iterable[int], holder: str) -> None:
+        """Undo one pin of each."""
+        if self.folder.writable:
+            wanted = [(holder, id) for id in ids]
+
+            def unpins(connection: sqlite3.Connection) -> None:
+                connection.executemany("UPDATE pins SET count = count - 1 WHERE process = ? AND page = ?", wanted)
+                connection.executemany("DELETE FROM pins WHERE process = ? AND page = ? AND count <= 0", wanted)
+
+            self._db.write(unpins)
+
+    def pinned(self) -> set[int]:
+        """Pages that running processes hold."""
+        return self._db.read(pinned)
+
+    def drop_dead_pins(self) -> int:
+        """Forget pins and leases of processes that have ended; returns how many."""
+        if not self.folder.writable:
+            return 0
+
+        def drop(connection: sqlite3.Connection) -> int:
+            gone = 0
+            for table in ("pins", "leases"):
+                for name, since in connection.execute(f"SELECT process, max(since) FROM {table} GROUP BY process").fetchall():
+                    if not process_identity.alive(name, since):
+                        gone += connection.execute(f"DELETE FROM {table} WHERE process = ?", (name,)).rowcount
+            return gone
+
+        return self._db.write(drop)
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def claim(self, key: bytes, fingerprint: str, holder: str) -> Lease | None:
+        """Ask to be the one who computes the prefix `key`. None: `holder` is, from now on. Else the lease of a live process, or its own.
+
+        StoreBusyError at once, if somebody holds the file: the answer waits for no write.
+        """
+        if not self.folder.writable:
+            return None
+
+        def claims(connection: sqlite3.Connection) -> Lease | None:
+            known = connection.execute("SELECT process, since FROM leases WHERE key = ? AND fingerprint = ?", (key, fingerprint)).fetchone()
+            if known is not None and process_identity.alive(*known):
+                return Lease(*known)
+            connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", (key, fingerprint, holder, time.time()))
+            return None
+
+        return self._db.write(claims, brief=True)
+
+    def await_claimed(self, key: bytes, fingerprint: str, waiter: str) -> None:
+        """Let who computes the prefix `key` know that `waiter` waits for it, until `release(waited(key))`. StoreBusyError as `claim`."""
+        values = (waited(key), fingerprint, waiter, time.time())
+        self._db.write(lambda connection: connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", values), brief=True)
+
+    def awaited(self, key: bytes, fingerprint: str) -> bool:
+        """Whether somebody waits for the prefix `key`."""
+        sql = "SELECT count(*) FROM leases WHERE key = ? AND fingerprint = ?"
+        return bool(self._db.read(lambda connection: connection.execute(sql, (waited(key), fingerprint)).fetchone()[0]))
+
+    def release(self, key: bytes, fingerprint: str, holder: str) -> None:
+        """Give a lease back; no effect if somebody else holds it."""
+        self._execute("DELETE FROM leases WHERE key = ? AND fingerprint = ? AND process = ?", (key, fingerprint, holder))
+
+    def release_process(self, name: str) -> None:
+        """Drop all pins and leases of a process."""
+        self._execute("DELETE FROM pins WHERE process = ?", (name,))
+        self._execute("DELETE FROM leases WHERE process = ?", (name,))
+
+    # -- tool groups -----------------------------------------------------------------------------------------------
+
+    def put_group(self, group: Group, since: int | None = None) -> None:
+        """Keep a manifest, in place of an older one of that name; not if that was deleted after generation `since`."""
+        sealed = guard(self.folder, group.to_json().encode(), named("group", group.namespace, group.name, group.fingerprint))
+
+        def put(connection: sqlite3.Connection) -> None:
+            gone = deletion.since(connection, since) if since is not None else ()
+            if any(one.covers(group.namespace, group.created) or one.names(group.namespace, group.name) for one in gone):
+                return
+            values = (group.namespace, group.name, group.fingerprint, group.regime, sealed, group.tip, group.created or time.time())
+            connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, tick(connection)))
+
+        if self.folder.writable:
+            self._db.write(put)
+
+    def group(self, namespace: str, name: str, fingerprint: str) -> Group | None:
+        """The manifest of that name; None if there is none, or it is damaged."""
+        return next((found for found in self.groups(namespace, name) if found.fingerprint == fingerprint), None)
+
+    def groups(self, namespace: str | None = None, name: str | None = None) -> list[Group]:
+        """All manifests (of a namespace, of a name) that are not damaged, the latest recorded last."""
+        where, values = _where({"namespace": namespace, "name": name})
+        sql = f"SELECT namespace, name, fingerprint, manifest FROM groups{where} ORDER BY used"
+        records = self._db.read(lambda connection: connection.execute(sql, values).fetchall())
+        return [found for record in records if (found := self._group(*record)) is not None]
+
+    def _group(self, namespace: str, name: str, fingerprint: str, manifest: object) -> Group | None:
+        plain = unguard(self.folder, manifest, named("group", namespace, name, fingerprint))
+        try:
+            return None if plain is None else Group.from_json(plain.decode())
+        except StoreError:
+            return None
+
+    def drop_group(self, namespace: str, name: str, fingerprint: str | None = None) -> int:
+        """Forget the manifests of that name, not their pages; returns how many."""
+        where, values = _where({"namespace": namespace, "name": name, "fingerprint": fingerprint})
+        return self._execute(f"DELETE FROM groups{where}", values)
+
+    # -- the model's own ids ---------------------------------------------------------------------------------------
+
+    def put_splices(self, splices: Iterable[tuple[str, bytes, bytes]], since: int | None = None, made: float | None = None) -> None:
+        """Keep (namespace, key, ids), made at that time, but what was deleted after generation `since`; beyond MOST_SPLICES the longest
+        unused go."""
+        now = time.time() if made is None else made
+        known = [(namespace, key, guard(self.folder, ids, named("splice", namespace, key))) for namespace, key, ids in splices]
+
+        def put(connection: sqlite3.Connection) -> None:
+            gone = deletion.since(connection, since) if since is not None else ()
+            first = tick(connection, len(known))
+            connection.executemany(
+                "INSERT INTO splices VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (namespace, key) DO UPDATE SET ids = excluded.ids, used = excluded.used",
+                [(*splice, now, first + i) for i, splice in enumerate(known) if not any(one.covers(splice[0], now) for one in gone)],
+            )
+            over = connection.execute("SELECT splices FROM totals").fetchone()[0] - MOST_SPLICES
+            if over > 0:
+                connection.execute("DELETE FROM splices WHERE rowid IN (SELECT rowid FROM splices ORDER BY used LIMIT ?)", (over,))
+
+        if known and self.folder.writable:
+            self._db.write(put)
+
+    def splice(self, namespace: str, key: bytes) -> bytes | None:
+        """The ids kept under that key; None if there are none, or they are damaged."""
+        found = self._db.read(lambda c: c.execute("SELECT ids FROM splices WHERE namespace = ? AND key = ?", (namespace, key)).fetchone())
+        return None if found is None else unguard(self.folder, found[0], named("splice", namespace, key))
+
+    def drop_splices(self, namespace: str | None = None, older_than: float | None = None) -> int:
+        """Forget those of a namespace (None: of all), that are so many seconds old (None: of any age); returns how many."""
+        return self._drop("splices", namespace, older_than)
+
+    def drop_segments(self, namespace: str | None = None, older_than: float | None = None) -> int:
+        """The same for signatures of segments (minhash_index.py)."""
+        return self._drop("segments", namespace, older_than)
+
+    def _drop(self, table: str, namespace: str | None, older_than: float | None) -> int:
+        where, values = _where({"namespace": namespace})
+        if older_than is not None:
+            where, values = f"{where} {'AND' if where else 'WHERE'} created < ?", (*values, time.time() - older_than)
+        return self._execute(f"DELETE FROM {table}{where}", values)
+
+    # -- rates and counters ----------------------------------------------------------------------------------------
+
+    def get_meta(self, key: str) -> str | None:
+        """What was set, by any process; None if nothing was, or it is damaged."""
+        found = self._db.read(lambda connection: connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone())
+        plain = None if found is None else unguard(self.folder, found[0], named("meta", key))
+        return None if plain is None else plain.decode()
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Remember a value for all processes."""
+        self._execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, guard(self.folder, value.encode(), named("meta", key))))
+
+    def add_counters(self, counts: Mapping[str, int]) -> None:
+        """Add to counters of the store."""
+        sql = "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
+        if counts and self.folder.writable:
+            self._db.write(lambda connection: connection.executemany(sql, list(counts.items())))
+
+    def counters(self) -> dict[str, int]:
+        """All counters of the store."""
+        return dict(self._db.read(lambda connection: connection.execute("SELECT name, value FROM counters ORDER BY name").fetchall()))
+
+    def restore_lists(self, lists: Mapping[str, Iterable[tuple[Any, ...]]]) -> None:
+        """Take over what is sound of groups, splices, meta and counters (records of all columns) from a damaged index."""
+        vouched: dict[str, Callable[[tuple[Any, ...]], bool]] = {
+            "groups": lambda v: self._group(v[0], v[1], v[2], v[4]) is not None,
+            "splices": lambda v: unguard(self.folder, v[2], named("splice", *v[:2])) is not None,
+            "meta": lambda v: unguard(self.folder, v[1], named("meta", v[0])) is not None,
+            "counters": lambda v: True,
+        }
+
+        def put(connection: sqlite3.Connection) -> None:
+            for name, vouches in vouched.items():
+                for values in (v for v in lists.get(name, ()) if sound(name, v) and vouches(v)):
+                    connection.execute(f"INSERT OR IGNORE INTO {name} VALUES ({', '.join('?' * len(values))})", values)
+            connection.execute(
+                "UPDATE totals SET clock = max(clock, "
+                "(SELECT coalesce(max(used), 0) FROM groups), (SELECT coalesce(max(used), 0) FROM splices))"
+            )
+
+        if self.folder.writable:
+            self._db.write(put)
+
+    def stats(self) -> dict[str, object]:
+        """What is kept, counted: pages by role, precision and namespace, and everything else."""
+
+        def count(c: sqlite3.Connection) -> dict[str, object]:
+            rows, size, splices, _ = c.execute("SELECT * FROM totals").fetchone()
+            found: dict[str, object] = {"rows": rows, "bytes": size, "splices": splices}
+            found["tokens"] = c.execute("SELECT coalesce(sum(tokens), 0) FROM pages").fetchone()[0]
+            found["quarantined"] = c.execute("SELECT count(*) FROM pages WHERE bad IS NOT NULL").fetchone()[0]
+            for name in ("groups", "segments", "pins", "leases"):
+                found[name] = c.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
+            for name in ("role", "precision", "namespace"):
+                records = c.execute(f"SELECT {name}, count(*), sum(bytes) FROM pages GROUP BY {name} ORDER BY {name}")
+                found[f"by_{name}"] = {key: {"rows": number, "bytes": size} for key, number, size in records}
+            return found
+
+        return {**self._snapshot(count), "counters": self.counters()}
+
+    def recount(self) -> None:
+        """Mend totals that are not what there is: who makes room believes them, and would evict all pages for too large ones."""
+
+        def wrong(connection: sqlite3.Connection) -> tuple[int, ...] | None:
+            known, right = totals(connection), counted(connection)
+            return right if known and known[:3] != right else None
+
+        def mend(connection: sqlite3.Connection) -> None:
+            if right := wrong(connection):
+                connection.execute("UPDATE totals SET rows = ?, bytes = ?, splices = ?", right)
+
+        if self._snapshot(wrong):
+            self._db.write(mend)
+
+    def empty_log(self) -> bool:
+        """Leave no copy of what was deleted in the write-ahead log. False: somebody is reading it, or it is not ours to write."""
+        if not self.folder.writable:
+            return False
+        return not self._db.read(lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone())[0]
+
+    def _snapshot(self, use: Use[T]) -> T:
+        """Several reads of one state of the file."""
+
+        def transact(connection: sqlite3.Connection) -> T:
+            connection.execute("BEGIN")
+            try:
+                return use(connection)
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+        return self._db.read(transact)
+
+    def _execute(self, sql: str, values: tuple[object, ...] = ()) -> int:
+        """One statement that writes; returns how many rows it touched."""
+        return self._db.write(lambda connection: connection.execute(sql, values).rowcount) if self.folder.writable else 0
+
+
+def waited(key: bytes) -> bytes:
+    """The key under which those are written down who wait for the prefix `key`."""
+    return blake3(b"waited" + key).digest()
+
+
+def _where(wanted: Mapping[str, object]) -> tuple[str, tuple[object, ...]]:
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return (" WHERE " + " AND ".join(f"{name} = ?" for name in given) if given else ""), tuple(given.values())
+
+
+def named(*parts: str | bytes) -> bytes:
+    """What guarded data is bound to."""
+    return repr(parts).encode("utf-8", "surrogatepass")

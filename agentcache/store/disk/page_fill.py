@@ -1,0 +1,216 @@
+"""Pages being filled from blobs, by several threads at once. Writes no files, and knows no index.
+
+One layer is one unit of work: threads take layers in turn, so that one reads while another hashes what it has just read. A page counts
+as filled only when the macs of all its layers, and the one over everything else, were right.
+
+A full page keeps the memory of the system's page cache, mapped, which other processes share: nothing is copied, and no new memory has
+to be found, which can take longer than reading. What the cache holds already is checked there; the rest is read through a small buffer
+while it comes in, and is mapped after that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from ...errors import BlobError, StoreError
+from ...kv import PAGE_TOKENS, Page
+from . import blob_files, quantize
+from .blob import PIECE, Blob, Progress, open_blob, same, tensors, view
+from .blob_format import layer_context
+from .folder import Folder
+from .schema import Row
+
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # whole numbers of so many bytes
+
+
+def fits(row: Row, page: Page) -> bool:
+    """Whether the page has the shape and type of what the row stores."""
+    spec = page.spec
+    shape = str(spec.dtype).removeprefix("torch."), spec.layers, spec.kv_heads, spec.head_dim
+    return shape == (row.dtype, row.layers, row.kv_heads, row.head_dim) and page.keys.device.type == "cpu"
+
+
+def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The same memory as whole numbers: numpy has no bfloat16."""
+    found: npt.NDArray[Any] = tensor.view(WHOLE[tensor.dtype.itemsize]).numpy()
+    return found
+
+
+class Filling:
+    """One page being filled by several threads. What counts is guarded by the reading's lock."""
+
+    def __init__(self, row: Row, page: Page, tokens: int) -> None:
+        assert fits(row, page) and page.filled == 0 and 0 < tokens <= row.tokens
+        self.row, self.page, self.tokens = row, page, tokens
+        self.blob: Blob | None = None
+        self.file: blob_files.Opened | None = None
+        self.mapped: memoryview | None = None  # the whole file, where the page will lie in it
+        self.here = False  # whether the system's page cache holds it already
+        self.next = self.active = 0  # layers handed out, layers being read
+        self.error: StoreError | None = None
+        self.ended = False
+
+    def open(self, folder: Folder) -> None:
+        self.blob = open_blob(folder, self.row.blob)
+        self.file = blob_files.Opened.of(folder, self.row.blob, self.blob.fd)  # before anything of it is verified
+        same(self.row, self.blob.row)
+        size = self.blob.plan.bytes
+        if not blob_files.local(folder.path):
+            return
+        self.here = blob_files.in_memory(self.blob.fd, size)
+        if self.here or (self.lies and self.tokens == PAGE_TOKENS):
+            with suppress(OSError):  # a limit on maps: read instead
+                self.mapped = memoryview(blob_files.map_file(self.blob.fd, size))
+
+    @property
+    def lies(self) -> bool:
+        """Whether layers are stored as they lie in a page."""
+        assert self.blob is not None
+        return self.row.precision == "exact" and self.row.tokens == PAGE_TOKENS and not self.blob.plan.sealed
+
+    @property
+    def stays(self) -> bool:
+        """Whether the page will lie in the mapped file."""
+        return self.mapped is not None and self.lies and self.tokens == PAGE_TOKENS
+
+    def fill(self, layer: int, scratch: Callable[[int], memoryview], done: Progress) -> None:
+        """Check one layer and put it into the page: directly if it is stored as it lies there."""
+        blob, row, page = self.blob, self.row, self.page
+        assert blob is not None
+        if self.mapped is not None:
+            if self.here:
+                blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.layer_bytes)
+                blob.check(layer, self.mapped, done)
+            else:
+                blob.come(layer, scratch(PIECE), done)
+                blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.layer_bytes)
+            if self.stays:
+                return
+            stored = self.mapped[blob.plan.at(layer) : blob.plan.at(layer + 1)]
+        elif self.lies:
+            blob.read(layer, [view(page.layer_keys[layer]), view(page.layer_values[layer])], done)
+            return
+        else:
+            stored = scratch(blob.plan.layer_bytes)
+            blob.read(layer, [stored], done)
+        if blob.plan.sealed:
+            stored = memoryview(bytearray(blob.folder.open_sealed(stored, layer_context(row, layer, True))))
+        self._spread(layer, stored)
+
+    def _spread(self, layer: int, stored: memoryview) -> None:
+        """Put a verified layer where it belongs in the page."""
+        row, found = self.row, tensors(self.row, stored)
+        keys, values = self.page.layer_keys[layer][:, :, : row.tokens], self.page.layer_values[layer][:, : row.tokens]
+        if row.precision == "exact":
+            some = slice(self.tokens)
+            for target, stored_part in ((keys[..., some], found["keys"][..., some]), (values[:, some], found["values"][:, some])):
+                _bits(target)[...] = _bits(stored_part)  # not copy_: it would wake a team of threads in each of these threads
+        else:
+            quantize.dequantize(found, row.precision, keys, values)
+
+    def end(self) -> None:
+        """Declare the page filled, or make it empty again."""
+        if self.ended:
+            return
+        self.ended = True
+        if self.blob is not None:
+            self.blob.close()
+        if self.error is None and self.file is not None and self.file.changed():
+            self.error = BlobError(f"blob {self.row.blob!r} was written to while it was read")
+        keep = 0 if self.error else self.tokens
+        if self.blob is not None and self.stays:
+            if keep:
+                self._take()
+        elif self.next and (self.error or self.lies or self.row.precision != "exact"):  # else nothing was written behind them
+            self.page.keys[..., keep : self.row.tokens] = 0
+            self.page.values[..., keep : self.row.tokens, :] = 0
+        self.page.filled = keep
+
+    def _take(self) -> None:
+        """Give the page the memory of the mapped file, layer by layer as it lies there."""
+        assert self.blob is not None and self.mapped is not None and self.file is not None
+        plan, spec = self.blob.plan, self.page.spec
+        each = spec.kv_heads * spec.head_dim * PAGE_TOKENS
+        shapes = (spec.kv_heads, spec.head_dim, PAGE_TOKENS), (spec.kv_heads, PAGE_TOKENS, spec.head_dim)
+        data = torch.frombuffer(self.mapped, dtype=spec.dtype, count=2 * spec.layers * each, offset=plan.at(0)).view(spec.layers, 2, each)
+        keys, values = (data[:, i].unflatten(1, shape) for i, shape in enumerate(shapes))
+        self.page.lie_in(keys, values, self.file)
+
+
+class Reading:
+    """Pages being filled: hands out layers, in order, to as many threads as `work` runs on."""
+
+    def __init__(self, folder: Folder, fillings: list[Filling], stop: threading.Event | None, progress: Progress | None) -> None:
+        self.folder, self.fillings, self.stop, self.progress = folder, fillings, stop, progress
+        self._at = 0
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def work(self) -> None:
+        """Fill layers until there are none, or until another thread failed in a way that no page can explain."""
+        try:
+            while (task := self._take()) is not None:
+                filling, layer = task
+                error: StoreError | None = None
+                try:
+                    filling.fill(layer, self._scratch, self._done)
+                except StoreError as failed:
+                    error = failed
+                self._ended(filling, error)
+        finally:
+            self._at = len(self.fillings)
+
+    def close(self) -> None:
+        """Empty what was not finished, once no thread works any more."""
+        for filling in self.fillings:
+            if not filling.ended:
+                filling.error = filling.error or StoreError(f"reading of blob {filling.row.blob!r} was interrupted")
+                filling.end()
+
+    def _take(self) -> tuple[Filling, int] | None:
+        with self._lock:
+            while self._at < len(self.fillings):
+                filling = self.fillings[self._at]
+                try:
+                    self._check()
+                    if filling.blob is None and filling.error is None:
+                        filling.open(self.folder)
+                except StoreError as error:
+                    filling.error = filling.error or error
+                if filling.error is None and filling.next < filling.row.layers:
+                    filling.next += 1
+                    filling.active += 1
+                    return filling, filling.next - 1
+                self._at += 1
+                if not filling.active:
+                    filling.end()
+            return None
+
+    def _ended(self, filling: Filling, error: StoreError | None) -> None:
+        with self._lock:
+            filling.error = filling.error or error
+            filling.active -= 1
+            if not filling.active and (filling.error is not None or filling.next == filling.row.layers):
+                filling.end()
+
+    def _check(self) -> None:
+        if self.stop is not None and self.stop.is_set():
+            raise BlobError("reading was stopped")
+
+    def _done(self, count: int) -> None:
+        self._check()
+        if self.progress is not None:
+            with self._lock:
+                self.progress(count)
+
+    def _scratch(self, size: int) -> memoryview:
+        """Memory of this thread's, used again by its next layer."""
+        if len(getattr(self._local, "scratch", b"")) < size:
+            self._local.scratch = bytearray(size)
+        return memoryview(self._local.scratch)[:size]

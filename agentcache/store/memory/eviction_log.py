@@ -1,0 +1,54 @@
+"""What the store dropped and why, so that a miss can say it. Knows nothing of pages' contents: digests and lengths only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from ...types import Reason
+from ..keys import page_key
+
+REMEMBERED = 65536  # dropped pages, about 300 bytes each
+HEAD = 16  # ids by which a dropped page is known to a prompt that ends inside it
+
+
+class EvictionLog:
+    """Digests of dropped pages under their parents; the oldest are forgotten. Not thread safe: its owner locks."""
+
+    def __init__(self, most: int = REMEMBERED) -> None:
+        self._most = most
+        self._pages: OrderedDict[bytes, tuple[bytes, int, str, Reason]] = OrderedDict()
+        self._under: dict[bytes, set[bytes]] = {}
+        self._heads: OrderedDict[bytes, tuple[str, Reason]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def add(self, parent: bytes, key: bytes, ids: np.ndarray, fingerprint: str, reason: Reason) -> None:
+        """Remember a dropped page of these tokens."""
+        self.discard(key)
+        self._pages[key] = (parent, len(ids), fingerprint, reason)
+        self._heads[page_key(parent, ids[:HEAD])] = (fingerprint, reason)
+        if len(self._heads) > self._most:
+            self._heads.popitem(last=False)
+        self._under.setdefault(parent, set()).add(key)
+        if len(self._pages) > self._most:
+            self.discard(next(iter(self._pages)))
+
+    def discard(self, key: bytes) -> None:
+        """The page is kept again."""
+        if (record := self._pages.pop(key, None)) is not None:
+            under = self._under[record[0]]
+            under.discard(key)
+            if not under:
+                del self._under[record[0]]
+
+    def why(self, parent: bytes, ids: np.ndarray, known: int, fingerprint: str) -> Reason | None:
+        """Why a page that starts `ids` and was longer than `known` tokens is not there any more; None if none is remembered."""
+        lengths = {self._pages[key][1] for key in self._under.get(parent, ())}
+        for length in sorted((n for n in lengths if known < n <= len(ids)), reverse=True):
+            if (record := self._pages.get(page_key(parent, ids[:length]))) is not None:
+                return record[3] if record[2] == fingerprint else Reason.FINGERPRINT
+        head = self._heads.get(page_key(parent, ids[:HEAD])) if known < HEAD <= len(ids) else None
+        return None if head is None else head[1] if head[0] == fingerprint else Reason.FINGERPRINT

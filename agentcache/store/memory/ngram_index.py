@@ -1,0 +1,174 @@
+"""Text that kept prompts repeat: which tokens of a new prompt stand, equal token for token, anywhere in them. Knows no models.
+
+An exact index over runs of GRAM ids: every fourth place of every kept page is in it, chosen by content, so that a repeat of 64 tokens is
+missed about once in a million times. What it proposes is aligned and compared token by token before anybody hears of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...types import PAGE_TOKENS
+from ..entry import Entry, best_child, common
+from ..keys import Ids, Scope
+
+if TYPE_CHECKING:
+    from ...kv import Page
+
+GRAM = 16  # ids that are hashed together: shorter repeats are never worth attaching
+SAMPLE = 4  # one place in so many is in the index
+PLACES = 4  # places kept per run of ids: the same text may stand behind different text
+_BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2**64
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_MIX = np.uint64(0xFF51AFD7ED558CCD)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Prompt tokens [start, stop) that equal kept ones: from slot `offset` of the first of these consecutive pages on.
+
+    pages: those of the entries; they stay valid by reference.
+    """
+
+    start: int
+    stop: int
+    entries: tuple[Entry, ...]
+    offset: int
+    pages: tuple[Page, ...] = ()
+
+    @property
+    def source(self) -> int:
+        """The position at which the first token was computed."""
+        return self.entries[0].place * PAGE_TOKENS + self.offset
+
+    @property
+    def shift(self) -> int:
+        """By how many positions it moves."""
+        return self.start - self.source
+
+    def cut(self, start: int, stop: int) -> Run:
+        """What of it lies in [start, stop)."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        slot = self.offset + start - self.start
+        first, last = slot // PAGE_TOKENS, -(-(slot + stop - start) // PAGE_TOKENS)
+        return Run(start, stop, self.entries[first:last], slot - first * PAGE_TOKENS, self.pages[first:last])
+
+
+def beside(better: Sequence[Run], others: Iterable[Run], since: int, stop: int, least: int) -> list[Run]:
+    """`better`, and what of the other runs lies between them in pieces of at least `least` tokens; in order."""
+    edges = [since, *(edge for run in better for edge in (run.start, run.stop)), stop]
+    pieces = [
+        run.cut(low, high) for run in others for low, high in zip(edges[::2], edges[1::2]) if max(low, run.start) < min(high, run.stop)
+    ]
+    return sorted([*better, *(run for run in pieces if run.stop - run.start >= least)], key=lambda run: run.start)
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    powers = np.full(count, base & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers, dtype=np.uint64)
+
+
+def grams(ids: Ids) -> tuple[np.ndarray, np.ndarray]:
+    """Places and hashes of the sampled runs of GRAM ids: the same run is sampled wherever it stands."""
+    count = len(ids) - GRAM + 1
+    if count <= 0:
+        return np.empty(0, np.int64), np.empty(0, np.uint64)
+    mixed = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
+    mixed ^= mixed >> np.uint64(29)
+    sums = np.zeros(len(ids) + 1, dtype=np.uint64)
+    np.add.accumulate(mixed * _powers(_BASE, len(ids)), out=sums[1:], dtype=np.uint64)
+    hashes = (sums[GRAM:] - sums[:-GRAM]) * _powers(_INVERSE, count)
+    hashes ^= hashes >> np.uint64(31)
+    chosen = np.nonzero(hashes % np.uint64(SAMPLE) == 0)[0]
+    return chosen, hashes[chosen]
+
+
+class NgramIndex:
+    """The index over the kept pages of all scopes; a scope never sees another one's. Its owner's lock guards it."""
+
+    def __init__(self) -> None:
+        self._places: dict[Scope, dict[int, list[tuple[Entry, int]]]] = {}
+        self._noted: dict[int, int] = {}  # id of an entry -> how many of its ids are in the index
+
+    def __len__(self) -> int:
+        """How many runs of ids can be found."""
+        return sum(map(len, self._places.values()))
+
+    def note(self, entry: Entry) -> None:
+        """Put what is new of an entry's ids into the index."""
+        known = self._noted.get(id(entry), 0)
+        since = max(0, known - GRAM + 1)
+        index = self._places.setdefault(entry.scope, {})
+        at, hashes = grams(entry.ids[since:])
+        for offset, gram in zip((at + since).tolist(), hashes.tolist(), strict=True):
+            places = index.setdefault(gram, [])
+            if len(places) < PLACES and (entry, offset) not in places:
+                places.append((entry, offset))
+        self._noted[id(entry)] = len(entry.ids)
+
+    def drop(self, entry: Entry) -> None:
+        """Take an entry out."""
+        if self._noted.pop(id(entry), None) is None:
+            return
+        index = self._places.get(entry.scope, {})
+        for gram in grams(entry.ids)[1].tolist():
+            left = [place for place in index.get(gram, ()) if place[0] is not entry]
+            if left:
+                index[gram] = left
+            else:
+                index.pop(gram, None)
+        if not index:
+            self._places.pop(entry.scope, None)
+
+    def find(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
+        """Runs of at least `least` tokens of ids[since:-1] that are kept somewhere in this scope; disjoint, as long as possible."""
+        index = self._places.get(scope)
+        if not index:
+            return []
+        stop, runs, reached = len(ids) - 1, [], since
+        at, hashes = grams(ids[since:stop])
+        for place, gram in zip((at + since).tolist(), hashes.tolist(), strict=True):
+            if place < reached or gram not in index:
+                continue
+            found = [run for run in self._aligned(index[gram], ids, place, reached, stop) if run.stop - run.start >= least]
+            if found:
+                best = max(found, key=lambda run: run.stop - run.start)
+                runs.append(best)
+                reached = best.stop
+        return runs
+
+    def _aligned(self, places: Iterable[tuple[Entry, int]], ids: Ids, at: int, low: int, high: int) -> Iterator[Run]:
+        """Each proposal, grown in both directions as far as the ids are equal, within [low, high) of the prompt."""
+        for entry, offset in places:
+            if entry.page is None or offset >= len(entry.ids):
+                continue
+            ahead = common(entry.ids[offset:], ids[at:high])
+            if ahead < GRAM:
+                continue
+            back, first, slot = 0, entry, offset
+            entries = [entry]
+            while True:
+                same = common(first.ids[:slot][::-1], ids[low : at - back][::-1])
+                back, slot = back + same, slot - same
+                if slot or at - back == low or first.parent is None or first.parent.page is None:
+                    break
+                if first.parent.ids[-1] != ids[at - back - 1]:
+                    break
+                first = first.parent
+                slot = len(first.ids)
+                entries.insert(0, first)
+            last = entry
+            while offset + ahead == len(last.ids) == PAGE_TOKENS and at + ahead < high:
+                child, run = best_child(last, ids[at + ahead : min(at + ahead + PAGE_TOKENS, high)])
+                if child is None or not run:
+                    break
+                entries.append(child)
+                ahead, offset, last = ahead + run, -ahead, child
+                if run < PAGE_TOKENS:
+                    break
+            yield Run(at - back, at + ahead, tuple(entries), slot)

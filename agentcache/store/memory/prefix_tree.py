@@ -1,0 +1,397 @@
+"""Pages kept in memory: which prompts' keys and values, and the longest exact prefix of a new one. Knows neither models nor disks.
+
+Pages hang in a tree: a child continues its parent's tokens. Keys are chain hashes over token ids, and the ids are compared on a hit.
+
+    one tree per scope (keys.py)          tiers: DEVICE, and behind it HOST where that is other memory
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from ...errors import ConfigError
+from ...kv import PAGE_TOKENS, Page, Tier
+from ...types import Grade, Reason
+from ..deletion import Deletion
+from ..entry import Entry, Match, best_child
+from ..keys import Ids, PinName, Role, Scope, page_key, pin_name
+from .eviction_log import EvictionLog
+from .ngram_index import NgramIndex, Run
+
+CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
+LONGER = "new behind all that is kept"  # the kept prompt ended
+OTHER = "kept prompts go on differently from here"
+
+
+class PrefixTree:
+    """Kept pages in memory under a byte budget: least recently used leaves go first, tool groups last, pinned ones never. Thread safe.
+
+    A page counts with all its bytes, however full. changes: counts admissions and removals, so that a caller can tell whether a match may
+    have become longer. host_bytes: where pages lie on another device, how much of them may wait in the computer's own memory.
+    """
+
+    def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
+        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
+            raise ConfigError(f"memory_bytes={budget_bytes!r}: must be 0 (keep nothing) or a larger whole number of bytes")
+        self.budget_bytes = budget_bytes
+        self.host_budget_bytes = host_bytes
+        self.bytes = 0
+        self.host_bytes = 0
+        self.changes = 0
+        self._lock = threading.RLock()
+        self._roots: dict[Scope, Entry] = {}
+        self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always behind its children
+        self._pinned: dict[PinName, list[tuple[list[Entry], int]]] = {}  # what holds them, and how many tokens
+        self._dropped = EvictionLog()
+        self._repeats: NgramIndex | None = None
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    # -- looking up ------------------------------------------------------------------------------------------------
+
+    def match(self, scope: Scope, ids: Ids, *, peek: bool = False) -> Match:
+        """The longest kept prefix of ids[:-1] (the last token is always computed). Pages stay valid by reference.
+
+        What is found counts as used, unless it is only peeked at.
+        """
+        with self._lock:
+            if not peek:
+                self.drop_changed(scope, ids)
+            path, at = self._walk(scope, ids, len(ids) - 1)
+            if not peek:
+                self._touch(path)
+                self._promote(path)
+            reason, detail = self._why(scope, path, ids, at)
+            if not peek:
+                path, at = self._ready(path, at)
+            numerics = frozenset().union(*(entry.numerics for entry in path))
+            return Match(at, tuple(e.page for e in path if e.page is not None), reason, numerics, detail, tuple(path))
+
+    def repeats(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
+        """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's kept prompts. Counts as used."""
+        with self._lock:
+            if self._repeats is None:  # whoever never asks does not pay for it
+                self._repeats = NgramIndex()
+                for entry in self._order.values():
+                    self._note(entry)
+            found = []
+            for run in self._repeats.find(scope, ids, since, least):
+                if any(entry.page is None or entry.page.changed for entry in run.entries):
+                    continue
+                self._touch(list(run.entries))
+                self._promote(list(run.entries))
+                pages = tuple(entry.page for entry in run.entries if entry.page is not None)
+                if len(pages) == len(run.entries):
+                    found.append(replace(run, pages=pages))
+            return found
+
+    def _note(self, entry: Entry) -> None:
+        if self._repeats is not None and entry.scope.precision != "approximate":
+            self._repeats.note(entry)
+
+    def _ready(self, path: list[Entry], at: int) -> tuple[list[Entry], int]:
+        """What of a path lies on the device: all of it, unless it is longer than the device's budget."""
+        count = next((i for i, e in enumerate(path) if e.page is None or e.page.tier != "device"), len(path))
+        return path[:count], min(at, count * PAGE_TOKENS)
+
+    def entries(self, namespace: str) -> list[Entry]:
+        """All that a namespace keeps, the least recently used first."""
+        with self._lock:
+            return [entry for entry in self._order.values() if entry.scope.namespace == namespace]
+
+    def drop_changed(self, scope: Scope, ids: Ids) -> None:
+        """Drop what of this prompt lies in files that somebody wrote to, and what continues it: it has to be verified again."""
+        with self._lock:
+            for entry in self._walk(scope, ids, len(ids))[0]:
+                if entry.page is not None and entry.page.changed:
+                    self._drop_tree(entry, Reason.BAD_BLOB)
+                    return
+
+    def path(self, scope: Scope, ids: Ids) -> list[Entry]:
+        """The entries that hold the longest kept prefix of all these ids."""
+        with self._lock:
+            return self._walk(scope, ids, len(ids))[0]
+
+    def _walk(self, scope: Scope, ids: Ids, limit: int) -> tuple[list[Entry], int]:
+        """The entries that hold the longest kept prefix of ids[:limit], and its length."""
+        entry, at, path = self._roots.get(scope), 0, []
+        while entry is not None and at < limit:
+            best, run = best_child(entry, ids[at : min(at + PAGE_TOKENS, limit)])
+            if best is None:
+                break
+            path.append(best)
+            at += run
+            if run < PAGE_TOKENS:
+                break
+            entry = best
+        return path, at
+
+    def _why(self, scope: Scope, path: list[Entry], ids: Ids, at: int) -> tuple[Reason, str]:
+        if at >= len(ids) - 1:
+            return Reason.LAST_TOKEN, ""
+        inside = at % PAGE_TOKENS
+        parent = scope.root if at < PAGE_TOKENS else path[at // PAGE_TOKENS - 1].key
+        gone = self._dropped.why(parent, ids[at - inside : at - inside + PAGE_TOKENS], inside, scope.fingerprint)
+        if gone not in (None, Reason.FINGERPRINT):
+            return gone, ""
+        for other in self._roots:
+            same = (other.namespace, other.regime, other.precision) == (scope.namespace, scope.regime, scope.precision)
+            if same and other != scope and self._walk(other, ids, len(ids) - 1)[1] > at:
+                gone = Reason.FINGERPRINT
+        if gone is not None:
+            return gone, "kept under other weights, config or versions"
+        if not at:
+            return Reason.COLD, ""
+        ended = len(path[-1].ids) == (inside or PAGE_TOKENS) and not path[-1].children
+        return Reason.DIVERGED, LONGER if ended else OTHER
+
+    def _touch(self, path: list[Entry]) -> None:
+        for entry in reversed(path):  # parents last: whoever is oldest is a leaf
+            self._order.move_to_end(id(entry))
+
+    # -- keeping ---------------------------------------------------------------------------------------------------
+
+    def admit(
+        self, scope: Scope, ids: Ids, pages: Seq[Page], numerics: frozenset[str] | str, prefix_tokens: int = 0, evict: bool = True
+    ) -> list[Entry]:
+        """Keep `pages`, which hold `ids` from the start, and return what holds them now. Known pages are not kept twice.
+
+        The last page may be partly filled; a longer one replaces a shorter. numerics: digests of all kernels that computed them.
+        prefix_tokens: length of the stable part of the prompt.
+        """
+        if self.budget_bytes == 0 or not len(ids):
+            return []
+        assert len(pages) == -(-len(ids) // PAGE_TOKENS), f"{len(pages)} pages for {len(ids)} tokens"
+        numerics = frozenset([numerics]) if isinstance(numerics, str) else numerics
+        with self._lock:
+            entry = self._roots.get(scope) or self._roots.setdefault(scope, Entry(scope.root, scope, ids[:0], None, None))
+            path = []
+            for page, start in zip(pages, range(0, len(ids), PAGE_TOKENS), strict=True):
+                entry = self._keep(entry, ids[start : start + PAGE_TOKENS], page, numerics)
+                path.append(entry)
+                if start < prefix_tokens:
+                    entry.role = max(entry.role, Role.PREFIX)
+            self._touch(path)
+            if evict:
+                self._evict()
+            return path
+
+    def _keep(self, parent: Entry, ids: Ids, page: Page, numerics: frozenset[str]) -> Entry:
+        child, run = best_child(parent, ids)
+        if child is not None and run == len(ids):
+            return child  # known already, perhaps longer
+        if child is not None and run == len(child.ids):
+            self._rename(child, ids.copy())  # a longer page takes its place, its pins and its children (it has none: it was not full)
+            self._count(child.page, -1)
+            self._count(page, 1)
+            child.page, child.numerics, child.role = page, numerics, min(child.role, Role.PREFIX)
+            self._note(child)
+            return child
+        child = Entry(page_key(parent.key, ids), parent.scope, ids.copy(), page, parent, numerics)
+        parent.children[child.key] = child
+        self._order[id(child)] = child
+        self._note(child)
+        self._count(page, 1)
+        self.changes += 1
+        self._dropped.discard(child.key)
+        if len(parent.children) > CHILDREN:
+            self._drop_oldest([c for c in self._order.values() if c.parent is parent and c is not child])
+        return child
+
+    def _rename(self, entry: Entry, ids: Ids) -> None:
+        """Give an entry without children more or fewer tokens."""
+        assert entry.parent is not None and not entry.children
+        del entry.parent.children[entry.key]
+        entry.key, entry.ids, entry.row = page_key(entry.parent.key, ids), ids, 0
+        entry.parent.children[entry.key] = entry
+        self._dropped.discard(entry.key)
+        self.changes += 1
+
+    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[bytes]:
+        """A request that failed takes back what it gave: tokens of `ids` behind the first `since`, where they lie in its own `pages`.
+
+        Returns the keys of what is gone.
+        """
+        own = {id(page) for page in pages}
+        with self._lock:
+            path, _ = self._walk(scope, ids, len(ids))
+            for entry, start in zip(path, range(0, len(ids), PAGE_TOKENS), strict=False):
+                if id(entry.page) not in own or start + len(entry.ids) <= since:
+                    continue
+                return self._shorten(entry, max(0, since - start), Reason.NON_FINITE)
+        return []
+
+    def drop(self, scope: Scope, ids: Ids, reason: Reason) -> list[bytes]:
+        """Drop the page in which `ids` end and what continues it, pinned or not; returns the keys of what is gone."""
+        with self._lock:
+            path, at = self._walk(scope, ids, len(ids))
+            return self._drop_tree(path[-1], reason) if path and at == len(ids) else []
+
+    def clear(self, namespace: str | None = None, reason: Reason = Reason.EVICTED, grade: Grade | None = None) -> None:
+        """Drop everything, or everything of one namespace or grade, pinned or not."""
+        with self._lock:
+            for scope in [s for s in self._roots if namespace in (None, s.namespace) and grade in (None, s.precision)]:
+                for child in list(self._roots[scope].children.values()):
+                    self._drop_tree(child, reason)
+            for held in [h for h in self._pinned if namespace in (None, h[0].namespace) and grade in (None, h[0].precision)]:
+                del self._pinned[held]
+
+    def remove(self, deletion: Deletion) -> tuple[int, int]:
+        """Drop what was deleted on purpose, and what continues it; returns how many pages, and of how many bytes.
+
+        Of one tool group: what others have pinned stays, and no more of a page than they have.
+        """
+        with self._lock:
+            pages, size = len(self), self.bytes + self.host_bytes
+            for entry in [entry for entry in self._order.values() if deletion.takes(entry)]:
+                kept = self._pinned_tokens(entry) if deletion.group is not None else 0
+                if entry.page is not None and kept < len(entry.ids):
+                    self._shorten(entry, kept, Reason.DELETED)
+            for name, paths in list(self._pinned.items()):
+                for pin in [pin for pin in paths if pin[0][-1].page is None]:
+                    paths.remove(pin)
+                    self._unpin(pin[0])
+                if not paths:
+                    del self._pinned[name]
+            return pages - len(self), size - self.bytes - self.host_bytes
+
+    def pinned(self) -> list[tuple[PinName, list[Entry]]]:
+        """What holds each pinned prefix, under its name."""
+        with self._lock:
+            return [(name, list(path)) for name, paths in self._pinned.items() for path, _ in paths]
+
+    def _pinned_tokens(self, entry: Entry) -> int:
+        """How many tokens of a page are pinned."""
+        lengths = (tokens for paths in self._pinned.values() for path, tokens in paths if entry in path)
+        return max(0, max(lengths, default=0) - entry.first)
+
+    def _shorten(self, entry: Entry, kept: int, reason: Reason) -> list[bytes]:
+        """Keep the first `kept` tokens of a page, and nothing that continues it; returns the keys of what is gone."""
+        if not kept:
+            return self._drop_tree(entry, reason)
+        gone: list[bytes] = []
+        for child in list(entry.children.values()):
+            gone += self._drop_tree(child, reason)
+        assert entry.parent is not None
+        ids = entry.ids[:kept]
+        if page_key(entry.parent.key, ids) in entry.parent.children:
+            return gone + self._drop_tree(entry, reason)  # another page keeps just these
+        gone.append(entry.key)
+        self._rename(entry, ids)
+        return gone
+
+    # -- pins and the budget ---------------------------------------------------------------------------------------
+
+    def pin(self, scope: Scope, ids: Ids, count: int = 1) -> int:
+        """Pin (count=1) the pages that hold all of `ids`, or take such a pin back (count=-1); returns how many pages. Pinned pages are
+        never evicted. 0, and nothing is pinned, where some of `ids` are not kept.
+        """
+        held = pin_name(scope, ids)
+        with self._lock:
+            if count > 0:
+                path, at = self._walk(scope, ids, len(ids))
+                if at < len(ids):
+                    return 0
+                self._touch(path)
+                self._pinned.setdefault(held, []).append((path, len(ids)))
+            else:
+                paths = self._pinned.get(held)
+                if not paths:
+                    return 0
+                path, _ = paths.pop()
+                if not paths:
+                    del self._pinned[held]
+            if count < 0:
+                self._unpin(path)
+            for entry in path if count > 0 else ():
+                entry.pins += 1
+                entry.role = Role.GROUP
+            self._evict()
+            return len(path)
+
+    @staticmethod
+    def _unpin(path: list[Entry]) -> None:
+        for entry in path:
+            entry.pins -= 1
+            if not entry.pins:
+                entry.role = min(entry.role, Role.PREFIX)
+
+    def _evict(self) -> None:
+        while self.bytes > self.budget_bytes and (self._demote() or self._drop_oldest(self._order.values())):
+            pass
+
+    def _drop_oldest(self, among: Iterable[Entry]) -> bool:
+        """Drop the least recently used leaf, one of a tool group only if there is no other."""
+        group = None
+        for entry in among:
+            if entry.children or entry.pins:
+                continue
+            if entry.role < Role.GROUP:
+                self._drop_tree(entry, Reason.EVICTED)
+                return True
+            group = group or entry
+        if group is not None:
+            self._drop_tree(group, Reason.EVICTED)
+        return group is not None
+
+    # -- the second tier -------------------------------------------------------------------------------------------
+
+    def _count(self, page: Page | None, sign: int) -> None:
+        assert page is not None
+        if page.tier == "host":
+            self.host_bytes += sign * page.spec.page_bytes
+        else:
+            self.bytes += sign * page.spec.page_bytes
+
+    def _move(self, entry: Entry, tier: Tier) -> None:
+        assert entry.page is not None
+        page = entry.page.copy(len(entry.ids), tier)
+        self._count(entry.page, -1)
+        self._count(page, 1)
+        entry.page = page
+
+    def _demote(self) -> bool:
+        """Copy the least recently used page that nobody appends to from the device to the host, if there is room or can be made."""
+        if not self.host_budget_bytes:
+            return False
+        found = next((e for e in self._order.values() if not e.pins and e.page and e.page.tier == "device" and not e.page.claimed), None)
+        if found is None or found.page is None:
+            return False
+        need = found.page.spec.page_bytes
+        while self.host_bytes + need > self.host_budget_bytes:
+            waiting = [e for e in self._order.values() if e.page and e.page.tier == "host"]
+            if not self._drop_oldest(waiting):
+                return False
+        self._move(found, "host")
+        return True
+
+    def _promote(self, path: list[Entry]) -> None:
+        waiting = [entry for entry in path if entry.page is not None and entry.page.tier == "host"]
+        for entry in waiting:
+            self._move(entry, "device")
+        if waiting:
+            self._evict()
+
+    def _drop_tree(self, entry: Entry, reason: Reason) -> list[bytes]:
+        """Drop a page and what hangs under it; the deepest first. Returns their keys."""
+        below = [entry]
+        for known in below:
+            below.extend(known.children.values())
+        for gone in reversed(below):
+            assert gone.page is not None and gone.parent is not None
+            if self._repeats is not None:
+                self._repeats.drop(gone)
+            self._dropped.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
+            self._count(gone.page, -1)
+            self.changes += 1
+            del self._order[id(gone)]
+            del gone.parent.children[gone.key]
+            gone.page = None
+            if gone.parent.parent is None and not gone.parent.children:
+                del self._roots[gone.scope]
+        return [gone.key for gone in below]

@@ -1,0 +1,268 @@
+"""Text of kept prompts found again although it is not quite equal: MinHash over canonical words, and an LSH index. Knows no pages.
+
+It only proposes: where text stands that says nearly the same. What is reused has equal ids (ngram_index.py finds those without this).
+
+    one index per scope (keys.py)         one signature per text, with up to PLACES places that differ in ids or in what stands left
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from ..errors import ConfigError
+from .keys import Scope
+
+PERMUTATIONS = 128
+SHINGLE = 8  # canonical words that are hashed together
+LEFT_SHINGLE = 2
+LEFT = 16  # values kept of the signature of what stands left
+TAU = 0.8
+MOST = 16_384  # texts kept in all scopes together, some 5 kB each
+PLACES = 4
+REMEMBERED = 4096  # signatures of windows that are asked for now and noted soon
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xFF51AFD7ED558CCD)
+_PACKED = struct.Struct("<16s16s32sIiI")
+
+
+class Window(Protocol):
+    """Prompt tokens [start, stop): their canonical words, and those directly before."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def words(self) -> tuple[str, ...]: ...
+    @property
+    def left(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """What a window says. digest: of the canonical words; values: uint32 [PERMUTATIONS]; left: of what stands before it, uint32 [LEFT]."""
+
+    digest: bytes
+    values: np.ndarray
+    left: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """Where a text of `tokens` tokens stands: at `slot` of page number `page` under the page with the key `parent`.
+
+    The page is the one with its middle; slot is negative where it starts on the page before. exact: digest of its ids.
+    """
+
+    signature: Signature
+    exact: bytes
+    parent: bytes
+    page: int
+    slot: int
+    tokens: int
+
+    @property
+    def name(self) -> bytes:
+        """Equal for equal ids behind equal text."""
+        return blake3(self.signature.digest + self.exact + self.signature.left.tobytes()).digest(length=16)
+
+    def pack(self) -> bytes:
+        """As bytes, of always the same length."""
+        said = self.signature
+        head = _PACKED.pack(said.digest, self.exact, self.parent, self.page, self.slot, self.tokens)
+        return head + said.left.astype("<u4").tobytes() + said.values.astype("<u4").tobytes()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Kept | None:
+        """From bytes; None if they are no such thing."""
+        if len(packed) != _PACKED.size + 4 * (LEFT + PERMUTATIONS):
+            return None
+        digest, exact, parent, page, slot, tokens = _PACKED.unpack_from(packed)
+        values = np.frombuffer(packed, "<u4", offset=_PACKED.size).astype(np.uint32)
+        return cls(Signature(digest, values[LEFT:], values[:LEFT]), exact, parent, page, slot, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A kept text that says nearly the same as a window: estimated Jaccard similarity of both, and of what stands left of them.
+
+    exact: it has the same ids, unless somebody found a collision.
+    """
+
+    kept: Kept
+    similarity: float
+    left: float
+    exact: bool
+
+
+def datasketch() -> Any:
+    """The library, which is an extra."""
+    try:
+        import datasketch
+    except ImportError as error:
+        raise ConfigError("signatures of segments need datasketch: pip install 'agentcache-llm[segments]'") from error
+    return datasketch
+
+
+@lru_cache
+def bands(tau: float) -> tuple[int, int]:
+    """How many bands of how many values find what is alike to `tau` best: an integration of a twentieth of a second."""
+    found = datasketch().MinHashLSH(threshold=tau, num_perm=PERMUTATIONS)
+    return found.b, found.r
+
+
+class Signer:
+    """Makes signatures; remembers the latest. Thread safe."""
+
+    def __init__(self) -> None:
+        self._minhash = datasketch().MinHash
+        self._permutations = self._minhash(PERMUTATIONS).permutations
+        self._known: OrderedDict[tuple[tuple[str, ...], tuple[str, ...]], Signature] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def sign(self, window: Window) -> Signature:
+        """The signature of a window."""
+        key = (window.words, window.left)
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known
+        values = self._values(shingles(window.words, SHINGLE))
+        left = self._values(shingles(window.left, LEFT_SHINGLE))[:LEFT]
+        made = Signature(blake3("\x1f".join(window.words).encode("utf-8", "surrogatepass")).digest(length=16), values, left)
+        with self._lock:
+            self._known[key] = made
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return made
+
+    def _values(self, hashes: np.ndarray) -> np.ndarray:
+        sketch = self._minhash(PERMUTATIONS, permutations=self._permutations, scheme="affine32", hashfunc=int)
+        sketch.update_batch(hashes.tolist())
+        return np.asarray(sketch.hashvalues)
+
+    def sketch(self, values: np.ndarray) -> Any:
+        """The library's own object for these values."""
+        return self._minhash(hashvalues=values, permutations=self._permutations, scheme="affine32")
+
+
+def shingles(words: Sequence[str], size: int) -> np.ndarray:
+    """Hashes of the runs of `size` words, each once, uint32; of all words where there are fewer. The same in every process."""
+    if not words:
+        return np.empty(0, np.uint32)
+    codes = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words], np.uint64)
+    size = min(size, len(codes))
+    mixed = np.zeros(len(codes) - size + 1, np.uint64)
+    for at in range(size):
+        mixed = (mixed ^ codes[at : at + len(mixed)]) * _BASE
+        mixed ^= mixed >> np.uint64(29)
+    mixed *= _MIX
+    return np.unique((mixed >> np.uint64(32)).astype(np.uint32))
+
+
+class LSHIndex:
+    """The index over windows of kept prompts; a scope never sees another one's. Thread safe. most: texts in all, oldest used go."""
+
+    def __init__(self, tau: float = TAU, most: int = MOST) -> None:
+        if not 0.0 < tau < 1.0:
+            raise ConfigError(f"tau={tau!r}: must lie between 0 and 1; {TAU!r} is the default")
+        self.tau = tau
+        self.signer = Signer()
+        self._most = most
+        self._lsh = datasketch().MinHashLSH
+        self._bands = bands(tau)
+        self._scopes: dict[Scope, _Scope] = {}
+        self._used: OrderedDict[tuple[Scope, bytes], None] = OrderedDict()  # texts, least recently used first
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many texts can be found."""
+        return len(self._used)
+
+    def __contains__(self, scope: Scope) -> bool:
+        """Whether anything of a scope can be found."""
+        return scope in self._scopes
+
+    def add(self, scope: Scope, kept: Kept) -> bool:
+        """Note where a text stands; False if the same ids are known behind the same text."""
+        with self._lock:
+            own = self._scopes.get(scope)
+            if own is None:
+                own = self._scopes[scope] = _Scope(self._lsh(params=self._bands, num_perm=PERMUTATIONS), {})
+            digest = kept.signature.digest
+            self._used[scope, digest] = None
+            self._used.move_to_end((scope, digest))
+            places = own.texts.get(digest)
+            if places is None:
+                own.lsh.insert(digest, self.signer.sketch(kept.signature.values), check_duplication=False)
+                own.texts[digest] = [kept]
+                while len(self._used) > self._most:
+                    self._remove(*next(iter(self._used)))
+                return True
+            if any(place.name == kept.name for place in places):
+                return False
+            places.append(kept)
+            del places[:-PLACES]
+            return True
+
+    def find(self, scope: Scope, signature: Signature, exact: bytes) -> list[Proposal]:
+        """Kept texts whose similarity is estimated as `tau` at least; equal ones first, then by likeness, then by likeness of what is left.
+
+        exact: digest of the ids that are asked for.
+        """
+        with self._lock:
+            own = self._scopes.get(scope)
+            if own is None:
+                return []
+            found = []
+            for digest in own.lsh.query(self.signer.sketch(signature.values)):
+                places = own.texts[digest]
+                similarity = float(np.mean(places[0].signature.values == signature.values))
+                if similarity >= self.tau:
+                    self._used.move_to_end((scope, digest))
+                    for kept in places:
+                        left = float(np.mean(kept.signature.left == signature.left))
+                        found.append(Proposal(kept, similarity, left, kept.exact == exact))
+            return sorted(found, key=lambda proposal: (not proposal.exact, -proposal.similarity, -proposal.left))
+
+    def drop(self, scope: Scope, kept: Kept) -> None:
+        """Forget one place of a text; no effect if it is not known."""
+        with self._lock:
+            own = self._scopes.get(scope)
+            places = own.texts.get(kept.signature.digest) if own is not None else None
+            if own is None or places is None or kept not in places:
+                return
+            places.remove(kept)
+            if not places:
+                self._remove(scope, kept.signature.digest)
+
+    def _remove(self, scope: Scope, digest: bytes) -> None:
+        """A text leaves, and with the last one its scope's index."""
+        own = self._scopes[scope]
+        own.lsh.remove(digest)
+        del own.texts[digest], self._used[scope, digest]
+        if not own.texts:
+            del self._scopes[scope]
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget everything, or all of one namespace."""
+        with self._lock:
+            for scope in [scope for scope in self._scopes if namespace in (None, scope.namespace)]:
+                for digest in self._scopes.pop(scope).texts:
+                    del self._used[scope, digest]
+
+
+@dataclass(slots=True)
+class _Scope:
+    lsh: Any
+    texts: dict[bytes, list[Kept]]

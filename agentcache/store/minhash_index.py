@@ -1,0 +1,167 @@
+"""Signatures of what kept prompts say, in memory and in the index of the store on disk. Knows neither pages nor models.
+
+noted behind the answer: signed, kept in memory, written      a later process reads those of a scope when it first asks for them
+
+They are not part of what can be made again from the blobs, which hold ids and no text: lost, they come again with use.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from blake3 import blake3
+
+from ..types import PAGE_TOKENS
+from . import deletion
+from .deletion import Moment
+from .disk.index import Index
+from .disk.index_metadata import named, tick
+from .disk.schema import guard, unguard
+from .keys import Ids, Scope, chain
+from .minhash import MOST, TAU, Kept, LSHIndex, Proposal, Window
+
+MOST_ROWS = 65_536  # of 0.8 kB each, in all scopes together
+YOUNG_S = 60.0
+OF_SCOPE = "namespace = ? AND fingerprint = ? AND regime = ?"
+
+
+class MinHashIndex:
+    """What prompts say, found again by this process and later ones. Thread safe. tau: least similarity of what is proposed.
+
+    after: runs a job behind the answers. ConfigError: datasketch is not installed.
+    """
+
+    def __init__(self, index: Index, after: Callable[[Callable[[], object]], None], tau: float = TAU) -> None:
+        self.signatures = LSHIndex(tau)
+        self._index = index
+        self._after = after
+        self._read: dict[Scope, int] = {}  # up to which row
+        self._lock = threading.Lock()
+
+    # -- noting ----------------------------------------------------------------------------------------------------
+
+    def note(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> None:
+        """Remember what a kept prompt says, behind the answer. received: when it was; not if it was deleted since."""
+        if windows:
+            self._after(lambda: self.note_now(scope, ids, windows, received))
+
+    def note_now(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> int:
+        """The same at once; returns how many were new."""
+        if received is not None and any(done.meets(scope, ids, received.made) for done in self._index.deletions(received.generation)):
+            return 0
+        keys = [scope.root, *chain(scope.root, ids)]
+        new = []
+        for window in windows:
+            assert window.start < window.stop <= len(ids)
+            page = (window.start + window.stop) // 2 // PAGE_TOKENS
+            signature = self.signatures.signer.sign(window)
+            kept = Kept(signature, exact(ids, window), keys[page], page, window.start - page * PAGE_TOKENS, window.stop - window.start)
+            if self.signatures.add(scope, kept):
+                new.append(kept)
+        self._put(scope, new, received)
+        return len(new)
+
+    def _put(self, scope: Scope, new: Sequence[Kept], received: Moment | None) -> None:
+        folder, key = self._index.folder, _key(scope)
+        names = [self._name(kept) for kept in new]
+        sealed = [(name, guard(folder, kept.pack(), named("segment", *key, name))) for name, kept in zip(names, new, strict=True)]
+
+        def put(connection: sqlite3.Connection) -> None:
+            gone = deletion.since(connection, received.generation) if received is not None else ()
+            if received is not None and any(done.covers(scope.namespace, received.made) for done in gone):
+                return
+            first = tick(connection, len(sealed))
+            connection.executemany(
+                "INSERT INTO segments (namespace, fingerprint, regime, name, packed, created, used) VALUES (?, ?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (namespace, fingerprint, regime, name) DO UPDATE SET packed = excluded.packed, used = excluded.used",
+                [(*key, *segment, time.time(), first + i) for i, segment in enumerate(sealed)],
+            )
+            over = connection.execute("SELECT count(*) FROM segments").fetchone()[0] - MOST_ROWS
+            if over > 0:
+                connection.execute("DELETE FROM segments WHERE id IN (SELECT id FROM segments ORDER BY used LIMIT ?)", (over,))
+
+        if sealed and folder.writable:
+            self._index.database.write(put)
+
+    def _name(self, kept: Kept) -> bytes:
+        """What tells nothing of the text to whoever does not have the store's key."""
+        return blake3(kept.name, key=self._index.folder.key).digest(length=16)
+
+    # -- finding ---------------------------------------------------------------------------------------------------
+
+    def find(self, scope: Scope, ids: Ids, window: Window) -> list[Proposal]:
+        """Where kept prompts say nearly the same as a window of ids, as far as this process has heard of it (`refresh`); likest first."""
+        return self.signatures.find(scope, self.signatures.signer.sign(window), exact(ids, window))
+
+    def refresh(self, scope: Scope) -> int:
+        """Learn what other processes noted since; returns how much that was. Reads the index: not for a thread that must answer."""
+        with self._lock:
+            known = self._read.pop(scope, 0) if scope in self.signatures else 0  # what had to leave memory is read again
+            self._read[scope], found = self._rows(scope, known)
+            if len(self._read) > MOST:
+                del self._read[next(iter(self._read))]
+        return sum(self.signatures.add(scope, kept) for kept in found)
+
+    def _rows(self, scope: Scope, after: int) -> tuple[int, list[Kept]]:
+        key = _key(scope)
+        sql = f"SELECT id, name, packed FROM segments WHERE {OF_SCOPE} AND id > ? ORDER BY id DESC LIMIT {MOST}"
+        rows = self._index.database.read(lambda connection: connection.execute(sql, (*key, after)).fetchall())
+        found = []
+        for _, name, packed in reversed(rows):
+            plain = unguard(self._index.folder, packed, named("segment", *key, name))
+            if plain is not None and (kept := Kept.unpack(plain)) is not None:
+                found.append(kept)
+        return (rows[0][0] if rows else after), found
+
+    # -- what became of proposals ----------------------------------------------------------------------------------
+
+    def used(self, scope: Scope, kept: Iterable[Kept]) -> None:
+        """These were of use: they stay longest."""
+        values = [(*_key(scope), self._name(one)) for one in kept]
+        sql = f"UPDATE segments SET used = ? WHERE {OF_SCOPE} AND name = ?"
+        if values and self._index.folder.writable:
+            self._after(lambda: self._index.database.write(lambda c: c.executemany(sql, [(tick(c), *row) for row in values])))
+
+    def gone(self, scope: Scope, kept: Iterable[Kept]) -> None:
+        """The pages of these are not there; young ones may only be on their way to the disk."""
+        values = []
+        for one in kept:
+            self.signatures.drop(scope, one)
+            values.append((*_key(scope), self._name(one), time.time() - YOUNG_S))
+        if values and self._index.folder.writable:
+            sql = f"DELETE FROM segments WHERE {OF_SCOPE} AND name = ? AND created < ?"
+            self._after(lambda: self._index.database.write(lambda c: c.executemany(sql, values)))
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget what this process knows until it is asked for again; rows go with the pages of their namespace."""
+        self.signatures.clear(namespace)
+
+
+def drop_under(index: Index, namespace: str, fingerprint: str, parents: Collection[bytes]) -> int:
+    """Delete the signatures of all that stands in pages under these; returns how many."""
+    where = "namespace = ? AND fingerprint = ?"
+
+    def drop(connection: sqlite3.Connection) -> int:
+        sql = f"SELECT id, regime, name, packed FROM segments WHERE {where}"
+        gone = []
+        for id, regime, name, packed in connection.execute(sql, (namespace, fingerprint)):
+            plain = unguard(index.folder, packed, named("segment", namespace, fingerprint, regime, name))
+            kept = Kept.unpack(plain) if plain is not None else None
+            if kept is None or kept.parent in parents:
+                gone.append((id,))
+        connection.executemany("DELETE FROM segments WHERE id = ?", gone)
+        return len(gone)
+
+    return index.database.write(drop) if parents and index.folder.writable else 0
+
+
+def exact(ids: Ids, window: Window) -> bytes:
+    """Digest of a window's ids."""
+    return blake3(ids[window.start : window.stop].tobytes()).digest(length=16)
+
+
+def _key(scope: Scope) -> tuple[str, str, str]:
+    return scope.namespace, scope.fingerprint, scope.regime

@@ -1,0 +1,307 @@
+"""Pages that only the disk has, brought into memory for text that a prompt repeats somewhere. Knows no models.
+
+finding ──> loading ──> ready      finding: on a reading thread; signatures propose, ids in the index are compared, what pays is chosen
+   └───────────┴──────> ready      loading: one PagePrefetch per chain of pages, from its root, because a page hangs under those before it
+
+What came is found by `PrefixTree.repeats` like everything else in memory. Whatever fails is a refusal, with its reason.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import FAULTS
+from ..kv import PAGE_TOKENS, KVSpec
+from ..types import Precision, Reason, Refusal
+from .disk.index import Row
+from .entry import common
+from .keys import Ids, Scope
+from .memory.ngram_index import GRAM
+from .minhash import Kept, Proposal, Window
+from .minhash_index import MinHashIndex
+from .page_prefetch import PagePrefetch
+from .policy import too_slow
+
+if TYPE_CHECKING:
+    from .store import Store
+
+TRIED = 4  # proposals looked at per window
+MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeat:
+    """Prompt tokens [start, stop) that equal stored ones. rows: the pages from the root on; `missing` of them are not in memory."""
+
+    start: int
+    stop: int
+    rows: tuple[Row, ...]
+    missing: int
+    kept: Kept
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def ids(self) -> Ids:
+        """Of all its pages."""
+        return np.concatenate([row.ids for row in self.rows])
+
+    @property
+    def keys(self) -> frozenset[bytes]:
+        """Of the pages that must be read."""
+        return frozenset(row.page_key for row in self.rows[len(self.rows) - self.missing :])
+
+
+class SegmentPrefetch:
+    """Ask `pending()` until it is False, on one thread.
+
+    tokens: of the prompt, in repeats whose pages came; bytes, ms: what was read from disk, and the time of all of it. refusals: what was
+    found and not read, and why. notes: what else went wrong. wake: called from the reading thread when something is done.
+    least: shorter repeats are left alone. most_bytes: what is read at most, within a quarter of the budget of pages in memory.
+    """
+
+    def __init__(
+        self, store: Store, signed: MinHashIndex, scope: Scope, ids: Ids, windows: Sequence[Window], ms_per_token: float, spec: KVSpec,
+        wake: Callable[[], None], since: int, least: int, most_bytes: int,
+    ) -> None:  # fmt: skip
+        assert store.disk is not None and scope.precision != "approximate"
+        self._said = replace(scope, precision="exact")  # what prompts say is noted whatever its pages became on disk
+        self._store, self._disk, self._signed, self._scope, self._ids, self._spec = store, store.disk, signed, scope, ids, spec
+        self._precision: Precision = scope.precision
+        self._windows, self._since, self._least = windows, since, least
+        self._ms_per_token = (ms_per_token or self._disk.compute_ms(scope.fingerprint)) if self._disk.options.refuse_slow else 0.0
+        self._most_bytes = min(most_bytes, store.tree.budget_bytes // 4)
+        self._wake = wake
+        self.tokens = self.bytes = 0
+        self.ms = 0.0
+        self.refusals: list[Refusal] = []
+        self.notes: list[str] = []
+        self._children: dict[bytes, list[Row]] = {}
+        self._pages: dict[bytes, Row | None] = {}
+        self._chosen: list[tuple[Repeat, list[Repeat]]] = []  # what is read, and all that it serves
+        self._fetch: PagePrefetch | None = None
+        self._stop = threading.Event()
+        self._over = threading.Event()
+        self._began = time.perf_counter()
+        self._state = "finding" if windows else "ready"
+        if windows:
+            try:
+                store.read(self._find)
+            except RuntimeError as error:  # no thread to read on
+                self._end(f"nothing was looked for on disk: {error}")
+
+    def pending(self) -> bool:
+        """Whether it is worth waiting on. Never blocks for longer than a lookup."""
+        if self._state == "finding" and self._over.is_set():
+            self._state = "loading"
+        if self._state == "loading":
+            try:
+                self._load()
+            except FAULTS as error:
+                self._end(f"nothing more was brought from disk: {type(error).__name__}: {error}")
+        return self._state != "ready"
+
+    def settle(self) -> None:
+        """Nobody waits any more."""
+        self._stop.set()
+        if self._fetch is not None:
+            self._fetch.settle()
+        self._end("")
+
+    def _end(self, note: str) -> None:
+        if note:
+            self.notes.append(note)
+        if self._state != "ready":
+            self._state = "ready"
+            self.ms = (time.perf_counter() - self._began) * 1e3
+
+    # -- finding ---------------------------------------------------------------------------------------------------
+
+    def _find(self) -> None:
+        """On a reading thread: what this prompt repeats of what is on disk, and what of that is worth reading."""
+        try:
+            self._chosen = self._worth_it(self._repeats())
+        except FAULTS as error:  # a damaged index: computed instead, and said
+            self.notes.append(f"nothing was found on disk: {type(error).__name__}: {error}")
+        finally:
+            self._over.set()
+            self._wake()
+
+    def _repeats(self) -> list[Repeat]:
+        self._signed.refresh(self._said)
+        kept = tuple(dict.fromkeys(("exact", self._precision)))  # each once
+        here = self._store.repeats(self._scope, self._ids, self._since, self._least, kept)
+        covered = [(run.start, run.stop) for run in here]
+        found = []
+        for window in self._windows:
+            if self._stop.is_set():
+                return []
+            if window.stop <= self._since or any(start <= window.start and window.stop <= stop for start, stop in covered):
+                continue
+            for proposal in self._signed.find(self._said, self._ids, window)[:TRIED]:
+                repeat = self._aligned(window, proposal)
+                if repeat is not None:
+                    covered.append((repeat.start, repeat.stop))
+                    found.append(repeat)
+                    break
+        return [repeat for repeat in found if repeat.missing]
+
+    def _aligned(self, window: Window, proposal: Proposal) -> Repeat | None:
+        """The proposal as a run of equal ids, grown as far as it goes on disk."""
+        kept, ids, stop = proposal.kept, self._ids, len(self._ids) - 1
+        pages = self._under(kept.parent, kept.page)
+        if not pages:
+            self._signed.gone(self._said, [kept])
+            return None
+        size = window.stop - window.start
+        low, high = max(self._since, window.start - size), min(stop, window.stop + size)
+        near = slice(max(0, kept.slot - size), max(0, kept.slot + kept.tokens + size))
+        best, page = (0, 0, 0), pages[0]
+        for row in pages:
+            run = longest_run(row.ids[near], ids[low:high])
+            if run[2] > best[2]:
+                best, page = run, row
+        if not best[2]:
+            return None
+        rows = self._path(page)
+        if rows is None:
+            return None
+        at, start = page.place * PAGE_TOKENS + near.start + best[0], low + best[1]
+        chain = np.concatenate([row.ids for row in rows])
+        start -= common(chain[:at][::-1], ids[self._since : start][::-1])
+        end = low + best[1] + common(chain[at:], ids[low + best[1] : stop])
+        if at + end - low - best[1] == len(chain) and page.tokens == PAGE_TOKENS:
+            on = self._disk.index.longest(
+                self._scope, np.concatenate([chain, ids[end:stop]]), len(chain) + stop - end, self._precision,
+                start=len(chain), parent=page.page_key,
+            )  # fmt: skip
+            rows += tuple(row for row, _ in on)
+            end += sum(run for _, run in on)
+        return self._repeat(start, end, rows, kept) if end - start >= self._least else None
+
+    def _repeat(self, start: int, stop: int, rows: tuple[Row, ...], kept: Kept) -> Repeat:
+        ids = np.concatenate([row.ids for row in rows])
+        known = self._store.tree.match(self._scope, _asked(ids), peek=True).tokens
+        return Repeat(start, stop, rows, 0 if known == len(ids) else len(rows) - known // PAGE_TOKENS, kept)
+
+    def _under(self, parent: bytes, place: int) -> list[Row]:
+        """The pages on disk that continue a page, in this scope."""
+        if parent not in self._children:
+            rows = self._disk.index.rows(namespace=self._scope.namespace, fingerprint=self._scope.fingerprint, parent=parent, bad=False)
+            self._children[parent] = [row for row in rows if row.regime == self._scope.regime and row.precision == self._precision]
+        return [row for row in self._children[parent] if row.place == place]
+
+    def _path(self, page: Row) -> tuple[Row, ...] | None:
+        """The pages from the root to this one; None if they are not all there, or too many to be read."""
+        rows = [page]
+        while rows[-1].parent != self._scope.root:
+            below, parent = rows[-1], rows[-1].parent
+            if parent not in self._pages:
+                self._pages[parent] = self._disk.index.row(parent, self._scope.fingerprint, self._precision)
+            row = self._pages[parent]
+            if row is None or row.bad or row.tokens != PAGE_TOKENS or row.place != below.place - 1:
+                return None
+            if (row.namespace, row.regime) != (self._scope.namespace, self._scope.regime):
+                return None
+            rows.append(row)
+        return tuple(reversed(rows)) if rows[-1].place == 0 else None
+
+    # -- choosing --------------------------------------------------------------------------------------------------
+
+    def _worth_it(self, found: Sequence[Repeat]) -> list[tuple[Repeat, list[Repeat]]]:
+        """Longest chains first: one is read if that is faster than computing all that stands in it and in the pages before."""
+        left, chosen, planned, spent = sorted(found, key=lambda repeat: -repeat.missing), [], set[bytes](), 0
+        while left:
+            deepest = left[0]
+            served = [repeat for repeat in left if repeat.keys <= deepest.keys | planned]
+            need = sum(row.bytes for row in deepest.rows if row.page_key in deepest.keys - planned)
+            compute_ms = sum(repeat.tokens for repeat in served) * self._ms_per_token
+            if spent + need > self._most_bytes:
+                self._refuse(deepest, f"{need} bytes lie before and in it on disk, {self._most_bytes - spent} may be read")
+            elif load_ms := too_slow(need, compute_ms, self._disk.read_rate):
+                self._refuse(deepest, f"reading {need} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms")
+            else:
+                planned |= deepest.keys
+                spent += need
+                chosen.append((deepest, served))
+                left = [repeat for repeat in left if repeat not in served]
+                continue
+            left.remove(deepest)
+        return chosen
+
+    def _refuse(self, repeat: Repeat, detail: str, reason: Reason = Reason.SLOW_DISK) -> None:
+        self.refusals.append(Refusal(reason, repeat.start, repeat.stop, detail))
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        """One chain after the other: what they share is read once."""
+        while self._chosen:
+            deepest, served = self._chosen[0]
+            if self._fetch is None:
+                gain_ms = sum(repeat.tokens for repeat in served) * self._ms_per_token
+                self._fetch = _Chain(self._store, self._scope, _asked(deepest.ids), self._ms_per_token, self._spec, self._wake, gain_ms)
+            if self._fetch.pending():
+                return
+            self._arrived(self._fetch, served)
+            self._fetch = None
+            self._chosen.pop(0)
+        self._end("")
+
+    def _arrived(self, fetch: PagePrefetch, served: Sequence[Repeat]) -> None:
+        self.bytes += fetch.bytes
+        self.notes += fetch.notes
+        came = []
+        for repeat in served:
+            ids = repeat.ids
+            if self._store.tree.match(self._scope, _asked(ids), peek=True).tokens == len(ids):
+                self.tokens += repeat.tokens
+                came.append(repeat.kept)
+            elif fetch.refusals:
+                self._refuse(repeat, fetch.refusals[-1].detail, fetch.refusals[-1].reason)
+            else:
+                self._refuse(repeat, "its pages were found on disk and did not stay in memory", Reason.EVICTED)
+        self._signed.used(self._said, came)
+
+
+class _Chain(PagePrefetch):
+    """The pages of one kept prompt: worth the time of what is repeated of them, not of all they hold."""
+
+    def __init__(
+        self, store: Store, scope: Scope, ids: Ids, ms_per_token: float, spec: KVSpec, wake: Callable[[], None], gain_ms: float
+    ) -> None:
+        super().__init__(store, scope, ids, 0, ms_per_token, spec, wake)
+        self._gain_ms = gain_ms
+
+    def _compute_ms(self, found: object, known: object) -> float:
+        return self._gain_ms
+
+
+def _asked(ids: Ids) -> Ids:
+    """As a prompt that needs all of them: its last token would be computed in any case."""
+    return np.append(ids, ids[-1:])
+
+
+def longest_run(one: Ids, other: Ids) -> tuple[int, int, int]:
+    """The longest run of at least GRAM ids that both have: where in each, and its length; (0, 0, 0) if there is none."""
+    places: dict[bytes, int] = {}
+    for at in range(len(one) - GRAM + 1):
+        places.setdefault(one[at : at + GRAM].tobytes(), at)
+    best, at = (0, 0, 0), 0
+    while at <= len(other) - GRAM:
+        first = places.get(other[at : at + GRAM].tobytes())
+        if first is None:
+            at += 1
+            continue
+        run = common(one[first:], other[at:])
+        best = max(best, (first, at, run), key=lambda found: found[2])
+        at += run - GRAM + 1
+    return best
