@@ -9,18 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .calibration import Calibration
     from .engine import Chunk, Completion, Engine, Stream
     from .layout.declared import volatile
+    from .model.call_stream import Delta
     from .model.tool_calls import InvalidCall
     from .receipt import Receipt
     from .recorder import Recorder
+    from .shared_engines import EngineLease
 
-from . import errors
+from . import embedded, errors
 from .types import (
     Constraint,
     Forgotten,
     Layout,
     LayoutOptions,
+    Logprob,
     Message,
     Missed,
     Move,
@@ -38,6 +42,9 @@ __version__ = "0.1.0"
 DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name
 
 _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
+    "Calibration": "calibration",
+    "Delta": "model.call_stream",
+    "EngineLease": "shared_engines",
     "InvalidCall": "model.tool_calls",
     "Receipt": "receipt",
     "Recorder": "recorder",
@@ -45,14 +52,18 @@ _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
 }
 
 __all__ = [
+    "Calibration",
     "Chunk",
     "Completion",
     "Constraint",
+    "Delta",
     "Engine",
+    "EngineLease",
     "Forgotten",
     "InvalidCall",
     "Layout",
     "LayoutOptions",
+    "Logprob",
     "Message",
     "Missed",
     "Move",
@@ -68,6 +79,7 @@ __all__ = [
     "ToolCall",
     "ToolGroup",
     "__version__",
+    "embedded",
     "errors",
     "volatile",
 ]

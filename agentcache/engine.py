@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -26,15 +26,17 @@ from .miss_report import MissReport
 from .model.grammar import Grammars
 from .model.hf import HFModel, load
 from .model.kernels.openmp import leave_team
-from .model.sampling import Sampler, TextStream
+from .model.sampling import Sampler, TextStream, forced_ids
 from .receipt import Receipt
 from .reply import asks_for_thought, cut_short, expect, message_of, tool_name
 from .request import Chunk, Done, Request
 from .runner import Runner
 from .scheduler import Scheduler
+from .shared_engines import EngineLease, shared_engine
 from .store.policy import budgets
 from .store.store import DEFAULT, Store
 from .stream import Completion, Stream
+from .timed_pins import TimedPins
 from .types import (
     Constraint,
     Forgotten,
@@ -49,6 +51,7 @@ from .types import (
     Tool,
     ToolGroup,
     ToolOrder,
+    check_reuse,
 )
 
 __all__ = ["Chunk", "Completion", "Engine", "Stream"]
@@ -95,7 +98,7 @@ class Engine:
     ) -> None:
         if type(chunk_tokens) is not int or chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be a whole number, at least 1")
-        self.reuse: Reuse = _check_reuse(reuse)
+        self.reuse: Reuse = check_reuse(reuse)
         if load_in_4bit and load_in_8bit:
             raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
         named = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -121,10 +124,16 @@ class Engine:
         if reuse == "approximate" or calibration is not None:
             self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
+        self._timed = TimedPins(self._groups)
         self._process, self._miss_report, self._closed, self.redact = os.getpid(), MissReport(), False, redact
         self.store.on_deletion(self._groups.let_go, self.renderer.forget, self._miss_report.forget)
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
+
+    @classmethod
+    def shared(cls, model: Any, tokenizer: Any = None, *, lease: EngineLease, **options: Any) -> Engine:
+        """This process's engine for a model and these options: made for the first lease that asks, closed when the last is released."""
+        return shared_engine(cls, model, tokenizer, lease, options)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -194,7 +203,7 @@ class Engine:
         return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt))
 
     def _request(self, layout: Layout, sampling: Sampling, namespace: str, reuse: Reuse | Calibration, called: float) -> Request:
-        given, reuse = (reuse, "approximate") if isinstance(reuse, Calibration) else (None, _check_reuse(reuse))
+        given, reuse = (reuse, "approximate") if isinstance(reuse, Calibration) else (None, check_reuse(reuse))
         receipt = Receipt(
             namespace=namespace,
             model=self.name,
@@ -206,7 +215,7 @@ class Engine:
             spans=layout.spans,
             redacted=self.redact,
         )
-        forced = self._forced(sampling)
+        self._timed.lapse()
         request = Request(
             ids=list(layout.ids),
             namespace=namespace,
@@ -220,7 +229,7 @@ class Engine:
             reuse=reuse != "off",
             lossy=reuse == "lossy",
             calibration=self._calibrated(given) if reuse == "approximate" else None,
-            forced=deque(forced),
+            forced=deque(forced_ids(sampling, self.tokenizer, self.model.vocab)),
             called=called,
         )
         receipt.layout_ms = (time.perf_counter() - called) * 1e3
@@ -234,13 +243,6 @@ class Engine:
         self.model.keep_boundaries(known.boundaries)
         self.store.sign(None if given else known.tau)
         return known
-
-    def _forced(self, sampling: Sampling) -> Seq[int]:
-        if isinstance(sampling.forced, str):
-            return self.tokenizer(sampling.forced, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
-        if any(not 0 <= token < self.model.vocab for token in sampling.forced):
-            raise ConfigError(f"forced={sampling.forced!r}: ids must lie in [0, {self.model.vocab})")
-        return sampling.forced
 
     def _complete(self, request: Request, layout: Layout) -> Completion:
         receipt = request.receipt
@@ -284,21 +286,25 @@ class Engine:
         tools_order: ToolOrder = "given",
         group: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        ttl_s: float | None = None,
+        lease: EngineLease | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ToolGroup:
         """The same for the start of a conversation: what every continuation of these messages begins with, but for what the
         template writes otherwise once more follows. Options as of `stream`. `release` ends it.
+
+        ttl_s: a timed pin, which ends by itself so many seconds after it was last asked for, or with the `lease` that asked for it; its
+        name is `name` and a digest, so that timed pins of one name stand beside each other.
         """
         self.check_open()
+        shown: dict[str, Any] = {"tools_order": tools_order, "template_kwargs": template_kwargs}
+        if ttl_s is not None:
+            asked = {"messages": messages, "tools": tools, "group": group, **shown}
+            pin, weights = partial(self.pin, on_progress=on_progress), self.fingerprint.whole if self.fingerprint else ""
+            return self._timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked, weights)
         called, received = time.perf_counter(), self.store.heed()
-        layout = self.renderer.opening(
-            messages,
-            tools,
-            tools_order=tools_order,
-            sticky=() if group is None else self._groups.tools(namespace, group),
-            namespace=namespace,
-            template_kwargs=template_kwargs,
-        )
+        sticky = () if group is None else self._groups.tools(namespace, group)
+        layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
         if not layout.ids:
             raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template")
         request = self._request(layout, Sampling(max_tokens=1), namespace, "exact", called)
@@ -331,7 +337,7 @@ class Engine:
     @property
     def groups(self) -> tuple[ToolGroup, ...]:
         """The tool groups pinned now, of all namespaces."""
-        return self._groups.all
+        return self._timed.groups
 
     # -- keeping in order ------------------------------------------------------------------------------------------
 
@@ -392,9 +398,3 @@ def _end(process: int, scheduler: Scheduler, store: Store, model: HFModel) -> No
         scheduler.close()
         store.close(model.fingerprint.known if model.fingerprint else "", scheduler.ms_per_token)
     model.close()
-
-
-def _check_reuse(reuse: Reuse) -> Reuse:
-    if reuse not in get_args(Reuse):
-        raise ConfigError(f"reuse={reuse!r}: must be one of {', '.join(map(repr, get_args(Reuse)))}")
-    return reuse

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
@@ -23,6 +23,14 @@ Precision = Literal["exact", "int8", "int4"]
 Grade = Literal["exact", "int8", "int4", "approximate"]  # how near kept keys and values are to computed ones
 LayoutMode = Literal["enforce", "warn", "off"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
+
+
+def check_reuse(reuse: Reuse) -> Reuse:
+    """The value, if it is one of them; else ConfigError."""
+    if reuse not in get_args(Reuse):
+        raise ConfigError(f"reuse={reuse!r}: must be one of {', '.join(map(repr, get_args(Reuse)))}")
+    return reuse
+
 
 PAGE_TOKENS = 512  # one page: the key block of the attention loop, one matrix product; here, so that it is known without torch
 

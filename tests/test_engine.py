@@ -94,7 +94,8 @@ def test_a_tool_call_whose_json_is_written_anew_costs_only_the_new_tokens() -> N
     spelled = '<tool_call>\n{"name":"get_weather",   "arguments":{"city" : "Port Averil"}}\n</tool_call><|im_end|>'
     with engine() as running:
         first = running.generate(TURNS, TOOLS, sampling=decode(200, forced=spelled, stop=("<|never|>",)))
-        ended = running.generate(TURNS, TOOLS, sampling=decode(len(running._forced(decode(forced=spelled))), forced=spelled))
+        tokens = len(running.tokenizer(spelled, add_special_tokens=False)["input_ids"])
+        ended = running.generate(TURNS, TOOLS, sampling=decode(tokens, forced=spelled))
         assert first.ids[: len(ended.ids)] == ended.ids
         (call,) = ended.message.tool_calls
         assert (call.name, call.arguments) == ("get_weather", {"city": "Port Averil"})

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from agentcache import Message, Tool, ToolCall
-from agentcache.errors import AgentCacheError
+from agentcache import Engine, EngineLease, Message, Tool, ToolCall
+from agentcache.errors import AgentCacheError, ConfigError
 from agentcache.layout import Renderer
 from tests import chat_templates
 from tests.chat_templates import TOOL_TEMPLATES
@@ -73,3 +78,131 @@ def test_what_cannot_be_pinned_is_named() -> None:
         for messages in ("a text", [{"role": "nobody", "content": "x"}]):
             with pytest.raises(AgentCacheError):
                 running.pin(messages)
+
+
+# -- timed pins ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running() -> Iterator[Engine]:
+    with engine() as made:
+        yield made
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be moved on."""
+    at = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: at[0])
+    return at
+
+
+def ask(running: Engine) -> None:
+    running.generate(chat("Anything."), sampling=decode(1))
+
+
+def test_a_timed_pin_ends_after_its_time(running: Engine, now: list[float]) -> None:
+    held = running.pin(TALK[:2], TOOLS, ttl_s=60)
+    now[0] += 59
+    ask(running)
+    assert running.groups == (held,)
+    now[0] += 2
+    assert running.groups == ()
+    assert not running.release(held.name), "it is unpinned, not merely left out of the list"
+
+
+def test_its_time_is_looked_at_with_every_request(running: Engine, now: list[float]) -> None:
+    held = running.pin(TALK[:2], TOOLS, ttl_s=60)
+    now[0] += 61
+    ask(running)
+    assert not running.release(held.name)
+
+
+def test_asked_for_again_it_only_lasts_longer(running: Engine, now: list[float]) -> None:
+    held = running.pin(TALK[:2], TOOLS, name="talk", ttl_s=60)
+    forwards = running.scheduler.ms_per_token
+    now[0] += 50
+    assert running.pin(TALK[:2], TOOLS, name="talk", ttl_s=60) is held
+    assert running.scheduler.ms_per_token == forwards, "nothing was computed for it"
+    assert running.pin(TALK[:2], TOOLS, name="talk", ttl_s=1) is held, "a shorter time does not shorten it"
+    now[0] += 50
+    assert running.groups == (held,)
+    now[0] += 11
+    assert running.groups == ()
+
+
+def test_timed_pins_of_one_name_stand_beside_each_other(running: Engine) -> None:
+    first, second = (running.pin(TALK[:stop], TOOLS, name="talk", ttl_s=60) for stop in (1, 2))
+    assert first.name != second.name
+    assert first.name.startswith("talk-")
+    assert set(running.groups) == {first, second}
+    assert running.pin(TALK[:1], TOOLS, name="talk", ttl_s=60, template_kwargs={"x": 1}).name not in {first.name, second.name}
+    assert running.pin(TALK[:1], TOOLS, name="talk", ttl_s=60, namespace="alice").namespace == "alice"
+    assert running.pin(TALK[:1], name="plain").name == "plain", "without a time, a name is a name"
+
+
+def test_a_lease_takes_its_pins_with_it(running: Engine) -> None:
+    with EngineLease() as lease:
+        running.pin(TALK[:2], TOOLS, ttl_s=math.inf, lease=lease)
+        running.pin(TALK[:1], TOOLS, ttl_s=60, lease=lease)
+        assert len(running.groups) == 2
+    assert running.groups == ()
+    lease.release()
+
+
+def test_a_pin_stays_for_the_last_of_its_leases(running: Engine, now: list[float]) -> None:
+    one, other = EngineLease(), EngineLease()
+    held = running.pin(TALK[:2], TOOLS, ttl_s=3600, lease=one)
+    assert running.pin(TALK[:2], TOOLS, ttl_s=5, lease=other) is held
+    other.release()
+    assert running.groups == (held,)
+    assert running.pin(TALK[:2], TOOLS, ttl_s=5) is held
+    one.release()
+    assert running.groups == (held,), "somebody without a lease asked for it, too"
+    now[0] += 6
+    assert running.groups == ()
+
+
+def test_the_pins_of_a_lease_that_is_collected_end(running: Engine) -> None:
+    lease = EngineLease()
+    running.pin(TALK[:2], TOOLS, ttl_s=math.inf, lease=lease)
+    del lease
+    gc.collect()
+    assert running.groups == ()
+
+
+def test_what_was_unpinned_otherwise_is_pinned_anew(running: Engine) -> None:
+    held = running.pin(TALK[:2], TOOLS, ttl_s=60)
+    running.release(held.name)
+    assert running.pin(TALK[:2], TOOLS, ttl_s=60).name == held.name
+    running.forget(namespace="default")
+    again = running.pin(TALK[:2], TOOLS, ttl_s=60)
+    assert running.groups == (again,)
+    assert again.computed_tokens == again.prefix_tokens, "its pages were deleted"
+    running.invalidate()
+    other = running.pin(TALK[:2], TOOLS, ttl_s=60)
+    assert other is not again
+    assert other.computed_tokens == again.prefix_tokens, "other weights, other pages"
+
+
+def test_of_two_that_ask_at_once_one_computes(running: Engine) -> None:
+    made: list[Any] = []
+    threads = [threading.Thread(target=lambda: made.append(running.pin(TALK[:2], TOOLS, ttl_s=60))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made[0] is made[1]
+
+
+def test_a_lease_of_a_closed_engine_is_released_quietly() -> None:
+    lease = EngineLease()
+    with engine() as running:
+        running.pin(TALK[:2], TOOLS, ttl_s=60, lease=lease)
+    lease.release()
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, math.nan, True, "5m"])
+def test_a_time_that_is_none_is_refused(running: Engine, ttl_s: Any) -> None:
+    with pytest.raises(ConfigError, match="ttl_s=.*: must be a positive number of seconds"):
+        running.pin(TALK[:2], TOOLS, ttl_s=ttl_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,20 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ..errors import ConfigError
 from ..types import Logprob, Sampling
 
 COLDEST = 1e-5  # a temperature below it is greedy: logits divided by less would overflow
 UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
+
+
+def forced_ids(sampling: Sampling, tokenizer: Any, vocab: int) -> Sequence[int]:
+    """The ids of `forced`, a text or ids already; ConfigError for ids that the model has not."""
+    if isinstance(sampling.forced, str):
+        return tokenizer(sampling.forced, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
+    if any(not 0 <= token < vocab for token in sampling.forced):
+        raise ConfigError(f"forced={sampling.forced!r}: ids must lie in [0, {vocab})")
+    return sampling.forced
 
 
 class Sampler:
