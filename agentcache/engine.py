@@ -328,7 +328,7 @@ class Engine:
         while request.sequence is not None and not isinstance(request.events.get(), (Done, AgentCacheError)):
             pass
         if request.pinned and request.scope:
-            self.store.pin(request.scope, request.array(), -1)
+            self.store.release_pin(request.scope.pin_name(request.array()))
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""

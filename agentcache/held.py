@@ -99,7 +99,7 @@ class ToolGroups:
 
     def _unpin(self, held: Held | None) -> None:
         if held is not None:
-            self._store.pin(held.scope, as_ids(held.ids), -1)
+            self._store.release_pin(held.scope.pin_name(as_ids(held.ids)))
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:

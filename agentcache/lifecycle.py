@@ -20,6 +20,7 @@ from .runner import Outcome, Runner, StockSequence
 from .segments import Segments, numerics
 from .store.entry import Match
 from .store.keys import Scope
+from .store.page_prefetch import PageQuery
 from .store.store import Store
 from .types import FinishReason, Precision, Reason, Refusal
 
@@ -52,7 +53,8 @@ class Lifecycle:
             if scope is not None and spec is not None and disk is not None and request.reuse:
                 precision: Precision = disk.precision if request.lossy else "exact"
                 scope = replace(scope, precision=precision)
-                request.fetch = self.store.fetch(scope, request.array(), request.prefix_tokens, ms_per_token, spec, wake)
+                wanted = PageQuery(scope, request.array(), ms_per_token, spec, request.prefix_tokens)
+                request.fetch = self.store.prefetch(wanted, wake)
         if request.fetch is not None and request.fetch.pending():
             return True
         return self.segments.waits(request, self.scope(request, len(request.ids)), ms_per_token, wake) if request.windows else False
@@ -204,7 +206,7 @@ class Lifecycle:
             if not self.keep(request, whole_only=request.remaining > 0):
                 return self._non_finite(request, "keys or values")
             if request.fetch is not None and not request.remaining:
-                request.fetch.settle()
+                request.fetch.close()
             self._decide(request)
         if request.fill_only:
             outcome.moved = not request.remaining and not self._stands(request)
@@ -395,4 +397,4 @@ class Lifecycle:
             request.sequence = None
         for coming in (request.fetch, request.bring):
             if coming is not None:
-                coming.settle()
+                coming.close()

@@ -21,6 +21,7 @@ from .plan import Attach, Repeat
 from .request import Request
 from .runner import Runner, Source
 from .store.keys import Ids, Scope
+from .store.segment_prefetch import SegmentQuery
 from .store.store import Store
 from .types import Layout, Precision, Reason, Refusal
 
@@ -58,8 +59,8 @@ class Segments:
         if request.bring is None and stored in request.calibration.precisions:
             known, least, scope = self.known(request, scope), request.calibration.least, replace(scope, precision=stored)
             ids = _attachable(request, request.calibration)
-            wanted = tuple(window for window in request.windows if window.stop <= len(ids))
-            request.bring = self.store.bring(scope, ids, wanted, ms_per_token, spec, wake, since=known, least=least)
+            windows = tuple(window for window in request.windows if window.stop <= len(ids))
+            request.bring = self.store.prefetch_segments(SegmentQuery(scope, ids, windows, ms_per_token, spec, known, least), wake)
         if request.bring is not None and request.bring.pending():
             return True
         if request.bring is not None:

@@ -76,7 +76,7 @@ def test_the_longest_exact_prefix_under_eviction_and_pins(seed: int, room: int) 
         elif action < 0.65 and store.pin(HERE, as_ids(ids)):
             pinned.append(ids)
         elif action < 0.7 and pinned:
-            assert store.pin(HERE, as_ids(pinned.pop(chance.randrange(len(pinned)))), -1)
+            assert store.release_pin(HERE.pin_name(as_ids(pinned.pop(chance.randrange(len(pinned))))))
         found = store.match(HERE, as_ids(ids))
         best = max((common(p, ids[:-1]) for p in kept_prompts(store)), default=0)
         assert found.tokens == best
@@ -88,7 +88,7 @@ def test_the_longest_exact_prefix_under_eviction_and_pins(seed: int, room: int) 
         for group in pinned:
             assert store.match(HERE, as_ids([*group, 9]), peek=True).tokens == len(group), "a pinned page was evicted"
     for group in pinned:
-        store.pin(HERE, as_ids(group), -1)
+        store.release_pin(HERE.pin_name(as_ids(group)))
     assert all(entry.pins == 0 for entry in store._order.values())
     assert store.bytes <= store.budget_bytes
     store.clear()
@@ -157,11 +157,11 @@ def test_pins_hold_exactly_what_was_pinned() -> None:
     for number in range(5):
         keep(store, page_of(10 + number))
     assert store.bytes == 2 * SPEC.page_bytes
-    assert store.pin(HERE, as_ids(group), -1) == 2
+    assert store.release_pin(HERE.pin_name(as_ids(group)))
     keep(store, page_of(20))
     assert store.match(HERE, as_ids([*group, 0])).tokens == 700, "pinned twice, released once"
-    assert store.pin(HERE, as_ids(group), -1) == 2
-    assert store.pin(HERE, as_ids(group), -1) == 0
+    assert store.release_pin(HERE.pin_name(as_ids(group)))
+    assert not store.release_pin(HERE.pin_name(as_ids(group)))
     keep(store, page_of(21) + page_of(22))
     assert store.match(HERE, as_ids([*group, 0])).tokens == 0
 
@@ -236,7 +236,7 @@ def test_clear_of_one_namespace_leaves_the_others() -> None:
     assert reason(store, page_of(1)) == Reason.EVICTED
     assert reason(store, page_of(1), Scope("b", "weights")) == Reason.LAST_TOKEN
     assert len(store) == 1
-    assert store.pin(HERE, as_ids(page_of(1)), -1) == 0
+    assert not store.release_pin(HERE.pin_name(as_ids(page_of(1))))
 
 
 def test_changes_tells_whether_a_match_may_differ() -> None:

@@ -18,7 +18,7 @@ from agentcache.kv import PAGE_TOKENS, KVSpec, Page
 from agentcache.store import segment_prefetch
 from agentcache.store.keys import Ids, Scope, chain
 from agentcache.store.policy import Rate
-from agentcache.store.segment_prefetch import SegmentPrefetch, longest_run
+from agentcache.store.segment_prefetch import SegmentPrefetch, SegmentQuery, longest_run
 from agentcache.store.store import Store
 from agentcache.types import Reason, StoreOptions
 from tests.stored import edit, page, path, same
@@ -83,7 +83,7 @@ def keep(folder: Path, ids: Ids, scope: Scope = SCOPE, first: int = 0) -> None:
 
 def brought(store: Store, ids: Ids, scope: Scope = SCOPE, ms: float = 1000.0, first: int = 0, **options: Any) -> SegmentPrefetch:
     """As a request that waits for it."""
-    found = store.bring(scope, ids, windows(ids, first), ms, SPEC, lambda: None, **options)
+    found = store.prefetch_segments(SegmentQuery(scope, ids, windows(ids, first), ms, SPEC, **options), lambda: None)
     assert found is not None
     end = time.monotonic() + 20
     while found.pending():
@@ -283,7 +283,7 @@ def test_whatever_fails_breaks_no_request(folder: Path, monkeypatch: pytest.Monk
     for place in (
         "agentcache.store.minhash_index.MinHashIndex.refresh",
         "agentcache.store.disk.disk_tier.DiskTier.find",
-        "agentcache.store.segment_prefetch._Chain.pending",
+        "agentcache.store.page_prefetch.PagePrefetch.pending",
     ):
         store = opened(folder)
         with monkeypatch.context() as patch:
@@ -293,12 +293,12 @@ def test_whatever_fails_breaks_no_request(folder: Path, monkeypatch: pytest.Monk
         assert found.notes or found.refusals
 
 
-def test_nobody_waits_for_what_is_settled(folder: Path) -> None:
+def test_no_request_waits_for_a_closed_prefetch(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)
-    found = store.bring(SCOPE, PROMPT, windows(PROMPT, 4), 1.0, SPEC, lambda: None)
+    found = store.prefetch_segments(SegmentQuery(SCOPE, PROMPT, windows(PROMPT, 4), 1.0, SPEC), lambda: None)
     assert found is not None
-    found.settle()
+    found.close()
     assert not found.pending()
 
 
@@ -308,15 +308,15 @@ def test_nobody_waits_for_what_is_settled(folder: Path) -> None:
 def test_without_signing_or_a_disk_nothing_is_noted_or_brought(folder: Path) -> None:
     silent = Store(64 << 20, 0, StoreOptions(folder))
     silent.note(SCOPE, KEPT, windows(KEPT))
-    assert silent.bring(SCOPE, KEPT, windows(KEPT), 1.0, SPEC, lambda: None) is None
+    assert silent.prefetch_segments(SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
     memory = Store(64 << 20)
     memory.sign()
     memory.note(SCOPE, KEPT, windows(KEPT))
-    assert memory.bring(SCOPE, KEPT, windows(KEPT), 1.0, SPEC, lambda: None) is None
+    assert memory.prefetch_segments(SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
     store = opened(folder)
     near = replace(SCOPE, precision="approximate")
-    assert store.bring(near, KEPT, windows(KEPT), 1.0, SPEC, lambda: None) is None, "only memory holds such pages"
-    assert store.bring(SCOPE, KEPT, [], 1.0, SPEC, lambda: None) is None
+    assert store.prefetch_segments(SegmentQuery(near, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None, "only memory holds such pages"
+    assert store.prefetch_segments(SegmentQuery(SCOPE, KEPT, [], 1.0, SPEC), lambda: None) is None
     with pytest.raises(ConfigError, match="tau=2"):
         store.sign(2)
 

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         index.set_meta("read_rate", "1.0 2.0")
         index.add_counters({"hits": 3})
         index.pin([rows[0].id], DEAD)
-        index.claim(b"k" * 32, "weights", DEAD)
+        index.take_lease(b"k" * 32, "weights", DEAD)
     return folder.path
 
 

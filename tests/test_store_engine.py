@@ -279,7 +279,7 @@ def test_what_is_on_disk_is_not_written_again(model: Any, tmp_path: Path, monkey
         assert second.store.disk.writer.counts["written"] == 0
         assert second.store.disk.writer.budget._left >= budget
     with engine(model=model, store=tmp_path / "store") as third, monkeypatch.context() as patch:
-        patch.setattr(page_prefetch.PagePrefetch, "_look", lambda self: setattr(self, "_state", "ready"))
+        patch.setattr(page_prefetch.PagePrefetch, "_look", lambda self: setattr(self, "state", page_prefetch.State.DONE))
         assert third.generate(TURNS, sampling=decode(3)).receipt.cached_tokens == 0
         assert third.flush()
         assert third.store.disk.writer.counts["known"] == count, "computed again, found on disk, not written"

@@ -607,7 +607,7 @@ def test_a_killed_process_pins_and_holds_nothing(tmp_path: Path) -> None:
         store.pin(SCOPE, prompt(1))
         assert store.flush()
         assert store.disk
-        assert store.disk.claim(b"k" * 32, "weights") is None
+        assert store.disk.leases.take(b"k" * 32, "weights") is None
         (tmp_path / "holds").touch()
         threading.Event().wait()
 
@@ -616,13 +616,13 @@ def test_a_killed_process_pins_and_holds_nothing(tmp_path: Path) -> None:
         time.sleep(0.01)
     disk = DiskTier(options)
     assert len(disk.index.pinned()) == 3
-    holder = disk.claim(b"k" * 32, "weights")
+    holder = disk.leases.take(b"k" * 32, "weights")
     assert holder is not None
     assert process_identity.alive(holder.process)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert disk.index.pinned() == set()
-    assert disk.claim(b"k" * 32, "weights") is None
+    assert disk.leases.take(b"k" * 32, "weights") is None
     disk.close()
 
 

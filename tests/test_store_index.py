@@ -222,7 +222,7 @@ def test_what_is_pinned_or_worth_more_is_not_replaced(index: Index) -> None:
     pure = kept(index, ids[:620])[1]
     index.add(pages(ids, numerics=frozenset({"here", "there"}), role=1))
     assert {row.id for row in index.rows()} >= {held.id, group.id, pure.id}
-    index.unpin([held.id], ME)
+    index.release_pins([held.id], ME)
     index.add(pages(ids[:899], role=1))
     assert {row.tokens for row in index.rows()} == {512, 580 - 512, 387, 388}
 
@@ -271,7 +271,7 @@ def test_victims_are_never_pinned_by_who_runs(index: Index) -> None:
     index.pin([rows[1].id], ME)
     index.pin([rows[2].id], DEAD)
     assert [row.id for row in index.victims(1 << 40)] == [rows[2].id]
-    index.unpin([rows[1].id], ME)
+    index.release_pins([rows[1].id], ME)
     assert [row.id for row in index.victims(1 << 40)] == [row.id for row in reversed(rows)]
 
 
@@ -307,7 +307,7 @@ def test_remove_leaves_what_is_held_or_continued(index: Index) -> None:
     rows = kept(index, some(1100))
     index.pin([rows[2].id], ME)
     assert index.remove([row.id for row in rows] + [999]) == []
-    index.unpin([rows[2].id], ME)
+    index.release_pins([rows[2].id], ME)
     assert index.remove([rows[0].id, rows[1].id]) == []
     assert [row.id for row in index.remove([rows[2].id, rows[1].id])] == [rows[2].id, rows[1].id]
     assert index.total() == (1, 100)

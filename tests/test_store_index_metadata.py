@@ -45,11 +45,11 @@ def test_pins_are_counted(index: Index) -> None:
     row = kept(index, some(20))[0]
     assert index.pin([row.id, 99], ME) == [row.id]
     index.pin([row.id], ME)
-    index.unpin([row.id], ME)
+    index.release_pins([row.id], ME)
     assert index.remove([row.id]) == []
-    index.unpin([row.id], DEAD)
+    index.release_pins([row.id], DEAD)
     assert index.remove([row.id]) == []
-    index.unpin([row.id], ME)
+    index.release_pins([row.id], ME)
     assert [gone.id for gone in index.remove([row.id])] == [row.id]
 
 
@@ -72,23 +72,23 @@ def test_one_computes_and_the_others_know_who(index: Index, monkeypatch: pytest.
     holder = f"{child.pid}.{process_identity._start(child.pid)}.{ME.rpartition('.')[2]}"
     try:
         began = time.time()
-        assert index.claim(b"key", "fp", holder) is None
-        found = index.claim(b"key", "fp", ME)
+        assert index.take_lease(b"key", "fp", holder) is None
+        found = index.take_lease(b"key", "fp", ME)
         assert found is not None
         assert found.process == holder
         assert began <= found.since <= time.time()
-        assert index.claim(b"key", "other", ME) is None
-        index.release(b"key", "fp", ME)  # not its own
-        assert index.claim(b"key", "fp", ME) == found
+        assert index.take_lease(b"key", "other", ME) is None
+        index.release_lease(b"key", "fp", ME)  # not its own
+        assert index.take_lease(b"key", "fp", ME) == found
     finally:
         child.kill()
         child.wait()
-    assert index.claim(b"key", "fp", ME) is None  # taken over from the dead
-    again = index.claim(b"key", "fp", ME)
+    assert index.take_lease(b"key", "fp", ME) is None  # taken over from the dead
+    again = index.take_lease(b"key", "fp", ME)
     assert again is not None
     assert again.process == ME
-    index.release(b"key", "fp", ME)
-    assert index.claim(b"key", "fp", ME) is None
+    index.release_lease(b"key", "fp", ME)
+    assert index.take_lease(b"key", "fp", ME) is None
 
 
 @forks
@@ -98,7 +98,7 @@ def test_of_many_who_claim_one_gets_it(folder: Folder, index: Index, tmp_path: P
     got.mkdir()
 
     def child() -> None:
-        if index.claim(b"key", "fp", process_identity.token()) is None:
+        if index.take_lease(b"key", "fp", process_identity.token()) is None:
             (got / process_identity.token()).touch()
         (tried / process_identity.token()).touch()
         until = time.monotonic() + 60
@@ -107,7 +107,7 @@ def test_of_many_who_claim_one_gets_it(folder: Folder, index: Index, tmp_path: P
 
     run(*[child] * 4)
     assert len(os.listdir(got)) == 1
-    assert index.claim(b"key", "fp", ME) is None
+    assert index.take_lease(b"key", "fp", ME) is None
 
 
 # -- tool groups, splices, rates -----------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_stats_count_everything(index: Index) -> None:
     row = next(index.rows())
     index.pin([row.id], ME)
     index.quarantine(row.id, "x")
-    index.claim(b"k", "fp", ME)
+    index.take_lease(b"k", "fp", ME)
     index.put_group(GROUP)
     index.put_splices([("ns", b"a", b"1111")])
     index.add_counters({"hits": 1})

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from agentcache.model.hf import HFModel
 from agentcache.store import policy
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.disk_tier import DiskTier
-from agentcache.store.disk.index_metadata import waited
+from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope, as_ids, chain
-from agentcache.store.page_prefetch import PagePrefetch
+from agentcache.store.page_prefetch import PagePrefetch, PageQuery, State
 from agentcache.store.policy import HUNG_MS, LEAST_TRUST_MS, LOOK_S, RETRY_S, Rate, WriteBudget, give_up, too_slow
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
@@ -211,7 +212,10 @@ def shelf(tmp_path: Path, clock: list[float]) -> Iterator[Store]:
 
 def fetch(store: Store) -> PagePrefetch:
     """Ask for WANTED, which takes a second to compute."""
-    return PagePrefetch(store, Scope("tests", "weights"), as_ids([*WANTED.tolist(), 1]), 1024, 1000 / 1024, SHAPE, lambda: None)
+    wanted = PageQuery(Scope("tests", "weights"), as_ids([*WANTED.tolist(), 1]), 1000 / 1024, SHAPE, 1024)
+    found = store.prefetch(wanted, lambda: None)
+    assert found is not None
+    return found
 
 
 @pytest.mark.impatient
@@ -303,13 +307,13 @@ def test_a_slow_disk_costs_next_to_nothing(tmp_path: Path, throttle: Any, monkey
     """The first request finds out, which takes a while: its prompt is one of seconds, as those are that a disk is for."""
     model = wide(16)
     folder, off_ms, ids = remember(model, tmp_path / "store")
-    fetch = Store.fetch
+    prefetch = Store.prefetch
 
-    def at_one_price(store: Store, scope: Any, prompt: Any, prefix_tokens: int, _: float, *rest: Any) -> Any:
+    def at_one_price(store: Store, wanted: PageQuery, wake: Any) -> Any:
         """What computing costs is measured again with each request; who shares the cores decides then whether reading looks worth it."""
-        return fetch(store, scope, prompt, prefix_tokens, off_ms / len(prompt), *rest)
+        return prefetch(store, replace(wanted, ms_per_token=off_ms / len(wanted.ids)), wake)
 
-    monkeypatch.setattr(Store, "fetch", at_one_price)
+    monkeypatch.setattr(Store, "prefetch", at_one_price)
     monkeypatch.setattr(policy, "LOOK_S", RETRY_S)
     with engine(model=model, store=folder) as running:
         size = sum(row.bytes for row in running.store.disk.index.rows())
@@ -572,7 +576,7 @@ class Holder:
             torch.set_num_threads(1)
             store = Store(1 << 26, options=StoreOptions(folder))
             assert store.disk
-            assert store.disk.claim(key, scope.fingerprint) is None
+            assert store.disk.leases.take(key, scope.fingerprint) is None
             (folder.parent / "holds").touch()
             while not self.go.exists():
                 time.sleep(0.005)
@@ -605,7 +609,7 @@ def holder(small: Any, tmp_path: Path) -> Iterator[Holder]:
 
 
 def awaiting(running: Engine) -> bool:
-    return any(request.fetch is not None and request.fetch._state == "awaiting" for request in list(running.scheduler._waiting))
+    return any(request.fetch is not None and request.fetch.state is State.AWAITING for request in list(running.scheduler._waiting))
 
 
 def test_who_comes_second_waits_and_loads(small: Any, tmp_path: Path, holder: Holder) -> None:
@@ -678,7 +682,7 @@ def test_pages_that_a_stuck_disk_never_gets_to_are_computed(small: Any, tmp_path
     """Both reading threads hang in the kernel; whoever comes behind them goes on."""
     ids = written(small, tmp_path / "store")
     monkeypatch.setattr("agentcache.store.page_prefetch.HUNG_MS", 50.0)
-    monkeypatch.setattr(Store, "read", lambda self, job: None)
+    monkeypatch.setattr(DiskTier, "submit", lambda self, job: None)
     with engine(model=small, store=tmp_path / "store") as running:
         done = running.generate(TURNS, sampling=decode(4))
         assert done.ids == ids
@@ -693,10 +697,10 @@ def test_a_busy_device_thread_does_not_make_the_disk_look_slow(small: Any, tmp_p
     monkeypatch.setattr(Rate, "learn", lambda self, amount, ms, load_bytes=None: learnt.append(ms))
     arrived = PagePrefetch._arrived
 
-    def late(self: PagePrefetch) -> None:
-        assert self._over.wait(20)
+    def late(self: PagePrefetch, read: Any) -> None:
+        assert read.over.wait(20)
         time.sleep(0.5)
-        arrived(self)
+        arrived(self, read)
 
     monkeypatch.setattr(PagePrefetch, "_arrived", late)
     with engine(model=small, store=tmp_path / "store") as running:
@@ -709,7 +713,7 @@ def test_a_locked_index_is_no_reason_to_wait(small: Any, tmp_path: Path, monkeyp
     def locked(*_: Any) -> Any:
         raise StoreBusyError("locked")
 
-    monkeypatch.setattr(DiskTier, "claim", locked)
+    monkeypatch.setattr(Index, "take_lease", locked)
     with engine(model=small, store=tmp_path / "store") as running:
         done = running.generate(PREFIX, sampling=decode(3)).receipt
         assert any("the index was busy" in note for note in done.notes)
@@ -736,12 +740,12 @@ def test_a_prefix_that_another_process_waits_for_is_written_while_its_answer_goe
         stream = running.stream(PREFIX, sampling=decode(2000))
         next(stream)
         other = DiskTier(StoreOptions(tmp_path / "store"))
-        [(key, fingerprint)] = disk._leases
+        [(key, fingerprint)] = disk.leases.held
         if waits:
-            other.index.await_claimed(key, fingerprint, other.process)
+            other.leases.wait(key, fingerprint)
             assert until(lambda: disk.index.total()[0] >= 1), "it would have been written behind the answer"
             assert not disk.writer.quiet.is_set()
-            other.index.release(waited(key), fingerprint, other.process)
+            other.leases.stop_waiting(key, fingerprint)
             assert until(lambda: disk.index.stats()["leases"] == 0)
         else:
             time.sleep(0.7)

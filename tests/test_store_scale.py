@@ -89,7 +89,7 @@ def walks(index: Index) -> None:
     index.quarantine(1, "x")
     index.splice("ns", b"k")
     index.put_splices([("ns", b"k", b"1234")])
-    index.claim(b"k", "fp", ME)
+    index.take_lease(b"k", "fp", ME)
     connection.set_trace_callback(None)
     queries = {sql for sql in asked if sql.split()[0] in ("SELECT", "UPDATE", "DELETE", "INSERT")}
     assert any(COLUMNS in sql for sql in queries)

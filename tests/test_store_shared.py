@@ -149,10 +149,10 @@ def test_who_claims_a_prefix_waits_for_nobody(folder: Folder, index: Index) -> N
         other.execute("BEGIN IMMEDIATE")
         began = time.monotonic()
         with pytest.raises(StoreBusyError, match="locked by other processes"):
-            index.claim(b"k" * 32, "fp", "me")
+            index.take_lease(b"k" * 32, "fp", "me")
         assert time.monotonic() - began < database.BUSY_S / 4
         other.execute("ROLLBACK")
-        assert index.claim(b"k" * 32, "fp", "me") is None
+        assert index.take_lease(b"k" * 32, "fp", "me") is None
     patience, log = (
         index._db.read(lambda c, name=name: c.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("busy_timeout", "wal_autocheckpoint")
     )
@@ -277,11 +277,11 @@ def test_a_read_only_folder(folder: Folder, wal: bool) -> None:
             assert index.add(more) == more
             assert index.remove([rows[1].id]) == []
             assert index.pin([rows[1].id], ME) == [rows[1].id]
-            assert index.claim(b"k", "fp", ME) is None
+            assert index.take_lease(b"k", "fp", ME) is None
             assert index.delete_namespace("ns") == index.delete_older(0) == []
             assert (index.drop_dead_pins(), index.drop_group("ns", "tools"), index.restore(more)) == (0, 0, 0)
             index.touch([rows[0].id])
-            index.unpin([rows[1].id], ME)
+            index.release_pins([rows[1].id], ME)
             index.quarantine(rows[0].id, "x")
             index.promote([rows[0].id], 2)
             index.put_group(Group("b", "ns", "fp", "", 600, ("ab" * 32,), (), "model"))

@@ -44,12 +44,7 @@ def page_key(parent: bytes, ids: np.ndarray) -> bytes:
     return blake3(parent + ids.tobytes()).digest()
 
 
-PinName = tuple["Scope", bytes]
-
-
-def pin_name(scope: Scope, ids: Ids) -> PinName:
-    """What a pinned prefix is called."""
-    return scope, blake3(ids.tobytes()).digest()
+PinName = tuple["Scope", bytes]  # of a pinned prefix: its scope, and the key of its last page
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +60,7 @@ class Scope:
     def root(self) -> bytes:
         """The key above the first page. Without the fingerprint: the same tokens have the same keys under other weights."""
         return blake3(repr((self.namespace, self.regime)).encode("utf-8", "surrogatepass")).digest()
+
+    def pin_name(self, ids: Ids) -> PinName:
+        """The name of the pinned prefix that holds these ids."""
+        return self, chain(self.root, ids)[-1]

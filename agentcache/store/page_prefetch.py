@@ -1,278 +1,305 @@
-"""One request's pages on their way into memory: read from disk, or awaited from another process that computes them. Knows no models.
+"""One prompt's pages on their way into memory: read from disk, or awaited from another process that computes them. Knows no models.
 
-looking ──> reading ──> ready                 a bad blob: what is verified before it is kept, the rest looked for once more
-   │           └──────> ready                 slower than computing: left behind, with the reason
-   └──> awaiting ──> looking ...              another live process computes this prefix: until it is done, dead, or slower than we are
+LOOKING ──> READING ──> DONE                  a bad blob: pages verified before it are adopted, the index is asked once more
+   │           └──────> DONE                  slower than computing: given up, with the reason
+   └──> AWAITING ──> LOOKING ...              another live process computes this prefix: until it is done, dead, or slower than we are
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from ..errors import FAULTS, StoreBusyError, StoreError, StoreLostError
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..types import Precision, Reason, Refusal
-from .disk.disk_tier import DiskMatch, cpu_page
-from .disk.index_metadata import waited
-from .entry import Match
+from .disk.disk_tier import DiskMatch, DiskTier, cpu_page
+from .disk.index import Row
+from .entry import Entry, Match
 from .keys import Ids, Scope, chain
+from .memory.prefix_tree import PrefixTree
 from .policy import HUNG_MS, give_up, too_slow
-
-if TYPE_CHECKING:
-    from .store import Store
 
 LOOK_S = 0.05  # how often an awaited prefix is looked for
 AWAIT = 1.5  # an awaited process may take so many times as long as we would
 
 
-class PagePrefetch:
-    """Ask `pending()` until it is False, on one thread; then `adopt()` puts what came into memory.
+class State(Enum):
+    """Where a prefetch stands."""
 
-    tokens, bytes, ms: what was read from disk. refusals: what was not, and why. wake: called from the reading thread when it is done.
+    LOOKING = auto()  # the index says what the disk adds to memory
+    READING = auto()  # a reading thread fills pages
+    AWAITING = auto()  # another process computes the prefix
+    DONE = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageQuery:
+    """The pages that a prompt asks the disk for.
+
+    prefix_tokens: length of the prefix that other processes may wait for. ms_per_token: cost of computing, 0 if unknown. gain_ms: cost of
+    computing what the pages are wanted for, None for all that memory lacks.
     """
 
-    def __init__(
-        self, store: Store, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None],
-    ) -> None:  # fmt: skip
-        assert store.disk is not None
-        self.store, self.disk, self.scope, self.ids, self.spec = store, store.disk, scope, ids, spec
-        assert scope.precision != "approximate", "only memory holds such pages"
-        self.precision: Precision = scope.precision
-        self.prefix_tokens = min(prefix_tokens, len(ids))
-        if ms_per_token:
-            self.disk.note_compute(scope.fingerprint, ms_per_token)
-        self.ms_per_token = (ms_per_token or self.disk.compute_ms(scope.fingerprint)) if self.disk.options.refuse_slow else 0.0
+    scope: Scope
+    ids: Ids
+    ms_per_token: float
+    spec: KVSpec
+    prefix_tokens: int = 0
+    gain_ms: float | None = None
+
+
+Adopt = Callable[[Scope, Sequence[int], Sequence[Page], Sequence[Row], int], list[Entry]]  # admits verified pages into memory
+
+
+class _Read:
+    """One disk match, filled into pages on a reading thread. generation: when it was found. wake: called there once it is over."""
+
+    def __init__(self, disk: DiskTier, found: DiskMatch, generation: int, spec: KVSpec, wake: Callable[[], None]) -> None:
+        self.found, self.generation = found, generation
+        self.pages = [cpu_page(spec, count) for count in found.counts]
+        self.stop, self.over = threading.Event(), threading.Event()
+        self.failed: tuple[Reason, str] | None = None
+        self.bytes = 0
+        self.asked = time.perf_counter()
+        self.began = self.ended = 0.0
+        self._disk, self._wake = disk, wake
+        disk.submit(self._run)
+
+    def _run(self) -> None:
+        self.began = time.perf_counter()
+        try:
+            self.failed = self._disk.read(self.found, self.pages, self.stop, self._progress)
+        except (OSError, MemoryError, RuntimeError) as error:  # a StoreError too: the index could not be told what was wrong
+            self.failed = Reason.EVICTED if isinstance(error, StoreLostError) else Reason.BAD_BLOB, str(error)
+        finally:
+            self.ended = time.perf_counter()
+            self.over.set()
+            self._wake()
+
+    def _progress(self, count: int) -> None:
+        self.bytes += count
+
+    @property
+    def good(self) -> int:
+        """How many pages, from the first on, are verified."""
+        return next((i for i, page in enumerate(self.pages) if page.filled != self.found.counts[i]), len(self.pages))
+
+    @property
+    def ms(self) -> float:
+        """How long it took, without the time until somebody looked."""
+        return (self.ended - self.began) * 1e3
+
+
+class PagePrefetch:
+    """Ask `pending()` until it is False, on one thread: by then memory holds what came. `close()` ends it.
+
+    tokens, bytes, ms: what was read from disk. refusals: what was not, and why. wake: called from the reading thread when it is done.
+    adopt: admits pages that were read. state: READING and AWAITING go on by themselves.
+    """
+
+    def __init__(self, wanted: PageQuery, wake: Callable[[], None], tree: PrefixTree, disk: DiskTier, adopt: Adopt) -> None:
+        assert wanted.scope.precision != "approximate", "only memory holds such pages"
+        self.state = State.LOOKING
         self.tokens = self.bytes = 0
         self.ms = 0.0
         self.refusals: list[Refusal] = []
         self.notes: list[str] = []
         self.lease: bytes | None = None
-        self._waited: bytes | None = None
-        self._wake = wake
+        self._wanted, self._wake, self._tree, self._disk, self._adopt = wanted, wake, tree, disk, adopt
+        self._scope, self._ids = wanted.scope, wanted.ids
+        self._precision: Precision = wanted.scope.precision
+        self._prefix_tokens = min(wanted.prefix_tokens, len(wanted.ids))
+        self._ms_per_token = disk.cost(self._scope.fingerprint, wanted.ms_per_token)
         self._began = time.perf_counter()
-        self._look_again = 0.0
-        self._awaiting_until = 0.0
+        self._waited: bytes | None = None
+        self._look_again = self._awaiting_until = self._await_began = 0.0
         self._retried = False
-        self._found: DiskMatch | None = None
-        self._generation = 0
-        self._pages: list[Page] = []
-        self._stop = threading.Event()
-        self._over = threading.Event()
-        self._failed: tuple[Reason, str] | None = None
-        self._read_bytes = 0
-        self._asked = self._read_began = self._read_ended = 0.0
-        self._state = "looking"
+        self._read: _Read | None = None
 
     def pending(self) -> bool:
         """Whether it is worth waiting on. Never blocks for longer than a lookup."""
-        if self._state == "ready":
+        if self.state is State.DONE:
             return False
         try:
-            waits = self._step()
+            self._step()
         except (StoreBusyError, StoreLostError) as error:
-            self.notes.append(f"nothing was read from disk: {error}")
-            waits = False
+            self._fail(f"nothing was read from disk: {error}")
         except StoreError as error:  # a damaged index: computed instead, and said
             self._refuse(Reason.BAD_BLOB, 0, str(error))
-            waits = False
+            self.state = State.DONE
         except FAULTS as error:  # no memory for its pages, no thread to read them: computed, as without a disk
-            self.notes.append(f"nothing was read from disk: {type(error).__name__}: {error}")
-            waits = False
-        if not waits:
-            self._state = "ready"
+            self._fail(f"nothing was read from disk: {type(error).__name__}: {error}")
+        if self.state is State.DONE:
             self._stop_waiting()
             self.ms = (time.perf_counter() - self._began) * 1e3
-        return waits
+        return self.state is not State.DONE
 
-    def _step(self) -> bool:
-        if self._state == "looking":
+    def _fail(self, note: str) -> None:
+        self.notes.append(note)
+        self.state = State.DONE
+
+    def _step(self) -> None:
+        if self.state is State.READING:
+            assert self._read is not None
+            if self._read.over.is_set() or self._too_slow(self._read):
+                self._arrived(self._read)
+        elif self.state is State.AWAITING and time.monotonic() >= self._look_again:
+            self._look_for_awaited()
+        if self.state is State.LOOKING:
             self._look()
-        if self._state == "reading" and (self._over.is_set() or self._too_slow()):
-            self._arrived()
-        if self._state == "awaiting" and time.monotonic() >= self._look_again:
-            self._await()
-        return self._state != "ready"
 
     # -- from disk -------------------------------------------------------------------------------------------------
 
     def _known(self) -> Match:
-        return self.store.tree.match(self.scope, self.ids, peek=True)
+        return self._tree.match(self._scope, self._ids, peek=True)
+
+    def _found(self, known: Match) -> DiskMatch | None:
+        return self._disk.find(self._scope, self._ids, known, self._wanted.spec, self._precision)
 
     def _look(self) -> None:
-        known, self._generation = self._known(), self.store.deletions.generation
-        self._found = found = self.disk.find(self.scope, self.ids, known, self.spec, self.precision)
+        known, generation = self._known(), self._disk.deletions.generation
+        found = self._found(known)
         if found is None:
-            self._claim(known)
+            self._take_lease(known)
             return
-        if self.precision != "exact" and found.tokens <= self._exactly_known():
-            self._state = "ready"
+        if self._precision != "exact" and found.tokens <= self._exactly_known():
+            self.state = State.DONE
             return
         compute_ms = self._compute_ms(found, known)
-        if load_ms := too_slow(found.bytes, compute_ms, self.disk.read_rate):
+        if load_ms := too_slow(found.bytes, compute_ms, self._disk.read_rate):
             self._refuse(
                 Reason.SLOW_DISK, known.tokens, f"reading {found.bytes} bytes takes about {load_ms:.0f} ms, computing {compute_ms:.0f} ms"
             )
-            self._state = "ready"
+            self.state = State.DONE
             return
-        self._pages = pages = [cpu_page(self.spec, count) for count in found.counts]
-        self._over.clear()
-        self._stop = stop = threading.Event()
-        self._failed, self._read_bytes, self._read_began, self._read_ended = None, 0, 0.0, 0.0
-        self._asked = time.perf_counter()
-        self._state = "reading"
-        self.store.read(lambda: self._read(found, pages, stop))  # these, even if it starts when nobody waits any more
+        self.state = State.READING
+        self._read = _Read(self._disk, found, generation, self._wanted.spec, self._wake)
 
     def _exactly_known(self) -> int:
         """Tokens that memory holds exactly, where less would do."""
-        return self.store.tree.match(replace(self.scope, precision="exact"), self.ids, peek=True).tokens
+        return self._tree.match(replace(self._scope, precision="exact"), self._ids, peek=True).tokens
 
     def _compute_ms(self, found: DiskMatch, known: Match) -> float:
-        return (found.tokens - known.tokens) * self.ms_per_token
+        gain_ms = self._wanted.gain_ms
+        return (found.tokens - known.tokens) * self._ms_per_token if gain_ms is None else gain_ms
 
-    def _read(self, found: DiskMatch, pages: list[Page], stop: threading.Event) -> None:
-        """On a reading thread: fill the pages."""
-        self._read_began = time.perf_counter()
-        try:
-            self._failed = self.disk.read(found, pages, stop, self._progress)
-        except (OSError, MemoryError, RuntimeError) as error:  # a StoreError too: the index could not be told what was wrong
-            self._failed = Reason.EVICTED if isinstance(error, StoreLostError) else Reason.BAD_BLOB, str(error)
-        finally:
-            self._read_ended = time.perf_counter()
-            self._over.set()
-            self._wake()
-
-    def _progress(self, count: int) -> None:
-        self._read_bytes += count
-
-    def _too_slow(self) -> bool:
-        found = self._found
-        assert found is not None
+    def _too_slow(self, read: _Read) -> bool:
+        found = read.found
         compute_ms = self._compute_ms(found, self._known())
-        if not self._read_began:  # others are read first: that says nothing about the rate, but it may be for ever
-            waited_ms = (time.perf_counter() - self._asked) * 1e3
+        if not read.began:  # others are read first: that says nothing about the rate, but it may be for ever
+            waited_ms = (time.perf_counter() - read.asked) * 1e3
             if waited_ms <= max(HUNG_MS, compute_ms):
                 return False
-            self._stop.set()
+            read.stop.set()
             self._refuse(
                 Reason.SLOW_DISK, 0, f"other requests' pages were read for {waited_ms:.0f} ms, computing takes {compute_ms:.0f} ms"
             )
             return True
-        elapsed = (time.perf_counter() - self._read_began) * 1e3
-        if not give_up(elapsed, self._read_bytes, found.bytes, compute_ms, self.disk.read_rate):
+        elapsed = (time.perf_counter() - read.began) * 1e3
+        if not give_up(elapsed, read.bytes, found.bytes, compute_ms, self._disk.read_rate):
             return False
-        self._stop.set()
+        read.stop.set()
         if compute_ms:
-            self.disk.read_rate.forbid(found.bytes, compute_ms)
+            self._disk.read_rate.forbid(found.bytes, compute_ms)
         self._refuse(
-            Reason.SLOW_DISK, 0, f"{self._read_bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms"
+            Reason.SLOW_DISK, 0, f"{read.bytes} of {found.bytes} bytes read in {elapsed:.0f} ms, computing takes {compute_ms:.0f} ms"
         )
         return True
 
-    def _arrived(self) -> None:
-        """Keep the pages that are verified; after a bad one look once more."""
-        found, took = self._found, (self._read_ended - self._read_began) * 1e3  # not until this thread had time to look
-        assert found is not None
-        good = 0
-        while good < len(self._pages) and self._pages[good].filled == found.counts[good]:
-            good += 1
-        stopped = self._stop.is_set()
-        self._stop.set()
+    def _arrived(self, read: _Read) -> None:
+        """Adopt the pages that are verified; after a bad one look once more."""
+        self._read, stopped, good = None, read.stop.is_set(), read.good
+        read.stop.set()
         if good:
-            self._keep(found, good)
+            self._keep(read, good)
             if not stopped:
-                self.disk.read_rate.learn(sum(row.bytes for row in found.rows[:good]), took)
-        failed, self._failed, self._pages, self._found = self._failed, None, [], None
-        if failed is not None and not stopped:
-            self._refuse(failed[0], (found.place + good) * PAGE_TOKENS, failed[1])
-            if not self._retried:
-                self._retried = True
-                self._state = "looking"
-                self._look()
-                return
+                self._disk.read_rate.learn(sum(row.bytes for row in read.found.rows[:good]), read.ms)
         if stopped:
-            self._state = "ready"
-        else:
-            self._claim(self._known())
+            self.state = State.DONE
+            return
+        if read.failed is not None:
+            self._refuse(read.failed[0], (read.found.place + good) * PAGE_TOKENS, read.failed[1])
+            if not self._retried:
+                self._retried, self.state = True, State.LOOKING
+                return
+        self._take_lease(self._known())
 
-    def _keep(self, found: DiskMatch, good: int) -> None:
-        known = self._known()
+    def _keep(self, read: _Read, good: int) -> None:
+        known, found = self._known(), read.found
         if known.tokens // PAGE_TOKENS < found.place:
             return  # what they continue was evicted meanwhile
-        rows, pages = found.rows[:good], self._pages[:good]
-        before = found.place * PAGE_TOKENS
-        end = before + sum(found.counts[:good])
-        entries = self.store.adopt(self.scope, self.ids[:end].tolist(), [*known.pages[: found.place], *pages], rows, self._generation)
+        rows, pages = found.rows[:good], [*known.pages[: found.place], *read.pages[:good]]
+        end = found.place * PAGE_TOKENS + sum(found.counts[:good])
+        entries = self._adopt(self._scope, self._ids[:end].tolist(), pages, rows, read.generation)
         assert len(entries) == len(rows) or not entries
-        self.tokens += max(0, min(end, len(self.ids) - 1) - known.tokens)
+        self.tokens += max(0, min(end, len(self._ids) - 1) - known.tokens)
         self.bytes += sum(row.bytes for row in rows)
 
     # -- from another process --------------------------------------------------------------------------------------
 
-    def _claim(self, known: Match) -> None:
-        """Say that we compute this prefix, or wait for who said so before."""
-        self._state = "ready"
-        missing = self.prefix_tokens - known.tokens
-        if missing < PAGE_TOKENS or not self.disk.folder.writable or self.lease is not None:
+    def _take_lease(self, known: Match) -> None:
+        """Say that we compute this prefix, or wait for the process that said so before."""
+        self.state = State.DONE
+        missing = self._prefix_tokens - known.tokens
+        if missing < PAGE_TOKENS or not self._disk.folder.writable or self.lease is not None:
             return
-        if self.disk.precision != self.precision:
+        if self._disk.precision != self._precision:
             return  # what another process stores is not what this request could use
-        key = chain(self.scope.root, self.ids[: self.prefix_tokens])[-1]
+        key = chain(self._scope.root, self._ids[: self._prefix_tokens])[-1]
         try:
-            holder = self.disk.claim(key, self.scope.fingerprint)
+            holder = self._disk.leases.take(key, self._scope.fingerprint)
         except StoreBusyError:
             self.notes.append("the index was busy: not asked whether another process computes this prefix")
             return
         if holder is None:
             self.lease = key
             return
-        if holder.process == self.disk.process:
+        if holder.process == self._disk.process:
             return
         now = time.monotonic()
-        own_s = missing * self.ms_per_token / 1e3
+        own_s = missing * self._ms_per_token / 1e3
         if not self._awaiting_until:
             self._waited = key
-            with suppress(StoreBusyError):  # it will be written behind the other's answer
-                self.disk.index.await_claimed(key, self.scope.fingerprint, self.disk.process)
+            self._disk.leases.wait(key, self._scope.fingerprint)
             self._awaiting_until = now + AWAIT * own_s - max(0.0, time.time() - holder.since)
             self._await_began = now
         if not own_s or now >= self._awaiting_until:
             self.notes.append(f"another process computes this prefix too: not awaited longer than {max(0.0, AWAIT * own_s):.1f} s")
             return
-        self._state = "awaiting"
+        self.state = State.AWAITING
         self._look_again = now + LOOK_S
 
-    def _await(self) -> None:
+    def _look_for_awaited(self) -> None:
         known = self._known()
-        found = self.disk.find(self.scope, self.ids, known, self.spec, self.precision)
-        if found is not None and found.tokens >= self.prefix_tokens - self.prefix_tokens % PAGE_TOKENS:  # the rest grows with the answer
+        found = self._found(known)
+        if found is not None and found.tokens >= self._prefix_tokens - self._prefix_tokens % PAGE_TOKENS:  # the rest grows with the answer
             self.notes.append(f"waited {time.monotonic() - self._await_began:.1f} s for another process that computed this prefix")
-            self._state = "looking"
-            self._look()
+            self.state = State.LOOKING
             return
-        self._claim(known)
-        if self._state == "ready" and found is not None:
-            self._state = "looking"
-            self._look()
+        self._take_lease(known)
+        if self.state is State.DONE and found is not None:
+            self.state = State.LOOKING
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def _refuse(self, reason: Reason, start: int, detail: str) -> None:
-        self.refusals.append(Refusal(reason, start, len(self.ids), detail))
+        self.refusals.append(Refusal(reason, start, len(self._ids), detail))
 
     def _stop_waiting(self) -> None:
         if self._waited is not None:
             key, self._waited = self._waited, None
-            self.disk.writer.after(lambda: self.disk.index.release(waited(key), self.scope.fingerprint, self.disk.process))
+            self._disk.leases.stop_waiting(key, self._scope.fingerprint)
 
-    def settle(self) -> None:
-        """The prefix is computed, or will not be: whoever waits for it may look as soon as it is written."""
-        self._stop.set()
+    def close(self) -> None:
+        """End it: the prefix is computed, or will not be. Its lease is released once its pages are written."""
+        self.state = State.DONE
+        if self._read is not None:
+            self._read.stop.set()
         self._stop_waiting()
         if self.lease is not None:
             key, self.lease = self.lease, None
-            self.disk.settle(key, self.scope.fingerprint)
+            self._disk.leases.release(key, self._scope.fingerprint)

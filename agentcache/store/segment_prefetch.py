@@ -1,7 +1,7 @@
 """Pages that only the disk has, brought into memory for text that a prompt repeats somewhere. Knows no models.
 
-finding ──> loading ──> ready      finding: on a reading thread; signatures propose, ids in the index are compared, what pays is chosen
-   └───────────┴──────> ready      loading: one PagePrefetch per chain of pages, from its root, because a page hangs under those before it
+FINDING ──> LOADING ──> DONE      finding: on a reading thread; signatures propose, ids in the index are compared, what pays is chosen
+   └───────────┴──────> DONE      loading: one PagePrefetch per chain of pages, from its root, because a page hangs under those before it
 
 What came is found by `PrefixTree.repeats` like everything else in memory. Whatever fails is a refusal, with its reason.
 """
@@ -12,31 +12,30 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from enum import Enum, auto
 
 import numpy as np
 
 from ..errors import FAULTS
 from ..kv import PAGE_TOKENS, KVSpec
 from ..types import Precision, Reason, Refusal
+from .disk.disk_tier import DiskTier
 from .disk.index import Row
 from .entry import common
 from .keys import Ids, Scope
-from .memory.ngram_index import GRAM
+from .memory.ngram_index import GRAM, Run
+from .memory.prefix_tree import PrefixTree
 from .minhash import Kept, Proposal, Window
 from .minhash_index import MinHashIndex
-from .page_prefetch import PagePrefetch
+from .page_prefetch import Adopt, PagePrefetch, PageQuery
 from .policy import too_slow
-
-if TYPE_CHECKING:
-    from .store import Store
 
 TRIED = 4  # proposals looked at per window
 MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Repeat:
+class StoredRepeat:
     """Prompt tokens [start, stop) that equal stored ones. rows: the pages from the root on; `missing` of them are not in memory."""
 
     start: int
@@ -60,67 +59,94 @@ class Repeat:
         return frozenset(row.page_key for row in self.rows[len(self.rows) - self.missing :])
 
 
+class State(Enum):
+    """Where a prefetch stands."""
+
+    FINDING = auto()  # a reading thread asks the signatures and the index
+    LOADING = auto()  # a page prefetch reads one chain after the other
+    DONE = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentQuery:
+    """The text of a prompt that may stand at other positions on disk. scope: how exact its pages must be stored.
+
+    windows: of the prompt, those beyond token `since` count. ms_per_token: cost of computing, 0 if unknown. least: shorter repeats are left
+    alone. most_bytes: read at most, within a quarter of the budget of pages in memory.
+    """
+
+    scope: Scope
+    ids: Ids
+    windows: Sequence[Window]
+    ms_per_token: float
+    spec: KVSpec
+    since: int = 0
+    least: int = 32
+    most_bytes: int = MOST_BYTES
+
+
+Repeats = Callable[[Scope, Ids, int, int, Sequence[Precision]], Sequence[Run]]  # runs of a prompt that memory holds
+
+
 class SegmentPrefetch:
-    """Ask `pending()` until it is False, on one thread.
+    """Ask `pending()` until it is False, on one thread. `close()` ends it.
 
     tokens: of the prompt, in repeats whose pages came; bytes, ms: what was read from disk, and the time of all of it. refusals: what was
     found and not read, and why. notes: what else went wrong. wake: called from the reading thread when something is done.
-    least: shorter repeats are left alone. most_bytes: what is read at most, within a quarter of the budget of pages in memory.
     """
 
     def __init__(
-        self, store: Store, signed: MinHashIndex, scope: Scope, ids: Ids, windows: Sequence[Window], ms_per_token: float, spec: KVSpec,
-        wake: Callable[[], None], since: int, least: int, most_bytes: int,
+        self, wanted: SegmentQuery, wake: Callable[[], None], signed: MinHashIndex, tree: PrefixTree, disk: DiskTier, adopt: Adopt,
+        repeats: Repeats,
     ) -> None:  # fmt: skip
-        assert store.disk is not None and scope.precision != "approximate"
-        self._said = replace(scope, precision="exact")  # what prompts say is noted whatever its pages became on disk
-        self._store, self._disk, self._signed, self._scope, self._ids, self._spec = store, store.disk, signed, scope, ids, spec
-        self._precision: Precision = scope.precision
-        self._windows, self._since, self._least = windows, since, least
-        self._ms_per_token = (ms_per_token or self._disk.compute_ms(scope.fingerprint)) if self._disk.options.refuse_slow else 0.0
-        self._most_bytes = min(most_bytes, store.tree.budget_bytes // 4)
-        self._wake = wake
+        assert wanted.scope.precision != "approximate"
+        self._said = replace(wanted.scope, precision="exact")  # what prompts say is noted whatever its pages became on disk
+        self._wanted, self._wake, self._signed, self._tree, self._disk = wanted, wake, signed, tree, disk
+        self._adopt, self._held_repeats = adopt, repeats
+        self._scope, self._ids, self._since, self._least = wanted.scope, wanted.ids, wanted.since, wanted.least
+        self._precision: Precision = wanted.scope.precision
+        self._ms_per_token = disk.cost(wanted.scope.fingerprint, wanted.ms_per_token)
+        self._most_bytes = min(wanted.most_bytes, tree.budget_bytes // 4)
+        self.state = State.FINDING
         self.tokens = self.bytes = 0
         self.ms = 0.0
         self.refusals: list[Refusal] = []
         self.notes: list[str] = []
         self._children: dict[bytes, list[Row]] = {}
         self._pages: dict[bytes, Row | None] = {}
-        self._chosen: list[tuple[Repeat, list[Repeat]]] = []  # what is read, and all that it serves
-        self._fetch: PagePrefetch | None = None
+        self._chosen: list[tuple[StoredRepeat, list[StoredRepeat]]] = []  # what is read, and all that it serves
+        self._chain: PagePrefetch | None = None
         self._stop = threading.Event()
         self._over = threading.Event()
         self._began = time.perf_counter()
-        self._state = "finding" if windows else "ready"
-        if windows:
-            try:
-                store.read(self._find)
-            except RuntimeError as error:  # no thread to read on
-                self._end(f"nothing was looked for on disk: {error}")
+        try:
+            disk.submit(self._find)
+        except RuntimeError as error:  # no thread to read on
+            self._end(f"nothing was looked for on disk: {error}")
 
     def pending(self) -> bool:
         """Whether it is worth waiting on. Never blocks for longer than a lookup."""
-        if self._state == "finding" and self._over.is_set():
-            self._state = "loading"
-        if self._state == "loading":
+        if self.state is State.FINDING and self._over.is_set():
+            self.state = State.LOADING
+        if self.state is State.LOADING:
             try:
                 self._load()
             except FAULTS as error:
                 self._end(f"nothing more was brought from disk: {type(error).__name__}: {error}")
-        return self._state != "ready"
+        return self.state is not State.DONE
 
-    def settle(self) -> None:
-        """Nobody waits any more."""
+    def close(self) -> None:
+        """End it: no request waits any more."""
         self._stop.set()
-        if self._fetch is not None:
-            self._fetch.settle()
+        if self._chain is not None:
+            self._chain.close()
         self._end("")
 
     def _end(self, note: str) -> None:
         if note:
             self.notes.append(note)
-        if self._state != "ready":
-            self._state = "ready"
+        if self.state is not State.DONE:
+            self.state = State.DONE
             self.ms = (time.perf_counter() - self._began) * 1e3
 
     # -- finding ---------------------------------------------------------------------------------------------------
@@ -135,13 +161,13 @@ class SegmentPrefetch:
             self._over.set()
             self._wake()
 
-    def _repeats(self) -> list[Repeat]:
+    def _repeats(self) -> list[StoredRepeat]:
         self._signed.refresh(self._said)
         kept = tuple(dict.fromkeys(("exact", self._precision)))  # each once
-        here = self._store.repeats(self._scope, self._ids, self._since, self._least, kept)
+        here = self._held_repeats(self._scope, self._ids, self._since, self._least, kept)
         covered = [(run.start, run.stop) for run in here]
         found = []
-        for window in self._windows:
+        for window in self._wanted.windows:
             if self._stop.is_set():
                 return []
             if window.stop <= self._since or any(start <= window.start and window.stop <= stop for start, stop in covered):
@@ -154,7 +180,7 @@ class SegmentPrefetch:
                     break
         return [repeat for repeat in found if repeat.missing]
 
-    def _aligned(self, window: Window, proposal: Proposal) -> Repeat | None:
+    def _aligned(self, window: Window, proposal: Proposal) -> StoredRepeat | None:
         """The proposal as a run of equal ids, grown as far as it goes on disk."""
         kept, ids, stop = proposal.kept, self._ids, len(self._ids) - 1
         pages = self._under(kept.parent, kept.page)
@@ -187,10 +213,10 @@ class SegmentPrefetch:
             end += sum(run for _, run in on)
         return self._repeat(start, end, rows, kept) if end - start >= self._least else None
 
-    def _repeat(self, start: int, stop: int, rows: tuple[Row, ...], kept: Kept) -> Repeat:
+    def _repeat(self, start: int, stop: int, rows: tuple[Row, ...], kept: Kept) -> StoredRepeat:
         ids = np.concatenate([row.ids for row in rows])
-        known = self._store.tree.match(self._scope, _asked(ids), peek=True).tokens
-        return Repeat(start, stop, rows, 0 if known == len(ids) else len(rows) - known // PAGE_TOKENS, kept)
+        known = self._tree.match(self._scope, _asked(ids), peek=True).tokens
+        return StoredRepeat(start, stop, rows, 0 if known == len(ids) else len(rows) - known // PAGE_TOKENS, kept)
 
     def _under(self, parent: bytes, place: int) -> list[Row]:
         """The pages on disk that continue a page, in this scope."""
@@ -216,7 +242,7 @@ class SegmentPrefetch:
 
     # -- choosing --------------------------------------------------------------------------------------------------
 
-    def _worth_it(self, found: Sequence[Repeat]) -> list[tuple[Repeat, list[Repeat]]]:
+    def _worth_it(self, found: Sequence[StoredRepeat]) -> list[tuple[StoredRepeat, list[StoredRepeat]]]:
         """Longest chains first: one is read if that is faster than computing all that stands in it and in the pages before."""
         left, chosen, planned, spent = sorted(found, key=lambda repeat: -repeat.missing), [], set[bytes](), 0
         while left:
@@ -237,7 +263,7 @@ class SegmentPrefetch:
             left.remove(deepest)
         return chosen
 
-    def _refuse(self, repeat: Repeat, detail: str, reason: Reason = Reason.SLOW_DISK) -> None:
+    def _refuse(self, repeat: StoredRepeat, detail: str, reason: Reason = Reason.SLOW_DISK) -> None:
         self.refusals.append(Refusal(reason, repeat.start, repeat.stop, detail))
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -246,43 +272,31 @@ class SegmentPrefetch:
         """One chain after the other: what they share is read once."""
         while self._chosen:
             deepest, served = self._chosen[0]
-            if self._fetch is None:
-                gain_ms = sum(repeat.tokens for repeat in served) * self._ms_per_token
-                self._fetch = _Chain(self._store, self._scope, _asked(deepest.ids), self._ms_per_token, self._spec, self._wake, gain_ms)
-            if self._fetch.pending():
+            if self._chain is None:
+                gain_ms = sum(repeat.tokens for repeat in served) * self._ms_per_token  # of what is repeated, not of all the pages hold
+                wanted = PageQuery(self._scope, _asked(deepest.ids), self._ms_per_token, self._wanted.spec, gain_ms=gain_ms)
+                self._chain = PagePrefetch(wanted, self._wake, self._tree, self._disk, self._adopt)
+            if self._chain.pending():
                 return
-            self._arrived(self._fetch, served)
-            self._fetch = None
+            self._arrived(self._chain, served)
+            self._chain = None
             self._chosen.pop(0)
         self._end("")
 
-    def _arrived(self, fetch: PagePrefetch, served: Sequence[Repeat]) -> None:
-        self.bytes += fetch.bytes
-        self.notes += fetch.notes
+    def _arrived(self, chain: PagePrefetch, served: Sequence[StoredRepeat]) -> None:
+        self.bytes += chain.bytes
+        self.notes += chain.notes
         came = []
         for repeat in served:
             ids = repeat.ids
-            if self._store.tree.match(self._scope, _asked(ids), peek=True).tokens == len(ids):
+            if self._tree.match(self._scope, _asked(ids), peek=True).tokens == len(ids):
                 self.tokens += repeat.tokens
                 came.append(repeat.kept)
-            elif fetch.refusals:
-                self._refuse(repeat, fetch.refusals[-1].detail, fetch.refusals[-1].reason)
+            elif chain.refusals:
+                self._refuse(repeat, chain.refusals[-1].detail, chain.refusals[-1].reason)
             else:
                 self._refuse(repeat, "its pages were found on disk and did not stay in memory", Reason.EVICTED)
         self._signed.used(self._said, came)
-
-
-class _Chain(PagePrefetch):
-    """The pages of one kept prompt: worth the time of what is repeated of them, not of all they hold."""
-
-    def __init__(
-        self, store: Store, scope: Scope, ids: Ids, ms_per_token: float, spec: KVSpec, wake: Callable[[], None], gain_ms: float
-    ) -> None:
-        super().__init__(store, scope, ids, 0, ms_per_token, spec, wake)
-        self._gain_ms = gain_ms
-
-    def _compute_ms(self, found: object, known: object) -> float:
-        return self._gain_ms
 
 
 def _asked(ids: Ids) -> Ids:

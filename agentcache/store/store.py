@@ -1,7 +1,7 @@
 """Remembering prompts in all tiers: pages in memory, behind them pages on disk. Knows neither models nor requests.
 
-match    memory only, at once                 fetch    disk (or another process) into memory, in the background
-admit    memory at once, disk behind the answer        bring    the same for text that stood elsewhere; note: what finds it
+match    memory only, at once                             prefetch             disk (or another process) into memory, in the background
+admit    memory at once, disk after the answer            prefetch_segments    the same for text that stood elsewhere; note: what finds it
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
 from ..errors import ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
-from ..kv import KVSpec, Page
+from ..kv import Page
 from ..types import Forgotten, Grade, Precision, Reason, StoreOptions
 from .admin.prune import prune
 from .deletion import Deletion, Deletions, Moment
@@ -25,16 +24,15 @@ from .disk.disk_tier import DiskTier
 from .disk.index import Row
 from .entry import Entry, Match
 from .groups import Group
-from .keys import Ids, PinName, Role, Scope, as_ids, pin_name
+from .keys import Ids, PinName, Role, Scope, as_ids
 from .memory.ngram_index import Run, beside
 from .memory.prefix_tree import PrefixTree
 from .minhash import TAU, Window, datasketch
 from .minhash_index import MinHashIndex
-from .page_prefetch import PagePrefetch
-from .segment_prefetch import MOST_BYTES, SegmentPrefetch
+from .page_prefetch import PagePrefetch, PageQuery
+from .segment_prefetch import SegmentPrefetch, SegmentQuery
 
 DEFAULT = StoreOptions()
-READERS = 2  # requests whose pages are read at the same time
 Key = bytes  # inside the class that name is a property
 
 
@@ -51,7 +49,6 @@ class Store:
         self.signed: MinHashIndex | None = None
         self._listeners: list[Callable[[Deletion], None]] = []
         self._lost: list[DiskTier] = []  # whose folder was deleted while it was used
-        self._readers = ThreadPoolExecutor(READERS, "agentcache-reader") if self.disk else None
 
     @classmethod
     def open(cls, budget_bytes: int, host_bytes: int, store: StoreOptions | str | os.PathLike[str] | None) -> Store:
@@ -106,20 +103,13 @@ class Store:
             found = beside(found, more, since, len(ids), least) if found else more
         return found
 
-    def fetch(
-        self, scope: Scope, ids: Ids, prefix_tokens: int, ms_per_token: float, spec: KVSpec, wake: Callable[[], None]
-    ) -> PagePrefetch | None:
-        """What brings this prompt's pages into memory, if there is anything to wait for."""
+    def prefetch(self, wanted: PageQuery, wake: Callable[[], None]) -> PagePrefetch | None:
+        """Bring a prompt's pages into memory, if there is anything to wait for. wake: see PagePrefetch."""
         with self.deletions.lock:
             if self.disk is None or not self.tree.budget_bytes:
                 return None
-            self.tree.drop_changed(scope, ids)  # here, so that it is read again for this very request
-            return PagePrefetch(self, scope, ids, prefix_tokens, ms_per_token, spec, wake)
-
-    def read(self, job: Callable[[], None]) -> None:
-        """Run `job` on a reading thread."""
-        assert self._readers is not None
-        self._readers.submit(job)
+            self.tree.drop_changed(wanted.scope, wanted.ids)  # here, so that it is read again for this very request
+            return PagePrefetch(wanted, wake, self.tree, self.disk, self.adopt)
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
@@ -281,34 +271,30 @@ class Store:
         if (signed := self.signed) and scope.precision == "exact" and not self.deletions.meet(scope, ids, received):
             signed.note(scope, ids, windows, received)
 
-    def bring(
-        self, scope: Scope, ids: Ids, windows: Seq[Window], ms_per_token: float, spec: KVSpec, wake: Callable[[], None], *,
-        since: int = 0, least: int = 32, most_bytes: int = MOST_BYTES,
-    ) -> SegmentPrefetch | None:  # fmt: skip
-        """What brings pages into memory that repeat some of ids[since:-1], at least `least` tokens of it, if there may be any.
-
-        scope: how exact the pages must be stored. None before `sign`.
-        """
+    def prefetch_segments(self, wanted: SegmentQuery, wake: Callable[[], None]) -> SegmentPrefetch | None:
+        """Bring pages into memory that repeat some of a prompt's text, if there may be any; None before `sign`."""
         with self.deletions.lock:
-            if self.signed is None or self.disk is None or scope.precision == "approximate":
+            if self.signed is None or self.disk is None or wanted.scope.precision == "approximate":
                 return None
-            if not self.tree.budget_bytes or not windows:
+            if not self.tree.budget_bytes or not wanted.windows:
                 return None
-            return SegmentPrefetch(self, self.signed, scope, ids, windows, ms_per_token, spec, wake, since, least, most_bytes)
+            return SegmentPrefetch(wanted, wake, self.signed, self.tree, self.disk, self.adopt, self.repeats)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
-    def pin(self, scope: Scope, ids: Ids, count: int = 1) -> int:
-        """Pin (1) or unpin (-1) the pages that hold all of `ids`; returns how many. Pinned pages are never evicted, on disk neither."""
-        pages, name = self.tree.pin(scope, ids, count), pin_name(scope, ids)
+    def pin(self, scope: Scope, ids: Ids) -> int:
+        """Pin the pages that hold all of `ids`; returns how many. Pinned pages are never evicted, on disk neither."""
+        pages, name = self.tree.pin(scope, ids), scope.pin_name(ids)
         if pages and (disk := self.disk):
-            if count > 0:
-                path = self.tree.path(scope, ids)
-                disk.writer.offer(path, settled=True)
-                disk.writer.after(lambda: disk.pin(name, path))
-            else:
-                disk.writer.after(lambda: disk.unpin(name))
+            path = self.tree.path(scope, ids)
+            disk.writer.offer(path, settled=True)
+            disk.writer.after(lambda: disk.pin(name, path))
         return pages
+
+    def release_pin(self, name: PinName) -> None:
+        """Take back one pin of that name; no effect if there is none."""
+        if self.tree.release_pin(name) and (disk := self.disk):
+            disk.writer.after(lambda: disk.release_pin(name))
 
     def record(self, group: Group) -> None:
         """Remember a tool group by name, behind its pages."""
@@ -358,8 +344,6 @@ class Store:
 
     def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
         """Write what waits, leave the measured cost of a token to the next process, free all pages."""
-        if self._readers:
-            self._readers.shutdown(cancel_futures=True)
         for disk in filter(None, (self.disk, *self._lost)):
             disk.close(fingerprint, ms_per_token)
         self.tree.clear()

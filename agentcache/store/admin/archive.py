@@ -59,7 +59,7 @@ def export_group(
             raise StoreError(f"tool group {group.name!r}: a page was evicted just now: warm it again")
         _write(folder, list(zip(rows, wanted, strict=True)), made, target, progress)
     finally:
-        index.unpin(held, holder)
+        index.release_pins(held, holder)
     return made
 
 

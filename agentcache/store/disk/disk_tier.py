@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -28,10 +29,11 @@ from . import blob_files, blob_io, process_identity
 from .blob_format import plan
 from .folder import Folder
 from .index import Index, Row
-from .index_metadata import Lease
+from .leases import Leases
 from .writer import PendingWrite, Writer
 
 ROOM = 16  # pages' worth of room that is made at once, so that a full store does not look for victims at every write
+READERS = 2  # requests whose pages are read at the same time
 TRIES = 8  # to make room, where other processes fill it meanwhile
 SWEEP_S = 60.0  # how often files that no row names are looked for, while pages are written
 
@@ -79,9 +81,10 @@ class DiskTier:
             self.index.close()
             raise
         self._known_rate = replace(self.read_rate)  # to whoever comes next
-        self._leases: set[tuple[bytes, str]] = set()
-        self._computed: set[tuple[bytes, str]] = set()  # of these, those whose pages are on their way to the disk
-        self.writer = Writer(self._save, WriteBudget(options.write_bytes_per_hour), self.index.touch, self._awaited, self.deletions)
+        self.leases = Leases(self.index, self.process, lambda job: self.writer.after(job))
+        budget = WriteBudget(options.write_bytes_per_hour)
+        self.writer = Writer(self._save, budget, self.index.touch, self.leases.awaited, self.deletions)
+        self._readers = ThreadPoolExecutor(READERS, "agentcache-reader")
         self._compute: dict[str, float] = {}
         self._bad: set[int] = set()  # rows found bad, where the index may not be told
         self._pinned: dict[Hashable, list[list[int]]] = {}
@@ -106,6 +109,10 @@ class DiskTier:
             rows.append(row)
             tokens += run
         return DiskMatch(tuple(rows), whole, tokens) if tokens > known.tokens else None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` on a reading thread. RuntimeError: there is none."""
+        self._readers.submit(job)
 
     def read(
         self, found: DiskMatch, pages: Sequence[Page], stop: threading.Event, progress: Callable[[int], None]
@@ -165,11 +172,16 @@ class DiskTier:
                 self._compute[fingerprint] = float(self.index.get_meta(f"compute/{process_identity.machine()}/{fingerprint}") or 0.0)
         return self._compute[fingerprint]
 
-    def note_compute(self, fingerprint: str, ms_per_token: float) -> None:
-        """What this process measured; where nobody knew it, the next process shall, even if this one is killed."""
-        if not self.compute_ms(fingerprint):
-            self.writer.after(lambda: self.remember_rates(fingerprint, ms_per_token))
-        self._compute[fingerprint] = ms_per_token
+    def cost(self, fingerprint: str, measured_ms: float) -> float:
+        """Milliseconds to compute a token, by which reading is judged; 0 where that is unknown or slow disks are not refused.
+
+        measured_ms: by this process, 0 if it has not; where no process had, it is written down, even if this one is killed.
+        """
+        if measured_ms:
+            if not self.compute_ms(fingerprint):
+                self.writer.after(lambda: self.remember_rates(fingerprint, measured_ms))
+            self._compute[fingerprint] = measured_ms
+        return self.compute_ms(fingerprint) if self.options.refuse_slow else 0.0
 
     def remember_rates(self, fingerprint: str, ms_per_token: float) -> None:
         """Leave what was measured to the next process."""
@@ -288,8 +300,10 @@ class DiskTier:
         self._unlink(self.index.remove([row.id for row in self._rows(keys, fingerprint)], force=True))
 
     def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
-        """Pin the pages of a path while this process lives, or until `unpin(name)`; those that others made room with before are written
-        once more. again: in place of a pin of that name. On the writing thread."""
+        """Pin the pages of a path until `release_pin(name)` or the end of this process; those evicted meanwhile are written once more.
+
+        again: in place of a pin of that name. On the writing thread.
+        """
         held: list[int] = []
         for _ in range(TRIES):
             found = self.index.pin([entry.row for entry in path if entry.row and entry.row not in held], self.process)
@@ -301,7 +315,7 @@ class DiskTier:
                 break
         earlier = self._pinned.setdefault(name, [])
         if again and earlier:
-            self.index.unpin(earlier.pop(), self.process)
+            self.index.release_pins(earlier.pop(), self.process)
         earlier.append(held)
         self.index.promote(held, Role.GROUP)
 
@@ -309,34 +323,10 @@ class DiskTier:
         """The rows that are pinned under a name."""
         return {row for held in self._pinned.get(name, ()) for row in held}
 
-    def unpin(self, name: Hashable) -> None:
+    def release_pin(self, name: Hashable) -> None:
         """Take back the pin of that name; no effect if there is none."""
         if held := self._pinned.get(name):
-            self.index.unpin(held.pop(), self.process)
-
-    def claim(self, key: bytes, fingerprint: str) -> Lease | None:
-        """Say that this process computes a prefix. None: it may; else who said so before."""
-        holder = self.index.claim(key, fingerprint, self.process)
-        if holder is None:
-            self._leases.add((key, fingerprint))
-        return holder
-
-    def _awaited(self) -> bool:
-        """Whether another process waits for a prefix that is computed here, but not written yet."""
-        with suppress(StoreError):  # then it waits as long as it would
-            return any(self.index.awaited(*claim) for claim in tuple(self._computed))
-        return False
-
-    def settle(self, key: bytes, fingerprint: str) -> None:
-        """A claimed prefix is computed, or will not be: it is written, at once if others wait for it, and then given back."""
-        self._computed.add((key, fingerprint))
-        self.writer.after(lambda: self.release(key, fingerprint))
-
-    def release(self, key: bytes, fingerprint: str) -> None:
-        """This process no longer says that it computes a prefix."""
-        for claims in (self._computed, self._leases):
-            claims.discard((key, fingerprint))
-        self.index.release(key, fingerprint, self.process)
+            self.index.release_pins(held.pop(), self.process)
 
     def record(self, group: Group, since: int) -> None:
         """Keep a manifest, in place of an older one of that name; not if it was deleted after that generation."""
@@ -366,16 +356,16 @@ class DiskTier:
         return tuple(np.frombuffer(packed, dtype=np.uint32).tolist()) if packed and len(packed) % 4 == 0 else ()
 
     def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
-        """Write what waits, leave what was measured to the next process, drop the pins and leases of this one."""
+        """Write what waits, leave what was measured to the next process, release the pins and leases of this one."""
+        self._readers.shutdown(cancel_futures=True)
         self.writer.close()
         with suppress(StoreError):  # pins and leases die with this process anyway, rates are measured again
             if self.folder.writable:
                 self.remember_rates(fingerprint, ms_per_token)
                 for name in list(self._pinned):
                     while self._pinned[name]:
-                        self.unpin(name)
-                for key, holder in list(self._leases):
-                    self.release(key, holder)
+                        self.release_pin(name)
+                self.leases.close()
         self.index.close()
 
     def _sweep(self) -> None:

@@ -88,7 +88,7 @@ class IndexMetadata:
     # -- pins ------------------------------------------------------------------------------------------------------
 
     def pin(self, ids: Iterable[int], holder: str) -> list[int]:
-        """Keep these pages while process `holder` runs, until they are unpinned as often; returns those that are (still) there."""
+        """Keep these pages while process `holder` runs, until they are released as often; returns those that are (still) there."""
         wanted = list(ids)
         if not self.folder.writable:
             return wanted
@@ -107,16 +107,16 @@ class IndexMetadata:
 
         return self._db.write(pins)
 
-    def unpin(self, ids: Iterable[int], holder: str) -> None:
-        """Undo one pin of each."""
+    def release_pins(self, ids: Iterable[int], holder: str) -> None:
+        """Release one pin of each."""
         if self.folder.writable:
             wanted = [(holder, id) for id in ids]
 
-            def unpins(connection: sqlite3.Connection) -> None:
+            def release(connection: sqlite3.Connection) -> None:
                 connection.executemany("UPDATE pins SET count = count - 1 WHERE process = ? AND page = ?", wanted)
                 connection.executemany("DELETE FROM pins WHERE process = ? AND page = ? AND count <= 0", wanted)
 
-            self._db.write(unpins)
+            self._db.write(release)
 
     def pinned(self) -> set[int]:
         """Pages that running processes hold."""
@@ -139,7 +139,7 @@ class IndexMetadata:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    def claim(self, key: bytes, fingerprint: str, holder: str) -> Lease | None:
+    def take_lease(self, key: bytes, fingerprint: str, holder: str) -> Lease | None:
         """Ask to be the one who computes the prefix `key`. None: `holder` is, from now on. Else the lease of a live process, or its own.
 
         StoreBusyError at once, if somebody holds the file: the answer waits for no write.
@@ -147,27 +147,31 @@ class IndexMetadata:
         if not self.folder.writable:
             return None
 
-        def claims(connection: sqlite3.Connection) -> Lease | None:
+        def take(connection: sqlite3.Connection) -> Lease | None:
             known = connection.execute("SELECT process, since FROM leases WHERE key = ? AND fingerprint = ?", (key, fingerprint)).fetchone()
             if known is not None and process_identity.alive(*known):
                 return Lease(*known)
             connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", (key, fingerprint, holder, time.time()))
             return None
 
-        return self._db.write(claims, brief=True)
+        return self._db.write(take, brief=True)
 
-    def await_claimed(self, key: bytes, fingerprint: str, waiter: str) -> None:
-        """Let who computes the prefix `key` know that `waiter` waits for it, until `release(waited(key))`. StoreBusyError as `claim`."""
-        values = (waited(key), fingerprint, waiter, time.time())
+    def await_lease(self, key: bytes, fingerprint: str, waiter: str) -> None:
+        """Let the process that computes the prefix `key` know that `waiter` waits for it. StoreBusyError as `take_lease`."""
+        values = (_waited(key), fingerprint, waiter, time.time())
         self._db.write(lambda connection: connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", values), brief=True)
 
-    def awaited(self, key: bytes, fingerprint: str) -> bool:
-        """Whether somebody waits for the prefix `key`."""
-        sql = "SELECT count(*) FROM leases WHERE key = ? AND fingerprint = ?"
-        return bool(self._db.read(lambda connection: connection.execute(sql, (waited(key), fingerprint)).fetchone()[0]))
+    def stop_awaiting(self, key: bytes, fingerprint: str, waiter: str) -> None:
+        """`waiter` waits for it no longer."""
+        self.release_lease(_waited(key), fingerprint, waiter)
 
-    def release(self, key: bytes, fingerprint: str, holder: str) -> None:
-        """Give a lease back; no effect if somebody else holds it."""
+    def awaited(self, key: bytes, fingerprint: str) -> bool:
+        """Whether a process waits for the prefix `key`."""
+        sql = "SELECT count(*) FROM leases WHERE key = ? AND fingerprint = ?"
+        return bool(self._db.read(lambda connection: connection.execute(sql, (_waited(key), fingerprint)).fetchone()[0]))
+
+    def release_lease(self, key: bytes, fingerprint: str, holder: str) -> None:
+        """Give a lease back; no effect if another process holds it."""
         self._execute("DELETE FROM leases WHERE key = ? AND fingerprint = ? AND process = ?", (key, fingerprint, holder))
 
     def release_process(self, name: str) -> None:
@@ -354,7 +358,7 @@ class IndexMetadata:
         return self._db.write(lambda connection: connection.execute(sql, values).rowcount) if self.folder.writable else 0
 
 
-def waited(key: bytes) -> bytes:
+def _waited(key: bytes) -> bytes:
     """The key under which those are written down who wait for the prefix `key`."""
     return blake3(b"waited" + key).digest()
 

@@ -18,7 +18,7 @@ from ...kv import PAGE_TOKENS, Page, Tier
 from ...types import Grade, Reason
 from ..deletion import Deletion
 from ..entry import Entry, Match, best_child
-from ..keys import Ids, PinName, Role, Scope, page_key, pin_name
+from ..keys import Ids, PinName, Role, Scope, page_key
 from .eviction_log import EvictionLog
 from .ngram_index import NgramIndex, Run
 
@@ -255,7 +255,7 @@ class PrefixTree:
             for name, paths in list(self._pinned.items()):
                 for pin in [pin for pin in paths if pin[0][-1].page is None]:
                     paths.remove(pin)
-                    self._unpin(pin[0])
+                    self._release(pin[0])
                 if not paths:
                     del self._pinned[name]
             return pages - len(self), size - self.bytes - self.host_bytes
@@ -287,41 +287,41 @@ class PrefixTree:
 
     # -- pins and the budget ---------------------------------------------------------------------------------------
 
-    def pin(self, scope: Scope, ids: Ids, count: int = 1) -> int:
-        """Pin (count=1) the pages that hold all of `ids`, or take such a pin back (count=-1); returns how many pages. Pinned pages are
-        never evicted. 0, and nothing is pinned, where some of `ids` are not kept.
-        """
-        held = pin_name(scope, ids)
+    def pin(self, scope: Scope, ids: Ids) -> int:
+        """Pin the pages that hold all of `ids`; returns how many. Pinned pages are never evicted. 0: some of `ids` are not cached."""
         with self._lock:
-            if count > 0:
-                path, at = self._walk(scope, ids, len(ids))
-                if at < len(ids):
-                    return 0
-                self._touch(path)
-                self._pinned.setdefault(held, []).append((path, len(ids)))
-            else:
-                paths = self._pinned.get(held)
-                if not paths:
-                    return 0
-                path, _ = paths.pop()
-                if not paths:
-                    del self._pinned[held]
-            if count < 0:
-                self._unpin(path)
-            for entry in path if count > 0 else ():
+            path, at = self._walk(scope, ids, len(ids))
+            if at < len(ids):
+                return 0
+            self._touch(path)
+            self._pinned.setdefault(scope.pin_name(ids), []).append((path, len(ids)))
+            for entry in path:
                 entry.pins += 1
                 entry.role = Role.GROUP
             self._evict()
             return len(path)
 
+    def release_pin(self, name: PinName) -> bool:
+        """Take back one pin of that name; False if there is none."""
+        with self._lock:
+            paths = self._pinned.get(name)
+            if not paths:
+                return False
+            self._release(paths.pop()[0])
+            if not paths:
+                del self._pinned[name]
+            self._evict()
+            return True
+
     @staticmethod
-    def _unpin(path: list[Entry]) -> None:
+    def _release(path: list[Entry]) -> None:
         for entry in path:
             entry.pins -= 1
             if not entry.pins:
                 entry.role = min(entry.role, Role.PREFIX)
 
     def _evict(self) -> None:
+        # Writes nothing: the writer was offered each page when it was admitted (Store.admit), and holds those that still wait.
         while self.bytes > self.budget_bytes and (self._demote() or self._drop_oldest(self._order.values())):
             pass
 
