@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from agentcache import Engine, EngineLease, Message, Tool, ToolCall
 from agentcache.errors import AgentCacheError, ConfigError
@@ -179,7 +180,8 @@ def test_what_was_unpinned_otherwise_is_pinned_anew(running: Engine) -> None:
     again = running.pin(TALK[:2], TOOLS, ttl_s=60)
     assert running.groups == (again,)
     assert again.computed_tokens == again.prefix_tokens, "its pages were deleted"
-    running.invalidate()
+    with torch.no_grad():
+        next(running.model.model.parameters()).mul_(1.5)
     other = running.pin(TALK[:2], TOOLS, ttl_s=60)
     assert other is not again
     assert other.computed_tokens == again.prefix_tokens, "other weights, other pages"
