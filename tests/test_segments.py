@@ -491,9 +491,8 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
     assert receipt.disk_bytes > 0
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=replace(known, tail=10**6)) as third:
         wanted: list[Any] = []
-        bring = third.store.bring
-        monkeypatch.setattr(third.store, "bring", lambda scope, ids, windows, *rest, **more: wanted.append(windows) or bring(
-            scope, ids, windows, *rest, **more))  # fmt: skip
+        prefetch = third.store.prefetch_segments
+        monkeypatch.setattr(third.store, "prefetch_segments", lambda asked, wake: (wanted.append(asked.windows), prefetch(asked, wake))[1])
         assert third.generate(prompt("A third one.", "Where?"), sampling=GREEDY).receipt.segments == ()
     assert wanted == [()], "it all stands in what is asked last"
 
