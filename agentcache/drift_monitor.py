@@ -10,16 +10,17 @@ import logging
 import math
 import warnings
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from .calibration import Calibration
 from .errors import FAULTS, ReuseWarning
 from .kv import PAGE_TOKENS, Page, Sequence
-from .request import Request
+from .request import Running
 from .runner import Runner, Work
-from .segments import Segments
 from .store.keys import Ids, Scope
 from .store.store import Store
 
@@ -56,13 +57,14 @@ def divergence(exact: torch.Tensor, near: torch.Tensor) -> float:
 class DriftMonitor:
     """Requests waiting to be checked. All calls on the device's thread.
 
-    checked: how many were compared. kl, top1: of the last ones, mean KL per token in nats and share of equal first choices.
+    switch_off: called once, with the reason, when answers drift. checked: how many were compared. kl, top1: of the last ones, mean KL per
+    token in nats and share of equal first choices.
     """
 
-    def __init__(self, runner: Runner, store: Store, segments: Segments) -> None:
+    def __init__(self, runner: Runner, store: Store, switch_off: Callable[[str], None]) -> None:
         self.runner = runner
         self.store = store
-        self.segments = segments
+        self._switch_off: Callable[[str], None] | None = switch_off
         self.checked = 0
         self._served = 0
         self._waiting: deque[_Check] = deque()
@@ -83,20 +85,20 @@ class DriftMonitor:
         """Share of equal first choices in the last comparisons; 1 before the first."""
         return sum(top1 for _, top1 in self._seen) / len(self._seen) if self._seen else 1.0
 
-    def consider(self, request: Request) -> None:
-        """Perhaps choose this request, if it was served with segments or goes on behind some; its sequence is still there."""
-        spec, sequence = self.runner.model.spec, request.sequence
-        if request.near is None or request.calibration is None or request.scope is None or spec is None:
-            return  # it stands behind nothing that was moved
-        due = self._served % request.calibration.watch_one_in == 0
+    def consider(self, running: Running, calibration: Calibration) -> None:
+        """Perhaps choose this request, which was served with segments or goes on after some; its sequence is still there."""
+        spec, sequence, prompt = self.runner.model.spec, running.sequence, running.asked.prompt_tokens
+        if running.scope is None or spec is None:
+            return
+        due = self._served % calibration.watch_one_in == 0
         self._served += 1
-        enough = isinstance(sequence, Sequence) and COMPARED < request.prompt <= sequence.length
+        enough = isinstance(sequence, Sequence) and COMPARED < prompt <= sequence.length
         if not due or not enough or len(self._waiting) >= QUEUED:
             return
         assert isinstance(sequence, Sequence)
-        ids = request.array(request.prompt).copy()
+        ids = running.ids.array(prompt).copy()
         pages = sequence.pages[: -(-len(ids) // PAGE_TOKENS)]
-        self._waiting.append(_Check(request.scope, ids, pages, request.calibration.kl, Sequence(spec), Sequence(spec)))
+        self._waiting.append(_Check(running.scope, ids, pages, calibration.kl, Sequence(spec), Sequence(spec)))
 
     def step(self) -> None:
         """Compute a little of the oldest check."""
@@ -149,10 +151,10 @@ class DriftMonitor:
         self.checked += 1
         self._seen.append((check.kl / COMPARED, check.agreed / COMPARED))
         log.info("segment reuse: KL %.2e nats per token, %d of %d first choices equal", check.kl / COMPARED, check.agreed, COMPARED)
-        if self.segments.off or len(self._seen) < ENOUGH or self.kl <= check.bound:
+        if self._switch_off is None or len(self._seen) < ENOUGH or self.kl <= check.bound:
             return
         why = f"mean KL of {len(self._seen)} sampled prompts is {self.kl:.3g} nats per token, calibrated is {check.bound:.3g}"
-        self.segments.off = why
-        self.store.clear(grade="approximate")  # nobody takes them any more
+        self._switch_off(why)
+        self._switch_off = None  # once
         with suppress(ReuseWarning):  # an error where warnings are errors: not on the thread that serves everybody
             warnings.warn(f"segment reuse is switched off: {why}; run `agentcache calibrate` again", ReuseWarning, stacklevel=2)

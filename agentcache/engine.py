@@ -18,18 +18,19 @@ from typing import Any
 import torch
 
 from .calibration import Calibration, Calibrations
+from .completion import Completions
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError
+from .events import Chunk, Done
 from .held import ToolGroups
 from .layout import Renderer, Volatile
 from .layout.windows import TokenTexts
-from .miss_report import MissReport
-from .model.grammar import Grammars
+from .model.grammar import Grammars, Guide
 from .model.hf import HFModel, load
 from .model.kernels.openmp import leave_team
 from .model.sampling import Sampler, TextStream, forced_ids
-from .receipt import Receipt
-from .reply import asks_for_thought, cut_short, expect, message_of, tool_name
-from .request import Chunk, Done, Request
+from .receipt import Account
+from .reply import asks_for_thought, expect, tool_name
+from .request import Asked, Decoding, Provenance, Running, TokenIds
 from .runner import Runner
 from .scheduler import Scheduler
 from .shared_engines import EngineLease, shared_engine
@@ -125,8 +126,9 @@ class Engine:
             self._calibrated()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
         self._timed = TimedPins(self._groups)
-        self._process, self._miss_report, self._closed, self.redact = os.getpid(), MissReport(), False, redact
-        self.store.on_deletion(self._groups.let_go, self.renderer.forget, self._miss_report.forget)
+        self._completions = Completions(self.renderer, self.store, self.model, self.scheduler)
+        self._process, self._closed, self.redact = os.getpid(), False, redact
+        self.store.on_deletion(self._groups.let_go, self.renderer.forget, self._completions.forget)
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
 
@@ -180,14 +182,21 @@ class Engine:
             volatile=volatile,
         )
         sampling = self._fit(layout, sampling, context_tokens)
-        request = self._request(layout, sampling, namespace, reuse or self.reuse, called)
-        request.on_progress, request.on_logits, request.turn, request.received = on_progress, on_logits, turn, received
-        expect(request, layout, tools, constraint, self.grammars, thinks=asks_for_thought(template_kwargs))
-        self.scheduler.lifecycle.segments.look(
-            request, self.scheduler.lifecycle.scope(request, len(layout.ids)), layout, partial(self._texts, namespace=namespace)
-        )
-        self.scheduler.submit(request)
-        return Stream(request, lambda done: self._complete(done, layout))
+        accepted, calibration = self._consent(reuse or self.reuse)
+        account = Account.open(layout, namespace, self.name, called, self.redact)
+        thinks = asks_for_thought(template_kwargs)
+        expected, guide = expect(layout, tools, constraint, self.grammars, account, sampling, thinks=thinks)
+        asked = Asked(
+            layout, namespace, sampling, self._stop_ids, received, called, expected, accepted, turn,
+            on_progress=on_progress, on_logits=on_logits,
+        )  # fmt: skip
+        running = self._running(asked, account, guide)
+        if calibration is not None:
+            lifecycle, texts = self.scheduler.lifecycle, partial(self._texts, namespace=namespace)
+            scope = lifecycle.scope(namespace, running.provenance.fingerprint, len(layout.ids))
+            running.segments = lifecycle.segments.begin(running, scope, calibration, texts)
+        self.scheduler.submit(running)
+        return Stream(running, self._completions.finish)
 
     def generate(self, messages: Messages, tools: Tools = (), **options: Any) -> Completion:
         """The whole answer at once; options as of `stream`."""
@@ -202,38 +211,19 @@ class Engine:
             raise ContextOverflowError(prompt, context, 1, f"context_tokens={asked!r}" if context == asked else "")
         return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt))
 
-    def _request(self, layout: Layout, sampling: Sampling, namespace: str, reuse: Reuse | Calibration, called: float) -> Request:
-        given, reuse = (reuse, "approximate") if isinstance(reuse, Calibration) else (None, check_reuse(reuse))
-        receipt = Receipt(
-            namespace=namespace,
-            model=self.name,
-            prompt_tokens=len(layout.ids),
-            spliced_tokens=layout.spliced_tokens,
-            ephemeral_tokens=layout.ephemeral_tokens,
-            moves=layout.moves,
-            differences=layout.differences,
-            spans=layout.spans,
-            redacted=self.redact,
-        )
+    def _consent(self, reuse: Reuse | Calibration) -> tuple[Reuse, Calibration | None]:
+        """What a request accepts, and what approximate reuse needs to know of the model."""
+        if isinstance(reuse, Calibration):
+            return "approximate", self._calibrated(reuse)
+        return check_reuse(reuse), self._calibrated() if reuse == "approximate" else None
+
+    def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
         self._timed.lapse()
-        request = Request(
-            ids=list(layout.ids),
-            namespace=namespace,
-            fingerprint=self.fingerprint.whole if self.fingerprint else "",
-            prefix_tokens=layout.prefix_tokens,
-            sampling=sampling,
-            sampler=Sampler(sampling, self.model.device),
-            text=TextStream(self.tokenizer, sampling.stop, self._stop_ids),
-            stop_ids=self._stop_ids,
-            receipt=receipt,
-            reuse=reuse != "off",
-            lossy=reuse == "lossy",
-            calibration=self._calibrated(given) if reuse == "approximate" else None,
-            forced=deque(forced_ids(sampling, self.tokenizer, self.model.vocab)),
-            called=called,
-        )
-        receipt.layout_ms = (time.perf_counter() - called) * 1e3
-        return request
+        text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)
+        forced = deque(forced_ids(asked.sampling, self.tokenizer, self.model.vocab))
+        decoding = Decoding(Sampler(asked.sampling, self.model.device), text, guide, forced)
+        provenance = Provenance(self.fingerprint.whole if self.fingerprint else "", asked.received.made)
+        return Running(asked, account, TokenIds(asked.layout.ids), decoding, provenance)
 
     def _calibrated(self, given: Calibration | None = None) -> Calibration | None:
         """What segments need to know about this model; CalibrationError without it. None if the model cannot be paged: it has none."""
@@ -243,22 +233,6 @@ class Engine:
         self.model.keep_boundaries(known.boundaries)
         self.store.sign(None if given else known.tau)
         return known
-
-    def _complete(self, request: Request, layout: Layout) -> Completion:
-        receipt = request.receipt
-        receipt.missed = self._miss_report.explain(request.namespace, layout) if request.reuse else None
-        generated = tuple(request.ids[receipt.prompt_tokens :])
-        message, invalid = message_of(request)
-        if message.tool_calls and receipt.finish_reason == "stop":
-            receipt.finish_reason = "tool_calls"
-        if spelled := generated[: request.text.spelled or 0]:  # what a stop string cut off is no part of the message
-            keep = partial(self.renderer.remember, layout, spelled, message, namespace=request.namespace, outlive=request.reuse)
-            self.store.unless_deleted(request.namespace, request.received, keep)
-        receipt.repeated_tokens = len(generated) if layout.ephemeral_tokens else 0
-        receipt.saved_ms = receipt.cached_tokens * self.scheduler.ms_per_token
-        receipt.saved_flops = self.model.flops(receipt.cached_tokens)
-        cut = cut_short(request, message, invalid)
-        return Completion(request.text.text, generated, message, receipt, invalid, cut, tuple(request.logprobs))
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -299,36 +273,36 @@ class Engine:
         self.check_open()
         shown: dict[str, Any] = {"tools_order": tools_order, "template_kwargs": template_kwargs}
         if ttl_s is not None:
-            asked = {"messages": messages, "tools": tools, "group": group, **shown}
+            asked_for = {"messages": messages, "tools": tools, "group": group, **shown}
             pin, weights = partial(self.pin, on_progress=on_progress), self.fingerprint.whole if self.fingerprint else ""
-            return self._timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked, weights)
+            return self._timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked_for, weights)
         called, received = time.perf_counter(), self.store.heed()
         sticky = () if group is None else self._groups.tools(namespace, group)
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
         if not layout.ids:
             raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template")
-        request = self._request(layout, Sampling(max_tokens=1), namespace, "exact", called)
-        self._fit(layout, Sampling(max_tokens=1))
-        request.fill_only, request.on_progress, request.received = True, on_progress, received
-        self.scheduler.submit(request)
+        sampling = self._fit(layout, Sampling(max_tokens=1))
+        asked = Asked(layout, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress)
+        running = self._running(asked, Account.open(layout, namespace, self.name, called))
+        self.scheduler.submit(running)
         pinned = False
         try:
-            for _ in Stream(request, None):
+            for _ in Stream(running, None):
                 pass
             pinned = True
         finally:
             if not pinned:
-                self._abandon(request)
+                self._abandon(running)
         names = [tool_name(tool) for tool in tools]
-        return self._groups.hold(request, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
+        return self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
 
-    def _abandon(self, request: Request) -> None:
+    def _abandon(self, running: Running) -> None:
         """The caller's callback failed, or the request did: nothing stays pinned."""
-        request.cancelled.set()
-        while request.sequence is not None and not isinstance(request.events.get(), (Done, AgentCacheError)):
+        running.events.cancel()
+        while running.sequence is not None and not isinstance(running.events.get(), (Done, AgentCacheError)):
             pass
-        if request.pinned and request.scope:
-            self.store.release_pin(request.scope.pin_name(request.array()))
+        if running.pinned_pages and running.scope:
+            self.store.release_pin(running.scope.pin_name(running.ids.array()))
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""

@@ -10,7 +10,7 @@ from .errors import ConfigError, GenerationError
 from .kv import PAGE_TOKENS
 from .model.fingerprint import Fingerprint
 from .model.hf import HFModel
-from .request import Request
+from .request import Running
 from .store.deletion import Deletion
 from .store.groups import Group
 from .store.keys import Scope, as_ids, chain
@@ -45,23 +45,23 @@ class ToolGroups:
             raise ConfigError(f"group={name!r} is not warm in namespace {namespace!r}: call warm(name={name!r}) first")
         return kept.tools
 
-    def hold(self, request: Request, layout: Layout, name: str | None, tools: tuple[str, ...], called: float) -> ToolGroup:
+    def hold(self, request: Running, layout: Layout, name: str | None, tools: tuple[str, ...], called: float) -> ToolGroup:
         """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go."""
         scope, ids, spec = request.scope, tuple(layout.ids), self._model.spec
         if scope is None:
             why = self._model.support.why or (self._fingerprint and self._fingerprint.refusal) or Reason.ROPE_REGIME
             raise ConfigError(f"this model's state cannot be kept ({why}): nothing to warm")
         self._check_kept(request, scope, name)
-        if not request.pinned:
+        if not request.pinned_pages:
             need = -(-len(ids) // PAGE_TOKENS) * (spec.page_bytes if spec else 0)
             raise ConfigError(f"memory_bytes={self._store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
         keys = tuple(key.hex() for key in chain(scope.root, as_ids(ids)))
         name = name or keys[-1][:12]
         group = ToolGroup(
             name=name,
-            namespace=request.namespace,
+            namespace=request.asked.namespace,
             prefix_tokens=len(ids),
-            pages=request.pinned,
+            pages=request.pinned_pages,
             kv_bytes=len(ids) * spec.token_bytes if spec else 0,
             computed_tokens=request.receipt.computed_tokens,
             warm_ms=(time.perf_counter() - called) * 1e3,
@@ -69,18 +69,18 @@ class ToolGroups:
         layers = self._fingerprint.layers if self._fingerprint else ()
         layers = layers if layers and layers[-1] == scope.fingerprint else ()  # else weights have changed since
         made = time.time()
-        manifest = Group(name, request.namespace, scope.fingerprint, scope.regime, len(ids), keys, tools, self._name, layers, made)
+        manifest = Group(name, request.asked.namespace, scope.fingerprint, scope.regime, len(ids), keys, tools, self._name, layers, made)
         with self._store.deletions.lock:
             self._check_kept(request, scope, name)
             self._store.record(manifest)
             with self._lock:
-                before = self._held.get((request.namespace, name))
-                self._held[request.namespace, name] = Held(group, scope, ids, manifest)
+                before = self._held.get((request.asked.namespace, name))
+                self._held[request.asked.namespace, name] = Held(group, scope, ids, manifest)
         self._unpin(before)
         return group
 
-    def _check_kept(self, request: Request, scope: Scope, name: str | None) -> None:
-        if self._store.deletions.meet(scope, request.array(), request.received):
+    def _check_kept(self, request: Running, scope: Scope, name: str | None) -> None:
+        if self._store.deletions.meet(scope, request.ids.array(), request.received):
             raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
 
     def let_go(self, deletion: Deletion) -> None:

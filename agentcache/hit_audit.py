@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from .errors import StoreError, StoreWarning
-from .finite import CLOSE, alike
 from .kv import PAGE_TOKENS, Page, Sequence
-from .request import Request
+from .page_check import CLOSE, alike
+from .request import Running
 from .runner import FAULTS, Runner, Work
 from .store.keys import Ids, Scope
 from .store.store import Store
@@ -51,21 +51,21 @@ class HitAudit:
         """Whether an idle moment could be used."""
         return bool(self._waiting)
 
-    def consider(self, request: Request) -> None:
+    def consider(self, running: Running) -> None:
         """Perhaps choose this request, which has just been attached to pages from disk."""
-        disk, receipt, spec = self.store.disk, request.receipt, self.runner.model.spec
-        if disk is None or spec is None or not receipt.disk_tokens or request.scope is None or request.scope.precision != "exact":
+        disk, receipt, spec, scope = self.store.disk, running.receipt, self.runner.model.spec, running.scope
+        if disk is None or spec is None or not receipt.disk_tokens or scope is None or scope.precision != "exact":
             return
         if len(self._waiting) >= QUEUED or not disk.due_for_check():
             return
-        count = request.kept  # not what it takes from other places
-        found = self.store.tree.match(request.scope, request.array(count + 1), peek=True)
+        count = running.admitted_tokens  # not what it takes from other places
+        found = self.store.tree.match(scope, running.ids.array(count + 1), peek=True)
         if len(found.pages) * PAGE_TOKENS >= count:
             keys = tuple(entry.key for entry in found.entries)
             numerics = self.runner.model.numerics
             assert numerics is not None
-            ids = request.array(count).copy()
-            self._waiting.append(_Check(request.scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, Sequence(spec)))
+            ids = running.ids.array(count).copy()
+            self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, Sequence(spec)))
 
     def step(self) -> None:
         """Compute a little of the oldest check; compare each page once it is computed."""

@@ -307,7 +307,7 @@ class Sequence:
         """What is held, if everything before it is computed."""
         return self.ahead[0] if self.ahead and self.ahead[0].held and self.ahead[0].start == self.length else None
 
-    def settle(self, spans: list[Ahead]) -> None:
+    def resolve(self, spans: list[Ahead]) -> None:
         """Put these in the place of what belongs to the junction's run, and go on."""
         run = self.ahead[0].run
         self.ahead = [*spans, *(span for span in self.ahead if span.run != run)]

@@ -1,5 +1,7 @@
 """The account of one request: what was reused, what was computed, why, and what it cost. Knows nothing of how it was done.
 
+The rest of the engine tells an `Account` facts, and only the account writes the receipt.
+
 Buckets are inclusive: prompt_tokens = cached_tokens + computed_tokens; copied_tokens (slots copied by branching a shared page) lie inside
 cached_tokens, and so do segment_tokens (taken from other positions, by consent: `segments` says which) and disk_tokens (read from disk for
 this request, disk_bytes of it); halo_tokens (of segments, computed again) lie inside computed_tokens; spliced_tokens (the model's own ids
@@ -14,10 +16,12 @@ first token to the last.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .types import FinishReason, Grade, Missed, Move, Refusal, Segment, Span
+from .types import FinishReason, Grade, Layout, Missed, Move, Reason, Refusal, Segment, Span
 
 
 @dataclass(slots=True)
@@ -62,13 +66,6 @@ class Receipt:
     redacted: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def clear(self) -> None:
-        """Open the account of the prompt's tokens again: nothing of them is cached or computed yet. What the layout said of them stays."""
-        self.cached_tokens = self.computed_tokens = self.segment_tokens = self.halo_tokens = self.copied_tokens = 0
-        self.disk_tokens = self.disk_bytes = self.exact_until = 0
-        self.load_ms = self.queue_ms = self.match_ms = 0.0
-        self.refusals, self.segments, self.precision, self.bitwise = (), (), "exact", False
-
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; refusals and spans as objects. No text of prompt or completion is in it; redacted, not even names of tools."""
         plain = asdict(self)
@@ -97,3 +94,161 @@ class Receipt:
             f"{self.prompt_tokens} prompt tokens = {self.cached_tokens} cached + {self.computed_tokens} computed ({why}); "
             f"{self.completion_tokens} completion tokens; first token after {self.ttft_ms:.0f} ms, decode {self.decode_ms:.0f} ms"
         )
+
+
+class Account:
+    """The only writer of one request's receipt. From one thread at a time; it reads the clock itself."""
+
+    def __init__(self, receipt: Receipt, called: float) -> None:
+        self.receipt = receipt
+        self._called = called
+        self._started = self._first = 0.0  # by time.perf_counter(): on the device, first token chosen
+
+    @classmethod
+    def open(cls, layout: Layout, namespace: str, model: str, called: float, redacted: bool = False) -> Account:
+        """Begin the account of a prompt that was rendered just now. called: when its request came, by time.perf_counter()."""
+        receipt = Receipt(
+            namespace=namespace,
+            model=model,
+            prompt_tokens=len(layout.ids),
+            spliced_tokens=layout.spliced_tokens,
+            ephemeral_tokens=layout.ephemeral_tokens,
+            moves=layout.moves,
+            differences=layout.differences,
+            spans=layout.spans,
+            redacted=redacted,
+        )
+        receipt.layout_ms = (time.perf_counter() - called) * 1e3
+        return cls(receipt, called)
+
+    def reopen(self) -> None:
+        """Begin the account of the prompt's tokens again: none is cached or computed yet. The facts about the layout stay."""
+        receipt = self.receipt
+        receipt.cached_tokens = receipt.computed_tokens = receipt.segment_tokens = receipt.halo_tokens = receipt.copied_tokens = 0
+        receipt.disk_tokens = receipt.disk_bytes = receipt.exact_until = 0
+        receipt.load_ms = receipt.queue_ms = receipt.match_ms = 0.0
+        receipt.refusals, receipt.segments, receipt.precision, receipt.bitwise = (), (), "exact", False
+
+    def record_note(self, note: str) -> None:
+        """Add words for the caller."""
+        self.receipt.notes.append(note)
+
+    def record_refusals(self, refusals: Iterable[Refusal]) -> None:
+        """Add reasons why something is not reused."""
+        self.receipt.refusals += tuple(refusals)
+
+    def retract(self, reasons: Collection[Reason]) -> None:
+        """Take back refusals that hold no longer."""
+        self.receipt.refusals = tuple(known for known in self.receipt.refusals if known.reason not in reasons)
+
+    # -- the prompt ------------------------------------------------------------------------------------------------
+
+    def record_prefetch(self, ms: float, bytes: int, refusals: Iterable[Refusal], notes: Iterable[str], tokens: int = 0) -> None:
+        """Add pages that came from disk, or from another process. tokens: of the prompt's own prefix."""
+        self.receipt.load_ms += ms
+        self.receipt.disk_bytes += bytes
+        self.receipt.disk_tokens += tokens
+        self.record_refusals(refusals)
+        self.receipt.notes += notes
+
+    def record_start(self) -> None:
+        """The device takes the request."""
+        self._started = time.perf_counter()
+        waited = (self._started - self._called) * 1e3
+        self.receipt.queue_ms = max(0.0, waited - self.receipt.layout_ms - self.receipt.load_ms)
+
+    def record_plan(self, path: str, cached_tokens: int, computed_tokens: int) -> None:
+        """Say how the prompt is computed; once tokens are answered, its counts are final."""
+        self.receipt.path = path
+        if not self.receipt.completion_tokens:
+            self.receipt.cached_tokens, self.receipt.computed_tokens = cached_tokens, computed_tokens
+
+    def record_stock(self, tokens: int) -> None:
+        """All of these tokens go through transformers' own cache."""
+        self.receipt.path, self.receipt.bitwise = "stock", False
+        self.receipt.computed_tokens = self.receipt.computed_tokens or tokens
+
+    def record_grade(self, grade: Grade, bitwise: bool, refusals: Iterable[Refusal]) -> None:
+        """Say how near the state is that the next token is read off; answered tokens stay what they are."""
+        receipt = self.receipt
+        answered = receipt.completion_tokens > 0
+        receipt.bitwise = bitwise and (receipt.bitwise or not answered)
+        receipt.precision = receipt.precision if answered and receipt.precision != "exact" else grade
+        self.record_refusals(refusals)
+
+    def record_attached(self, refusals: Iterable[Refusal], cached_tokens: int, copied_tokens: int) -> None:
+        """The prompt is attached; at most `cached_tokens` are what came from disk: a small memory may have dropped some again."""
+        self.record_refusals(refusals)
+        self.receipt.disk_tokens = min(self.receipt.disk_tokens, cached_tokens)
+        self.receipt.copied_tokens = copied_tokens
+        self.receipt.match_ms = (time.perf_counter() - self._started) * 1e3
+
+    def record_forward(self, bitwise: bool, note: str = "") -> None:
+        """A forward ran. bitwise: with the kernels of all before it. note: what else happened, told once."""
+        self.receipt.bitwise = self.receipt.bitwise and bitwise
+        if note and note not in self.receipt.notes:
+            self.record_note(note)
+
+    def record_recompute(self, refusals: Iterable[Refusal]) -> None:
+        """What came from disk is not used: the prompt is computed."""
+        self.record_refusals(refusals)
+        self.receipt.disk_tokens = 0
+
+    # -- segments --------------------------------------------------------------------------------------------------
+
+    def record_segments(self, segments: tuple[Segment, ...]) -> None:
+        """These segments are attached."""
+        self.receipt.segments = segments
+        self.receipt.segment_tokens = sum(segment.whole_tokens for segment in segments)
+        self.receipt.halo_tokens = sum(segment.halo_tokens for segment in segments)
+
+    def record_refused_segment(self, segment: Segment, refusal: Refusal) -> None:
+        """One of them is computed after all."""
+        self.record_refusals([refusal])
+        self.receipt.segments = tuple(other for other in self.receipt.segments if other != segment)
+        self.receipt.halo_tokens -= segment.halo_tokens
+        self.record_recomputed(segment.whole_tokens)
+
+    def record_recomputed(self, tokens: int) -> None:
+        """So many of a segment's tokens are computed after all."""
+        self.receipt.segment_tokens -= tokens
+        self.receipt.cached_tokens -= tokens
+        self.receipt.computed_tokens += tokens
+
+    def record_no_segments(self, prefix_tokens: int) -> None:
+        """The prompt is computed after its exact prefix, of which at most all but the last token is cached."""
+        receipt = self.receipt
+        receipt.cached_tokens = min(prefix_tokens, receipt.prompt_tokens - 1)
+        receipt.computed_tokens = receipt.prompt_tokens - receipt.cached_tokens
+        self.record_segments(())
+
+    # -- the completion --------------------------------------------------------------------------------------------
+
+    def record_filled(self) -> None:
+        """The prompt is computed."""
+        self._first = time.perf_counter()
+        self.receipt.prefill_ms = (self._first - self._started) * 1e3 - self.receipt.match_ms
+        self.receipt.ttft_ms = (self._first - self._called) * 1e3
+
+    def record_token(self) -> None:
+        """A token is decoded."""
+        if not self._first:
+            self.record_filled()
+        self.receipt.completion_tokens += 1
+        self.receipt.decode_ms = (time.perf_counter() - self._first) * 1e3 if self.receipt.completion_tokens > 1 else 0.0
+
+    def record_end(self, reason: FinishReason | None, exact_until: int | None) -> None:
+        """The request is answered, or ended otherwise. exact_until: of its sequence, None where it has none."""
+        self.receipt.finish_reason = reason or self.receipt.finish_reason
+        self.receipt.exact_until = self.receipt.exact_until if exact_until is None else exact_until
+
+    def record_message(self, reasoning_tokens: int, calls: bool) -> None:
+        """The completion is read. calls: it holds whole tool calls."""
+        self.receipt.reasoning_tokens = reasoning_tokens
+        if calls and self.receipt.finish_reason == "stop":
+            self.receipt.finish_reason = "tool_calls"
+
+    def record_saving(self, ms: float, flops: float, repeated_tokens: int, missed: Missed | None) -> None:
+        """Say what reuse saved, and what the next prompt computes again."""
+        self.receipt.saved_ms, self.receipt.saved_flops = ms, flops
+        self.receipt.repeated_tokens, self.receipt.missed = repeated_tokens, missed

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .errors import AgentCacheError, ConfigError
+from .errors import AgentCacheError
 from .model.call_stream import CallStream, Delta
-from .model.grammar import Grammars
+from .model.grammar import Grammars, Guide
 from .model.response import ResponseStream, reads, template_for, template_of
 from .model.tool_calls import CUT, MALFORMED, THINK, InvalidCall, Made, read, split_thought
-from .request import Request
+from .receipt import Account
+from .request import Expected, Running
 from .store.keys import as_ids
-from .types import Constraint, Layout, Message, Tool, ToolCall
+from .types import Constraint, Layout, Message, Sampling, Tool, ToolCall
 
 ID_CHARS = 9  # what the strictest templates ask for: nine letters and digits
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -35,50 +36,48 @@ def asks_for_thought(template_kwargs: Mapping[str, Any] | None) -> bool:
 
 
 def expect(
-    request: Request,
     layout: Layout,
     tools: Iterable[Tool | Mapping[str, Any]],
     constraint: Constraint | None,
     grammars: Grammars,
+    account: Account,
+    sampling: Sampling,
     *,
     thinks: bool = False,
-) -> None:
-    """Tell the request what its completion may be. Raises before anything is computed if nothing could satisfy the constraint.
+) -> tuple[Expected, Guide | None]:
+    """Find out what the completion of a prompt may be. Raises before anything is computed if nothing could satisfy the constraint.
 
     thinks: a thought may come before an answer of prescribed form, too.
     """
-    if not isinstance(request.turn, str):
-        raise ConfigError(f"turn={request.turn!r:.200}: must be a text that names this turn of its conversation")
-    listed = list(tools)
-    request.tools = frozenset(map(tool_name, listed))
-    request.opened = layout.text.rstrip().endswith(THINK)
-    if constraint is None and grammars.strict and listed and not request.forced:
+    listed, guide, namespace, forced = list(tools), None, account.receipt.namespace, bool(sampling.forced)
+    names: frozenset[str] | None = frozenset(map(tool_name, listed))
+    if constraint is None and grammars.strict and listed and not forced:
         try:
             constraint = Constraint()
-            guide = grammars.guide(constraint, listed, layout.text, request.namespace)
+            guide = grammars.guide(constraint, listed, layout.text, namespace)
         except AgentCacheError as error:  # nobody asked for it: the request goes on without
             constraint = None
-            why = "(redacted)" if request.receipt.redacted else str(error)  # it names a tool, and shows its schema
-            request.receipt.notes.append(f"calls are not held to their schemas: {why}")
+            why = "(redacted)" if account.receipt.redacted else str(error)  # it names a tool, and shows its schema
+            account.record_note(f"calls are not held to their schemas: {why}")
     elif constraint is not None:
-        guide = grammars.guide(constraint, listed, layout.text, request.namespace, thinks=thinks)
-    if constraint is None:
-        request.reading = _reading(request, layout, listed, grammars, held=False)
-        return
-    if constraint.tool_choice == "none" or (constraint.structured and not listed):
-        request.tools = None
-    if request.tools is not None:  # what is only text has no calls to find in it
-        request.reading = _reading(request, layout, listed, grammars, held=not request.forced)
-    if request.forced:
-        request.receipt.notes.append("forced tokens: the constraint was not applied")
-        return
-    request.guide, request.formed = guide, constraint.structured or constraint.calls
+        guide = grammars.guide(constraint, listed, layout.text, namespace, thinks=thinks)
+    if constraint is not None and (constraint.tool_choice == "none" or (constraint.structured and not listed)):
+        names = None
+    held = constraint is not None and not forced
+    # what is only text has no calls to find in it
+    parser = None if names is None else _parser(layout, listed, grammars, account, names, held=held)
+    opened = layout.text.rstrip().endswith(THINK)
+    if constraint is None or forced:
+        if constraint is not None:
+            account.record_note("forced tokens: the constraint was not applied")
+        return Expected(names, opened, False, parser), None
     if listed and not grammars.form.known:
-        request.receipt.notes.append("calls are held to Hermes' form: how this chat template writes them is not known")
+        account.record_note("calls are held to Hermes' form: how this chat template writes them is not known")
+    return Expected(names, opened, constraint.structured or constraint.calls, parser), guide
 
 
-def _reading(
-    request: Request, layout: Layout, tools: list[Tool | Mapping[str, Any]], grammars: Grammars, *, held: bool
+def _parser(
+    layout: Layout, tools: list[Tool | Mapping[str, Any]], grammars: Grammars, account: Account, names: frozenset[str], *, held: bool
 ) -> Callable[[], ResponseStream] | None:
     """What takes the answer apart by a response template, the tokenizer's own where it has one; None where our own parsers do.
 
@@ -87,7 +86,7 @@ def _reading(
     try:
         own = template_of(grammars.tokenizer)
     except ValueError as error:
-        request.receipt.notes.append(f"the tokenizer's response template is broken, ours reads the answer: {error}")
+        account.record_note(f"the tokenizer's response template is broken, ours reads the answer: {error}")
         own = None
     made = template_for(grammars.form) if held or own is None else None
     template = made or own
@@ -95,24 +94,25 @@ def _reading(
     if template is None or begun is None or (held and not reads(template, begun, grammars.form)):
         return None
     shown = [{"name": tool.name, "parameters": tool.parameters} if isinstance(tool, Tool) else dict(tool) for tool in tools]
-    return lambda: ResponseStream(template, begun, shown, request.tools or ())
+    return lambda: ResponseStream(template, begun, shown, names)
 
 
-def message_of(request: Request) -> tuple[Message, tuple[InvalidCall, ...]]:
+def message_of(request: Running) -> tuple[Message, tuple[InvalidCall, ...]]:
     """The assistant message that the request's text spells, and the calls that it began and that are none."""
     made: Made = ()
-    if request.reading is not None:
-        reader = request.reading()
-        reader.push(request.text.text)
+    expected, spelled = request.asked.expected, request.decoding.text
+    if expected.parser is not None:
+        reader = expected.parser()
+        reader.push(spelled.text)
         reader.finish(cut=request.receipt.finish_reason == "length")
         message, made = reader.read()
-    elif request.tools is None:
-        reasoning, text = split_thought(request.text.text, request.opened)
+    elif expected.tools is None:
+        reasoning, text = split_thought(spelled.text, expected.opened)
         message = Message("assistant", text.strip(), reasoning=reasoning)
     else:
-        message, made = read(request.text.text, request.tools, opened=request.opened)
-    if message.reasoning:
-        request.receipt.reasoning_tokens = request.text.tokens_of(_end_of(message.reasoning, request.text.text))
+        message, made = read(spelled.text, expected.tools, opened=expected.opened)
+    reasoning_tokens = spelled.tokens_of(_end_of(message.reasoning, spelled.text)) if message.reasoning else 0
+    request.account.record_message(reasoning_tokens, calls=bool(message.tool_calls))
     calls, invalid, told = list[ToolCall](), list[InvalidCall](), 0
     for call in made:
         named = None if call.id is None and isinstance(call, InvalidCall) else call_id(request, told)
@@ -124,22 +124,23 @@ def message_of(request: Request) -> tuple[Message, tuple[InvalidCall, ...]]:
     return replace(message, tool_calls=tuple(calls)), tuple(invalid)
 
 
-def _why(request: Request, error: str) -> str:
+def _why(request: Running, error: str) -> str:
     """Why a call is none, with what ended the completion in it."""
     if error == CUT and request.receipt.finish_reason == "length":
-        return f"{CUT}, at max_tokens={request.sampling.max_tokens}: raise it"
-    return f"{CUT}, at a stop string" if error == CUT and request.text.stopped else MALFORMED
+        return f"{CUT}, at max_tokens={request.asked.sampling.max_tokens}: raise it"
+    return f"{CUT}, at a stop string" if error == CUT and request.decoding.text.stopped else MALFORMED
 
 
-def cut_short(request: Request, message: Message, invalid: tuple[InvalidCall, ...]) -> bool:
+def cut_short(request: Running, message: Message, invalid: tuple[InvalidCall, ...]) -> bool:
     """Whether the completion ended inside what was asked for: an object, a call, or a thought with no answer behind it."""
     out_of_tokens = request.receipt.finish_reason == "length"
-    if request.guide is not None and (not request.guide.accepting or (request.formed and out_of_tokens and not request.guide.over)):
+    guide, formed, stopped = request.decoding.guide, request.asked.expected.formed, request.decoding.text.stopped
+    if guide is not None and (not guide.accepting or (formed and out_of_tokens and not guide.over)):
         return True
-    if request.formed and request.text.stopped:
+    if formed and stopped:
         return True
     answered = message.content or message.tool_calls or not message.reasoning
-    return (out_of_tokens or request.text.stopped) and (any(call.error.startswith(CUT) for call in invalid) or not answered)
+    return (out_of_tokens or stopped) and (any(call.error.startswith(CUT) for call in invalid) or not answered)
 
 
 def _end_of(thought: str, text: str) -> int:
@@ -153,9 +154,10 @@ def _end_of(thought: str, text: str) -> int:
 class Reader:
     """The same, piece by piece, while the text comes."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Running) -> None:
         self._request = request
-        self._parser = CallStream(request.tools, opened=request.opened) if request.reading is None else request.reading()
+        expected = request.asked.expected
+        self._parser = CallStream(expected.tools, opened=expected.opened) if expected.parser is None else expected.parser()
 
     def push(self, text: str) -> list[Delta]:
         """What has become certain with this text."""
@@ -171,10 +173,9 @@ class Reader:
         return [replace(piece, id=call_id(self._request, piece.index)) if piece.kind == "call" else piece for piece in pieces]
 
 
-def call_id(request: Request, index: int) -> str:
+def call_id(request: Running, index: int) -> str:
     """The id of call number `index` of an answer. Equal prompts of different turns, as trimming makes them, give different ids."""
-    prompt = as_ids(request.ids[: request.receipt.prompt_tokens])
-    said = prompt.tobytes() + index.to_bytes(4, "big")
-    turn = hashlib.blake2b(request.turn.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+    said = as_ids(request.asked.layout.ids).tobytes() + index.to_bytes(4, "big")
+    turn = hashlib.blake2b(request.asked.turn.encode("utf-8", "surrogatepass"), digest_size=32).digest()
     number = int.from_bytes(hashlib.blake2b(said, key=turn, digest_size=8).digest(), "big")
     return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(ID_CHARS))

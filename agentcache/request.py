@@ -1,10 +1,7 @@
-"""One request on its way through the device, and the events its caller receives. Knows nothing of models and stores."""
+"""One request: `Asked`, fixed before the device sees it, and `Running`, the state of it on the device. Computes nothing."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -12,149 +9,168 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .calibration import Calibration
-from .errors import AgentCacheError
+from .approximation import Approximation
+from .errors import ConfigError
+from .events import Events
 from .kv import Sequence
-from .layout.windows import Window
 from .model.grammar import Guide
 from .model.response import ResponseStream
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
-from .receipt import Receipt
-from .runner import Source, StockSequence, Work
+from .receipt import Account, Receipt
+from .runner import StockSequence, Work
 from .store.deletion import Moment
 from .store.entry import Entry, Match
 from .store.keys import Ids, Scope, as_ids
 from .store.page_prefetch import PagePrefetch
-from .store.segment_prefetch import SegmentPrefetch
-from .types import Logprob, Sampling
+from .types import Grade, Layout, Logprob, Reuse, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Text that has become certain, and the ids decoded since the last chunk."""
+class Expected:
+    """What a completion may be, and what reads it."""
 
-    text: str
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How many of the prompt's tokens are filled."""
-
-    done: int
-    total: int
+    # names that may be called; None: no text is a call
+    tools: frozenset[str] | None = frozenset()
+    # whether the prompt begins a thought
+    opened: bool = False
+    # whether all of the completion has a prescribed form
+    formed: bool = False
+    # makes the parser of the tokenizer's response template; None: our own parsers read the completion
+    parser: Callable[[], ResponseStream] | None = None
 
 
-class Done:
-    """Marks the end of a request's events."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What the caller wants."""
+
+    layout: Layout
+    namespace: str
+    sampling: Sampling
+    # ids that end a completion
+    stop_ids: frozenset[int]
+    # when the request came, by the store's clock: what was deleted since is not kept
+    received: Moment
+    # when the request came, by time.perf_counter()
+    called: float
+    expected: Expected = Expected()
+    reuse: Reuse = "exact"
+    # the caller's name for this turn of the conversation
+    turn: str = ""
+    # fill the prompt, pin its pages and end
+    fill_only: bool = False
+    on_progress: Callable[[int, int], None] | None = None
+    on_logits: Callable[[torch.Tensor], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.turn, str):
+            raise ConfigError(f"turn={self.turn!r:.200}: must be a text that names this turn of its conversation")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.layout.ids)
 
 
-Event = Chunk | Progress | Done | AgentCacheError
+class TokenIds:
+    """The ids of one sequence, the prompt's and then the completion's: a list for samplers, an array for the store."""
+
+    def __init__(self, prompt: Seq[int]) -> None:
+        self.all = list(prompt)
+        self._array: Ids | None = None
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def append(self, token: int) -> None:
+        """Add the token that was decoded."""
+        self.all.append(token)
+
+    def array(self, count: int | None = None) -> Ids:
+        """Return the first `count` ids (by default all) as an array. Converted once: a list of 37k ids takes a millisecond."""
+        count = len(self.all) if count is None else count
+        if self._array is None or len(self._array) < count:
+            self._array = as_ids(self.all)
+        return self._array[:count]
 
 
-class Events:
-    """The events of one request, in order: put by the device's thread, taken by its caller, who may ask to be woken instead of waiting."""
+@dataclass(slots=True)
+class Decoding:
+    """The state of one completion: how its next token is chosen, and the text so far."""
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._wake: Callable[[], None] | None = None
+    sampler: Sampler
+    text: TextStream
+    # the constraint, as far as the completion has followed it
+    guide: Guide | None = None
+    # ids that are decoded instead of sampled ones
+    forced: deque[int] = field(default_factory=deque)
+    # one for each token, where the sampling asks for them
+    logprobs: list[Logprob] = field(default_factory=list)
 
-    def put(self, event: Event) -> None:
-        """Add an event, and wake who listens."""
-        self._queue.put(event)
-        if (wake := self._wake) is not None:
-            wake()
 
-    def get(self) -> Event:
-        """The next event; waits for it."""
-        return self._queue.get()
+@dataclass(slots=True)
+class Provenance:
+    """Where the keys and values of a sequence come from."""
 
-    def take(self) -> Event | None:
-        """The next event, None if there is none yet."""
-        try:
-            return self._queue.get_nowait()
-        except queue.Empty:
-            return None
+    # digest of the weights
+    fingerprint: str
+    # when the oldest page was made that the sequence is attached to, by time.time()
+    made: float
+    # digests of all kernels that had a part in it
+    numerics: set[str] = field(default_factory=set)
+    # whether the weights were those of the fingerprint at the last look
+    holds: bool = True
 
-    def listen(self, wake: Callable[[], None] | None) -> None:
-        """Call `wake`, in the device's thread, behind each event that comes. It must return at once and raise nothing."""
-        self._wake = wake
+    def attach(self, entries: Iterable[Entry]) -> None:
+        """Add pages: when one of them has to go, so has everything computed after it."""
+        self.made = min([self.made, *(entry.made for entry in entries)])
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One request on its way. `ids` grow as tokens are decoded; `events` carry progress and chunks, then Done or the error.
+class Running:
+    """What the device has done so far for one request. Its one thread owns everything but the events."""
 
-    prefix_tokens: length of the stable part. lossy: pages stored with fewer bits may serve it, too. fetch: its pages' way from disk.
-    calibration: segments may serve it, repaired like this; `sources` are theirs, `windows` what it
-    says, `bring` the way of such pages from disk, `note` what will be
-    found by others. near, near_kept: among whose pages what is behind them is
-    kept, and how much is. fill_only: fill the prompt, pin its pages (`pinned` of them) and end. kept: tokens of this sequence that the
-    store has or had.
-    turn: the caller's name for this turn of the conversation. guide: what its completion is held to. formed: all of it has a prescribed
-    form. tools: names that may be called, None if no text is a call. opened: the prompt begins a thought.
-    reading: makes the reader of its answer that the tokenizer's response template asks for, None if our own parsers read it.
-    received: when, or when the oldest page that it is attached to was made: what was deleted since is not kept.
-    attached: the prefix it started from. suspects: the one with which it was not finite: it is computed without reuse now.
-    numerics: digests of all kernels that had a part in it. skipped: rounds in a row in which others were filled instead.
-    renewals: how often it began anew because weights changed. stands: weights are those of its
-    fingerprint, as far as anybody has looked.
-    logprobs: of its completion's tokens, where its sampling asks for them.
-    """
-
-    ids: list[int]
-    namespace: str
-    fingerprint: str
-    sampling: Sampling
-    sampler: Sampler
-    text: TextStream
-    stop_ids: frozenset[int]
-    receipt: Receipt
-    received: Moment = Moment(0, 0.0)
-    prefix_tokens: int = 0
-    reuse: bool = True
-    lossy: bool = False
-    calibration: Calibration | None = None
-    fill_only: bool = False
-    turn: str = ""
-    guide: Guide | None = None
-    formed: bool = False
-    tools: frozenset[str] | None = frozenset()
-    opened: bool = False
-    reading: Callable[[], ResponseStream] | None = None
-    forced: deque[int] = field(default_factory=deque)
-    on_progress: Callable[[int, int], None] | None = None
-    on_logits: Callable[[torch.Tensor], None] | None = None
+    asked: Asked
+    account: Account
+    ids: TokenIds
+    decoding: Decoding
+    provenance: Provenance
     events: Events = field(default_factory=Events)
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    called: float = field(default_factory=time.perf_counter)
-    # while it runs
-    sequence: Sequence | StockSequence | None = None
-    scope: Scope | None = None
+    # approximate reuse, where the caller consents to it
+    segments: Approximation | None = None
+    # -- waiting
+    # the way of the prompt's pages from disk; looked: whether there is one is known
+    prefetch: PagePrefetch | None = None
     looked: bool = False
-    fetch: PagePrefetch | None = None
-    plan: Plan | None = None
-    prompt: int = 0
+    # cached tokens of the prompt, and at which change of the store they were counted
     peeked: tuple[int, int] = (-1, 0)
-    kept: int = 0
-    near: Scope | None = None
-    near_kept: int = 0
-    sources: list[Source] = field(default_factory=list)
-    windows: Seq[Window] = ()
-    bring: SegmentPrefetch | None = None
-    note: Seq[Window] = ()
-    pinned: int = 0
+    # rounds in a row in which others were filled instead
+    skipped: int = 0
+    # how often the request began anew because weights changed
+    renewals: int = 0
+    # -- on the device
+    scope: Scope | None = None
+    sequence: Sequence | StockSequence | None = None
+    plan: Plan | None = None
+    # the prefix that the sequence started from; suspects: one whose continuation was not finite, computed now without reuse
     attached: Match | None = None
     suspects: Match | None = None
-    numerics: set[str] = field(default_factory=set)
-    logprobs: list[Logprob] = field(default_factory=list)
-    skipped: int = 0
-    renewals: int = 0
-    stands: bool = True
-    started: float = 0.0
-    first: float = 0.0
-    _array: Ids | None = None
+    # tokens of this sequence that the store has or had
+    admitted_tokens: int = 0
+    # whether every prompt token is computed and the first choice made
+    filled: bool = False
+    # pages pinned, of a prompt that is only filled
+    pinned_pages: int = 0
+
+    @property
+    def receipt(self) -> Receipt:
+        """The account so far, to read."""
+        return self.account.receipt
+
+    @property
+    def completion_tokens(self) -> int:
+        """How many tokens were decoded."""
+        return len(self.ids) - self.asked.prompt_tokens
 
     @property
     def remaining(self) -> int:
@@ -164,24 +180,29 @@ class Request:
     @property
     def filling(self) -> bool:
         """Whether more than the token chosen last is to be run."""
-        return self.first == 0.0 or self.remaining > 1
+        return not self.filled or self.remaining > 1
 
-    def stands_on(self, entries: Iterable[Entry]) -> None:
-        """It is attached to these: when one of them has to go, so has what is computed after it."""
-        made = min((entry.made for entry in entries), default=self.received.made)
-        self.received = self.received._replace(made=min(made, self.received.made))
+    @property
+    def grade(self) -> Grade:
+        """How near the sequence's keys and values are to computed ones."""
+        if self.segments is not None and self.segments.scope is not None:
+            return "approximate"
+        return self.scope.precision if self.scope else "exact"
 
-    def array(self, count: int | None = None) -> Ids:
-        """The first `count` ids (by default all) as the store wants them. Converted once: a list of 37k ids takes a millisecond."""
-        count = len(self.ids) if count is None else count
-        if self._array is None or len(self._array) < count:
-            self._array = as_ids(self.ids)
-        return self._array[:count]
+    @property
+    def numerics(self) -> frozenset[str]:
+        """Digests of all kernels that had a part in the sequence, those of attached segments included."""
+        return frozenset(self.provenance.numerics) | (self.segments.numerics if self.segments else frozenset())
+
+    @property
+    def received(self) -> Moment:
+        """When the request came, or when the oldest page was made that it is attached to."""
+        return self.asked.received._replace(made=self.provenance.made)
 
     def work(self, count: int) -> Work:
-        """The next `count` tokens to run, at most what remains; logits only behind the last one."""
+        """Return the next `count` tokens to run, at most those that remain; with logits only after the last one."""
         assert self.sequence is not None
         pieces = self.sequence.pieces(min(count, self.remaining))
-        ids = [token for piece in pieces for token in self.ids[piece.start : piece.start + piece.count]]
+        ids = [token for piece in pieces for token in self.ids.all[piece.start : piece.start + piece.count]]
         regime, weights = (self.scope.regime, self.scope.fingerprint) if self.scope else ("", "")
-        return Work(self.sequence, ids, regime, len(ids) == self.remaining and not self.fill_only, weights)
+        return Work(self.sequence, ids, regime, len(ids) == self.remaining and not self.asked.fill_only, weights, pieces)

@@ -46,7 +46,8 @@ class StockSequence:
 class Work:
     """Tokens to run next in a sequence. wanted: whether the logits of the last one are needed.
 
-    fingerprint: of the weights that computed the sequence so far; no others run it. Empty: any do.
+    fingerprint: of the weights that computed the sequence so far; no others run it. Empty: any do. pieces: where in the sequence the
+    ids go; by default to its next positions.
     """
 
     sequence: Sequence | StockSequence
@@ -54,6 +55,10 @@ class Work:
     regime: str = ""
     wanted: bool = True
     fingerprint: str = ""
+    pieces: list[Piece] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pieces = self.pieces or self.sequence.pieces(len(self.ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +158,7 @@ class Runner:
     def attach(self, sequence: Sequence, steps: list[Attach], sources: list[Source], regime: str, held: bool = False) -> None:
         """Copy the keys, re-indexed, and values of segments to where the plan wants them, ahead of the sequence's length.
 
-        held: somebody will look at each segment's junction before it is gone over.
+        held: each segment's junction is looked at before the sequence goes over it.
         """
         spans: list[Ahead] = []
         for step in steps:
@@ -265,7 +270,7 @@ class Runner:
         for w in work:
             assert isinstance(w.sequence, Sequence)
             at = 0
-            for piece in w.sequence.pieces(len(w.ids)):
+            for piece in w.pieces:
                 planned.append((w, piece, w.ids[at : at + piece.count]))
                 at += piece.count
             w.sequence.reserve_to(planned[-1][1].start + planned[-1][1].count)

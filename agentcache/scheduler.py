@@ -13,17 +13,15 @@ import time
 
 import torch
 
-from .drift_monitor import DriftMonitor
 from .errors import AgentCacheError, CancelledError, EngineClosedError
 from .hit_audit import HitAudit
 from .lifecycle import Lifecycle
 from .model.numerics import MAX_ROWS
 from .page_memory import Shapes, pool, prepared
-from .request import Chunk, Done, Progress, Request
+from .request import Running
 from .runner import FAULTS, Outcome, Runner, StockSequence, Work, as_failure
 from .store.store import Store
-
-__all__ = ["Chunk", "Done", "Progress", "Request", "Scheduler"]
+from .types import FinishReason
 
 STEP_MS = 330.0  # a round that also decodes should take about this long: nineteen of twenty then stay below half a second
 POLL_S = 0.002  # how often a request whose pages are on their way is looked at while nothing else runs
@@ -31,7 +29,7 @@ MIN_FILL = 4  # tokens of a prompt that go along in any case
 PATIENCE = 4  # rounds that a prompt gives way to shorter ones
 MAX_DECODING = MAX_ROWS // 2  # requests that get a token in one round; with more, they take turns
 
-Pack = list[tuple[Request, Work]]
+Pack = list[tuple[Running, Work]]
 
 
 class Scheduler:
@@ -45,14 +43,14 @@ class Scheduler:
         self.store = store
         self.lifecycle = Lifecycle(runner, store)
         self.hit_audit = HitAudit(runner, store)
-        self.drift_monitor = DriftMonitor(runner, store, self.lifecycle.segments)
+        self.drift_monitor = self.lifecycle.segments.monitor
         self.chunk_tokens = min(chunk_tokens, MAX_ROWS)
         self.ms_per_token = 0.0
         self.rounds = 0
         self._decode_ms = 0.0
-        self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._waiting: list[Request] = []
-        self._live: list[Request] = []
+        self._inbox: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
+        self._waiting: list[Running] = []
+        self._live: list[Running] = []
         self._gate = threading.Lock()  # nothing comes into the inbox once it is closed
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="agentcache-device", daemon=True)
@@ -63,7 +61,7 @@ class Scheduler:
         """How many requests hold pages now."""
         return len(self._live)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Running) -> None:
         """Hand a request to the device thread."""
         with self._gate:
             if self._closed.is_set():
@@ -139,9 +137,8 @@ class Scheduler:
         self._inbox.put(None)
 
     def _drop_cancelled(self) -> None:
-        for request in [r for r in (*self._live, *self._waiting) if r.cancelled.is_set()]:
-            request.receipt.finish_reason = "cancelled"
-            self._fail(request, CancelledError("the stream was closed by its caller"))
+        for request in [r for r in (*self._live, *self._waiting) if r.events.cancelled]:
+            self._fail(request, CancelledError("the stream was closed by its caller"), "cancelled")
 
     def _start_waiting(self) -> None:
         filling = any(r.filling and r.remaining > self.chunk_tokens for r in self._live)
@@ -154,7 +151,7 @@ class Scheduler:
                 continue
             if not filling or self.lifecycle.uncached(request) <= self.chunk_tokens:
                 try:
-                    if not self.lifecycle.current(request):
+                    if not self.lifecycle.admission.current(request):
                         self._renew(request)
                         continue
                     self._waiting.remove(request)
@@ -166,18 +163,18 @@ class Scheduler:
                     continue
                 filling = filling or request.remaining > self.chunk_tokens
 
-    def _renew(self, request: Request) -> None:
+    def _renew(self, request: Running) -> None:
         """Let a request wait for its turn again, under the weights of now."""
         self._remove(request)
         self._waiting.insert(0, request)
         if (error := self.lifecycle.renew(request)) is not None:
             self._fail(request, error)
 
-    def _fail(self, request: Request, error: AgentCacheError) -> None:
+    def _fail(self, request: Running, error: AgentCacheError, reason: FinishReason | None = None) -> None:
         self._remove(request)
-        self.lifecycle.fail(request, error)
+        self.lifecycle.fail(request, error, reason)
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: Running) -> None:
         for among in (self._live, self._waiting):
             if request in among:
                 among.remove(request)
@@ -215,14 +212,13 @@ class Scheduler:
             self._deliver(request, outcome)
         self._learn([work for _, work in pack], (time.perf_counter() - began) * 1e3)
 
-    def _deliver(self, request: Request, outcome: Outcome) -> None:
+    def _deliver(self, request: Running, outcome: Outcome) -> None:
         try:
             ended = None if outcome.moved else self.lifecycle.deliver(request, outcome)
             if outcome.moved:
                 self._renew(request)
             if isinstance(ended, str):
                 self._remove(request)
-                self.drift_monitor.consider(request)
                 self.lifecycle.end(request, ended)
                 return
         except FAULTS as error:  # in the sampler, the tokenizer or the store: this request's alone
@@ -243,6 +239,6 @@ class Scheduler:
             self.ms_per_token = cost if not self.ms_per_token else 0.5 * self.ms_per_token + 0.5 * cost
 
 
-def _turn_of(request: Request) -> tuple[int, int]:
+def _turn_of(request: Running) -> tuple[int, int]:
     """Short prompts first, but before them whoever has given way too often, the longest first."""
     return (-request.skipped if request.skipped >= PATIENCE else 0, request.remaining)

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 from .errors import AgentCacheError, CancelledError, EngineForkedError
+from .events import Chunk, Done, Event, Progress
 from .model.call_stream import Delta
 from .model.tool_calls import InvalidCall
 from .receipt import Receipt
 from .reply import Reader
-from .request import Chunk, Done, Event, Progress, Request
+from .request import Running
 from .types import Logprob, Message
 
 
@@ -53,7 +54,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
     completion: the whole result; reading it runs the stream to its end.
     """
 
-    def __init__(self, request: Request, finish: Callable[[Request], Completion] | None) -> None:
+    def __init__(self, request: Running, finish: Callable[[Running], Completion] | None) -> None:
         self._request = request
         self._finish = finish
         self._completion: Completion | None = None
@@ -100,7 +101,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
                 try:
                     loop.call_soon_threadsafe(there.set)
                 except RuntimeError:  # the loop was closed: nobody will read on
-                    self._request.cancelled.set()
+                    self._request.events.cancel()
 
             events.listen(wake)
             try:
@@ -114,7 +115,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
     def _abandoned(self, loop: asyncio.AbstractEventLoop) -> None:
         """While nobody waits: whoever read last cannot read on if its loop was closed meanwhile."""
         if loop.is_closed():
-            self._request.cancelled.set()
+            self._request.events.cancel()
 
     def _taken(self, event: Event) -> Chunk | None:
         """The chunk that an event is, if it is one; the end and errors end the stream."""
@@ -149,8 +150,8 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
     def _report(self, progress: Progress) -> None:
         told = False
         try:
-            if self._request.on_progress:
-                self._request.on_progress(progress.done, progress.total)
+            if (on_progress := self._request.asked.on_progress) is not None:
+                on_progress(progress.done, progress.total)
             told = True
         finally:
             if not told:
@@ -172,7 +173,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
 
     def close(self) -> None:
         """Stop the request; what it had computed stays reusable."""
-        self._request.cancelled.set()
+        self._request.events.cancel()
         self._over = True
 
     def __enter__(self) -> Stream:
@@ -183,4 +184,4 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
             self.close()
 
     def __del__(self) -> None:
-        self._request.cancelled.set()
+        self._request.events.cancel()

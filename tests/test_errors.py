@@ -247,7 +247,7 @@ def test_an_error_holds_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_outside_the_model_fails_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as running:
         stream = running.stream(chat("x"), sampling=decode(5))
-        monkeypatch.setattr(stream._request.text, "push", lambda token: 1 // 0)
+        monkeypatch.setattr(stream._request.decoding.text, "push", lambda token: 1 // 0)
         other = running.stream(chat("y"), sampling=decode(5))
         with pytest.raises(errors.GenerationError, match="ZeroDivisionError"):
             stream.completion  # noqa: B018

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.calibration import Calibration
-from agentcache.plan import Attach, Compute, Repeat, make
+from agentcache.plan import Attach, Compute, make
+from agentcache.segments import Repeat, ranges
 from agentcache.types import Reason
 
 
@@ -68,19 +69,20 @@ def test_segments_are_taken_by_their_distance_and_everything_is_covered_once(
 ) -> None:
     prompt, prefix, runs = given_
     known = Calibration("x", 8, steps, 60, 1.0)
-    plan = make(prompt, prefix, Reason.DIVERGED, "", runs, known)
+    taken, segments = ranges(runs, known)
+    plan = make(prompt, prefix, Reason.DIVERGED, "", taken)
     at = 0
     for step in plan.steps:
         assert step.start == at < step.stop
         at = step.stop
     assert at == prompt
     assert isinstance(plan.steps[-1], Compute)
-    assert plan.cached_tokens == prefix + plan.segment_tokens
+    assert plan.cached_tokens == prefix + sum(segment.whole_tokens for segment in segments)
     layer_of = {}
     for step in plan.steps:
         for token in range(step.start, step.stop):
             layer_of[token] = 0 if isinstance(step, Compute) else 8 if step.layers is None else step.layers
-    for run, segment in zip(runs, plan.segments, strict=True):
+    for run, segment in zip(runs, segments, strict=True):
         for token in range(run.start, run.stop):
             allowed = [layer for distance, layer in steps if distance <= token - run.start and (layer == 8 or layer in run.boundaries)]
             assert layer_of[token] == max(allowed, default=0)

@@ -19,8 +19,9 @@ from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import PAGE_TOKENS, Sequence
 from agentcache.model.attention import Part
 from agentcache.model.hf import HFModel
-from agentcache.plan import Attach, Repeat, make
+from agentcache.plan import Attach, make
 from agentcache.runner import Runner, Source, Work
+from agentcache.segments import Repeat, ranges
 from agentcache.types import Precision, Reuse, StoreOptions
 from tests import models
 from tests.families import DENSE, tokens
@@ -67,7 +68,7 @@ def fill(runner: Runner, sequence: Sequence, ids: list[int], chunk: int) -> torc
 
 def attached(runner: Runner, kept: Sequence, repeats: list[Repeat], known: Calibration, length: int = LENGTH) -> Sequence:
     """A new sequence with these runs of `kept` placed ahead."""
-    plan = make(length, 0, Reason.COLD, "", repeats, known)
+    plan = make(length, 0, Reason.COLD, "", ranges(repeats, known)[0])
     sequence = Sequence(kept.spec)
     steps = [step for step in plan.steps if isinstance(step, Attach)]
     runner.attach(sequence, steps, [Source(tuple(kept.pages), 0)] * len(repeats), "")
@@ -165,9 +166,8 @@ def test_a_moved_segment_has_in_layer_0_what_computing_it_there_gives(family: st
     fill(runner, kept, ids, 512)
     fill(runner, there, [*tokens(333, seed=3), *ids], 512)
     known = Calibration("x", layers, ((8, layers),), 32, 1.0)
-    plan = make(1233, 0, Reason.COLD, "", [Repeat(333, 1200, 333)], known)
     moved = Sequence(model.spec)
-    runner.attach(moved, [step for step in plan.steps if isinstance(step, Attach)], [Source(tuple(kept.pages), 0)], "")
+    runner.attach(moved, ranges([Repeat(333, 1200, 333)], known)[0], [Source(tuple(kept.pages), 0)], "")
     span = moved.ahead[0]
     assert (span.start, span.stop) == (341, 1200)
     for one, two in zip(there.read(0, 341, 1200), moved.read(0, 341, 1200), strict=True):
@@ -541,7 +541,7 @@ def test_numbers_behind_a_segment_that_are_not_finite_are_not_kept(monkeypatch: 
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
         kept = len(running.store)
-        monkeypatch.setattr("agentcache.lifecycle.finite", lambda sequence, start, stop: stop <= sequence.exact_until)
+        monkeypatch.setattr("agentcache.admission.finite", lambda sequence, start, stop: stop <= sequence.exact_until)
         done = running.generate(OTHER, sampling=GREEDY)
         assert (done.ids, done.receipt.precision, done.receipt.bitwise) == (clean.ids, "exact", True)
         [why] = [refusal for refusal in done.receipt.refusals if refusal.reason is Reason.NON_FINITE]

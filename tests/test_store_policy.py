@@ -609,7 +609,7 @@ def holder(small: Any, tmp_path: Path) -> Iterator[Holder]:
 
 
 def awaiting(running: Engine) -> bool:
-    return any(request.fetch is not None and request.fetch.state is State.AWAITING for request in list(running.scheduler._waiting))
+    return any(one.prefetch is not None and one.prefetch.state is State.AWAITING for one in list(running.scheduler._waiting))
 
 
 def test_who_comes_second_waits_and_loads(small: Any, tmp_path: Path, holder: Holder) -> None:

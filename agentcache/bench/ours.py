@@ -10,10 +10,10 @@ import torch
 
 from ..engine import Engine, Stream
 from ..errors import ConfigError
+from ..events import Chunk
 from ..kv import Sequence
 from ..receipt import Receipt
 from ..runner import Work
-from ..scheduler import Chunk
 from ..store.keys import Scope, as_ids
 from ..types import Sampling
 from .stock import Timed, timed

@@ -1,0 +1,71 @@
+"""The calls that approximate reuse answers for one request: all that the core knows of it. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from .plan import Attach
+from .store.entry import Match
+from .store.keys import Scope
+
+
+class Approximation(Protocol):
+    """Repeated text that one request takes from other positions. On the device's thread.
+
+    scope: under which the pages after the first attached range are kept, None while the sequence is exact. admitted_tokens: how many
+    tokens the store has under it. admissible: whether the store may have more.
+    """
+
+    scope: Scope | None
+    admitted_tokens: int
+
+    @property
+    def admissible(self) -> bool: ...
+
+    @property
+    def numerics(self) -> frozenset[str]:
+        """Digests of the kernels that computed the attached ranges."""
+        ...
+
+    def pending(self, scope: Scope | None, ms_per_token: float, wake: Callable[[], None]) -> bool:
+        """Whether pages that the prompt repeats are on their way from disk."""
+        ...
+
+    def known_tokens(self, scope: Scope) -> int:
+        """How much of a waiting prompt is in memory, exact or as near as the request accepts."""
+        ...
+
+    def match(self, scope: Scope, tokens: int) -> Match | None:
+        """Find a prefix longer than `tokens` among pages that follow attached ranges; the request goes on from it."""
+        ...
+
+    def propose(self, prefix_tokens: int) -> Sequence[Attach]:
+        """Ranges to attach after the exact prefix: disjoint, in order."""
+        ...
+
+    def attach(self) -> None:
+        """Put the planned ranges into the request's pages."""
+        ...
+
+    def advance(self) -> None:
+        """Look at the range that was reached by a forward, and go on: with it, with less of it, or without."""
+        ...
+
+    def doubt(self, logits: torch.Tensor) -> str:
+        """Say why the next choice is too close to be made after attached ranges; empty if it is not."""
+        ...
+
+    def detach(self, for_good: bool = False) -> None:
+        """Forget what is attached: the sequence begins anew. for_good: the request is computed from now on."""
+        ...
+
+    def answered(self) -> None:
+        """The request is answered; its sequence is still there."""
+        ...
+
+    def close(self) -> None:
+        """Pages that are on their way from disk are not needed any more."""
+        ...

@@ -1,0 +1,29 @@
+"""Compare pages: are their numbers finite, and is a kept page equal to a computed one? Knows no model and no request."""
+
+from __future__ import annotations
+
+import torch
+
+from .kv import Page, Sequence
+
+CLOSE = 0.05  # relative error that kernels which round differently may have; wrong pages are far from it
+
+
+def finite(sequence: Sequence, start: int, stop: int) -> bool:
+    """Whether positions [start, stop) are free of NaN and infinity. The last layer tells: the residual stream carries them there."""
+    for page, slot, count, _ in sequence.slots(start, stop):
+        keys, values = page.layer_keys[-1][..., slot : slot + count], page.layer_values[-1][:, slot : slot + count]
+        if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+            return False
+    return True
+
+
+def alike(own: Page, kept: Page, tokens: int, close: float) -> bool:
+    """Whether a kept page is what was computed, in its first tokens. close: relative error allowed, 0 for equal bits."""
+    pairs = (
+        (own.keys[..., :tokens], kept.keys[..., :tokens]),
+        (own.values[..., :tokens, :], kept.values[..., :tokens, :]),
+    )
+    if not close:
+        return all(torch.equal(a, b) for a, b in pairs)
+    return all(bool((a.float() - b.float()).norm() <= close * a.float().norm()) for a, b in pairs)
