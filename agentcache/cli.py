@@ -18,8 +18,8 @@ from rich.console import Console
 
 from . import __version__, cli_lint, cli_store, cli_tend
 from .bench.cli import app as bench_app
-from .bench.cli_segments import calibrate
 from .bench.given import to_write, write
+from .cli_calibrate import calibrate
 from .cli_print import facts, said_plainly, say_json
 
 app = typer.Typer(
@@ -59,15 +59,12 @@ def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", callback=to_write, help="Also write every figure to FILE.")
     ] = None,
-    recorded: Annotated[bool, typer.Option("--recorded", help="Replay a recorded task with 20 tools on a random model instead.")] = False,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of that random model: more is slower and more like a real one.")] = 4,
 ) -> None:
     """Let the embedded model answer with real tools, reuse off, cold, warm and in a second process, and show what each step paid."""
     from .demo import run
-    from .demo_tasks import Recorded
 
     with said_plainly():
-        report = run(Console(), Recorded(layers) if recorded else None)
+        report = run(Console())
         if json_file is not None:
             write(json_file, json.dumps(report, indent=1) + "\n")
 

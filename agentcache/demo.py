@@ -21,7 +21,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .demo_tasks import Live, Played, Recorded, live, made
+from . import demo_tasks
+from .demo_tasks import Played, Task
 from .engine import Engine
 from .receipt import Receipt
 from .types import Sampling, StoreOptions, ToolGroup
@@ -34,9 +35,6 @@ MODES = {
 }
 REUSING = ("cold", "warm", "second")
 SHOWN = ("prompt_tokens", "cached_tokens", "computed_tokens", "ttft_ms", "decode_ms")
-
-
-Task = Live | Recorded
 
 
 @dataclass(slots=True)
@@ -81,7 +79,7 @@ def second_process(task: Task, folder: str) -> Replay:
 
 def _second(spec: Mapping[str, Any]) -> dict[str, Any]:
     """What that process does."""
-    task, options = made(spec), StoreOptions(spec["folder"], write_bytes_per_hour=0, check_one_in=0, refuse_slow=False)
+    task, options = demo_tasks.made(spec), StoreOptions(spec["folder"], write_bytes_per_hour=0, check_one_in=0, refuse_slow=False)
     with task.build(options) as engine:
         first_breath(engine)
         done = replay(engine, task, "second", Progress(disable=True))
@@ -152,7 +150,7 @@ def _sentence(replays: Mapping[str, Replay], bitwise: bool) -> str:
 
 def run(console: Console, task: Task | None = None) -> dict[str, Any]:
     """The task in all modes; prints what was said and the table, and returns every figure as plain JSON values."""
-    task = task or live()
+    task = task or demo_tasks.task()
     console.print(task.title)
     for mode, meaning in MODES.items():
         console.print(f"  [bold]{mode:<7}[/bold]{meaning}")

@@ -1,4 +1,4 @@
-"""What the demo's agent is asked: live, with the embedded model and real tools; or recorded, on a larger random model. Knows no tables."""
+"""What the demo asks the embedded model, and the conversations with real tools. Knows no tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Any
 
 from .demo_tools import Desk
 from .engine import Engine
-from .episode import Episode, load_episode
 from .receipt import Receipt
 from .types import Message, Sampling, StoreOptions, Tool, ToolCall
 
-VOCAB = 4096
-CHECKED_TOKENS = 16  # drawn behind a recorded episode: they depend on all keys and values that were reused on the way
 MOST_STEPS = 8  # of one question
 TYPES = {"str": "string", "int": "integer", "float": "number"}
 
@@ -33,60 +30,7 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """Recorded completions, forced through decoding. With random weights arithmetic costs the same, and nothing else is to be seen."""
-
-    layers: int = 4
-    hidden: int = 384
-    episode: Episode = field(default_factory=load_episode)
-    name = "museum"
-
-    @property
-    def system(self) -> str:
-        return self.episode.system
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        return self.episode.tools
-
-    @property
-    def title(self) -> str:
-        return f"A museum's operations assistant with {len(self.tools)} tools, {len(self.episode.steps)} recorded steps, a random model."
-
-    def spec(self) -> dict[str, Any]:
-        """What another process needs to make the same task."""
-        steps = [[text, list(results)] for text, results in self.episode.steps]
-        return {"kind": "recorded", "layers": self.layers, "hidden": self.hidden, "steps": steps}
-
-    def build(self, store: StoreOptions) -> Engine:
-        """The engine: equal arguments give equal weights and ids, in every process."""
-        from . import toy
-
-        return Engine(toy.model(VOCAB, layers=self.layers, hidden=self.hidden), toy.tokenizer(self.episode.texts, VOCAB), store=store)
-
-    def play(self, engine: Engine, options: Mapping[str, Any], shown: Shown) -> Played:
-        """Step by step; every completion is the recorded one."""
-        done, count = Played(), len(self.episode.steps)
-        messages = [Message("system", self.system), Message("user", self.episode.task)]
-        for number, (text, results) in enumerate(self.episode.steps, 1):
-            ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"] + [engine.tokenizer.eos_token_id]
-            sampling = Sampling(max_tokens=len(ids), forced=tuple(ids))
-            label = shown(f"step {number} of {count}")
-            completion = engine.stream(messages, self.tools, sampling=sampling, on_progress=label, **options).completion
-            assert completion.ids == tuple(ids), "the recorded completion was not the one that was decoded"
-            done.receipts.append(completion.receipt)
-            messages.append(completion.message)
-            calls = completion.message.tool_calls
-            assert len(calls) == len(results), f"step {number}: {len(calls)} tool calls understood, {len(results)} results recorded"
-            messages += [Message("tool", result, tool_call_id=call.id, name=call.name) for call, result in zip(calls, results, strict=True)]
-        messages.append(Message("user", "Thank you. Anything else?"))
-        draw = Sampling(max_tokens=CHECKED_TOKENS, temperature=1.0, seed=7, ignore_eos=True)
-        done.drawn = engine.stream(messages, self.tools, sampling=draw, on_progress=shown("check"), **options).completion.ids
-        return done
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
+class Task:
     """The embedded model decides what to call, Python does it. questions: a conversation each, one or more turns of the user.
 
     answers: the right ones. A model that says something else is shown as it is.
@@ -105,7 +49,7 @@ class Live:
 
     def spec(self) -> dict[str, Any]:
         """What another process needs to make the same task."""
-        return {"kind": "live", "questions": self.questions, "answers": self.answers}
+        return {"questions": self.questions, "answers": self.answers}
 
     def build(self, store: StoreOptions) -> Engine:
         """The engine with the embedded model."""
@@ -148,21 +92,18 @@ class Live:
         return done
 
 
-def live() -> Live:
+def task() -> Task:
     """The task that ships with the package."""
     raw = json.loads(files("agentcache").joinpath("demo_data", "town.json").read_text("utf-8"))
     tools = tuple(described(getattr(Desk, name)) for name in raw["tools"])
     questions, answers = (tuple(map(tuple, raw[name])) for name in ("questions", "answers"))
-    return Live(raw["system"], questions, answers, tools)
+    return Task(raw["system"], questions, answers, tools)
 
 
-def made(spec: Mapping[str, Any]) -> Live | Recorded:
+def made(spec: Mapping[str, Any]) -> Task:
     """The task that `spec` describes."""
-    if spec["kind"] == "live":
-        questions, answers = (tuple(map(tuple, spec[name])) for name in ("questions", "answers"))
-        return replace(live(), questions=questions, answers=answers)
-    episode = replace(load_episode(), steps=tuple((text, tuple(results)) for text, results in spec["steps"]))
-    return Recorded(spec["layers"], spec["hidden"], episode)
+    questions, answers = (tuple(map(tuple, spec[name])) for name in ("questions", "answers"))
+    return replace(task(), questions=questions, answers=answers)
 
 
 def described(method: Callable[..., str]) -> Tool:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from agentcache.bench import report, workloads
+from agentcache.bench import report
 from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, numbers, said_plainly, weights
 from agentcache.bench.load import machine, versions
+from agentcache.calibrate import traces
 from agentcache.engine import Engine
 
 from . import strategies
@@ -37,8 +38,8 @@ def layout(
     with said_plainly():
         if threads is not None:
             torch.set_num_threads(threads)
-        episodes = [one for path in workload for one in workloads.read(path, tools_dir)]
-        loaded, tokenizer = weights(model, shape, dtype, workloads.texts(episodes))
+        episodes = [one for path in workload for one in traces.read(path, tools_dir)]
+        loaded, tokenizer = weights(model, shape, dtype, traces.texts(episodes))
 
         def engine_of(strategy: str) -> Engine:
             return Engine(loaded, tokenizer, store=None, layout=strategies.options(strategy))

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from agentcache.bench.given import JsonOption, said_plainly
 from agentcache.bench.report import Progress, finish, table
-from agentcache.bench.workloads import Episode, read
+from agentcache.calibrate.traces import Episode, read
 from agentcache.errors import ConfigError
 from agentcache.lint import Cause, Options, Report, lint
 

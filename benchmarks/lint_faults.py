@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from agentcache.bench.workloads import Episode
+from agentcache.calibrate.traces import Episode
 from agentcache.lint import Cause
 
 Json = dict[str, Any]

@@ -20,7 +20,7 @@ from typing import Any
 
 from agentcache.bench import ours
 from agentcache.bench.react import Oracle
-from agentcache.bench.workloads import Episode, Json
+from agentcache.calibrate.traces import Episode, Json
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 from agentcache.layout import Renderer

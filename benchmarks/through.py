@@ -25,10 +25,10 @@ from agentcache.bench.given import (
     weights,
 )
 from agentcache.bench.load import machine, versions
-from agentcache.episode import load_episode
 from agentcache.errors import ConfigError
 
 from . import through_langchain, through_llamaindex, through_task
+from .episode import load_episode
 
 KNOWN = {module.NAME: module for module in (through_langchain, through_llamaindex)}
 Framework = Enum("Framework", {name: name for name in KNOWN}, type=str)  # type: ignore[misc]

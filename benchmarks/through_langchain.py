@@ -6,8 +6,7 @@ import json
 import time
 from typing import Any
 
-from agentcache.episode import Episode
-
+from .episode import Episode
 from .through_task import Recorded, Replies, Turn, Way, processors, spelled
 
 NAME = "langchain"

@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from agentcache.episode import Episode
-
+from .episode import Episode
 from .through_task import Recorded, Replies, Turn, Way, processors, spelled
 
 NAME = "llamaindex"

@@ -22,12 +22,13 @@ from rich.table import Table
 
 from agentcache.bench import report
 from agentcache.engine import Engine
-from agentcache.episode import Episode
 from agentcache.errors import ConfigError
 from agentcache.model.tool_calls import HERMES, parse
 from agentcache.receipt import Receipt
 from agentcache.stream import Stream
 from agentcache.types import Sampling
+
+from .episode import Episode
 
 Say = Callable[[str], None]
 Load = Callable[[], tuple[Any, Any]]
@@ -267,7 +268,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'agentcache-llm[bench]'") from error
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -86,5 +86,5 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def _trained() -> Any:
-    more = files("agentcache").joinpath("demo_data", "museum.json").read_text(encoding="utf-8")
+    more = files("agentcache.bench").joinpath("museum.json").read_text(encoding="utf-8")
     return toy.tokenizer((*_TEXTS, more), VOCAB).backend_tokenizer

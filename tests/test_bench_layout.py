@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.bench import workloads
+from agentcache.calibrate import traces
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 from benchmarks import strategies
@@ -17,7 +17,7 @@ from tests.test_bench_react import CHAT, TEXT, tool
 
 HERE = Path()  # no catalog is read
 OWN = {"tools": [tool("wash"), tool("feed")], "tools_events": []}
-EPISODES = [workloads.episode({key: value for key, value in raw.items() if key != "tools_ref"} | OWN, HERE) for raw in CHAT]
+EPISODES = [traces.episode({key: value for key, value in raw.items() if key != "tools_ref"} | OWN, HERE) for raw in CHAT]
 
 
 def size(text: str, tools: Any) -> int:
@@ -35,7 +35,7 @@ def test_sessions_have_the_size_and_the_calls_that_were_asked_for() -> None:
             ids = [call["id"] for message in one.messages for call in message.get("tool_calls", ())]
             assert len(set(ids)) == len(ids)
     with pytest.raises(ConfigError, match="no chat episodes"):
-        sessions([workloads.episode(raw, HERE) for raw in TEXT], size, 100, 2, 1)
+        sessions([traces.episode(raw, HERE) for raw in TEXT], size, 100, 2, 1)
 
 
 def test_the_text_changes_at_every_call_and_stands_where_its_strategy_says() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentcache.bench import react, shapes, workloads
+from agentcache.bench import react, shapes
 from agentcache.bench.cli import app
+from agentcache.calibrate import traces as trace_files
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 
@@ -108,7 +109,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_chat_is_one_call_per_assistant_turn(traces: Path) -> None:
-    episodes = list(workloads.read(traces / "chat.jsonl"))
+    episodes = list(trace_files.read(traces / "chat.jsonl"))
     assert [e.id for e in episodes] == ["zoo-1", "zoo-2"]
     calls = episodes[0].calls
     assert [len(call.prompt) for call in calls] == [3, 5, 7, 10]  # system and all before; the greeting is no call
@@ -119,42 +120,42 @@ def test_chat_is_one_call_per_assistant_turn(traces: Path) -> None:
 
 
 def test_text_and_steps(traces: Path) -> None:
-    [text] = workloads.read(traces / "text.jsonl")
+    [text] = trace_files.read(traces / "text.jsonl")
     assert [(call.prompt, call.answer) for call in text.calls] == list(zip(TEXT[0]["prompts"], TEXT[0]["completions"], strict=True))
-    [steps] = workloads.read(traces / "steps.jsonl")
+    [steps] = trace_files.read(traces / "steps.jsonl")
     assert steps.kind == "chat_steps"
     assert steps.calls[1].prompt == STEPS[0]["steps"][1]["messages"]
     assert steps.calls[1].tools == (tool("feed"),)
 
 
 def test_limits(traces: Path) -> None:
-    [one] = workloads.read(traces / "chat.jsonl", episodes=1, calls=2)
+    [one] = trace_files.read(traces / "chat.jsonl", episodes=1, calls=2)
     assert len(one.calls) == 2
-    assert sum(map(len, workloads.texts([one], most_chars=100))) <= 100
+    assert sum(map(len, trace_files.texts([one], most_chars=100))) <= 100
 
 
 def test_broken_workloads_are_named(traces: Path) -> None:
     with pytest.raises(ConfigError, match="is not a file"):
-        list(workloads.read(traces / "nothing.jsonl"))
+        list(trace_files.read(traces / "nothing.jsonl"))
     (traces / "bad.jsonl").write_text('{"id": 1}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match="line 1: has none of"):
-        list(workloads.read(traces / "bad.jsonl"))
+        list(trace_files.read(traces / "bad.jsonl"))
     (traces / "bad.jsonl").write_text("\n[1]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="line 2: list instead of an object"):
-        list(workloads.read(traces / "bad.jsonl"))
+        list(trace_files.read(traces / "bad.jsonl"))
     (traces / "bad.jsonl").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="not JSON"):
-        list(workloads.read(traces / "bad.jsonl"))
+        list(trace_files.read(traces / "bad.jsonl"))
     with pytest.raises(ConfigError, match="without 'completions'"):
-        workloads.episode({"prompts": []}, traces)
+        trace_files.episode({"prompts": []}, traces)
     with pytest.raises(ConfigError, match="--tools-dir"):
-        list(workloads.read(traces / "chat.jsonl", tools_dir=traces))
+        list(trace_files.read(traces / "chat.jsonl", tools_dir=traces))
     with pytest.raises(ConfigError, match="'fly'"):
-        workloads.episode({**CHAT[0], "tool_names": ["fly"]}, traces.parent / "tools")
+        trace_files.episode({**CHAT[0], "tool_names": ["fly"]}, traces.parent / "tools")
 
 
 def test_replay_computes_what_is_new(traces: Path, engine: Engine) -> None:
-    families = {path.stem: list(workloads.read(path)) for path in sorted(traces.glob("*.jsonl"))}
+    families = {path.stem: list(trace_files.read(path)) for path in sorted(traces.glob("*.jsonl"))}
     found = react.run(engine, families, decode=2, off=True, stock=True)
     assert found["calls"] == 8 + 2 + 2
     for name, family in found["families"].items():
@@ -170,8 +171,8 @@ def test_replay_computes_what_is_new(traces: Path, engine: Engine) -> None:
 
 def test_forced_answers_end_with_their_end_token(traces: Path, engine: Engine) -> None:
     replay = react.Replay(engine)
-    [steps] = workloads.read(traces / "steps.jsonl")
-    ids = replay.answer_ids(steps.calls[0])
+    [steps] = trace_files.read(traces / "steps.jsonl")
+    ids = replay.answers.ids(steps.calls[0])
     text = engine.tokenizer.decode(ids)
     assert text == '<tool_call>\n{"name": "feed", "arguments": {"id": "b"}}\n</tool_call><|im_end|>'
     assert ids[-1] == engine.tokenizer.eos_token_id
@@ -179,7 +180,7 @@ def test_forced_answers_end_with_their_end_token(traces: Path, engine: Engine) -
 
 def test_a_second_copy_of_a_group_is_noticed(traces: Path, engine: Engine) -> None:
     replay = react.Replay(engine, off=False)
-    first, second = workloads.read(traces / "chat.jsonl")
+    first, second = trace_files.read(traces / "chat.jsonl")
     replay.episode(first)
     kept = engine.store.match(react.ours.scope_of(engine, replay.namespace, 2000), react.as_ids(_ids(engine, first)))
     engine.store.clear()
@@ -188,14 +189,14 @@ def test_a_second_copy_of_a_group_is_noticed(traces: Path, engine: Engine) -> No
     assert kept.tokens
 
 
-def _ids(engine: Engine, episode: workloads.Episode) -> list[int]:
+def _ids(engine: Engine, episode: trace_files.Episode) -> list[int]:
     call = episode.calls[-1]
     return list(engine.renderer.render(call.prompt, call.tools, namespace="react").ids)
 
 
 def test_calls_beyond_the_context_are_counted(traces: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.model, "context_tokens", 640)
-    sums, _ = react.Replay(engine, off=False).episode(next(iter(workloads.read(traces / "chat.jsonl"))))
+    sums, _ = react.Replay(engine, off=False).episode(next(iter(trace_files.read(traces / "chat.jsonl"))))
     assert sums.skipped_calls + sums.calls == 4
     assert sums.skipped_calls
 

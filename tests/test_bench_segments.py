@@ -13,14 +13,16 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import Engine
-from agentcache.bench import calibrate, shifts
-from agentcache.bench.segments import Bench, Row, bound, first_unsure, variations
-from agentcache.bench.segments_parts import methods
-from agentcache.bench.workloads import Call, Episode, read
+from agentcache.bench.quality_cases import made_up
+from agentcache.calibrate import search, shifts
+from agentcache.calibrate.traces import Call, Episode, read
+from agentcache.calibrate.trials import Row, Trials, bound, first_unsure
 from agentcache.calibration import Calibration
 from agentcache.cli import app
 from agentcache.errors import ConfigError, ReuseWarning
 from agentcache.types import Precision
+from benchmarks import plots
+from benchmarks.segments_parts import methods, variations
 from tests import models
 from tests.engines import TOOLS
 
@@ -98,11 +100,11 @@ def workload(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A calibration tries some thirty: four kinds of them show what it does."""
-    monkeypatch.setattr(calibrate, "HALOS", (0, 8, 32))
-    monkeypatch.setattr(calibrate, "SHARED", (8,))
-    monkeypatch.setattr(calibrate, "SHARES", (0.16,))
-    monkeypatch.setattr(calibrate, "WINDOWS", (16,))
-    monkeypatch.setattr(calibrate, "PROBES", (0.1,))
+    monkeypatch.setattr(search, "HALOS", (0, 8, 32))
+    monkeypatch.setattr(search, "SHARED", (8,))
+    monkeypatch.setattr(search, "SHARES", (0.16,))
+    monkeypatch.setattr(search, "WINDOWS", (16,))
+    monkeypatch.setattr(search, "PROBES", (0.1,))
 
 
 @pytest.fixture
@@ -145,7 +147,7 @@ def test_long_prompts_are_left_out(workload: Path) -> None:
 def test_where_nothing_repeats_there_is_nothing_to_find(workload: Path, model: Path, threads: Callable[[int], None]) -> None:
     threads(1)
     with Engine(str(model), store=None) as engine:
-        bench = Bench(engine, 2)
+        bench = Trials(engine, 2)
         rows = bench.run(shifts.cases(list(read(workload)), 1, (shifts.NOTHING,)), {"ours": bench.calibration(8)}, False, lambda _: None)
     [row] = [row.plain() for row in rows if row.method == "ours"]
     assert (row["bound_tokens"], row["reused_tokens"], row["kl_mean"]) == (0, 0, 0.0)
@@ -167,7 +169,7 @@ def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, t
     families = ("dated system", "edited history")
     cases = shifts.cases(list(read(workload)), 1, families)
     with Engine(str(model), store=None) as engine:
-        bench = Bench(engine, 4)
+        bench = Trials(engine, 4)
         tried = variations(bench, bench.calibration(16))
         methods = {name: tried[name] for name in ("bare", "ours", "halo 32", *SOME)}
         rows = [row.plain() for row in bench.run(cases, methods, True, lambda _: None)]
@@ -204,7 +206,7 @@ def test_times_are_medians_of_interleaved_askings(
     [case] = shifts.cases(list(read(workload)), 1, ("dated system",))
     order: list[str] = []
     with Engine(str(model), store=None) as engine:
-        bench = Bench(engine, 4, repeats=3)
+        bench = Trials(engine, 4, repeats=3)
         ask = bench.ask
 
         def timed(call: Call, namespace: str, reuse: Any, forced: tuple[int, ...]) -> Any:
@@ -226,41 +228,41 @@ def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path,
     threads(1)
     cases = shifts.cases(list(read(workload)), 1, ("dated system", "removed tool"))
     with Engine(str(model), store=None) as engine:
-        bench = Bench(engine, 4)
-        given = calibrate.settings(bench, {"margin": 0.5, "tail": 48}).values()
+        bench = Trials(engine, 4)
+        given = search.settings(bench, {"margin": 0.5, "tail": 48}).values()
         assert {(known.margin, known.tail) for known in given} == {(0.5, 48)}, "neither is looked for"
         for found in (variations(bench, bench.calibration(8, tail=48)), methods(bench, bench.calibration(8, tail=48), True)):
             assert {name for name, known in found.items() if known.tail != 48} == {"bare", "no tail"}
             assert {found[name].tail for name in ("bare", "no tail")} == {0}
-        seen = calibrate.measure(bench, cases, lambda _: None)
+        seen = search.measure(bench, cases, lambda _: None)
         for _, row, plain in seen:
             assert plain["speedup"] > 0
             plain["speedup"] = 1000 / row.work_tokens  # as on a machine that does nothing else
-        loose = calibrate.choose(seen, 1e9, 0.0)
+        loose = search.choose(seen, 1e9, 0.0)
         assert loose is not None
         reused = [plain for _, _, plain in seen if plain["reused_tokens"]]
         assert loose.measured["work_tokens"] == min(plain["work_tokens"] for plain in reused)
         kls = sorted(plain["kl_mean"] for plain in reused)
-        tight = calibrate.choose(seen, kls[1], 0.0)
+        tight = search.choose(seen, kls[1], 0.0)
         assert tight is not None
         assert tight.measured["kl_mean"] <= kls[1] < loose.measured["kl_mean"]
-        assert calibrate.choose(seen, kls[0] / 2, 0.0) is None
-        assert calibrate.choose(seen, 1e9, 1.1) is None
-        sure = calibrate.measure(bench, cases[:1], lambda _: None, {"margin": 1e9})
+        assert search.choose(seen, kls[0] / 2, 0.0) is None
+        assert search.choose(seen, 1e9, 1.1) is None
+        sure = search.measure(bench, cases[:1], lambda _: None, {"margin": 1e9})
         assert all(plain["unsure"] == plain["cases"] and plain["kl_mean"] == 0 for _, _, plain in sure if plain["reused_tokens"])
         fresh = Call([message("user", 1)], (), message("assistant", 2))
         with pytest.raises(ConfigError, match="no case repeats"):
-            calibrate.calibrate(bench, [shifts.Case("x", (), fresh)], 1.0, 0.0, lambda _: None)
+            search.calibrate(bench, [shifts.Case("x", (), fresh)], search.Bounds(1.0, 0.0), lambda _: None)
 
 
 def test_the_fastest_setting_is_chosen_and_none_that_is_slower_than_the_exact_prefix() -> None:
-    def measured(work: float, ms: list[float], precision: Precision = "exact", exact: float = 100.0) -> calibrate.Seen:
+    def measured(work: float, ms: list[float], precision: Precision = "exact", exact: float = 100.0) -> search.Seen:
         row = Row("all", "x", cases=len(ms), reused_tokens=1, work_tokens=work, step_ms=ms, exact_step_ms=[exact] * len(ms))
         row.kl, row.top1 = [0.0], [1.0]
         return Calibration("x", 2, ((8, 2),), 32, 1.0, precision=precision), row, {**row.plain(), "work": work}
 
-    def chosen(*seen: calibrate.Seen) -> float | None:
-        found = calibrate.choose(seen, 1.0, 0.0)
+    def chosen(*seen: search.Seen) -> float | None:
+        found = search.choose(seen, 1.0, 0.0)
         return None if found is None else found.measured["work"]
 
     fast, frugal = measured(500, [40, 90, 41]), measured(100, [70, 20, 70])
@@ -268,7 +270,7 @@ def test_the_fastest_setting_is_chosen_and_none_that_is_slower_than_the_exact_pr
     assert chosen(fast, measured(300, [40.2, 90, 41.2])) == 300, "equally fast to a hundredth: the one that computes less"
     assert chosen(measured(100, [101, 102, 90])) is None, "slower than the exact prefix"
     bits = [measured(100, [40], precision) for precision in ("exact", "int4", "int8")]
-    found = calibrate.choose(bits, 1.0, 0.0)
+    found = search.choose(bits, 1.0, 0.0)
     assert found is not None
     assert found.precision == "int4"
 
@@ -330,14 +332,15 @@ def test_the_command_prints_a_table_a_picture_and_one_json_line(workload: Path, 
         "2",
         "--families",
         names,
-        "--no-ablations",
     ]
-    done = RUN.invoke(app, ["bench", "segments", *given, "--kl", "1e9", "--json", str(saved), "--plot", str(drawn)])
+    done = RUN.invoke(app, ["bench", "segments", *given, "--kl", "1e9", "--json", str(saved)])
     assert done.exit_code == 0, done.output
     report = json.loads(saved.read_text())
     assert {row["method"] for row in report["rows"]} == {"bare", "ours", "exact", "off"}
     keys = "family method prompt_tokens bound_tokens reused_tokens computed_tokens step_ms exact_step_ms kl_mean top1 decision".split()
     assert set(keys) <= set(report["rows"][0])
+    assert report["lacking"] == []
+    assert RUN.invoke(plots.app, [str(saved), str(drawn)]).exit_code == 0
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
@@ -355,7 +358,11 @@ def test_episodes_without_history_give_no_cases() -> None:
 
 
 def test_made_up_requests_come_in_the_number_asked_for_also_none() -> None:
-    assert shifts.made_up(0) == []
-    two = shifts.made_up(2, 4)
+    assert made_up(8, 0) == []
+    two = made_up(8, 2)
     assert len(two) == 2
     assert {case.family for case in shifts.cases(two, 1)} >= {"added tool", "dated system"}
+    with pytest.raises(ConfigError, match="with 5, 8, 20, 50 tools"):
+        made_up(4, 2)
+    with pytest.raises(ConfigError, match="n=201: 200 cases of each kind"):
+        made_up(8, 201)

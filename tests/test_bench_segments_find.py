@@ -1,4 +1,4 @@
-"""`bench.segments_find`: what it counts is right on prompts made by hand, and its rows are whole."""
+"""`benchmarks.segments_find`: what it counts is right on prompts made by hand, and its rows are whole."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from agentcache import toy
-from agentcache.bench import segments_find
-from agentcache.bench.segments_find import EDITS, Finder, _both, duplicates, pieces_of, step, traces, verdicts
-from agentcache.bench.workloads import Call, Episode
+from agentcache.calibrate.traces import Call, Episode
 from agentcache.layout import Renderer
 from agentcache.layout.windows import TokenTexts
+from benchmarks import segments_find
+from benchmarks.segments_find import EDITS, Finder, _both, duplicates, pieces_of, step, traces, verdicts
 
 WORDS = "harbour tide wind anchor gull rope mast sail deck crew storm port chart lamp bell keel".split()
 

@@ -1,4 +1,4 @@
-"""`bench segments` on the made-up world: requests that stay what they were, figures that add up, runs that go on, verdicts by figures."""
+"""`benchmarks.segments` on the made-up world: requests that stay as they were, sums, runs that go on, verdicts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import Engine
-from agentcache.bench import segments_episodes, segments_paired, segments_parts, segments_sampled
-from agentcache.bench import segments_tasks as made
-from agentcache.bench.quality_cases import selections
-from agentcache.bench.segments import Bench
-from agentcache.bench.segments_rows import Rows
-from agentcache.bench.segments_text import markdown
-from agentcache.bench.segments_verdicts import moved, verdicts
-from agentcache.cli import app
+from agentcache.calibrate import shifts
+from agentcache.calibrate.trials import Trials
 from agentcache.errors import ConfigError
 from agentcache.receipt import Receipt
 from agentcache.types import Segment
+from benchmarks import plots, segments_episodes, segments_paired, segments_parts, segments_sampled
+from benchmarks import segments_tasks as made
+from benchmarks.segments import app, made_up
+from benchmarks.segments_rows import Rows
+from benchmarks.segments_text import markdown
+from benchmarks.segments_verdicts import moved, verdicts
+from examples.embedded.cases import selections
 
 RUN = CliRunner()
 Json = dict[str, Any]
@@ -100,14 +101,14 @@ def test_flops_are_those_of_the_tokens_that_were_computed(engine: Engine) -> Non
 
     parts = (Segment(20, 60, 5, 30, 0, 10), Segment(70, 100, 5, 30, 0, 0))
     receipt = Receipt(prompt_tokens=120, cached_tokens=10 + 60, segment_tokens=60, segments=parts)
-    found = segments_paired.flops(engine.model, receipt, Bench(engine).calibration(10))
+    found = segments_paired.flops(engine.model, receipt, Trials(engine).calibration(10))
     assert found["off"] == pytest.approx(of(range(120)))
     assert found["exact"] == pytest.approx(of(range(10, 120)))
     assert found["spent"] == pytest.approx(of(range(10, 30)) + of(range(60, 70)) + of(range(100, 120)))
 
 
 def test_paired_requests_are_held_against_everything_computed(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, path = Bench(engine), tmp_path / "rows.jsonl"
+    bench, path = Trials(engine), tmp_path / "rows.jsonl"
     methods = {"ours": bench.calibration(8), "all": bench.calibration(8, share=1.0), "probe": bench.calibration(8, probe=1e-9)}
     methods["margin"] = bench.calibration(8, margin=1e9)
     tasks = made.tasks(3, 3, ("dated system", "context 100 % other", "added tool"))
@@ -146,7 +147,7 @@ def test_paired_requests_are_held_against_everything_computed(engine: Engine, tm
 
 def test_an_answer_that_differs_is_decoded_to_its_end_and_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that were taken are spoilt, so that answers must differ."""
-    bench = Bench(engine)
+    bench = Trials(engine)
     real = engine.scheduler.lifecycle.segments.runner.attach
 
     def spoilt(sequence: Any, *rest: Any) -> None:
@@ -173,7 +174,7 @@ def test_an_answer_that_differs_is_decoded_to_its_end_and_counted(engine: Engine
 def test_episodes_are_played_by_each_method(engine: Engine) -> None:
     runs = list(made.runs(1, 3))
     rows = Rows(None, {})
-    segments_episodes.Episodes(engine, {"ours": Bench(engine).calibration(8)}).run(runs, rows, quiet)
+    segments_episodes.Episodes(engine, {"ours": Trials(engine).calibration(8)}).run(runs, rows, quiet)
     assert len(engine.store) == 0
     [row] = rows.of("episodes")
     assert row["steps"] == len(runs[0].steps) >= 2
@@ -191,7 +192,7 @@ def test_episodes_are_played_by_each_method(engine: Engine) -> None:
 def test_seeds_entropy_and_deviation(engine: Engine) -> None:
     assert segments_sampled.entropy([torch.zeros(8), torch.zeros(8)]) == pytest.approx(math.log(8))
     tasks = made.tasks(1, 3, ("dated system",))
-    bench, rows, whole = Bench(engine), Rows(None, {}), Rows(None, {})
+    bench, rows, whole = Trials(engine), Rows(None, {}), Rows(None, {})
     segments_sampled.Sampled(engine, bench.calibration(8)).run(tasks, rows, quiet)
     segments_sampled.Sampled(engine, bench.calibration(8, share=1.0)).run(tasks, whole, quiet)
     assert len(engine.store) == 0
@@ -240,8 +241,6 @@ def test_the_command_measures_the_made_up_world_and_goes_on(tmp_path: Path, thre
     threads(1)
     rows, saved, drawn = tmp_path / "rows.jsonl", tmp_path / "s.json", tmp_path / "s.png"
     given = [
-        "bench",
-        "segments",
         "--model",
         "embedded",
         "--dtype",
@@ -254,7 +253,7 @@ def test_the_command_measures_the_made_up_world_and_goes_on(tmp_path: Path, thre
         "3",
         "--no-ablations",
     ]
-    given += ["--families", "dated system,added tool", "--paired", "2", "--rows", str(rows), "--json", str(saved), "--plot", str(drawn)]
+    given += ["--families", "dated system,added tool", "--paired", "2", "--rows", str(rows), "--json", str(saved)]
     done = RUN.invoke(app, given)
     assert done.exit_code == 0, done.output
     report = json.loads(saved.read_text())
@@ -263,9 +262,10 @@ def test_the_command_measures_the_made_up_world_and_goes_on(tmp_path: Path, thre
     kept = json.loads(rows.read_text().splitlines()[0])["methods"]
     assert (kept["ours"]["tail"], kept["bare"]["tail"]) == (64, 0), "no repair at all has none"
     assert report["verdicts"][0].keys() == {"hypothesis", "figure", "verdict", "reason"}
-    assert drawn.with_name("s-paired.png").read_bytes().startswith(b"\x89PNG")
+    assert RUN.invoke(plots.app, [str(rows), str(drawn)]).exit_code == 0
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     before = rows.read_text()
-    further = RUN.invoke(app, [*given[:6], *given[8:], "--paired", "3", "--sampled", "1", "--episodes", "1"])
+    further = RUN.invoke(app, [*given[:4], *given[6:], "--paired", "3", "--sampled", "1", "--episodes", "1"])
     assert further.exit_code == 0, further.output
     assert rows.read_text().startswith(before), "what was measured is not measured again, with the setting it was begun with"
     report = json.loads(saved.read_text())
@@ -287,7 +287,15 @@ def test_the_measured_page_is_what_the_json_lines_say() -> None:
     files = sorted((root / "benchmarks").glob("*-segments-*.json"))
     reports = [(file.stem, json.loads(file.read_text(encoding="utf-8"))) for file in files]
     said = markdown(reports) + "\n"
-    again = "python -m agentcache.bench.segments_text docs/benchmarks/*-segments-*.json > docs/segments-measured.md"
+    again = "python -m benchmarks.segments_text docs/benchmarks/*-segments-*.json > docs/segments-measured.md"
     assert (root / "segments-measured.md").read_text(encoding="utf-8") == said, f"run {again}"
     for _, report in reports:
         assert report["bench"] == "segments"
+
+
+def test_made_up_requests_come_in_the_number_asked_for_also_none() -> None:
+    assert made_up(0, 8) == []
+    two = made_up(2, 4)
+    assert len(two) == 2
+    assert [len(one.calls[0].tools) for one in two] == [4, 4]
+    assert {case.family for case in shifts.cases(two, 1)} >= {"added tool", "dated system"}

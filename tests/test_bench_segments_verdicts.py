@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentcache.bench import segments_episodes, segments_paired
-from agentcache.bench.segments_verdicts import together, verdicts
 from agentcache.receipt import Receipt
 from agentcache.types import Reason, Refusal
+from benchmarks import segments_episodes, segments_paired
+from benchmarks.segments_verdicts import together, verdicts
 
 
 def test_the_worst_report_that_may_speak_is_the_verdict() -> None:

@@ -95,8 +95,8 @@ def test_doctor_fails_when_the_installation_is_mixed(monkeypatch: pytest.MonkeyP
     [
         ["demo", "--json"],
         ["bench", "store", "--json"],
-        ["bench", "latency", "--plot"],
-        ["bench", "segments", "--rows"],
+        ["bench", "latency", "--json"],
+        ["bench", "segments", "--json"],
         ["calibrate", "--out"],
     ],
 )

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentcache import demo, demo_tasks, embedded
-from agentcache.demo_tasks import Recorded
 from agentcache.demo_tools import Desk, arithmetic
-from agentcache.episode import load_episode
 from agentcache.types import StoreOptions, ToolCall
 
 weights = pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
@@ -89,21 +87,12 @@ def test_tools_are_described_by_their_methods() -> None:
         "required": ["place", "date"],
     }
     assert demo_tasks.described(Desk.convert_length).parameters["properties"] == {"metres": {"type": "number"}}
-    task = demo_tasks.live()
+    task = demo_tasks.task()
     assert {one.name for one in task.tools} <= set(vars(Desk))
     assert demo_tasks.made(task.spec()) == task
 
 
 # -- the modes ---------------------------------------------------------------------------------------------------------
-
-
-def test_episode_is_whole() -> None:
-    episode = load_episode()
-    assert len(episode.tools) == 20
-    assert len(episode.steps) >= 6
-    for text, results in episode.steps:
-        assert text.count("<tool_call>") == text.count("</tool_call>") == len(results)
-    assert not episode.steps[-1][1]
 
 
 def check(report: dict[str, Any], said: str) -> None:
@@ -117,36 +106,27 @@ def check(report: dict[str, Any], said: str) -> None:
     assert "ratio" in said
 
 
-def test_the_recorded_task_on_a_small_model() -> None:
-    console = Console(record=True, width=120, file=io.StringIO())
-    episode = load_episode()
-    task = Recorded(1, 128, replace(episode, steps=(*episode.steps[:2], episode.steps[-1])))
-    report = demo.run(console, task)
-    said = console.export_text()
-    check(report, said)
-    cold, warm = (report["modes"][mode]["steps"] for mode in ("cold", "warm"))
-    assert cold[0]["cached_tokens"] == 0
-    assert warm[0]["cached_tokens"] > 2000
-    for before, step in zip(cold, cold[1:], strict=False):  # a step pays for what is new behind the last one, and nothing else
-        assert step["cached_tokens"] >= before["prompt_tokens"]
-        new = step["prompt_tokens"] - before["prompt_tokens"] - before["completion_tokens"]
-        assert step["computed_tokens"] <= new + 2
-    assert "drew the same 16 tokens" in " ".join(said.split())
-
-
 @weights
 def test_the_embedded_model_answers_with_real_tools() -> None:
     console = Console(record=True, width=120, file=io.StringIO())
-    task = demo_tasks.live()
+    task = demo_tasks.task()
     report = demo.run(console, replace(task, questions=task.questions[:2], answers=task.answers[:2]))
     said = console.export_text()
     check(report, said)
+    cold = report["modes"]["cold"]["steps"]
+    assert cold[0]["cached_tokens"] == 0
+    first = next(at for at, line in enumerate(report["said"]) if line.startswith("answer"))  # a call is a line, and so is the question
+    for before, step in zip(cold[:first], cold[1:first]):  # a step pays for what is new behind the last one, and nothing else
+        assert step["cached_tokens"] >= before["prompt_tokens"]
+        new = step["prompt_tokens"] - before["prompt_tokens"] - before["completion_tokens"]
+        assert step["computed_tokens"] <= new + 2
+    assert "drew the same" in " ".join(said.split())
     assert all(any(f"user     {turn}" == line for line in report["said"]) for turns in task.questions[:2] for turn in turns)
 
 
 @weights
 def test_the_embedded_model_answers_every_question_right(tmp_path: Path) -> None:
-    task = demo_tasks.live()
+    task = demo_tasks.task()
     with task.build(StoreOptions(tmp_path / "store")) as engine:
         played = task.play(engine, {}, lambda label: lambda at, of: None)
     asked = [line for line in played.lines if line.startswith("  call")]
@@ -163,7 +143,5 @@ def test_another_answer_is_noticed() -> None:
 
 
 def test_a_task_is_the_same_in_another_process() -> None:
-    task = Recorded(2, 64)
-    assert demo_tasks.made(task.spec()) == task
-    task = replace(demo_tasks.live(), questions=(("Hello!",),), answers=(("Hello! How can I help?",),))
+    task = replace(demo_tasks.task(), questions=(("Hello!",),), answers=(("Hello! How can I help?",),))
     assert demo_tasks.made(json.loads(json.dumps(task.spec()))) == task

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from agentcache import embedded
-from agentcache.bench import quality, quality_cases, quality_play
+from agentcache.bench import quality_play
 from agentcache.bench.quality_score import right
-from agentcache.bench.quality_world.dialogues import bundle, messages, spoken
 from agentcache.engine import Engine
 from agentcache.errors import ModelLoadError
 from agentcache.types import Message, Sampling
-from examples.embedded import card, checkpoints, export
+from benchmarks import quality
+from examples.embedded import card, cases, checkpoints, export
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
+from examples.embedded.world.dialogues import bundle, messages, spoken
 
 
 @pytest.fixture(scope="module")
@@ -213,9 +214,9 @@ def test_where_no_words_are_wanted_the_shipped_model_keeps_its_thought_to_itself
 @pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 @pytest.mark.slow
 def test_the_shipped_model_reads_a_clock_at_the_tail_and_goes_on_with_its_task() -> None:
-    options = quality.Options(count=0, episodes=0, speed=0, styles=("hermes",), clock=100)
+    parts = quality.Parts(clock=100, styles=("hermes",))
     with Engine("embedded", store=None) as engine:
-        for row in quality.run(engine, options, lambda text: None)["clock"]:
+        for row in quality.run(engine, parts, cases.Drawn(), lambda text: None)["clock"]:
             assert row["without"] >= 90
             assert row["lost"] - row["won"] <= 2, row
 
@@ -223,7 +224,7 @@ def test_the_shipped_model_reads_a_clock_at_the_tail_and_goes_on_with_its_task()
 @pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 def test_the_shipped_model_takes_no_day_for_an_id_and_answers_tool_results() -> None:
     day = (Message("user", "Today is 2026-11-23."),)
-    talks = [one for one in quality_cases.episodes("hermes", 100, held="validation") if one.kind == "siblings"]
+    talks = [one for one in cases.episodes("hermes", 100, held="validation") if one.kind == "siblings"]
     plain = [step for talk in talks[:20] for step in talk.steps[2:]]
     assert {step.prompt[-1]["role"] for step in plain} == {"user", "tool"}
     with Engine("embedded", store=None) as engine:

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from agentcache.bench import quality_cases
-from agentcache.bench.quality_world.catalogs import FORBIDDEN, NO_TOOL
-from agentcache.bench.quality_world.dialogues import END, MULTI, SILENT, Bundle, Dialogue, bundle, hermes, messages, spoken
-from agentcache.bench.quality_world.facts import RELATIONS, facts
-from agentcache.bench.quality_world.tools import Tool
-from agentcache.bench.quality_world.words import ACTIONS, MODIFIERS, READING
-from agentcache.bench.quality_world.world import SPLITS, World, sources, split_of
 from agentcache.layout import Renderer
 from agentcache.model.tool_calls import parse
 from agentcache.types import LayoutOptions, Message, ToolCall
+from examples.embedded import cases, stream
 from examples.embedded import model as models
-from examples.embedded import stream
 from examples.embedded import tokenizer as tokenizers
 from examples.embedded.packing import Encoder, pack, samples_of, turnings
+from examples.embedded.world.catalogs import FORBIDDEN, NO_TOOL
+from examples.embedded.world.dialogues import END, MULTI, SILENT, Bundle, Dialogue, bundle, hermes, messages, spoken
+from examples.embedded.world.facts import RELATIONS, facts
+from examples.embedded.world.tools import Tool
+from examples.embedded.world.words import ACTIONS, MODIFIERS, READING
+from examples.embedded.world.world import SPLITS, World, sources, split_of
 
 STYLES = stream.STYLES
 
@@ -345,7 +345,7 @@ def test_answers_from_texts_say_what_was_asked_for_and_requests_are_judged_by_th
                 begins = [one[:-2] for one in said if turn.text.startswith(one[:-2])]
                 assert len(begins) == 1, turn.text
                 value = turn.text.removeprefix(begins[0]).removesuffix(".")
-                assert quality_cases._says(turns[: at + 1]).split() == quality_cases.words(value)
+                assert cases._says(turns[: at + 1]).split() == quality_cases.words(value)
                 seen.add(begins[0])
     assert len(seen) == len(said)
 

@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 
 from agentcache import embedded
-from agentcache.bench.quality_world import world
-from agentcache.bench.quality_world.dialogues import bundle
 from examples.embedded import checkpoints, evaluate, initial, stream, trainer
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 from examples.embedded.packing import Encoder, pack, samples_of
+from examples.embedded.world import world
+from examples.embedded.world.dialogues import bundle
 
 
 @pytest.fixture(scope="module")

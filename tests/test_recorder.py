@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from agentcache import Message, Recorder, Tool, ToolCall
-from agentcache.bench import shifts
-from agentcache.bench.workloads import read
+from agentcache.calibrate import shifts
+from agentcache.calibrate.traces import read
 from agentcache.errors import ConfigError, StoreWarning
 from agentcache.lint import lint
 

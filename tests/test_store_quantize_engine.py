@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.bench.drift import drift
 from agentcache.model.hf import HFModel
 from agentcache.types import StoreOptions
+from benchmarks.drift import drift
 from tests import models
 from tests.engines import Spy, chat, check_store, decode, engine, long_text
 from tests.families import tokens

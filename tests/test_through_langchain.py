@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from agentcache import toy
-from agentcache.episode import Episode, load_episode
 from benchmarks import through_langchain
 from benchmarks import through_task as through
+from benchmarks.episode import Episode, load_episode
 from benchmarks.through import app
 
 HERE = through_langchain
@@ -77,3 +77,12 @@ def test_side_by_side(tmp_path: Path) -> None:
     assert [way["name"] for way in found["ways"]] == ["ChatHuggingFace", "ChatAgentCache"]
     assert [len(way["step_ms"]) for way in found["ways"]] == [3, 3]
     assert Path(places[1]).stat().st_size > 1000
+
+
+def test_episode_is_whole() -> None:
+    episode = load_episode()
+    assert len(episode.tools) == 20
+    assert len(episode.steps) >= 6
+    for text, results in episode.steps:
+        assert text.count("<tool_call>") == text.count("</tool_call>") == len(results)
+    assert not episode.steps[-1][1]

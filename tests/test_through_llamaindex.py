@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from agentcache import toy
-from agentcache.episode import Episode, load_episode
 from benchmarks import through_llamaindex
 from benchmarks import through_task as through
+from benchmarks.episode import Episode, load_episode
 from benchmarks.through import app
 
 HERE = through_llamaindex

@@ -78,7 +78,7 @@ def test_each_wheel_holds_its_package_and_nothing_else(source: Path, wheels: dic
         assert f"{package}/py.typed" in expected
         if name == "agentcache_llm":
             expected.add("agentcache_llm.py")
-            assert {LATER, "agentcache/demo_data/museum.json"} <= expected
+            assert {LATER, "agentcache/bench/museum.json", "agentcache/bench/cases.jsonl.gz"} <= expected
         assert files(wheels[name]) == expected
 
 

@@ -52,13 +52,13 @@ def _tool(verb: str, noun: str, draw: Random) -> dict[str, Any]:
 
 
 def training_texts() -> Iterator[str]:
-    """What a tokenizer for these prompts is trained on: the catalog, the turns, and the demo's episode as ordinary text."""
+    """What a tokenizer for these prompts is trained on: the catalog, the turns, and a recorded task as ordinary text."""
     from importlib.resources import files
 
     yield SYSTEM
     yield " ".join(_WORDS)
     yield from (repr(tool) for tool in tools(40))
-    yield files("agentcache").joinpath("demo_data", "museum.json").read_text(encoding="utf-8")
+    yield files(__package__).joinpath("museum.json").read_text(encoding="utf-8")
 
 
 def user_turn(number: int, tokens: int, count: Callable[[str], int]) -> str:

@@ -6,10 +6,7 @@ resident pages. So a hit is the floor plus the time to read; hashing hides behin
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +15,9 @@ from typing import Any
 from ..engine import Engine
 from ..errors import ConfigError
 from ..store.policy import WriteBudget
-from ..types import StoreOptions
-from . import catalog, ours
-from .load import Samples, Watch
+from . import ours
 from .stock import Timed
 
-ADMITTED_TOOLS = 10
 PIECE = 16 << 20  # bytes read at once by the raw reader
 
 
@@ -89,61 +83,3 @@ def hit(engine: Engine, namespace: str, messages: Any, tools: Any, new: int, col
     done, receipt = ours.ask(engine, messages, tools, new, namespace=namespace)
     assert receipt.disk_tokens == receipt.cached_tokens > 0, f"{receipt.disk_tokens} of {receipt.cached_tokens} came from disk"
     return done, receipt
-
-
-def admitting(engine: Engine, repeats: int) -> dict[str, Any]:
-    """What keeping costs a request: a cold prompt and its answer, with and without writing to disk behind it."""
-    tools, samples = catalog.tools(ADMITTED_TOOLS), Samples()
-    for number in range(repeats + 1):
-        for writing in (True, False) if number % 2 else (False, True):
-            namespace, name = f"admitting-{number}-{writing}", "with" if writing else "without"
-            messages = [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": catalog.OPENINGS[number]}]
-            allow_writing(engine, writing)
-            with Watch() as load:
-                done, receipt = ours.ask(engine, messages, tools, 16, namespace=namespace)
-            assert receipt.cached_tokens == 0, f"{receipt.cached_tokens} tokens of a cold prompt were known"
-            allow_writing(engine, False)
-            assert bool(blobs(engine, namespace)) == writing, "pages were written, or were not, against what was measured"
-            engine.store.clear(namespace)
-            if number:
-                samples.add(name, done.total_ms)
-                samples.note(name, load)
-    took, bare = samples.median("with"), samples.median("without")
-    assert took is not None and bare is not None
-    figures = {"prompt_tokens": receipt.prompt_tokens, "ms": took, "without_ms": bare, "ratio": took / bare}
-    return {**figures, "repeats": repeats, "load": samples.report()}
-
-
-def second_process(spec: dict[str, Any]) -> dict[str, Any]:
-    """The same in a process of its own, from a cold and then from a warm page cache. spec: see `_main`."""
-    command = [sys.executable, "-m", "agentcache.bench.disk", json.dumps(spec)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise RuntimeError(f"the second process failed: {ran.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
-    return found
-
-
-def _main(spec: dict[str, Any]) -> dict[str, Any]:
-    """What the second process does. spec: store, namespace, tools, tail, turns (two numbers), new, dtype, threads, model or shape."""
-    import torch
-
-    from . import latency, shapes
-
-    if spec["threads"]:
-        torch.set_num_threads(spec["threads"])
-    loaded = (spec["model"],) if spec["model"] else shapes.load(spec["shape"], dtype=spec["dtype"])
-    with Engine(*loaded, dtype=spec["dtype"] if spec["model"] else None, store=StoreOptions(spec["store"], refuse_slow=False)) as engine:
-        engine.generate([{"role": "user", "content": catalog.SYSTEM}], sampling=ours.greedy(2), namespace="warm-up", reuse="off")
-        tools, found = catalog.tools(spec["tools"]), {}
-        for kind, turn in zip(("cold", "warm"), spec["turns"], strict=True):
-            messages, _ = latency.prompt_of(engine, tools, turn, spec["tail"])
-            done, receipt = hit(engine, spec["namespace"], messages, tools, spec["new"], kind == "cold")
-            found[kind] = {"ttft_ms": done.ttft_ms, "ids": done.ids, "disk_tokens": receipt.disk_tokens, "load_ms": receipt.load_ms}
-            assert receipt.bitwise or not engine.model.bitwise, "pages of the first process have other numerics here"
-        allow_writing(engine, False)
-    return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(_main(json.loads(sys.argv[1]))))

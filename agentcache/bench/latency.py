@@ -58,29 +58,10 @@ class Scene:
     gaps: list[float] = field(default_factory=list)
 
 
-def prompt_of(engine: Engine, tools: tuple[dict[str, Any], ...], number: int, tail: int) -> tuple[list[dict[str, str]], list[int]]:
-    """Messages and ids of turn `number` behind the tools, with about `tail` tokens behind the stable prefix."""
-
-    def messages(text: str) -> list[dict[str, str]]:
-        return [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": text}]
-
-    def count(text: str) -> int:
-        layout = engine.renderer.render(messages(text), tools)
-        return len(layout.ids) - layout.prefix_tokens
-
-    said = messages(catalog.user_turn(number, tail, count))
-    return said, list(engine.renderer.render(said, tools).ids)
-
-
-def common(one: list[int], other: list[int]) -> int:
-    """Length of the longest common start."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def prepare(engine: Engine, count: int, options: Options) -> Scene | None:
     """Warm the group of `count` tools and make as many different turns as there are repeats; None if the context is too short."""
     tools = catalog.tools(count)
-    made = [prompt_of(engine, tools, number, options.tail) for number in range(options.repeats + 1)]
+    made = [ours.prompt_of(engine, tools, number, options.tail) for number in range(options.repeats + 1)]
     prompts = [ids for _, ids in made]
     if max(map(len, prompts)) + options.decode + 1 > engine.model.context_tokens:
         return None
@@ -88,7 +69,7 @@ def prepare(engine: Engine, count: int, options: Options) -> Scene | None:
     disk.allow_writing(engine, True)
     group = engine.warm(catalog.SYSTEM, tools, name="bench", namespace=namespace)
     disk.allow_writing(engine, False)
-    prefix = common(prompts[0], prompts[1])
+    prefix = ours.common(prompts[0], prompts[1])
     assert group.prefix_tokens <= prefix <= group.prefix_tokens + 2, f"turns share {prefix} tokens, the group holds {group.prefix_tokens}"
     return Scene(engine, namespace, tools, group, [messages for messages, _ in made], prompts, prefix)
 

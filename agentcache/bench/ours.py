@@ -16,6 +16,7 @@ from ..receipt import Receipt
 from ..runner import Work
 from ..store.keys import Scope, as_ids
 from ..types import Sampling
+from . import catalog
 from .stock import Timed, timed
 
 
@@ -36,6 +37,25 @@ def ask(engine: Engine, messages: Any, tools: Any, new: int, **options: Any) -> 
     seen = stamps_of(stream)
     assert len(seen) == new, f"the engine gave {len(seen)} tokens, {new} were asked for"
     return timed(began, [at for at, _ in seen], [token for _, token in seen]), stream.receipt
+
+
+def prompt_of(engine: Engine, tools: tuple[dict[str, Any], ...], number: int, tail: int) -> tuple[list[dict[str, str]], list[int]]:
+    """Messages and ids of turn `number` behind the tools, with about `tail` tokens behind the stable prefix."""
+
+    def messages(text: str) -> list[dict[str, str]]:
+        return [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": text}]
+
+    def count(text: str) -> int:
+        layout = engine.renderer.render(messages(text), tools)
+        return len(layout.ids) - layout.prefix_tokens
+
+    said = messages(catalog.user_turn(number, tail, count))
+    return said, list(engine.renderer.render(said, tools).ids)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Length of the longest common start."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def scope_of(engine: Engine, namespace: str, tokens: int) -> Scope:

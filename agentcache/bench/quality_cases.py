@@ -1,36 +1,34 @@
-"""What a model is asked in `agentcache bench quality`, and what is right: from the generated world, or from files of cases.
+"""What a model is asked in `agentcache bench quality`, and what is right: frozen cases that come with the package, and files of cases.
 
     Case      messages, tools, the call that is right (None: no call), which catalog it shares with others
     Episode   the requests of a dialogue's steps in order, each with what is right there
 
-Knows no engine: quality_play.py asks, quality_score.py counts.
+Knows no engine: quality_play.py asks, quality_score.py counts. examples/embedded/cases.py draws the frozen cases.
 """
 
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..calibrate import traces
 from ..errors import ConfigError
-from ..types import Message, Role
-from .quality_world.asking import Turn
-from .quality_world.dialogues import MULTI, Bundle, Dialogue, bundle, messages, single
-from .quality_world.react import langchain, llamaindex
-from .quality_world.world import sources
+from ..types import Message
 
 SPLITS = ("seen", "held-out requests", "unseen tools", "unseen words")
 STYLES = ("hermes", "langchain", "langchain text", "llamaindex")
-VARIANTS = ("as asked", "tools shuffled", "another system text", "history in front")
 PER_CATALOG = 12  # dialogues on one catalog
-LINKS = frozenset(  # of an answer, whoever words it
-    "the is are was in of to it an and no not do answer here done found that by "
-    "founder owner year opening place height number visitors birthplace".split()
-)
+EPISODE_TOOLS = 8
+HELD, SEED = "test", "bench"  # the part of the world that they are drawn from, and the word
+FROZEN = "cases.jsonl.gz"
+MORE = "python -m benchmarks.quality, from a checkout, draws others"
 Plain = Mapping[str, Any]
 
 
@@ -73,146 +71,52 @@ class Episode:
     steps: tuple[Case, ...] = field(repr=False)
 
 
-def bundles(split: str, style: str, tools: int, seed: str, held: str) -> Iterator[Bundle]:
-    """Bundles without end on exactly `tools` tools, always the same ones for a seed. Their dialogues start with what they are about."""
-    source = sources(held)[split]
-    number = 0
-    while True:
-        name = f"{seed} {held} {split} {style} {tools} {number}"
-        yield bundle(name, style, tools, PER_CATALOG, source, exact=True, hold=False)
-        number += 1
-
-
-def selections(split: str, tools: int, count: int, seed: str = "bench", held: str = "test") -> list[Case]:
-    """`count` first decisions of dialogues."""
-    out: list[Case] = []
-    for number, made in enumerate(bundles(split, "hermes", tools, seed, held)):
-        for talk in made.dialogues:
-            out.append(_first(made, talk, number))
-            if len(out) == count:
-                return out
-    raise AssertionError("endless")
-
-
-def variants(split: str, tools: int, count: int, seed: str = "bench", held: str = "test") -> dict[str, list[Case]]:
-    """The same first decisions as they are, and with something changed that changes nothing about what is right."""
-    out: dict[str, list[Case]] = {name: [] for name in VARIANTS}
-    for number, made in enumerate(bundles(split, "hermes", tools, seed, held)):
-        assert made.catalog is not None
-        world = made.catalog.world
-        groups = world.shuffled(made.catalog.groups)  # a tool that speaks of the one above it stays below that
-        day = "" if re.search(r"oday|date is", made.system) else f" Today is {world.date()}."
-        shuffled = replace(made, tools=tuple(tool for group in groups for tool in group))
-        other = replace(made, system=f"You sit at the desk of {world.full_name()}.{day}\n{made.system}")
-        for talk in made.dialogues:
-            before = single(made.catalog, made.catalog.plain(), whole=True)
-            held_up = replace(talk, turns=(*before, *talk.turns))
-            for name, one, said in zip(VARIANTS, (made, shuffled, other, made), (talk, talk, talk, held_up)):
-                out[name].append(_first(one, said, number, len(said.turns) - len(talk.turns)))
-            if len(out[name]) == count:
-                return out
-    raise AssertionError("endless")
-
-
-def _first(made: Bundle, talk: Dialogue, catalog: int, begins: int = 0) -> Case:
-    """The first decision behind the first `begins` turns. Of several steps' first ones few depend on anything."""
-    context = talk.context and (talk.kind not in MULTI or talk.kind in ("switch", "fallback"))
-    case, right = _hermes_step(made, talk.turns, begins + 1, catalog, context, talk.kind), talk.turns[begins + 1].tool
-    return replace(case, rivals=right is not None and any(tool is not right and tool.thing == right.thing for tool in made.tools))
-
-
-def episodes(style: str, count: int, tools: int = 8, split: str = "unseen tools", seed: str = "bench", held: str = "test") -> list[Episode]:
-    """`count` dialogues of at least two calls, in one of the styles."""
-    out: list[Episode] = []
-    for catalog, made in enumerate(bundles(split, style, tools, f"{seed} episodes", held)):
-        for number, talk in enumerate(made.dialogues):
-            if sum(turn.tool is not None for turn in talk.turns) < 2:
-                continue
-            out.append(Episode(style, talk.kind, catalog, tuple(_steps(made, number))))
-            if len(out) == count:
-                return out
-    raise AssertionError("endless")
-
-
-def with_clock(episode: Episode, role: Role) -> Episode:
-    """The same dialogue with a clock at each step's tail that has moved on since the step before; the clock decides nothing."""
-    steps = []
-    for number, step in enumerate(episode.steps):
-        minutes = 60 * (7 + episode.catalog % 12) + 13 * episode.catalog % 60 + 3 * number
-        steps.append(replace(step, volatile=(Message(role, f"It is {minutes // 60:02}:{minutes % 60:02}."),)))
-    return replace(episode, steps=tuple(steps))
-
-
-def _steps(made: Bundle, number: int) -> Iterator[Case]:
-    talk = made.dialogues[number]
-    if made.style == "hermes":
-        for at, turn in enumerate(talk.turns):
-            if turn.role == "assistant":
-                yield _hermes_step(made, talk.turns, at, number, talk.context, talk.kind)
-        return
-    said = [(at, turn) for at, turn in enumerate(talk.turns) if turn.role == "assistant"]
-    samples = [sample for sample in (langchain if made.style.startswith("langchain") else llamaindex)(made) if sample.dialogue == number]
-    for (at, turn), sample in zip(said, samples, strict=True):
-        text = "".join(piece.text for piece in sample.pieces[:-1])
-        prompt = text if made.style == "langchain text" else chat(text)
-        yield Case(prompt, (), _right(turn), talk.turns[0].text, number, talk.context, talk.kind, made.style, _says(talk.turns[: at + 1]))
-
-
-def _hermes_step(made: Bundle, turns: Sequence[Turn], at: int, catalog: int, context: bool, kind: str) -> Case:
-    """The decision that turn `at` is."""
-    tools = [tool.schema(made.form) for tool in made.tools]
-    asked = next(turn.text for turn in reversed(turns[:at]) if turn.role == "user")
-    right = _right(turns[at])
-    wants = right is not None or not (kind == "small talk" or kind in MULTI)
-    return Case(messages(made, turns[:at]), tools, right, asked, catalog, context, kind, "hermes", _says(turns[: at + 1]), wants)
-
-
-def _right(turn: Turn) -> Right | None:
-    if turn.tool is None:
-        return None
-    args = dict(turn.args)
-    if turn.tool.action != "calculate":
-        return Right(turn.tool.name, args)
-    return Right(turn.tool.name, args, {name: (value, str(value).replace(" ", "")) for name, value in args.items()})
-
-
 def words(text: str) -> list[str]:
     """Words, numbers and ids of a text, in lower case."""
     return re.findall(r"(?:(?<![^\s\"'(])-(?=\d))?[^\W_]+(?:[-.@'][^\W_]+)*", text.lower())
 
 
-def _says(turns: Sequence[Turn]) -> str:
-    """What the last turn takes from the results before it: an answer in other words that says this is right too.
-
-    From all of them: "unchanged" has to be answered with what an earlier one said. Of an error, all its words.
-    """
-    if turns[-1].tool is not None or turns[-2].role != "tool":
-        return ""
-    told = [word for turn in turns[:-1] if turn.role == "tool" for word in words(_values(turn.text))]
-    links = LINKS if _result(turns[-2].text).keys() != {"error"} else ()
-    return " ".join(word for word in words(turns[-1].text) if word in told and word not in links)
+# Frozen cases, a line per catalog or dialogue: {"split", "tools", "cases"} and {"style", "kind", "catalog", "tools", "steps"}
 
 
-def _result(text: str) -> Mapping[str, Any]:
-    """The object that a result is, or an empty one."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, Mapping) else {}
+@functools.cache
+def _frozen() -> tuple[dict[tuple[str, int], list[Case]], dict[str, list[Episode]]]:
+    """First decisions by split and number of tools; dialogues by style."""
+    cases: dict[tuple[str, int], list[Case]] = {}
+    played: dict[str, list[Episode]] = {}
+    for line in gzip.decompress(files(__package__).joinpath(FROZEN).read_bytes()).splitlines():
+        row = json.loads(line)
+        if "split" in row:
+            cases.setdefault((row["split"], len(row["tools"])), []).extend(_case(row, each) for each in row["cases"])
+        else:
+            steps = tuple(_case(row, each) for each in row["steps"])
+            played.setdefault(row["style"], []).append(Episode(row["style"], row["kind"], row["catalog"], steps))
+    return cases, played
 
 
-def _values(text: str) -> str:
-    """A result without the names of its fields: nobody need say those."""
-    return " ".join(map(str, _result(text).values())) or text
+def _case(row: Plain, each: Plain) -> Case:
+    right = Right(**each["right"]) if each["right"] else None
+    return Case(**{**each, "right": right}, tools=row["tools"], style=row.get("style", "hermes"))
 
 
-_CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)
+def selections(split: str, tools: int, count: int) -> list[Case]:
+    """The first `count` decisions of a split on so many tools; ConfigError where the package has none, or not so many."""
+    cases, _ = _frozen()
+    if not (found := cases.get((split, tools))):
+        known = sorted(number for name, number in cases if name == split)
+        raise ConfigError(f"tools={tools!r}: of the split {split!r} there are cases with {', '.join(map(str, known))} tools; {MORE}")
+    return _first(found, count)
 
 
-def chat(text: str) -> list[dict[str, Any]]:
-    """The messages of a ChatML text that ends with the opening of an assistant's turn."""
-    return [{"role": role, "content": content} for role, content in _CHATML.findall(text)]
+def episodes(style: str, count: int) -> list[Episode]:
+    """The first `count` dialogues of at least two calls on 8 unseen tools; ConfigError if there are not so many."""
+    return _first(_frozen()[1][style], count)
+
+
+def _first(found: list[Any], count: int) -> list[Any]:
+    if count > len(found):
+        raise ConfigError(f"n={count!r}: {len(found)} cases of each kind come with the package; {MORE}")
+    return found[:count]
 
 
 # Files of cases: {"id", "group", "system", "tools" | "tools_ref", "query", "expected": [{"name", "arguments", "acceptable"}]}
@@ -252,3 +156,25 @@ def read(path: Path, tools_dir: Path | None = None) -> list[Case]:
         catalog = catalogs.setdefault(str(row.get("tools_ref", row.get("id", number))), len(catalogs))
         out.append(Case([*system, {"role": "user", "content": query}], tools, right, query, catalog))
     return out
+
+
+# The same requests as traces
+
+
+def recorded(cases: Sequence[Case]) -> list[traces.Episode]:
+    """Each case as an episode of one call that was answered right."""
+    found = []
+    for number, case in enumerate(cases):
+        answer: traces.Json = {"role": "assistant", "content": case.says or "No."}
+        if case.right is not None:
+            function = {"name": case.right.name, "arguments": dict(case.right.arguments)}
+            answer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        assert not isinstance(case.prompt, str)
+        call = traces.Call([dict(message) for message in case.prompt], tuple(dict(tool) for tool in case.tools), answer)
+        found.append(traces.Episode(f"made up {number}", "chat", (call,)))
+    return found
+
+
+def made_up(tools: int, count: int) -> list[traces.Episode]:
+    """So many requests on tools nobody was trained on: what the embedded model is at home with."""
+    return recorded(selections("unseen tools", tools, count)) if count else []

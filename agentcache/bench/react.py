@@ -15,16 +15,15 @@ from weakref import ReferenceType, ref
 
 import numpy as np
 
+from ..calibrate.traces import Answers, Call, Episode
 from ..engine import Engine
 from ..errors import ConfigError, ContextOverflowError
 from ..kv import PAGE_TOKENS, Page
-from ..layout import Renderer
 from ..receipt import Receipt
 from ..store.keys import as_ids
 from ..types import Sampling
 from . import ours, stock
 from .load import Watch
-from .workloads import Call, Episode
 
 SLACK = 1.02  # computed tokens may exceed new ones by this factor, and by one per call
 Say = Callable[[str], None]
@@ -94,27 +93,13 @@ class Replay:
     stock: bool = False
     namespace: str = "react"
     oracle: Oracle = field(default_factory=Oracle)
-    forcing: Renderer = field(init=False)  # its own memory: what is rendered here must not make the engine's layout faster
+    answers: Answers = field(init=False)
     groups: dict[bytes, list[ReferenceType[Page]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.decode < 1:
             raise ConfigError(f"decode={self.decode!r}: must be at least 1, the first token")
-        self.forcing = Renderer(self.engine.tokenizer)
-
-    def answer_ids(self, call: Call) -> list[int]:
-        """The recorded answer as the model would have generated it: what the template writes for it, up to and with its end token."""
-        tokenizer = self.engine.tokenizer
-        if isinstance(call.answer, str):
-            return list(tokenizer(call.answer, add_special_tokens=False)["input_ids"])
-        assert not isinstance(call.prompt, str)
-        before = self.forcing.render(call.prompt, call.tools).text
-        whole = self.forcing.render([*call.prompt, call.answer], call.tools, generation=False).text
-        if not whole.startswith(before):
-            raise ConfigError("this chat template writes an answered prompt otherwise than an open one: its answers cannot be forced")
-        text, end = whole[len(before) :], tokenizer.eos_token
-        cut = text.rfind(end) if end else -1
-        return list(tokenizer(text if cut < 0 else text[: cut + len(end)], add_special_tokens=False)["input_ids"])
+        self.answers = Answers(self.engine.tokenizer)
 
     def call(self, call: Call, turn: int) -> Sums:
         """One call in all ways asked for, their order rotating; ours comes with the account."""
@@ -131,7 +116,7 @@ class Replay:
 
     def _ours(self, call: Call, done: Sums) -> None:
         """Free tokens first, if more than the first are timed; then the recorded answer, which is what the next prompt continues."""
-        engine, forced, prompt = self.engine, tuple(self.answer_ids(call)), []
+        engine, forced, prompt = self.engine, tuple(self.answers.ids(call)), []
         if self.decode > 1:
             timed, receipt = ours.ask(engine, call.prompt, call.tools, self.decode, namespace=self.namespace)
             done.ms = timed.total_ms

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..store.disk import blob_io
-from ..store.disk.disk_tier import DiskTier
 from ..store.disk.folder import Folder
 from ..store.disk.index import Index, Row
 from ..store.keys import Scope, page_key
-from ..types import StoreOptions
-from . import llama_cpp, shapes
+from . import shapes
 from .disk import PIECE, drop_caches, raw_ms
 from .load import Samples, Watch
 
 Say = Callable[[str], None]
-_BATCH = 6 * 200
 
 
 def spec_of(shape: str, dtype: str) -> KVSpec:
@@ -67,7 +62,7 @@ def rows_of(spec: KVSpec, tokens: int, scope: Scope, seed: int = 0) -> list[Row]
     return rows
 
 
-def _ms(run: Callable[[], Any]) -> float:
+def ms(run: Callable[[], Any]) -> float:
     began = time.perf_counter()
     run()
     return (time.perf_counter() - began) * 1e3
@@ -78,7 +73,7 @@ def _touch(tensors: dict[str, torch.Tensor]) -> None:
         tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.int32).sum()
 
 
-class Bench:
+class Files:
     """One group of pages on disk in each format, under `place`."""
 
     def __init__(self, spec: KVSpec, tokens: int, place: Path) -> None:
@@ -91,7 +86,6 @@ class Bench:
         self.whole, self.pickled, self.raw = place / "whole.safetensors", place / "whole.pt", place / "raw.bin"
         self.tensors = {f"{name}.{i}": getattr(p, name) for i, p in enumerate(self.pages) for name in ("keys", "values")}
         self.buffer = bytearray(PIECE)
-        self.foreign = llama_cpp.sequence(spec, tokens, place)
 
     @property
     def bytes(self) -> int:
@@ -101,8 +95,6 @@ class Bench:
     def close(self) -> None:
         """The folder is its maker's to remove."""
         self.index.close()
-        if self.foreign is not None:
-            self.foreign.close()
 
     def write(self) -> None:
         """All pages, each complete and in the index; those of the last time go first."""
@@ -135,71 +127,39 @@ class Bench:
         """What reads: the files, and how. Each ends with every byte touched."""
         blobs = [self.folder.blobs / row.blob[:2] / f"{row.blob}.safetensors" for row in self.rows]
         buffer = bytearray(max(path.stat().st_size for path in blobs))
-        ways: dict[str, tuple[list[Path], Callable[[], Any]]] = {
+        return {
             "raw": (blobs, lambda: raw_ms(blobs, buffer)),
             "agentcache": (blobs, self.load),
             "verify": (blobs, self.verify),
             "safetensors": ([self.whole], lambda: _touch(load_file(self.whole))),
             "torch.load": ([self.pickled], lambda: _touch(torch.load(self.pickled, weights_only=True))),
         }
-        if self.foreign is not None:
-            ways["llama.cpp"] = ([self.foreign.file], self.foreign.load)
-        return ways
 
     def writes(self) -> dict[str, Callable[[], Any]]:
         """What writes."""
-        return {"agentcache": self.write, "raw": self.write_raw} | ({"llama.cpp": self.foreign.write} if self.foreign else {})
+        return {"agentcache": self.write, "raw": self.write_raw}
+
+    def check(self) -> None:
+        """After each repeat: whether what came back is what was written. `load` looks at its pages itself."""
 
 
-def lookups(entries: int, repeats: int, place: Path, say: Say = lambda _: None) -> dict[str, Any]:
-    """Medians with so many rows in the index, of prompts of six pages: opening the store, lookups that find all of one, and nothing."""
-    spec, scope = KVSpec(28, 8, 128, torch.bfloat16), Scope("bench", "bench")
-    folder, samples = Folder.open(place / "many"), Samples()
-    tokens = 6 * PAGE_TOKENS
-    with Index(folder) as index:
-        for first in range(0, entries, _BATCH):
-            say(f"{first:,} of {entries:,} rows")
-            prompts = [rows_of(spec, tokens, scope, first + number) for number in range(0, _BATCH, 6)]
-            index.restore([replace(row, blob=f"{row.page_key.hex()}-0") for rows in prompts for row in rows])
-        rows = index.total()[0]
-    asked, other = (np.concatenate([row.ids for row in prompt]) for prompt in (prompts[-1], rows_of(spec, tokens, scope, 1 << 40)))
-
-    def once(disk: DiskTier) -> None:
-        for name, ids in (("first_ms", asked), ("hit_ms", asked), ("miss_ms", other)):
-            samples.add(name, _ms(partial(disk.index.longest, scope, ids, tokens)))
-        assert sum(common for _, common in disk.index.longest(scope, asked, tokens)) == tokens
-        assert not disk.index.longest(scope, other, tokens)
-        disk.close()
-
-    for _ in range(max(9, repeats)):
-        began = time.perf_counter()
-        disk = DiskTier(StoreOptions(folder.path))
-        samples.add("open_ms", (time.perf_counter() - began) * 1e3)
-        once(disk)
-    return {"rows": rows, **{name: samples.median(name) for name in ("open_ms", "first_ms", "hit_ms", "miss_ms")}}
-
-
-def run(shape: str, dtype: str, tokens: int, repeats: int, place: Path, say: Say = lambda _: None) -> dict[str, Any]:
+def run(files: Files, repeats: int, say: Say = lambda _: None) -> dict[str, Any]:
     """Medians of interleaved repeats: writing, and reading from a cold and from a warm page cache."""
-    bench, samples = Bench(spec_of(shape, dtype), tokens, place), Samples()
-    try:
-        save_file(bench.tensors, bench.whole)
-        torch.save(bench.tensors, bench.pickled)
-        for number in range(1, repeats + 1):
-            for name, write in bench.writes().items():
-                say(f"repeat {number} of {repeats}: write, {name}")
-                samples.add(f"{name}_write_ms", _ms(write))
-            for name, (paths, way) in bench.ways().items():
-                say(f"repeat {number} of {repeats}: read, {name}")
-                with Watch() as load:
-                    drop_caches(paths)
-                    samples.add(f"{name}_cold_ms", _ms(way))
-                    samples.add(f"{name}_warm_ms", _ms(way))
-                samples.note(name, load)
-            if bench.foreign is not None:
-                bench.foreign.check()
-        kinds = ("write", "cold", "warm")
-        rows = [{"way": name, **{f"{kind}_ms": samples.median(f"{name}_{kind}_ms") for kind in kinds}} for name in bench.ways()]
-        return {"tokens": tokens, "bytes": bench.bytes, "rows": rows, "repeats": repeats, "load": samples.report()}
-    finally:
-        bench.close()
+    samples = Samples()
+    save_file(files.tensors, files.whole)
+    torch.save(files.tensors, files.pickled)
+    for number in range(1, repeats + 1):
+        for name, write in files.writes().items():
+            say(f"repeat {number} of {repeats}: write, {name}")
+            samples.add(f"{name}_write_ms", ms(write))
+        for name, (paths, way) in files.ways().items():
+            say(f"repeat {number} of {repeats}: read, {name}")
+            with Watch() as load:
+                drop_caches(paths)
+                samples.add(f"{name}_cold_ms", ms(way))
+                samples.add(f"{name}_warm_ms", ms(way))
+            samples.note(name, load)
+        files.check()
+    kinds = ("write", "cold", "warm")
+    rows = [{"way": name, **{f"{kind}_ms": samples.median(f"{name}_{kind}_ms") for kind in kinds}} for name in files.ways()]
+    return {"tokens": files.tokens, "bytes": files.bytes, "rows": rows, "repeats": repeats, "load": samples.report()}

@@ -1,4 +1,4 @@
-"""The model card, from the state of a training and the figures of `agentcache bench quality`. Measures nothing and rounds nothing up."""
+"""The model card, from the state of a training and the figures of `python -m benchmarks.quality`. Measures nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ chat template, which writes it before the last turn, outside any turn: there thi
 ## Training
 
 Trained from random weights, into which some look-up heads were put by construction (examples/embedded/initial.py), on text that
-`agentcache/bench/quality_world` generates, and on nothing else: {tokens:.1f} million tokens, {steps:,} steps, {hours:.1f} hours of 2 CPU
+`examples/embedded/world` generates, and on nothing else: {tokens:.1f} million tokens, {steps:,} steps, {hours:.1f} hours of 2 CPU
 cores, the first 12 of them on older ones (docs/embedded.md says how fast each were). It is one run that was stopped and resumed while
 the generator and the order of its stages were still being mended, so it cannot be repeated to the bit. `python
 examples/embedded/train.py --out FOLDER --tokens 46.5e6`, then the same with `--head-dim 64 --resume` (its heads began with 32 channels
@@ -162,12 +162,14 @@ def missed(found: Mapping[str, Any]) -> list[str]:
 
 
 def card(state: Mapping[str, Any], size: int, found: Mapping[str, Any] | None, vocab: int = 4096) -> str:
-    """The whole card. found: the report of `agentcache bench quality`, None if there is none."""
+    """The whole card. found: the report of `python -m benchmarks.quality`, None if there is none."""
     numbers = {"tokens": state["tokens"] / 1e6, "steps": state["step"], "hours": state["hours"]}
     text = HEAD.format(size=size, vocab=vocab, **numbers) + "\n## Figures\n\n"
     if found is None:
         return text + "None were measured for these weights yet.\n\n" + TAIL
-    text += f'`agentcache bench quality`, greedy decoding, split "{found["held"]}", 95 % intervals in brackets. Calls are held to their\n'
+    text += (
+        f'`python -m benchmarks.quality`, greedy decoding, split "{found["held"]}", 95 % intervals in brackets. Calls are held to their\n'
+    )
     text += "schemas, but for text ReAct, which is decoded freely. BM25 over names and descriptions, the same with those of\n"
     text += "parameters, and the first tool are baselines that choose without a model.\n\n"
     text += "\n".join(part for part in (_requests(found), _episodes(found), _files(found), _speed(found)) if part)

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentcache.bench.quality_world.dialogues import Bundle, bundle
-from agentcache.bench.quality_world.world import sources
-
 from . import model as models
 from .packing import Encoder, Ints, Pack, pack, samples_of
+from .world.dialogues import Bundle, bundle
+from .world.world import sources
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 FOLDER is what train.py writes to. Three quarters of the last weights and a quarter of the averaged ones go out in bf16, with tokenizer,
 chat template, model card and checksums.
---quality: what `agentcache bench quality --json` wrote for these weights; several runs may be named, each cell is of the longest.
+--quality: what `python -m benchmarks.quality --json` wrote for these weights; several runs may be named, each cell is of the longest.
 Without it the card says that nothing was measured yet.
 """
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agentcache.bench.quality_world.dialogues import Bundle, Sample, hermes
-from agentcache.bench.quality_world.react import langchain, llamaindex
+from .world.dialogues import Bundle, Sample, hermes
+from .world.react import langchain, llamaindex
 
 Ints = npt.NDArray[np.int64]
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from queue import Full
 from typing import Any
 
-from agentcache.bench.quality_world.dialogues import bundle
-from agentcache.bench.quality_world.world import USUAL, VAGUE, World
-
 from .packing import Encoder, Pack, pack
+from .world.dialogues import bundle
+from .world.world import USUAL, VAGUE, World
 
 DIALOGUES = 18  # drawn for a catalog; as many are taken as fit
 FEW = 7  # tools of a small catalog at most

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentcache.bench.quality_world.dialogues import TOOLS_HEAD, TOOLS_TAIL, bundle
-
 from .packing import samples_of
+from .world.dialogues import TOOLS_HEAD, TOOLS_TAIL, bundle
 
 VOCAB = 4096
 PAD, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -22,7 +22,7 @@ VOCAB = 1024
 SHORT = 24  # tokens of an answer that nobody reads
 
 TEXTS = (
-    files("agentcache").joinpath("demo_data", "museum.json").read_text(encoding="utf-8"),
+    files("agentcache.bench").joinpath("museum.json").read_text(encoding="utf-8"),
     '<tool_call>\n{"name": "magic_function", "arguments": {"input": 3}}\n</tool_call> {"setup": "Why?", "punchline": "Because."}',
 )
 

@@ -12,7 +12,7 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.llms.agentcache import AppendOnlyMemory, RequestRecorder
 
-from agentcache.bench.workloads import read
+from agentcache.calibrate.traces import read
 from agentcache.lint import lint
 
 Make = Callable[..., Any]

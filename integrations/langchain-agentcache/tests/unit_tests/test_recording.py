@@ -17,8 +17,8 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 
 from agentcache import Recorder
-from agentcache.bench import shifts
-from agentcache.bench.workloads import read
+from agentcache.calibrate import shifts
+from agentcache.calibrate.traces import read
 from agentcache.errors import AgentCacheError
 from agentcache.lint import lint
 

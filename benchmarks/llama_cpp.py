@@ -1,4 +1,4 @@
-"""llama.cpp's sequence files, for `bench store`: the same KV shape written and read by llama-cpp-python. Knows no engine and no store.
+"""llama.cpp's sequence files, for `python -m benchmarks.store`: the same KV shape written and read by llama-cpp-python. Knows no store.
 
 The model is made here: of the asked KV shape, with next to no other weights, so that filling the sequence takes seconds. Its KV is fp16.
 """
@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ..kv import KVSpec
+from agentcache.kv import KVSpec
 
 WIDTH = 64  # of the hidden states and the vocabulary: only keys and values are wanted
 BATCH = 512
 
 
 def installed() -> bool:
-    """Whether llama-cpp-python and gguf are there (the extra `llama-cpp`)."""
+    """Whether llama-cpp-python and gguf are there."""
     return all(importlib.util.find_spec(name) is not None for name in ("llama_cpp", "gguf"))
 
 

@@ -1,4 +1,4 @@
-"""Further measurements of `agentcache bench latency`, each one function on a running engine: engine in, plain JSON values out.
+"""The measurements of `python -m benchmarks.steps`, each one function: a running engine in, plain JSON values out.
 
 Contexts are filled with random keys and values where only the time behind them matters: no prefill is needed, and bits cost the same.
 """
@@ -12,17 +12,21 @@ import time
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from ..engine import Engine, Stream
-from ..errors import CancelledError
-from ..kv import Sequence
-from ..store.keys import as_ids
-from ..types import Message
-from . import catalog, ours, stock
-from .latency import common
-from .load import Samples, Watch, peak_bytes, percentile
-from .shapes import fill
+from agentcache.bench import catalog, disk, ours, stock
+from agentcache.bench.load import Samples, Watch
+from agentcache.bench.ours import common
+from agentcache.bench.shapes import fill, tiny
+from agentcache.engine import Engine, Stream
+from agentcache.errors import CancelledError
+from agentcache.kv import Sequence
+from agentcache.store.keys import as_ids
+from agentcache.types import Message
+
+from . import random_caches
+from .process_figures import peak_bytes, percentile
 
 _TOOLS = 20
+ADMITTED_TOOLS = 10
 LATER_TOKENS = 190  # new in a later step: a tool result and what stands around it
 HISTORY_TOKENS = 650  # of the turn before it, so that 20 tools and history are 3 to 4 thousand tokens
 
@@ -83,7 +87,7 @@ def _filled(engine: Engine, namespace: str, tokens: int) -> str:
     while (size := len(engine.renderer.render(text, namespace=namespace).ids)) > tokens:
         text = text[: max(1, int(len(text) * min(0.99, tokens / size)))]
     ids = list(engine.renderer.render(text, namespace=namespace).ids)
-    sequence, block = Sequence(spec), stock.noise(spec)
+    sequence, block = Sequence(spec), random_caches.noise(spec)
     sequence.reserve(len(ids))
     for number, page in enumerate(sequence.pages):
         fill(page.keys, block, start=number * 7919)
@@ -107,9 +111,9 @@ def decode_at(engine: Engine, context: int, tokens: int, repeats: int) -> dict[s
                 assert receipt.computed_tokens == 1, f"{receipt.computed_tokens} prompt tokens were computed: the pages were not used"
                 took = done.decode_ms
             else:
-                cache = stock.random_cache(model, spec, context, tokens + 1, static=name == "static")
+                cache = random_caches.random_cache(model, spec, context, tokens + 1, static=name == "static")
                 with Watch() as load:
-                    took = statistics.median(stock.decode(model, cache, tokens + 1)[1:])
+                    took = statistics.median(random_caches.decode(model, cache, tokens + 1)[1:])
             if number:
                 samples.add(name, took)
                 samples.note(name, load)
@@ -201,8 +205,6 @@ def agents(engine: Engine, count: int, tokens: int, repeats: int) -> dict[str, A
 
 def overhead(sizes: Seq[int] = (3_000, 37_000), steps: int = 5) -> dict[str, Any]:
     """Layout, lookup and planning per step of a growing conversation, ms, at about these prompt lengths; on a one-layer model."""
-    from .shapes import tiny
-
     figures = {}
     with Engine(*tiny(), store=None) as engine:
         tools, history, namespace = catalog.tools(_TOOLS), [Message("system", catalog.SYSTEM)], "overhead"
@@ -265,3 +267,26 @@ def chunk_buffer_bytes(engine: Engine) -> int:
     assert spec is not None
     per_token = 8 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_attention_heads * spec.head_dim
     return 4 * (engine.scheduler.chunk_tokens * per_token + 4 * engine.model.vocab) + (64 << 20)
+
+
+def admitting(engine: Engine, repeats: int) -> dict[str, Any]:
+    """What keeping costs a request: a cold prompt and its answer, with and without writing to disk behind it."""
+    tools, samples = catalog.tools(ADMITTED_TOOLS), Samples()
+    for number in range(repeats + 1):
+        for writing in (True, False) if number % 2 else (False, True):
+            namespace, name = f"admitting-{number}-{writing}", "with" if writing else "without"
+            messages = [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": catalog.OPENINGS[number]}]
+            disk.allow_writing(engine, writing)
+            with Watch() as load:
+                done, receipt = ours.ask(engine, messages, tools, 16, namespace=namespace)
+            assert receipt.cached_tokens == 0, f"{receipt.cached_tokens} tokens of a cold prompt were known"
+            disk.allow_writing(engine, False)
+            assert bool(disk.blobs(engine, namespace)) == writing, "pages were written, or were not, against what was measured"
+            engine.store.clear(namespace)
+            if number:
+                samples.add(name, done.total_ms)
+                samples.note(name, load)
+    took, bare = samples.median("with"), samples.median("without")
+    assert took is not None and bare is not None
+    figures = {"prompt_tokens": receipt.prompt_tokens, "ms": took, "without_ms": bare, "ratio": took / bare}
+    return {**figures, "repeats": repeats, "load": samples.report()}

@@ -19,9 +19,10 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from .quality_cases import selections
-from .workloads import Call, Episode, Json
+from ..errors import ConfigError
+from .traces import Call, Episode, Json, read, texts
 
 PERTURBED = {f"context {percent} % other": percent / 100 for percent in (1, 10, 50, 100)}
 TOOLS = ("added tool", "changed tool", "removed tool", "moved tool")
@@ -58,18 +59,39 @@ def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAM
     return [case for some in found.values() for case in some]
 
 
-def made_up(count: int, tools: int = 8, seed: str = "segments") -> list[Episode]:
-    """Requests of the generated world (docs/embedded.md), on tools nobody was trained on: what the embedded model is at home with."""
-    found: list[Episode] = []
-    for number, case in enumerate(selections("unseen tools", tools, count, seed) if count else ()):
-        answer: Json = {"role": "assistant", "content": case.says or "No."}
-        if case.right is not None:
-            function = {"name": case.right.name, "arguments": dict(case.right.arguments)}
-            answer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-        assert not isinstance(case.prompt, str)
-        call = Call([dict(message) for message in case.prompt], tuple(dict(tool) for tool in case.tools), answer)
-        found.append(Episode(f"made up {number}", "chat", (call,)))
-    return found
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which shifts of which traces. count: at most so many per family; most_tokens: of a prompt, estimated; made: further episodes."""
+
+    workload: Sequence[Path] = ()
+    families: Sequence[str] = FAMILIES
+    count: int = 4
+    most_tokens: int = 8192
+    tools_dir: Path | None = None
+    made: Sequence[Episode] = ()
+
+    def cases(self) -> tuple[list[Case], list[str]]:
+        """The cases, and texts to train a tokenizer on where the model brings none. Neither is required to be there."""
+        found = [one for path in self.workload for one in read(path, self.tools_dir, episodes=max(8, 4 * self.count))]
+        found += self.made
+        return cases(found, self.count, self.families, most_tokens=self.most_tokens) if self.count else [], texts(found)
+
+    def required(self) -> tuple[list[Case], list[str]]:
+        """The same; ConfigError if there is no case."""
+        if not self.workload and not self.made:
+            raise ConfigError("give recorded traces with --workload, or --made-up N")
+        found = self.cases()
+        if not found[0]:
+            raise ConfigError(f"families={', '.join(self.families)!r}: these workloads have no such prompts")
+        return found
+
+
+def named(families: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Families by their names, with commas between, or "all" of them; ConfigError for one that there is not."""
+    wanted = tuple(known) if families == "all" else tuple(part.strip() for part in families.split(",") if part.strip())
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigError(f"families={families!r}: {unknown[0]!r} is none of {', '.join(map(repr, known))}")
+    return wanted
 
 
 def _of(episode: Episode, rng: random.Random) -> Iterator[Case]:

@@ -7,14 +7,15 @@ recorded answer, and how often the first choice is the same. The fastest setting
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..calibration import PRECISIONS, Calibration
 from ..errors import ConfigError
-from .segments import Bench, Row, Say
-from .shifts import Case
+from .shifts import NOTHING, Case
+from .trials import Row, Say, Trials
 
 HALOS = (0, 4, 8, 16, 32, 64, 128)
 SHARES = (0.08, 0.16)
@@ -25,22 +26,22 @@ WINDOWS = (16, 64)  # distances behind which a token may be resumed, and taken w
 Seen = tuple[Calibration, Row, dict[str, Any]]  # a setting, its row over all families, and the same in plain numbers
 
 
-def settings(bench: Bench, given: Mapping[str, Any]) -> dict[str, Calibration]:
+def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]:
     """What is tried: halos; some of them behind pages stored with fewer bits, or with the most deviating tokens computed again; a probe;
     resuming at a quarter, half, three quarters of the layers. All of them with what is given: margin, and tail, of which a mean over a few
     cases does not tell how seldom it is missed, and how badly. Not tau, by which text on disk is proposed: it moves no answer."""
-    spec = bench.engine.model.spec
+    spec = trials.engine.model.spec
     assert spec is not None
-    stepped, layers = bench.engine.model.stepped, spec.layers
-    found = {f"halo {halo}": bench.calibration(halo) for halo in HALOS}
-    found |= {f"halo {halo}, {stored}": bench.calibration(halo, precision=stored) for halo in SHARED for stored in PRECISIONS[1:]}
-    found |= {f"halo 8, probe {bound:g}": bench.calibration(8, probe=bound) for bound in PROBES}
+    stepped, layers = trials.engine.model.stepped, spec.layers
+    found = {f"halo {halo}": trials.calibration(halo) for halo in HALOS}
+    found |= {f"halo {halo}, {stored}": trials.calibration(halo, precision=stored) for halo in SHARED for stored in PRECISIONS[1:]}
+    found |= {f"halo 8, probe {bound:g}": trials.calibration(8, probe=bound) for bound in PROBES}
     if stepped and layers > 2:
-        found |= {f"halo {halo}, share {share:g}": bench.calibration(halo, share=share) for halo in SHARED for share in SHARES}
+        found |= {f"halo {halo}, share {share:g}": trials.calibration(halo, share=share) for halo in SHARED for share in SHARES}
         for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):
             for window in WINDOWS:
                 steps = ((window // 4, layer), (window * 2, layers))
-                found[f"halo {window // 4}, from layer {layer} to {window * 2}"] = bench.calibration(steps=steps)
+                found[f"halo {window // 4}, from layer {layer} to {window * 2}"] = trials.calibration(steps=steps)
     return {name: replace(known, **given) for name, known in found.items()}
 
 
@@ -56,18 +57,44 @@ def together(rows: Sequence[Row], method: str) -> Row:
     return whole
 
 
-def calibrate(
-    bench: Bench, cases: Sequence[Case], kl: float, top1: float, say: Say, given: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[Calibration | None, list[dict[str, Any]]]:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a setting has to keep: mean KL in nats per token, share of equal first choices. margin, tail: given to all settings."""
+
+    kl: float = 0.02
+    top1: float = 0.98
+    margin: float = 0.0
+    tail: int = 64  # a question, or the end of a long result; most of the drift of the embedded model is in it
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is not looked for."""
+        return {"margin": self.margin, "tail": self.tail}
+
+
+def calibrate(trials: Trials, cases: Sequence[Case], bounds: Bounds, say: Say) -> tuple[Calibration | None, list[dict[str, Any]]]:
     """The fastest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and what was seen of each."""
-    seen = measure(bench, cases, say, given)
-    return choose(seen, kl, top1), [plain for _, _, plain in seen]
+    seen = measure(trials, cases, say, bounds.given)
+    return choose(seen, bounds.kl, bounds.top1), [plain for _, _, plain in seen]
 
 
-def measure(bench: Bench, cases: Sequence[Case], say: Say, given: Mapping[str, Any] = MappingProxyType({})) -> list[Seen]:
+def setting(
+    trials: Trials, cases: Sequence[Case], bounds: Bounds, say: Say, file: Path | None = None, halo: int | None = None, shaped: bool = False
+) -> Calibration:
+    """A benchmark's setting: a file's, a plain halo (16 with random weights, whose drift says nothing), or the fastest."""
+    if file is not None:
+        known = Calibration.load(file)
+        return replace(known, margin=bounds.margin) if bounds.margin else known
+    if halo is not None or shaped:
+        return trials.calibration(16 if halo is None else halo, **bounds.given)
+    some = [case for case in cases if case.family != NOTHING]
+    return calibrate(trials, some, replace(bounds, top1=0.0), say)[0] or trials.calibration(128, **bounds.given)
+
+
+def measure(trials: Trials, cases: Sequence[Case], say: Say, given: Mapping[str, Any] = MappingProxyType({})) -> list[Seen]:
     """What each setting does to these cases."""
-    tried = settings(bench, given)
-    rows = bench.run(cases, tried, False, say)
+    tried = settings(trials, given)
+    rows = trials.run(cases, tried, False, say)
     if not any(row.reused_tokens for row in rows):
         raise ConfigError("no case repeats text at another position: give a --workload whose prompts do")
     whole = {name: together(rows, name) for name in tried}

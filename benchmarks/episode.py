@@ -1,4 +1,4 @@
-"""The recorded task that the demo and the benchmarks replay. Knows no engine."""
+"""The recorded task that `python -m benchmarks.through` replays. Knows no engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from importlib.resources import files
 
-from .types import Tool
+from agentcache.types import Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Episode:
     texts: tuple[str, ...]
 
 
-def load_episode(name: str = "museum") -> Episode:
-    """An episode that ships with the package."""
-    raw = json.loads(files("agentcache").joinpath("demo_data", f"{name}.json").read_text(encoding="utf-8"))
+def load_episode() -> Episode:
+    """The museum's, which comes with the package: the tokenizers of random weights are trained on its text."""
+    raw = json.loads(files("agentcache.bench").joinpath("museum.json").read_text(encoding="utf-8"))
     steps = tuple((step["completion"], tuple(step["results"])) for step in raw["steps"])
     texts = (raw["system"], raw["task"], *(json.dumps(tool) for tool in raw["tools"]), *(part for c, r in steps for part in (c, *r)))
     return Episode(raw["system"], tuple(Tool(**tool) for tool in raw["tools"]), raw["task"], steps, texts)

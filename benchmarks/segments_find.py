@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-from ..kv import PAGE_TOKENS, KVSpec, Page
-from ..layout import Renderer
-from ..layout.windows import TokenTexts, Window, windows
-from ..store.entry import common
-from ..store.keys import Ids, Scope, as_ids
-from ..store.memory.prefix_tree import PrefixTree
-from ..store.minhash import MOST, Kept, LSHIndex, Proposal, Signature
-from ..store.minhash_index import exact
-from ..store.segment_prefetch import longest_run
-from ..types import Layout, Span
-from .react import Oracle
-from .workloads import Episode, texts
+from agentcache.bench.react import Oracle
+from agentcache.calibrate.traces import Episode, texts
+from agentcache.kv import PAGE_TOKENS, KVSpec, Page
+from agentcache.layout import Renderer
+from agentcache.layout.windows import TokenTexts, Window, windows
+from agentcache.store.entry import common
+from agentcache.store.keys import Ids, Scope, as_ids
+from agentcache.store.memory.prefix_tree import PrefixTree
+from agentcache.store.minhash import MOST, Kept, LSHIndex, Proposal, Signature
+from agentcache.store.minhash_index import exact
+from agentcache.store.segment_prefetch import longest_run
+from agentcache.types import Layout, Span
 
 TAUS = (0.6, 0.7, 0.8, 0.9)
 SIZES = (32, 64, 128)

@@ -1,6 +1,6 @@
-"""Reports of `agentcache bench segments` as Markdown: what docs/segments-measured.md says, from the JSON lines beside it. Measures nothing.
+"""Reports of `python -m benchmarks.segments` as Markdown: docs/segments-measured.md, from the JSON lines beside it. Measures nothing.
 
-python -m agentcache.bench.segments_text docs/benchmarks/*-segments-*.json > docs/segments-measured.md
+python -m benchmarks.segments_text docs/benchmarks/*-segments-*.json > docs/segments-measured.md
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import number
+from agentcache.bench.report import number
+
 from .segments_verdicts import together
 
 Report = Mapping[str, Any]
 Named = Sequence[tuple[str, Report]]
 HEAD = """# Text at another position: what was measured
 
-Written by `python -m agentcache.bench.segments_text` from the JSON lines of `agentcache bench segments` in `docs/benchmarks`; do not edit.
+Written by `python -m benchmarks.segments_text` from the JSON lines of `python -m benchmarks.segments` in `docs/benchmarks`; do not edit.
 What the words mean stands in [segments.md](segments.md).
 """
 UNMEASURED = """## What cannot be measured here
@@ -27,7 +28,7 @@ Drift, tool choice and task success on models that people use: their weights are
 only. On a machine that has them:
 
     agentcache calibrate --model MODEL --dtype bfloat16 --workload TRACES.jsonl
-    agentcache bench segments --model MODEL --workload TRACES.jsonl --calibration FILE --paired 1000 --rows rows.jsonl --json segments.json
+    python -m benchmarks.segments --model MODEL --workload TRACES.jsonl --calibration FILE --paired 1000 --rows rows.jsonl
 """
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from agentcache.errors import ConfigError
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""`agentcache bench segments`: text that stands at another position, served from what was kept of it; how much, how fast, how far off.
+"""Text that stands at another position, served from what was kept of it: how much, how fast, how far off. Draws no tables.
 
 Physics: attaching a token copies its KV (about 100 kB for a 0.6B model), computing it costs 2 FLOPs per weight. What is copied was computed
 behind other text, so it is near what computing would give, not equal: the halo, what is resumed and what is computed again bring it nearer.
@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..calibration import PRECISIONS, Calibration
+from ..calibration import Calibration
 from ..drift_monitor import divergence
 from ..engine import Engine
 from ..errors import AgentCacheError, ConfigError
+from ..kv import Page
 from ..receipt import Receipt
+from ..store.disk import quantize
 from ..store.keys import Ids, as_ids
 from ..types import Precision, Reuse, Sampling
-from .drift import lossy_copy
-from .react import Replay
 from .shifts import Case
-from .workloads import Call
+from .traces import Answers, Call
 
 LEAST = 32  # tokens of a repeat that the bound counts
 Say = Callable[[str], None]
@@ -44,6 +44,16 @@ class Asked:
     receipt: Receipt
     logits: Logits
     ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A case made ready. answer: ids that all methods are forced to say; bound: tokens that any of them could reuse."""
+
+    case: Case
+    namespace: str
+    answer: tuple[int, ...]
+    bound: int
 
 
 @dataclass(slots=True)
@@ -131,6 +141,16 @@ def nothing_kept(engine: Engine) -> Iterator[None]:
         tree.budget_bytes = before
 
 
+def lossy_copy(page: Page, precision: str) -> Page:
+    """The page as it comes back from a store of that precision."""
+    found = page.copy(page.filled)
+    for layer in range(page.spec.layers):
+        keys, values = page.layer_keys[layer][..., : page.filled], page.layer_values[layer][:, : page.filled]
+        parts = quantize.quantize(keys, values, precision)
+        quantize.dequantize(parts, precision, found.layer_keys[layer][..., : page.filled], found.layer_values[layer][:, : page.filled])
+    return found
+
+
 @contextmanager
 def stored_as(engine: Engine, namespace: str, precision: Precision) -> Iterator[None]:
     """What a namespace keeps, the exact prefix too, is as it would come back from a store of this precision."""
@@ -144,7 +164,7 @@ def stored_as(engine: Engine, namespace: str, precision: Precision) -> Iterator[
             entry.page = page
 
 
-class Bench:
+class Trials:
     """Cases asked of one engine under several methods; each case in a namespace of its own, which is emptied afterwards.
 
     own: answers are compared along what the model itself says greedily when nothing is approximate, so that a case is decided alike if
@@ -156,7 +176,7 @@ class Bench:
             raise ConfigError(f"model {engine.name!r} has no pages ({engine.model.support.why}): nothing of it can be reused")
         self.engine = engine
         self.answer_tokens, self.own, self.repeats = answer_tokens, own, repeats
-        self.replay = Replay(engine)
+        self.answers = Answers(engine.tokenizer)
         self._number = 0
 
     def calibration(self, halo: int = 8, least: int = 0, **given: Any) -> Calibration:
@@ -182,15 +202,15 @@ class Bench:
         return self.engine.generate(call.prompt, call.tools, sampling=sampling, namespace=namespace, reuse="exact").ids
 
     @contextmanager
-    def scene(self, case: Case, boundaries: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int]]:
-        """What went before is answered and kept; yields the namespace, the answer's ids, and the text-match bound."""
+    def scene(self, case: Case, boundaries: tuple[int, ...]) -> Iterator[Scene]:
+        """What went before is answered and kept; it is forgotten afterwards."""
         engine, namespace = self.engine, f"segments {self._number}"
         self._number += 1
         engine.model.keep_boundaries(boundaries)
         try:
             kept = []
             for call in case.before:
-                forced = tuple(self.replay.answer_ids(call)[: self.answer_tokens])
+                forced = tuple(self.answers.ids(call)[: self.answer_tokens])
                 self.ask(call, namespace, "exact", forced)
                 kept.append(as_ids([*engine.renderer.render(call.prompt, call.tools, namespace=namespace).ids, *forced[:-1]]))
             ids = as_ids(engine.renderer.render(case.call.prompt, case.call.tools, namespace=namespace).ids)
@@ -199,8 +219,8 @@ class Bench:
                 with nothing_kept(engine):
                     answer = self._greedy(case.call, namespace)
             else:
-                answer = tuple(self.replay.answer_ids(case.call)[: self.answer_tokens])
-            yield namespace, answer, bound(kept, ids, prefix)
+                answer = tuple(self.answers.ids(case.call)[: self.answer_tokens])
+            yield Scene(case, namespace, answer, bound(kept, ids, prefix))
         finally:
             engine.store.clear(namespace)
 
@@ -208,46 +228,39 @@ class Bench:
         """Each case under each method, and by the exact prefix alone; their order rotates, and none of them leaves anything to the next."""
         rows: dict[tuple[str, str], Row] = {}
         needed = tuple(sorted({layer for known in methods.values() for layer in known.boundaries}))
+        ways: dict[str, Reuse | Calibration] = {"exact": "exact", **methods, **({"off": "off"} if off else {})}
         for number, case in enumerate(cases):
             say(f"{case.family}: case {number + 1} of {len(cases)}")
             try:
-                with self.scene(case, needed) as (namespace, answer, most):
-                    self._case(case, namespace, answer, most, methods, rows, off, number)
+                with self.scene(case, needed) as scene:
+                    found = self._asked(scene, ways, number)
             except AgentCacheError as error:  # a prompt beyond the context, a template that refuses the messages
                 say(f"left out: {error}")
+                continue
+            for name, asked in found.items():
+                row = rows.setdefault((case.family, name), Row(case.family, name))
+                row.bound_tokens += scene.bound
+                self._count(row, asked, found["exact"], methods.get(name))
         return list(rows.values())
 
-    def _case(
-        self,
-        case: Case,
-        namespace: str,
-        answer: tuple[int, ...],
-        most: int,
-        methods: Mapping[str, Calibration],
-        rows: dict[tuple[str, str], Row],
-        off: bool,
-        number: int,
-    ) -> None:
-        ways: dict[str, Reuse | Calibration] = {"exact": "exact", **methods, **({"off": "off"} if off else {})}
+    def _asked(self, scene: Scene, ways: Mapping[str, Reuse | Calibration], number: int) -> dict[str, Asked]:
+        """Every way's answer, with the median of its times."""
         names = list(ways)
         found: dict[str, list[Asked]] = {name: [] for name in names}
         with nothing_kept(self.engine):
             for repeat in range(self.repeats):
                 at = (number + repeat) % len(names)
                 for name in names[at:] + names[:at]:
-                    with stored_as(self.engine, namespace, methods[name].precision if name in methods else "exact"):
-                        found[name].append(self.ask(case.call, namespace, ways[name], answer))
-        whole = {name: replace(asked[0], ms=statistics.median(each.ms for each in asked)) for name, asked in found.items()}
-        for name, asked in whole.items():
-            row = rows.setdefault((case.family, name), Row(case.family, name))
-            self._count(row, asked, whole["exact"], most, methods.get(name))
+                    way = ways[name]
+                    with stored_as(self.engine, scene.namespace, way.precision if isinstance(way, Calibration) else "exact"):
+                        found[name].append(self.ask(scene.case.call, scene.namespace, way, scene.answer))
+        return {name: replace(asked[0], ms=statistics.median(each.ms for each in asked)) for name, asked in found.items()}
 
-    def _count(self, row: Row, asked: Asked, exact: Asked, most: int, known: Calibration | None) -> None:
+    def _count(self, row: Row, asked: Asked, exact: Asked, known: Calibration | None) -> None:
         receipt = asked.receipt
         row.work_tokens += receipt.computed_tokens - (known.spared(receipt.segments) if known else 0.0)
         row.cases += 1
         row.prompt_tokens += receipt.prompt_tokens
-        row.bound_tokens += most
         row.prefix_tokens += receipt.cached_tokens - receipt.segment_tokens
         row.reused_tokens += receipt.segment_tokens
         row.computed_tokens += receipt.computed_tokens
@@ -274,19 +287,3 @@ def common_tokens(one: Ids, other: Ids) -> int:
     short = min(len(one), len(other))
     differs = np.flatnonzero(one[:short] != other[:short])
     return int(differs[0]) if len(differs) else short
-
-
-def variations(bench: Bench, ours: Calibration) -> dict[str, Calibration]:
-    """The calibration, no repair at all, and one thing changed at a time."""
-    layers = ours.layers
-    half = layers // 2
-    found = {f"halo {halo}": bench.calibration(halo) for halo in (4, 8, 16, 32)}
-    for share in (0.08, 0.16):
-        found[f"halo 8, share {share:g}"] = bench.calibration(8, share=share)
-    for layer in sorted({layers // 4, half, 3 * layers // 4} - {0}):
-        found[f"halo 8, from layer {layer} to 64"] = bench.calibration(steps=((8, layer), (64, layers)))
-    found["halo 8, probe 0.1"] = bench.calibration(8, probe=0.1)
-    found |= {f"halo 8, {precision}": bench.calibration(8, precision=precision) for precision in PRECISIONS[1:]}
-    found = {name: replace(known, tail=ours.tail) for name, known in found.items()}
-    found |= {"bare": bench.calibration(0, LEAST), "ours": ours, **({"no tail": replace(ours, tail=0)} if ours.tail else {})}
-    return {name: replace(known, kl=ours.kl) for name, known in found.items()}

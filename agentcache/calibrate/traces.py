@@ -1,4 +1,4 @@
-"""Recorded agent episodes as prompts and answers, one per model call. Reads files; knows no model.
+"""Recorded agent episodes as prompts and answers, one per model call. Reads files; knows a tokenizer at most.
 
 Kinds, told apart by their keys:
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..layout import Renderer
 
 Json = dict[str, Any]
 
@@ -37,6 +38,26 @@ class Episode:
     id: str
     kind: str
     calls: tuple[Call, ...]
+
+
+class Answers:
+    """Recorded answers as the tokenizer's model would have generated them. Has a memory of its own: it makes no other layout faster."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self._renderer = tokenizer, Renderer(tokenizer)
+
+    def ids(self, call: Call) -> list[int]:
+        """What the template writes for the answer, up to and with its end token; ConfigError if it rewrites the prompt."""
+        if isinstance(call.answer, str):
+            return list(self.tokenizer(call.answer, add_special_tokens=False)["input_ids"])
+        assert not isinstance(call.prompt, str)
+        before = self._renderer.render(call.prompt, call.tools).text
+        whole = self._renderer.render([*call.prompt, call.answer], call.tools, generation=False).text
+        if not whole.startswith(before):
+            raise ConfigError("this chat template writes an answered prompt otherwise than an open one: its answers cannot be forced")
+        text, end = whole[len(before) :], self.tokenizer.eos_token
+        cut = text.rfind(end) if end else -1
+        return list(self.tokenizer(text if cut < 0 else text[: cut + len(end)], add_special_tokens=False)["input_ids"])
 
 
 def read(path: Path, tools_dir: Path | None = None, *, episodes: int | None = None, calls: int | None = None) -> Iterator[Episode]:

@@ -10,11 +10,12 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from ..calibration import Calibration
-from ..engine import Engine
-from ..types import Reuse, Sampling
-from .quality_play import ANSWER_TOKENS, hermes, react
-from .quality_score import Ratio, Said, right
+from agentcache.bench.quality_play import ANSWER_TOKENS, hermes, react
+from agentcache.bench.quality_score import Ratio, Said, right
+from agentcache.calibration import Calibration
+from agentcache.engine import Engine
+from agentcache.types import Reuse, Sampling
+
 from .segments_paired import TIERS, Say, agree, flops, tier
 from .segments_rows import Row, Rows
 from .segments_tasks import Run

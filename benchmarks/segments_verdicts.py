@@ -1,5 +1,6 @@
-"""What the figures of `agentcache bench segments` say of each hypothesis: its figure, the verdict, the reason. Measures one thing itself:
-how far re-indexed keys are from keys computed at their new place.
+"""What the figures of `python -m benchmarks.segments` say of each hypothesis: its figure, the verdict, the reason.
+
+Measures one thing itself: how far re-indexed keys are from keys computed at their new place.
 
 holds | fails     by the figure and its bound             not measured     with what would measure it
 
@@ -17,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..engine import Engine
-from ..model.rope import Rotary, turn
-from .shifts import NOTHING
+from agentcache.calibrate.shifts import NOTHING
+from agentcache.engine import Engine
+from agentcache.model.rope import Rotary, turn
 
 SHIFTS = ((0, 50), (50, 0), (7, 120_000), (120_000, 3), (60_000, 60_001))
 TOKENS = 40

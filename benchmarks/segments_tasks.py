@@ -1,7 +1,7 @@
 """Made-up requests whose text has moved: what is asked is always the request as it is, so that what is right stays right. Knows no model.
 
     before   the prompt that was answered earlier, and is kept: one tool fewer, another date, another agent, an older conversation ...
-    asked    the request of the generated world (quality_cases.py), with its own right answer
+    asked    the request of the generated world (examples/embedded/cases.py), with its own right answer
 
 shifts.py changes what is asked instead, as recorded episodes need it; here a changed system prompt could change what is right.
 """
@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ConfigError
-from .quality_cases import Case, Episode, episodes, selections
-from .shifts import DATES, PERTURBED, REVIEWER, changed, perturbed, system
-from .workloads import Json
+from agentcache.bench.quality_cases import Case, Episode
+from agentcache.calibrate.shifts import DATES, PERTURBED, REVIEWER, changed, perturbed, system
+from agentcache.calibrate.traces import Json
+from agentcache.errors import ConfigError
+from examples.embedded.cases import episodes, selections
 
 TOOLS = ("added tool", "removed tool", "changed tool", "moved tool")
 FAMILIES = (*TOOLS, "dated system", "second agent", "trimmed history", "edited history", *PERTURBED)

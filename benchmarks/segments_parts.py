@@ -1,4 +1,4 @@
-"""The parts of `agentcache bench segments` on the made-up world, one after the other, and what they sum up to. Knows no command line."""
+"""The parts of `python -m benchmarks.segments` on the made-up world, and what they sum up to. Knows no command line."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..calibration import Calibration
-from ..engine import Engine
-from ..errors import ConfigError
+from agentcache.bench.quality_cases import STYLES
+from agentcache.calibrate.traces import Episode
+from agentcache.calibrate.trials import LEAST, Say, Trials
+from agentcache.calibration import PRECISIONS, Calibration
+from agentcache.errors import ConfigError
+
 from . import segments_episodes, segments_find, segments_paired, segments_sampled, segments_tasks
-from .quality_cases import STYLES
-from .segments import Bench, Say
 from .segments_rows import Rows, settings_of
-from .workloads import Episode, read
 
 PROBE = 0.1
 HALO = 8
@@ -56,24 +56,41 @@ def begun(path: Path | None) -> Calibration | None:
     return Calibration(**{**ours, "steps": tuple((int(at), int(layer)) for at, layer in ours["steps"])})
 
 
-def methods(bench: Bench, ours: Calibration, ablations: bool) -> dict[str, Calibration]:
+def methods(trials: Trials, ours: Calibration, ablations: bool) -> dict[str, Calibration]:
     """What whole answers are compared under: ours and no repair; ours without its margin; ours without its tail, a halo of 8, and ours
     with a probe."""
-    found = {"ours": ours, "bare": bench.calibration(0)}
+    found = {"ours": ours, "bare": trials.calibration(0)}
     if ours.margin:
         found["no margin"] = replace(ours, margin=0.0)
     if ablations:
-        found["halo 8"] = bench.calibration(HALO, tail=ours.tail)
+        found["halo 8"] = trials.calibration(HALO, tail=ours.tail)
         found |= {"no tail": replace(ours, tail=0)} if ours.tail else {}
         found["probe"] = replace(ours if ours.steps[0][0] else found["halo 8"], probe=PROBE)  # a probe looks at the halo
     return {name: replace(known, measured={}) for name, known in found.items()}
 
 
-def run(engine: Engine, bench: Bench, ours: Calibration, options: Options, say: Say, keep: Keep) -> list[dict[str, Any]]:
-    """All parts that are asked for; `keep` gets each one's sums. Returns the rows of single requests."""
+def variations(trials: Trials, ours: Calibration) -> dict[str, Calibration]:
+    """The calibration, no repair at all, and one thing changed at a time."""
+    layers = ours.layers
+    half = layers // 2
+    found = {f"halo {halo}": trials.calibration(halo) for halo in (4, 8, 16, 32)}
+    for share in (0.08, 0.16):
+        found[f"halo 8, share {share:g}"] = trials.calibration(8, share=share)
+    for layer in sorted({layers // 4, half, 3 * layers // 4} - {0}):
+        found[f"halo 8, from layer {layer} to 64"] = trials.calibration(steps=((8, layer), (64, layers)))
+    found["halo 8, probe 0.1"] = trials.calibration(8, probe=0.1)
+    found |= {f"halo 8, {precision}": trials.calibration(8, precision=precision) for precision in PRECISIONS[1:]}
+    found = {name: replace(known, tail=ours.tail) for name, known in found.items()}
+    found |= {"bare": trials.calibration(0, LEAST), "ours": ours, **({"no tail": replace(ours, tail=0)} if ours.tail else {})}
+    return {name: replace(known, kl=ours.kl) for name, known in found.items()}
+
+
+def run(trials: Trials, ours: Calibration, options: Options, say: Say, keep: Keep) -> None:
+    """All parts that are asked for; `keep` gets each one's sums."""
     if not options.any:
-        return []
-    tried = methods(bench, ours, options.ablations)
+        return
+    tried = methods(trials, ours, options.ablations)
+    engine = trials.engine
     assert engine.fingerprint is not None
     settings = {
         "fingerprint": engine.fingerprint.whole,
@@ -100,13 +117,8 @@ def run(engine: Engine, bench: Bench, ours: Calibration, options: Options, say: 
         ]
         played.run(runs, rows, say)
         keep({"episodes": segments_episodes.summaries(rows.of("episodes"))})
-    return rows.of("paired")
 
 
-def finding(
-    workload: Sequence[Path], tools_dir: Path | None, count: int, made: Sequence[Episode], tokenizer: Any, say: Say
-) -> dict[str, Any]:
-    """What finds text, on `count` episodes of each file (at most four calls of each): windows of 32, 64 and 128, thresholds 0.6 to 0.9."""
-    families: Mapping[str, list[Episode]] = {path.stem: list(read(path, tools_dir, episodes=count, calls=4)) for path in workload}
-    families = {**families, **({"made up": list(made)} if made else {})}
-    return segments_find.run(dict(families), tokenizer, say=say)
+def finding(found: Mapping[str, Sequence[Episode]], tokenizer: Any, say: Say) -> dict[str, Any]:
+    """What finds text, on episodes by where they come from: windows of 32, 64 and 128, thresholds 0.6 to 0.9."""
+    return segments_find.run({name: list(episodes) for name, episodes in found.items()}, tokenizer, say=say)

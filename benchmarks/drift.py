@@ -1,22 +1,27 @@
-"""What storing pages with fewer bits does to a model's answers: measured on given tokens, against the exact pages. Times nothing."""
+"""`python -m benchmarks.drift`: what storing pages with fewer bits does to a model's answers, against the exact pages. Times nothing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
+from rich.table import Table
 
-from ..engine import Engine
-from ..errors import ConfigError
-from ..kv import PAGE_TOKENS, KVSpec, Page, Sequence
-from ..model.hf import HFModel
-from ..runner import Runner, Work
-from ..store.disk import quantize
-from . import catalog
+from agentcache.bench import catalog, report
+from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, described, loaded, said_plainly
+from agentcache.bench.report import number, table
+from agentcache.calibrate.trials import lossy_copy
+from agentcache.engine import Engine
+from agentcache.errors import ConfigError
+from agentcache.kv import PAGE_TOKENS, KVSpec, Sequence
+from agentcache.model.hf import HFModel
+from agentcache.runner import Runner, Work
+from agentcache.store.disk import quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +32,6 @@ class Drift:
     mean_kl: float
     most_kl: float
     top1_agreement: float
-
-
-def lossy_copy(page: Page, precision: str) -> Page:
-    """The page as it comes back from a store of that precision."""
-    found = page.copy(page.filled)
-    for layer in range(page.spec.layers):
-        keys, values = page.layer_keys[layer][..., : page.filled], page.layer_values[layer][:, : page.filled]
-        parts = quantize.quantize(keys, values, precision)
-        quantize.dequantize(parts, precision, found.layer_keys[layer][..., : page.filled], found.layer_values[layer][:, : page.filled])
-    return found
 
 
 def drift(model: HFModel, ids: Seq[int], tail: Seq[int], precision: str) -> Drift:
@@ -88,3 +83,44 @@ def run(engine: Engine, tokens: int, tail: int, say: Callable[[str], None] = lam
         share = token_bytes(spec, precision) / token_bytes(spec, "exact")
         rows.append({"precision": precision, "bytes_per_token": token_bytes(spec, precision), "share": share, **asdict(found)})
     return {"prompt_tokens": tokens, "tail_tokens": tail, "exact_bytes_per_token": token_bytes(spec, "exact"), "rows": rows}
+
+
+def drift_table(found: Mapping[str, Any]) -> Table:
+    """One line per precision."""
+    lines = [
+        [
+            r["precision"],
+            number(r["bytes_per_token"]),
+            f"{r['share']:.2f}",
+            f"{r['mean_kl']:.2e}",
+            f"{r['most_kl']:.2e}",
+            f"{r['top1_agreement']:.3f}",
+        ]
+        for r in found["rows"]
+    ]
+    title = f"{found['tail_tokens']} next tokens behind {found['prompt_tokens']:,} stored ones, against exact pages"
+    return table(title, ["", "bytes/token", "of exact", "mean KL", "most KL", "same top-1"], lines)
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How long the stored prompt is.")] = 1024,
+    tail: Annotated[int, typer.Option(min=1, help="Tokens behind it at which answers are compared.")] = 64,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """What int8 and int4 storage does to a model's next tokens: KL and top-1 agreement against exact pages, and bytes."""
+    with said_plainly():
+        with loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
+            found: dict[str, Any] = {"bench": "drift", **described(engine), **run(engine, tokens, tail, say)}
+        report.finish(found, [drift_table(found)], json_file)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,15 +1,13 @@
-"""Tables and pictures of `agentcache bench segments`. Measures nothing."""
+"""Tables of `python -m benchmarks.segments`. Measures nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from .report import _pyplot as pyplot
-from .report import finish_drift, number, segments_table, table
+from agentcache.bench.report import number, segments_table, table
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -133,17 +131,3 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     if found.get("find"):
         made += find_tables(found["find"])
     return [*made, verdicts_table(found["verdicts"])]
-
-
-def paired_plot(rows: Rows, path: Path) -> None:
-    """Per made-up request: FLOPs against the share of the prompt that was taken, and KL by kind of request, as one PNG."""
-    drawing = pyplot()
-    figure, (left, right) = drawing.subplots(1, 2, figsize=(12, 5.4), layout="constrained")
-    for method in dict.fromkeys(name for row in rows for name in row["methods"]):
-        mine = [(row, row["methods"][method]) for row in rows if method in row["methods"]]
-        shares = [near["reused_tokens"] / row["prompt_tokens"] for row, near in mine]
-        left.scatter(shares, [near["exact_flops"] / near["spent_flops"] for _, near in mine], s=8, alpha=0.5, label=method)
-        right.scatter(shares, [max(near["kl"], 1e-9) for _, near in mine], s=8, alpha=0.5)
-    left.set_ylabel("prefill: times fewer FLOPs than the exact prefix alone")
-    finish_drift(figure, left, right, path)
-    drawing.close(figure)

@@ -14,14 +14,15 @@ from dataclasses import replace
 
 import torch
 
-from ..calibration import Calibration
-from ..engine import Engine
-from ..kv import PAGE_TOKENS, Page
-from ..segments import behind
-from ..store.keys import as_ids
-from ..types import Sampling
-from .quality_play import ANSWER_TOKENS
-from .segments import nothing_kept
+from agentcache.bench.quality_play import ANSWER_TOKENS
+from agentcache.calibrate.trials import nothing_kept
+from agentcache.calibration import Calibration
+from agentcache.engine import Engine
+from agentcache.kv import PAGE_TOKENS, Page
+from agentcache.segments import behind
+from agentcache.store.keys import as_ids
+from agentcache.types import Sampling
+
 from .segments_paired import Paired, Say, Told, ask, distance
 from .segments_rows import Row, Rows
 from .segments_tasks import Task

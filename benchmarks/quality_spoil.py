@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ..engine import Engine
-from ..errors import ConfigError
-from ..model.tool_calls import parse
-from .quality_cases import Case, selections
-from .quality_play import ANSWER_TOKENS, hermes
-from .quality_score import Said, figures
+from agentcache.bench.quality_cases import Case
+from agentcache.bench.quality_play import ANSWER_TOKENS, hermes
+from agentcache.bench.quality_score import Said, figures
+from agentcache.engine import Engine
+from agentcache.errors import ConfigError
+from agentcache.model.tool_calls import parse
 
 KINDS = ("exact", "other context", "shifted", "swapped", "alone", "dummy", "behind system")
 SHIFT = 64
@@ -193,10 +193,9 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def run(engine: Engine, count: int, tools: int, seed: str, held: str, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def run(engine: Engine, cases: Sequence[Case], say: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row per kind and share: the figures of quality_score.py, mean cosine and KL of the logits along the exact run's answer, and how
     many answers were the same."""
-    cases = selections("unseen tools", tools, count, seed, held)
     prompts = [prompt(engine, case) for case in cases]
     said: dict[str, list[Said]] = defaultdict(list)
     apart: dict[str, list[tuple[float, float, bool]]] = defaultdict(list)

@@ -17,16 +17,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..calibration import Calibration
-from ..drift_monitor import divergence
-from ..engine import Engine
-from ..model.hf import HFModel
-from ..receipt import Receipt
-from ..store.keys import as_ids
-from ..types import Reason, Reuse, Sampling
-from .quality_play import ANSWER_TOKENS, hermes
-from .quality_score import Ratio, Said, right, same
-from .segments import bound, common_tokens, nothing_kept, stored_as
+from agentcache.bench.quality_play import ANSWER_TOKENS, hermes
+from agentcache.bench.quality_score import Ratio, Said, right, same
+from agentcache.calibrate.trials import bound, common_tokens, nothing_kept, stored_as
+from agentcache.calibration import Calibration
+from agentcache.drift_monitor import divergence
+from agentcache.engine import Engine
+from agentcache.model.hf import HFModel
+from agentcache.receipt import Receipt
+from agentcache.store.keys import as_ids
+from agentcache.types import Reason, Reuse, Sampling
+
 from .segments_rows import Row, Rows
 from .segments_tasks import Prompt, Task
 

@@ -1,0 +1,86 @@
+"""`agentcache calibrate`: options in, a table and one JSON line out. Loads torch only inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .bench.given import (
+    AllowedKl,
+    Answer,
+    Dtype,
+    DtypeOption,
+    Families,
+    JsonOption,
+    MadeUp,
+    Margin,
+    ModelOption,
+    MostTokens,
+    ShapeOption,
+    Tail,
+    ThreadsOption,
+    Tools,
+    ToolsDir,
+    Workloads,
+    described,
+    loaded,
+    said_plainly,
+    to_write,
+)
+from .errors import CalibrationError
+
+
+def calibrate(
+    workload: Workloads = None,
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    kl: AllowedKl = 0.02,
+    top1: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of equal first choices asked for.")] = 0.98,
+    margin: Margin = 0.0,
+    tail: Tail = 64,
+    cases: Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")] = 4,
+    answer: Answer = 16,
+    families: Families = "all",
+    most_tokens: MostTokens = 8192,
+    tools_dir: ToolsDir = None,
+    made_up: MadeUp = 0,
+    tools: Tools = 8,
+    store: Annotated[Path | None, typer.Option(help="The store to keep it in; default: AGENTCACHE_DIR, else the user's.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", callback=to_write, help="Write the calibration here instead.")] = None,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Find the fastest repair of repeated text that keeps a model's answers, and keep it for reuse="approximate".
+
+    Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
+    """
+    with said_plainly():
+        from .bench import quality_cases, report
+        from .calibrate import search, shifts
+        from .calibrate.trials import Trials
+        from .calibration import place
+        from .store.disk.folder import Folder
+
+        wanted, bounds = shifts.named(families, shifts.FAMILIES), search.Bounds(kl, top1, margin, tail)
+        made = quality_cases.made_up(tools, made_up)
+        found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
+        keeps = None if out else Folder.open(store).path  # before anything is measured
+        with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
+            known, seen = search.calibrate(Trials(engine, answer, model is not None), found_cases, bounds, say)
+            found: dict[str, Any] = {"bench": "calibrate", **described(engine), "cases": len(found_cases), "kl": kl, "top1": top1}
+            found |= {**bounds.given, "tried": seen, "chosen": known.measured["method"] if known else None}
+            if known is not None:
+                target = out if keeps is None else place(keeps, known.fingerprint)
+                assert target is not None
+                known.save(target)
+                found["written"] = str(target)
+        report.finish(found, [report.segments_table("settings, over all kinds of shifts", seen)], json_file)
+        if known is None:
+            within = f"kl={kl!r} and top1={top1!r} and is no slower than the exact prefix"
+            raise CalibrationError(f"no setting keeps {within}: nothing is written, approximate reuse stays refused")
+        typer.echo(f"chosen: {found['chosen']}; written to {found['written']}")
+        if known.doubt:
+            typer.secho(f"warning: {known.doubt}", err=True)

@@ -1,0 +1,132 @@
+"""`python -m benchmarks.segments`: what reusing text at another position brings, how far answers drift, and what each hypothesis is worth.
+
+`agentcache bench segments` is its first part, on a model of yours; here ablations, the made-up world and the table of hypotheses are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentcache.bench import report
+from agentcache.bench.given import (
+    AllowedKl,
+    Answer,
+    CalibrationFile,
+    Dtype,
+    DtypeOption,
+    Families,
+    Halo,
+    JsonOption,
+    MadeUp,
+    Margin,
+    ModelOption,
+    MostTokens,
+    Off,
+    ShapeOption,
+    Tail,
+    ThreadsOption,
+    Tools,
+    ToolsDir,
+    Workloads,
+    described,
+    loaded,
+    said_plainly,
+    to_write,
+)
+from agentcache.bench.quality_cases import recorded
+from agentcache.calibrate import search, shifts, traces
+from agentcache.calibrate.trials import Trials
+from examples.embedded.cases import MADE_UP, selections
+
+from . import segments_parts, segments_show, segments_verdicts
+
+app = typer.Typer(add_completion=False)
+SOME = 8  # made-up requests for a setting to be looked for on, where nothing else is given
+
+RowsFile = Annotated[
+    Path | None, typer.Option("--rows", metavar="FILE.jsonl", callback=to_write, help="Keep single results; an ended run goes on from it.")
+]
+
+
+def made_up(count: int, tools: int) -> list[traces.Episode]:
+    """So many requests of the generated world on so many tools."""
+    split, _, seed = MADE_UP
+    return recorded(selections(split, tools, count, seed)) if count else []
+
+
+def finding(workload: Sequence[Path], tools_dir: Path | None, count: int, made: list[traces.Episode]) -> dict[str, list[traces.Episode]]:
+    """Episodes of each file, at most four calls of each, and those that were made up."""
+    found = {path.stem: list(traces.read(path, tools_dir, episodes=count, calls=4)) for path in workload}
+    return {**found, **({"made up": made} if made else {})}
+
+
+@app.command()
+def segments(
+    workload: Workloads = None,
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    calibration: CalibrationFile = None,
+    halo: Halo = None,
+    ablations: Annotated[bool, typer.Option("--ablations/--no-ablations", help="Also halos, shares, layers, a probe, each alone.")] = True,
+    off: Off = True,
+    kl: AllowedKl = 0.02,
+    margin: Margin = 0.0,
+    tail: Tail = 64,
+    cases: Annotated[int, typer.Option("--cases", min=0, help="At most so many per kind of shift; 0: no such rows.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Askings of each case, interleaved; times are their medians.")] = 1,
+    answer: Answer = 16,
+    families: Families = "all",
+    most_tokens: MostTokens = 8192,
+    tools_dir: ToolsDir = None,
+    made: MadeUp = 0,
+    tools: Tools = 8,
+    paired: Annotated[int, typer.Option(min=0, help="So many made-up requests answered whole, beside their answers without reuse.")] = 0,
+    episodes: Annotated[int, typer.Option(min=0, help="So many made-up dialogues per style, beside reuse off and the exact prefix.")] = 0,
+    sampled: Annotated[int, typer.Option(min=0, help="So many requests drawn with 5 seeds; deviation of their keys and values.")] = 0,
+    styles: Annotated[str, typer.Option(help="Of the dialogues: hermes, langchain, langchain text, llamaindex; with commas.")] = "hermes",
+    agents: Annotated[int, typer.Option(min=1, help="Requests of --paired at a time.")] = 8,
+    rows_file: RowsFile = None,
+    find: Annotated[int, typer.Option(min=0, help="What finds text, on N episodes of each trace: windows 32 to 128; tau 0.6 to 0.9.")] = 0,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
+    with said_plainly():
+        named, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)
+        spoken = tuple(part.strip() for part in styles.split(",") if part.strip())
+        options = segments_parts.Options(paired, episodes, sampled, spoken, tools, named, agents, rows_file, ablations)
+        drawn = made_up(max(made, SOME if options.any and not workload else 0), tools)
+        wanted = shifts.Wanted(workload or (), named, cases, most_tokens, tools_dir, drawn)
+        found_cases, texts = wanted.cases() if options.any or find else wanted.required()
+        with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
+            trials = Trials(engine, answer, model is not None, repeats)
+            begun = segments_parts.begun(rows_file) if calibration is None and halo is None else None
+            some = found_cases or shifts.cases(drawn, 1)
+            known = begun or search.setting(trials, some, bounds, say, calibration, halo, model is None)
+            found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None, "repeats": repeats}
+            if lacking := sorted(set(named) - {case.family for case in found_cases}) if cases else []:
+                say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
+            found |= {"lacking": lacking, "steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin}
+            found |= {"moved": segments_verdicts.moved(engine), "rows": []}
+
+            def keep(part: dict[str, Any]) -> None:
+                found.update(part)
+                found["verdicts"] = segments_verdicts.verdicts(found)
+                report.save(found, json_file)
+
+            methods = segments_parts.variations(trials, known) if ablations else {"bare": trials.calibration(0), "ours": known}
+            keep({"rows": [row.plain() for row in trials.run(found_cases, methods, off, say)]})
+            if find:
+                told = finding(workload or (), tools_dir, find, drawn if made else [])
+                keep({"find": segments_parts.finding(told, engine.tokenizer, say)})
+            segments_parts.run(trials, known, options, say, keep)
+        report.finish(found, segments_show.tables(found), json_file)
+
+
+if __name__ == "__main__":
+    app()
