@@ -79,7 +79,7 @@ class Spy:
 def check_store(store: PrefixTree | Store) -> None:
     """The store's own account holds."""
     store = store.tree if isinstance(store, Store) else store
-    entries = list(store._order.values())
+    entries = store.entries()
     assert store.bytes == sum(e.page.spec.page_bytes for e in entries)
     assert len({id(e.page) for e in entries}) == len(entries), "a page is kept twice"
     seen: set[int] = set()

@@ -68,7 +68,7 @@ def test_twenty_threads_half_of_them_cancelled() -> None:
         assert not wrong
         assert idle(running)
         check_store(running.store)
-        held = {id(e.page): e.page for e in running.store.tree._order.values()}
+        held = {id(e.page): e.page for e in running.store.tree.entries()}
         assert all(page._claim is None for page in held.values())
         held.clear()
         gc.collect()

@@ -165,7 +165,7 @@ def test_a_warm_group_is_pinned_and_survives_pressure() -> None:
 
 
 def pins(running: Engine) -> int:
-    return sum(entry.pins for entry in running.store.tree._order.values())
+    return sum(entry.pins for entry in running.store.tree.entries())
 
 
 def test_warming_a_name_again_moves_its_pins() -> None:

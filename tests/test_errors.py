@@ -162,7 +162,7 @@ def test_nan_ends_its_own_request_and_nothing_of_it_is_kept(at: str, value: floa
         with pytest.raises(errors.NonFiniteLogitsError, match="nothing of this request was kept"):
             running.generate(bad, sampling=sampling)
         assert len(other.completion.ids) == 40
-        for entry in running.store.tree._order.values():
+        for entry in running.store.tree.entries():
             assert POISON not in entry.ids
             assert entry.page is not None
             assert torch.isfinite(entry.page.keys).all(), "a masked slot that is not finite poisons every reader"
@@ -182,7 +182,7 @@ def test_nan_written_into_a_shared_page_is_scrubbed() -> None:
         turns = [*chat("x"), first.message]
         with pytest.raises(errors.NonFiniteLogitsError):
             running.generate([*turns, {"role": "user", "content": "bad " + MARK}], sampling=decode(4))
-        (entry,) = running.store.tree._order.values()
+        (entry,) = running.store.tree.entries()
         assert entry.page is not None
         assert entry.page.filled == len(entry.ids)
         assert torch.isfinite(entry.page.keys).all()

@@ -26,7 +26,7 @@ def test_the_same_prompt_in_two_namespaces_is_computed_twice() -> None:
         assert two.receipt.refusals[0].reason == Reason.COLD, "that somebody else knows it is not told"
         assert one.ids == two.ids
         assert running.generate(chat("x"), sampling=decode(4), namespace="one").receipt.computed_tokens == 1
-        pages = {entry.scope.namespace: id(entry.page) for entry in running.store.tree._order.values()}
+        pages = {entry.scope.namespace: id(entry.page) for entry in running.store.tree.entries()}
         assert len(set(pages.values())) == 2
 
 
@@ -72,7 +72,7 @@ def test_groups_and_clearing_belong_to_a_namespace() -> None:
         running.warm(SYSTEM, TOOLS, name="g", namespace="two")
         running.generate(chat(long_text(20)), sampling=decode(1), namespace="two")
         running.store.clear("two")
-        assert {entry.scope.namespace for entry in running.store.tree._order.values()} == {"one"}
+        assert {entry.scope.namespace for entry in running.store.tree.entries()} == {"one"}
         assert running.generate(chat("x"), TOOLS, sampling=decode(1), namespace="one").receipt.cached_tokens > 50
 
 

@@ -140,11 +140,11 @@ def test_what_was_dropped_is_not_found_and_leaves_nothing_behind() -> None:
     tree, kept = PrefixTree(2 * SPEC.page_bytes), text(1, 1000)
     found(tree, kept)  # from now on everything is indexed as it comes
     keep(tree, kept)
+    assert tree.audit()["ngrams"] > 0
     keep(tree, text(2, 1000))
     assert found(tree, np.concatenate([text(3, 9), kept])) == []
     tree.clear()
-    assert tree._repeats is not None
-    assert len(tree._repeats) == 0
+    assert tree.audit()["ngrams"] == 0
 
 
 def test_a_page_too_short_for_the_index_goes_without_trouble() -> None:

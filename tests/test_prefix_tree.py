@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentcache.errors import ConfigError
 from agentcache.kv import PAGE_TOKENS, KVSpec, Page
-from agentcache.store.entry import Match
+from agentcache.store.entry import Entry, Match
 from agentcache.store.keys import Ids, Scope, as_ids, page_key
 from agentcache.store.memory.eviction_log import EvictionLog
 from agentcache.store.memory.prefix_tree import CHILDREN, LONGER, OTHER, PrefixTree
@@ -42,17 +42,11 @@ def common(a: list[int], b: list[int]) -> int:
 
 def kept_prompts(store: PrefixTree) -> list[list[int]]:
     """Every path of the tree, as the tokens it holds."""
-    found: list[list[int]] = []
 
-    def walk(entry: object, before: list[int]) -> None:
-        for child in entry.children.values():  # type: ignore[attr-defined]
-            ids = before + child.ids.tolist()
-            found.append(ids)
-            walk(child, ids)
+    def ids(entry: Entry) -> list[int]:
+        return [*ids(entry.parent), *entry.ids.tolist()] if entry.parent else []
 
-    for root in store._roots.values():
-        walk(root, [])
-    return found
+    return [ids(entry) for entry in store.entries()]
 
 
 def prompts(chance: random.Random) -> list[int]:
@@ -83,16 +77,16 @@ def test_the_longest_exact_prefix_under_eviction_and_pins(seed: int, room: int) 
         assert len(found.pages) == -(-best // PAGE_TOKENS)
         assert (found.missed == Reason.LAST_TOKEN) == (best == len(ids) - 1)
         check_store(store)
-        held = sum(entry.pins == 0 for entry in store._order.values())
-        assert store.bytes <= store.budget_bytes or not held
+        audit = store.audit()
+        assert audit["bytes"] <= store.budget_bytes or audit["pages"] == audit["pinned_pages"]
         for group in pinned:
             assert store.match(HERE, as_ids([*group, 9]), peek=True).tokens == len(group), "a pinned page was evicted"
     for group in pinned:
         store.release_pin(HERE.pin_name(as_ids(group)))
-    assert all(entry.pins == 0 for entry in store._order.values())
+    assert store.audit()["pinned_pages"] == 0
     assert store.bytes <= store.budget_bytes
     store.clear()
-    assert (store.bytes, len(store), store._roots, store._pinned) == (0, 0, {}, {})
+    assert {name: count for name, count in store.audit().items() if count and name != "evictions"} == {}
 
 
 def page_of(number: int, tokens: int = PAGE_TOKENS) -> list[int]:
@@ -170,7 +164,7 @@ def test_a_pin_of_what_is_not_kept_pins_nothing() -> None:
     store = PrefixTree(10 * SPEC.page_bytes)
     keep(store, page_of(1))
     assert store.pin(HERE, as_ids(page_of(1) + [2])) == 0
-    assert all(entry.pins == 0 for entry in store._order.values())
+    assert store.audit()["pinned_pages"] == 0
 
 
 def reason(store: PrefixTree, ids: list[int], scope: Scope = HERE) -> Reason:
@@ -298,3 +292,13 @@ def test_a_lookup_costs_about_what_hashing_its_ids_costs(tokens: int) -> None:
     hashing = best_ms(lambda: blake3(as_ids([*ids, 1]).tobytes()).digest())
     assert best_ms(lambda: found.append(store.match(HERE, as_ids([*ids, 1])))) < 12 * hashing
     assert found[-1].tokens == tokens
+
+
+def test_an_audit_counts_pages_and_pins() -> None:
+    store = PrefixTree(3 * SPEC.page_bytes)
+    keep(store, page_of(1, 700))
+    keep(store, page_of(2), Scope("other", "weights"))
+    assert store.pin(HERE, as_ids(page_of(1, 700))) == store.pin(HERE, as_ids(page_of(1, 700))) == 2
+    keep(store, page_of(3))
+    held = {"pages": 3, "bytes": 3 * SPEC.page_bytes, "host_bytes": 0, "scopes": 1, "pins": 2, "pinned_pages": 2}
+    assert store.audit() == {**held, "ngrams": 0, "evictions": 1}

@@ -68,7 +68,7 @@ def test_changed_weights_are_said() -> None:
 def test_pages_of_other_kernels_are_said_and_taint_what_is_computed_behind_them() -> None:
     with engine() as running:
         assert running.generate(chat("x"), sampling=decode(2)).receipt.bitwise
-        for entry in running.store.tree._order.values():
+        for entry in running.store.tree.entries():
             entry.numerics = frozenset(["other kernels"])
         other = running.generate(chat("x"), sampling=decode(2)).receipt
         assert not other.bitwise
@@ -77,9 +77,7 @@ def test_pages_of_other_kernels_are_said_and_taint_what_is_computed_behind_them(
         assert (said.start, said.stop) == (0, other.cached_tokens)
         turns = [*chat("x"), {"role": "assistant", "content": "long " + long_text(150)}, {"role": "user", "content": "y"}]
         assert not running.generate(turns, sampling=decode(2)).receipt.bitwise
-        behind = [
-            entry.numerics for entry in running.store.tree._order.values() if entry.parent is not None and entry.parent.page is not None
-        ]
+        behind = [entry.numerics for entry in running.store.tree.entries() if entry.parent is not None and entry.parent.page is not None]
         assert behind
         assert all(len(numerics) == 2 for numerics in behind), "computed here from keys that were computed elsewhere"
         assert running.generate(chat("x"), sampling=decode(2), namespace="fresh").receipt.bitwise
@@ -91,7 +89,7 @@ def test_bits_are_promised_only_where_threads_agree(threads: Any) -> None:
         running.generate(chat("x"), sampling=decode(2))
         threads(1)
         other = running.generate(chat("x"), sampling=decode(2)).receipt
-        digests = {digest for entry in running.store.tree._order.values() for digest in entry.numerics}
+        digests = {digest for entry in running.store.tree.entries() for digest in entry.numerics}
         assert other.bitwise == (len(digests) == 1)
         assert (Reason.NUMERICS in {r.reason for r in other.refusals}) == (len(digests) > 1)
 

@@ -546,7 +546,7 @@ def test_numbers_behind_a_segment_that_are_not_finite_are_not_kept(monkeypatch: 
         assert (done.ids, done.receipt.precision, done.receipt.bitwise) == (clean.ids, "exact", True)
         [why] = [refusal for refusal in done.receipt.refusals if refusal.reason is Reason.NON_FINITE]
         assert "keys or values" in why.detail
-        grades = [entry.scope.precision for entry in running.store.tree._order.values()]
+        grades = [entry.scope.precision for entry in running.store.tree.entries()]
         assert "approximate" not in grades
         assert len(running.store) > kept
 
@@ -567,7 +567,7 @@ def test_nan_in_an_answer_behind_a_segment_takes_back_what_was_kept_of_it() -> N
                 running.generate(OTHER, sampling=replace(GREEDY, max_tokens=6, forced=(50, poison, 51, 52)))
         finally:
             weight.data[poison] = before
-        for entry in running.store.tree._order.values():
+        for entry in running.store.tree.entries():
             assert entry.page is not None
             assert entry.page.filled >= len(entry.ids), "a page that was scrubbed"
         assert running.generate(OTHER, sampling=GREEDY).ids == clean

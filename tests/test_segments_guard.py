@@ -36,7 +36,7 @@ def one_thread(threads: Callable[[int], None]) -> None:
 
 
 def grades(running: Engine) -> list[str]:
-    return [entry.scope.precision for entry in running.store.tree._order.values()]
+    return [entry.scope.precision for entry in running.store.tree.entries()]
 
 
 def checked(running: Engine) -> int:
@@ -234,12 +234,12 @@ def test_the_kernels_of_what_was_taken_are_named() -> None:
     text = f"Read this. {BOOK}"
     with engine() as running:
         running.generate("A " + text, sampling=GREEDY)
-        for entry in running.store.tree._order.values():
+        for entry in running.store.tree.entries():
             entry.numerics = frozenset(["other kernels"])
         receipt = running.generate("Quite another. " + text, sampling=GREEDY).receipt
         assert receipt.segments
         assert Reason.NUMERICS in {refusal.reason for refusal in receipt.refusals}
-        near = [entry for entry in running.store.tree._order.values() if entry.scope.precision == "approximate"]
+        near = [entry for entry in running.store.tree.entries() if entry.scope.precision == "approximate"]
         assert near
         assert all("other kernels" in entry.numerics for entry in near)
         head = running.generate("Quite another. " + text, sampling=GREEDY, reuse="exact").receipt
@@ -265,7 +265,7 @@ def test_an_answer_that_outgrows_its_frequencies_stays_near() -> None:
         assert done.receipt.segments
         assert (done.receipt.precision, done.receipt.bitwise) == ("approximate", False)
         ids = [*running.renderer.render(asked).ids, *done.ids]
-        long = [entry for entry in running.store.tree._order.values() if entry.scope.regime.startswith("long")]
+        long = [entry for entry in running.store.tree.entries() if entry.scope.regime.startswith("long")]
         assert long
         assert {entry.scope.precision for entry in long} == {"exact"}, "computed under the new frequencies, behind nothing moved"
         assert len(ids) > 512

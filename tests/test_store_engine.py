@@ -268,7 +268,7 @@ def test_what_is_on_disk_is_not_written_again(model: Any, tmp_path: Path, monkey
             assert first.flush()
         count = len(writes)
         assert count == len(rows(first))
-        budget = first.store.disk.writer.budget._left
+        budget = first.store.disk.writer.budget.left_bytes
         first.store.clear()
         first.generate(TURNS, sampling=decode(3))
         assert first.flush()
@@ -277,7 +277,7 @@ def test_what_is_on_disk_is_not_written_again(model: Any, tmp_path: Path, monkey
         second.generate(TURNS, sampling=decode(3))
         assert second.flush()
         assert second.store.disk.writer.counts["written"] == 0
-        assert second.store.disk.writer.budget._left >= budget
+        assert second.store.disk.writer.budget.left_bytes >= budget
     with engine(model=model, store=tmp_path / "store") as third, monkeypatch.context() as patch:
         patch.setattr(page_prefetch.PagePrefetch, "_look", lambda self: setattr(self, "state", page_prefetch.State.DONE))
         assert third.generate(TURNS, sampling=decode(3)).receipt.cached_tokens == 0

@@ -34,7 +34,7 @@ def rows(running: Engine) -> list[tuple[bytes, str]]:
 def scopes(running: Engine) -> dict[str, int]:
     """Tokens that memory holds, by how exact they are."""
     found: dict[str, int] = {}
-    for entry in running.store.tree._order.values():
+    for entry in running.store.tree.entries():
         found[entry.scope.precision] = found.get(entry.scope.precision, 0) + len(entry.ids)
     return found
 

@@ -51,8 +51,8 @@ def test_an_index_without_room_for_its_log_says_so(folder: Folder) -> None:
             connection.execute("ROLLBACK")
             return emptied
 
-        index._db.read(lambda connection: connection.execute("PRAGMA busy_timeout=50").fetchall())
-        assert not reader._db.read(meanwhile)
+        index.database.read(lambda connection: connection.execute("PRAGMA busy_timeout=50").fetchall())
+        assert not reader.database.read(meanwhile)
 
 
 @pytest.mark.parametrize("ahead", [1, database.FORESEEN])

@@ -75,7 +75,7 @@ def test_no_lookup_walks_the_table(tmp_path: Path) -> None:
 def walks(index: Index) -> None:
     index.add(pages(some(1100)))
     asked: set[str] = set()
-    connection = index._db.read(lambda connection: connection)
+    connection = index.database.read(lambda connection: connection)
     connection.set_trace_callback(asked.add)
     index.longest(SCOPE, some(1100), 1050)
     index.row(b"k" * 32, "fp")

@@ -88,8 +88,8 @@ def test_threads_have_connections_of_their_own(index: Index) -> None:
     late = threading.Thread(target=index.total)
     late.start()
     late.join()
-    assert len(index._db._links) == 2  # those of threads that ended are closed
-    connections = [link.connection for link in index._db._links]
+    assert len(index.database._links) == 2  # those of threads that ended are closed
+    connections = [link.connection for link in index.database._links]
     index.close()
     for connection in filter(None, connections):
         with pytest.raises(sqlite3.ProgrammingError):
@@ -106,7 +106,7 @@ def test_a_write_is_whole_or_not_at_all(index: Index) -> None:
 
     index.add(pages(some(600)))
     with pytest.raises(KeyboardInterrupt):
-        index._db.write(fails)
+        index.database.write(fails)
     assert index.total()[0] == 2
     assert len(list(index.rows())) == 2
     index.add(pages(some(600, 1)))
@@ -115,14 +115,14 @@ def test_a_write_is_whole_or_not_at_all(index: Index) -> None:
 def test_one_writes_at_a_time_from_the_beginning(index: Index) -> None:
     """Two that read before they write would both have to start again."""
     order: list[str] = []
-    second = threading.Thread(target=lambda: index._db.write(lambda connection: order.append("second")))
+    second = threading.Thread(target=lambda: index.database.write(lambda connection: order.append("second")))
 
     def first(connection: sqlite3.Connection) -> None:
         second.start()
         time.sleep(0.2)
         order.append("first")
 
-    index._db.write(first)
+    index.database.write(first)
     second.join()
     assert order == ["first", "second"]
 
@@ -154,11 +154,12 @@ def test_who_claims_a_prefix_waits_for_nobody(folder: Folder, index: Index) -> N
         other.execute("ROLLBACK")
         assert index.take_lease(b"k" * 32, "fp", "me") is None
     patience, log = (
-        index._db.read(lambda c, name=name: c.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("busy_timeout", "wal_autocheckpoint")
+        index.database.read(lambda c, name=name: c.execute(f"PRAGMA {name}").fetchone()[0])
+        for name in ("busy_timeout", "wal_autocheckpoint")
     )
     assert (patience, log) == (20, 0), "nor may it have to move the log into the file"
     index.add(pages(some(600)))
-    assert index._db.read(lambda c: c.execute("PRAGMA wal_autocheckpoint").fetchone()[0]) == database.LOG_PAGES
+    assert index.database.read(lambda c: c.execute("PRAGMA wal_autocheckpoint").fetchone()[0]) == database.LOG_PAGES
 
 
 # -- forks ---------------------------------------------------------------------------------------------------------
@@ -230,12 +231,12 @@ def test_no_connection_is_open_while_a_process_forks(folder: Folder, index: Inde
 
 def test_a_fork_without_python_is_noticed(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     index.add(pages(some(20)))
-    links = index._db._links
+    links = index.database._links
     inherited = links[0].connection
     assert inherited is not None
     monkeypatch.setattr(os, "getpid", lambda: 1)
     index.add(pages(some(20, 1)))
-    assert index._db._links is not links
+    assert index.database._links is not links
     assert inherited.execute("SELECT 1").fetchone() == (1,)  # neither used nor closed
     inherited.close()
 
@@ -245,12 +246,12 @@ def test_a_fork_without_python_is_noticed(index: Index, monkeypatch: pytest.Monk
 
 def test_a_full_disk(index: Index) -> None:
     index.add(pages(some(600)))
-    size = index._db.read(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
-    index._db.read(lambda connection: connection.execute(f"PRAGMA max_page_count={size + 2}").fetchall())
+    size = index.database.read(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
+    index.database.read(lambda connection: connection.execute(f"PRAGMA max_page_count={size + 2}").fetchall())
     with pytest.raises(StoreFullError, match="cannot grow"):
         index.add(pages(some(10_000, 1)))
     assert index.total()[0] == 2
-    index._db.read(lambda connection: connection.execute("PRAGMA max_page_count=1000000").fetchall())
+    index.database.read(lambda connection: connection.execute("PRAGMA max_page_count=1000000").fetchall())
     assert index.add(pages(some(10_000, 1))) == []
     assert index.check() == []
 

@@ -107,21 +107,21 @@ def give_up(elapsed_ms: float, read_bytes: int, load_bytes: int, compute_ms: flo
 
 
 class WriteBudget:
-    """A token bucket of bytes: full at the start, refilled over an hour. Not thread safe: its writer owns it."""
+    """A token bucket of bytes: full at the start, refilled over an hour. left_bytes: when it was last taken from. Not thread safe."""
 
     def __init__(self, bytes_per_hour: int) -> None:
         self.bytes_per_hour = bytes_per_hour
-        self._left = float(bytes_per_hour)
+        self.left_bytes = float(bytes_per_hour)
         self._at = time.monotonic()
 
     def take(self, count: int) -> bool:
         """Take `count` bytes out if they are there."""
         now = time.monotonic()
-        self._left = min(self.bytes_per_hour, self._left + (now - self._at) * self.bytes_per_hour / 3600)
+        self.left_bytes = min(self.bytes_per_hour, self.left_bytes + (now - self._at) * self.bytes_per_hour / 3600)
         self._at = now
-        if count > self._left:
+        if count > self.left_bytes:
             return False
-        self._left -= count
+        self.left_bytes -= count
         return True
 
 

@@ -82,6 +82,10 @@ class Store:
         """Counts admissions and removals in memory."""
         return self.tree.changes
 
+    def audit(self) -> dict[str, int]:
+        """Counts of pages in memory, and on disk where there is one, and of what is held for them. StoreError: the disk cannot say."""
+        return self.tree.audit() | (self.disk.audit() if self.disk else {})
+
     # -- looking up ------------------------------------------------------------------------------------------------
 
     def match(self, scope: Scope, ids: Ids, *, peek: bool = False) -> Match:

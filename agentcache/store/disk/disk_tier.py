@@ -355,6 +355,13 @@ class DiskTier:
             return ()
         return tuple(np.frombuffer(packed, dtype=np.uint32).tolist()) if packed and len(packed) % 4 == 0 else ()
 
+    def audit(self) -> dict[str, int]:
+        """Counts of the pages on disk and of what hangs on them, of all processes; refused_pages and waiting_pages of this one."""
+        found = self.index.stats()
+        counts = {f"disk_{name}": int(str(found[name])) for name in ("bytes", "pins")}
+        counts |= {name: int(str(found[name])) for name in ("quarantined", "groups", "segments", "splices", "leases")}
+        return {"disk_pages": int(str(found["rows"])), **counts, "refused_pages": len(self._bad), "waiting_pages": len(self.writer)}
+
     def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
         """Write what waits, leave what was measured to the next process, release the pins and leases of this one."""
         self._readers.shutdown(cancel_futures=True)

@@ -94,6 +94,10 @@ class Writer:
         self._thread = threading.Thread(target=self._loop, name="agentcache-writer", daemon=True)
         self._thread.start()
 
+    def __len__(self) -> int:
+        """How many pages wait."""
+        return len(self._pending)
+
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def offer(self, path: list[Entry], settled: bool = False) -> None:

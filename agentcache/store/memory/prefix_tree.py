@@ -21,6 +21,7 @@ from ..entry import Entry, Match, best_child
 from ..keys import Ids, PinName, Role, Scope, page_key
 from .eviction_log import EvictionLog
 from .ngram_index import NgramIndex, Run
+from .pins import Pins
 
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the kept prompt ended
@@ -45,9 +46,9 @@ class PrefixTree:
         self._lock = threading.RLock()
         self._roots: dict[Scope, Entry] = {}
         self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always behind its children
-        self._pinned: dict[PinName, list[tuple[list[Entry], int]]] = {}  # what holds them, and how many tokens
-        self._dropped = EvictionLog()
-        self._repeats: NgramIndex | None = None
+        self._pins = Pins()
+        self._evictions = EvictionLog()
+        self._ngrams: NgramIndex | None = None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -75,12 +76,12 @@ class PrefixTree:
     def repeats(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
         """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's kept prompts. Counts as used."""
         with self._lock:
-            if self._repeats is None:  # whoever never asks does not pay for it
-                self._repeats = NgramIndex()
+            if self._ngrams is None:  # whoever never asks does not pay for it
+                self._ngrams = NgramIndex()
                 for entry in self._order.values():
                     self._note(entry)
             found = []
-            for run in self._repeats.find(scope, ids, since, least):
+            for run in self._ngrams.find(scope, ids, since, least):
                 if any(entry.page is None or entry.page.changed for entry in run.entries):
                     continue
                 self._touch(list(run.entries))
@@ -91,18 +92,18 @@ class PrefixTree:
             return found
 
     def _note(self, entry: Entry) -> None:
-        if self._repeats is not None and entry.scope.precision != "approximate":
-            self._repeats.note(entry)
+        if self._ngrams is not None and entry.scope.precision != "approximate":
+            self._ngrams.note(entry)
 
     def _ready(self, path: list[Entry], at: int) -> tuple[list[Entry], int]:
         """What of a path lies on the device: all of it, unless it is longer than the device's budget."""
         count = next((i for i, e in enumerate(path) if e.page is None or e.page.tier != "device"), len(path))
         return path[:count], min(at, count * PAGE_TOKENS)
 
-    def entries(self, namespace: str) -> list[Entry]:
-        """All that a namespace keeps, the least recently used first."""
+    def entries(self, namespace: str | None = None) -> list[Entry]:
+        """The cached pages of a namespace (None: of all), the least recently used first."""
         with self._lock:
-            return [entry for entry in self._order.values() if entry.scope.namespace == namespace]
+            return [entry for entry in self._order.values() if namespace in (None, entry.scope.namespace)]
 
     def drop_changed(self, scope: Scope, ids: Ids) -> None:
         """Drop what of this prompt lies in files that somebody wrote to, and what continues it: it has to be verified again."""
@@ -136,7 +137,7 @@ class PrefixTree:
             return Reason.LAST_TOKEN, ""
         inside = at % PAGE_TOKENS
         parent = scope.root if at < PAGE_TOKENS else path[at // PAGE_TOKENS - 1].key
-        gone = self._dropped.why(parent, ids[at - inside : at - inside + PAGE_TOKENS], inside, scope.fingerprint)
+        gone = self._evictions.why(parent, ids[at - inside : at - inside + PAGE_TOKENS], inside, scope.fingerprint)
         if gone not in (None, Reason.FINGERPRINT):
             return gone, ""
         for other in self._roots:
@@ -153,6 +154,20 @@ class PrefixTree:
     def _touch(self, path: list[Entry]) -> None:
         for entry in reversed(path):  # parents last: whoever is oldest is a leaf
             self._order.move_to_end(id(entry))
+
+    def audit(self) -> dict[str, int]:
+        """Counts of what memory holds; pins count every pin of a prefix, pinned_pages every page once."""
+        with self._lock:
+            return {
+                "pages": len(self._order),
+                "bytes": self.bytes,
+                "host_bytes": self.host_bytes,
+                "scopes": len(self._roots),
+                "pins": len(self._pins),
+                "pinned_pages": sum(entry.pins > 0 for entry in self._order.values()),
+                "ngrams": 0 if self._ngrams is None else len(self._ngrams),
+                "evictions": len(self._evictions),
+            }
 
     # -- keeping ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +213,7 @@ class PrefixTree:
         self._note(child)
         self._count(page, 1)
         self.changes += 1
-        self._dropped.discard(child.key)
+        self._evictions.discard(child.key)
         if len(parent.children) > CHILDREN:
             self._drop_oldest([c for c in self._order.values() if c.parent is parent and c is not child])
         return child
@@ -209,7 +224,7 @@ class PrefixTree:
         del entry.parent.children[entry.key]
         entry.key, entry.ids, entry.row = page_key(entry.parent.key, ids), ids, 0
         entry.parent.children[entry.key] = entry
-        self._dropped.discard(entry.key)
+        self._evictions.discard(entry.key)
         self.changes += 1
 
     def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[bytes]:
@@ -238,8 +253,7 @@ class PrefixTree:
             for scope in [s for s in self._roots if namespace in (None, s.namespace) and grade in (None, s.precision)]:
                 for child in list(self._roots[scope].children.values()):
                     self._drop_tree(child, reason)
-            for held in [h for h in self._pinned if namespace in (None, h[0].namespace) and grade in (None, h[0].precision)]:
-                del self._pinned[held]
+            self._pins.clear(namespace, grade)
 
     def remove(self, deletion: Deletion) -> tuple[int, int]:
         """Drop what was deleted on purpose, and what continues it; returns how many pages, and of how many bytes.
@@ -249,26 +263,16 @@ class PrefixTree:
         with self._lock:
             pages, size = len(self), self.bytes + self.host_bytes
             for entry in [entry for entry in self._order.values() if deletion.takes(entry)]:
-                kept = self._pinned_tokens(entry) if deletion.group is not None else 0
+                kept = self._pins.tokens(entry) if deletion.group is not None else 0
                 if entry.page is not None and kept < len(entry.ids):
                     self._shorten(entry, kept, Reason.DELETED)
-            for name, paths in list(self._pinned.items()):
-                for pin in [pin for pin in paths if pin[0][-1].page is None]:
-                    paths.remove(pin)
-                    self._release(pin[0])
-                if not paths:
-                    del self._pinned[name]
+            self._pins.release_evicted()
             return pages - len(self), size - self.bytes - self.host_bytes
 
     def pinned(self) -> list[tuple[PinName, list[Entry]]]:
-        """What holds each pinned prefix, under its name."""
+        """The pages of each pinned prefix, under its name."""
         with self._lock:
-            return [(name, list(path)) for name, paths in self._pinned.items() for path, _ in paths]
-
-    def _pinned_tokens(self, entry: Entry) -> int:
-        """How many tokens of a page are pinned."""
-        lengths = (tokens for paths in self._pinned.values() for path, tokens in paths if entry in path)
-        return max(0, max(lengths, default=0) - entry.first)
+            return self._pins.paths
 
     def _shorten(self, entry: Entry, kept: int, reason: Reason) -> list[bytes]:
         """Keep the first `kept` tokens of a page, and nothing that continues it; returns the keys of what is gone."""
@@ -294,31 +298,16 @@ class PrefixTree:
             if at < len(ids):
                 return 0
             self._touch(path)
-            self._pinned.setdefault(scope.pin_name(ids), []).append((path, len(ids)))
-            for entry in path:
-                entry.pins += 1
-                entry.role = Role.GROUP
+            self._pins.add(scope.pin_name(ids), path, len(ids))
             self._evict()
             return len(path)
 
     def release_pin(self, name: PinName) -> bool:
         """Take back one pin of that name; False if there is none."""
         with self._lock:
-            paths = self._pinned.get(name)
-            if not paths:
-                return False
-            self._release(paths.pop()[0])
-            if not paths:
-                del self._pinned[name]
+            released = self._pins.release(name)
             self._evict()
-            return True
-
-    @staticmethod
-    def _release(path: list[Entry]) -> None:
-        for entry in path:
-            entry.pins -= 1
-            if not entry.pins:
-                entry.role = min(entry.role, Role.PREFIX)
+            return released
 
     def _evict(self) -> None:
         # Writes nothing: the writer was offered each page when it was admitted (Store.admit), and holds those that still wait.
@@ -384,9 +373,9 @@ class PrefixTree:
             below.extend(known.children.values())
         for gone in reversed(below):
             assert gone.page is not None and gone.parent is not None
-            if self._repeats is not None:
-                self._repeats.drop(gone)
-            self._dropped.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
+            if self._ngrams is not None:
+                self._ngrams.drop(gone)
+            self._evictions.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
             self._count(gone.page, -1)
             self.changes += 1
             del self._order[id(gone)]

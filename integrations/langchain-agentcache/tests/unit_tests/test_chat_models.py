@@ -280,7 +280,7 @@ async def test_twenty_at_once_half_of_them_cancelled(chat: Any) -> None:
     assert all(isinstance(result, (AIMessage, asyncio.CancelledError)) for result in results[::2])
     assert await asyncio.to_thread(script.until, lambda: engine.scheduler.live == 0)
     assert not engine.scheduler._waiting
-    held = {id(entry.page) for entry in engine.store.tree._order.values()}
+    held = {id(entry.page) for entry in engine.store.tree.entries()}
     assert engine.store.tree.bytes == len(held) * engine.model.spec.page_bytes, "only what the store accounts for is held"
     assert (await model.ainvoke(ASKED)).usage_metadata["input_token_details"]["cache_read"] > 0
 

@@ -1,0 +1,63 @@
+"""Pinned prefixes: the cached pages that hold each of them, which are never evicted. Knows no budgets. Its owner's lock guards it."""
+
+from __future__ import annotations
+
+from ...types import Grade
+from ..entry import Entry
+from ..keys import PinName, Role
+
+Pin = tuple[list[Entry], int]  # the pages, and how many tokens of them
+
+
+class Pins:
+    """By name; the same prefix may be pinned several times, and is released as often."""
+
+    def __init__(self) -> None:
+        self._pins: dict[PinName, list[Pin]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pins.values()))
+
+    @property
+    def paths(self) -> list[tuple[PinName, list[Entry]]]:
+        """The pages of each pin."""
+        return [(name, list(path)) for name, pins in self._pins.items() for path, _ in pins]
+
+    def add(self, name: PinName, path: list[Entry], tokens: int) -> None:
+        """Pin the first `tokens` tokens that these pages hold."""
+        self._pins.setdefault(name, []).append((path, tokens))
+        for entry in path:
+            entry.pins += 1
+            entry.role = Role.GROUP
+
+    def release(self, name: PinName) -> bool:
+        """Take back one pin of that name; False if there is none."""
+        if not (pins := self._pins.get(name)):
+            return False
+        self._drop(name, pins[-1])
+        return True
+
+    def release_evicted(self) -> None:
+        """Take back pins whose last page is gone, because it was deleted on purpose."""
+        for name, pins in list(self._pins.items()):
+            for pin in [pin for pin in pins if pin[0][-1].page is None]:
+                self._drop(name, pin)
+
+    def _drop(self, name: PinName, pin: Pin) -> None:
+        self._pins[name].remove(pin)
+        if not self._pins[name]:
+            del self._pins[name]
+        for entry in pin[0]:
+            entry.pins -= 1
+            if not entry.pins:
+                entry.role = min(entry.role, Role.PREFIX)
+
+    def clear(self, namespace: str | None, grade: Grade | None) -> None:
+        """Forget those of a namespace or grade, whose pages are gone."""
+        for name in [one for one in self._pins if namespace in (None, one[0].namespace) and grade in (None, one[0].precision)]:
+            del self._pins[name]
+
+    def tokens(self, entry: Entry) -> int:
+        """How many tokens of a page are pinned."""
+        lengths = (tokens for pins in self._pins.values() for path, tokens in pins if entry in path)
+        return max(0, max(lengths, default=0) - entry.first)
