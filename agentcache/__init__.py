@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .layout.declared import volatile
     from .model.call_stream import Delta
     from .model.tool_calls import InvalidCall
+    from .model_facts import ModelFacts
     from .receipt import Receipt
     from .recorder import Recorder
     from .shared_engines import EngineLease
@@ -46,6 +47,7 @@ _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "Delta": "model.call_stream",
     "EngineLease": "shared_engines",
     "InvalidCall": "model.tool_calls",
+    "ModelFacts": "model_facts",
     "Receipt": "receipt",
     "Recorder": "recorder",
     "volatile": "layout.declared",
@@ -66,6 +68,7 @@ __all__ = [
     "Logprob",
     "Message",
     "Missed",
+    "ModelFacts",
     "Move",
     "Reason",
     "Receipt",

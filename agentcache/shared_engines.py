@@ -130,4 +130,6 @@ def _joined(key: str, lease: EngineLease) -> Any:
 def _key(make: Callable[..., Any], model: Any, tokenizer: Any, options: Mapping[str, Any]) -> str:
     """What an engine is made of. No other object has an id while its engine lives; a token changes no weights."""
     weights = os.fspath(model) if isinstance(model, (str, os.PathLike)) else id(model)
-    return repr((make, weights, id(tokenizer), sorted((name, value) for name, value in options.items() if name != "token")))
+    plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items() if name != "token"}
+    plain["dtype"] = str(options.get("dtype")).removeprefix("torch.")
+    return repr((make, weights, id(tokenizer), sorted(plain.items())))

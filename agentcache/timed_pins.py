@@ -55,7 +55,7 @@ class TimedPins:
         if not isinstance(ttl_s, (int, float)) or isinstance(ttl_s, bool) or not ttl_s > 0:
             raise ConfigError(f"ttl_s={ttl_s!r}: must be a positive number of seconds; math.inf to pin until `release`")
         namespace, label = key
-        key = namespace, f"{label}-{_digest(asked, weights)}"
+        key = namespace, f"{label}-{_digest((namespace, weights, sorted(asked.items())))}"
         with self._lock:
             turn = self._turns.setdefault(key, threading.Lock())
         with turn:  # the second of two that ask at once waits for the first
@@ -108,9 +108,9 @@ class TimedPins:
         return self._groups.all
 
 
-def _digest(asked: Mapping[str, Any], weights: str) -> str:
+def _digest(asked: tuple[Any, ...]) -> str:
     try:
-        said = repr((weights, sorted(asked.items())))
+        said = repr(asked)
     except RecursionError:  # refused where it is rendered
         said = ""
     return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()

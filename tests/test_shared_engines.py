@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agentcache import Engine, EngineLease, shared_engines
 from agentcache.errors import ModelLoadError
@@ -54,6 +55,7 @@ def test_a_lease_serves_again_after_its_release(shared: Shared) -> None:
 def test_other_options_are_another_engine(shared: Shared) -> None:
     with EngineLease() as lease:
         assert shared(lease, memory_bytes=33 * MB) is not shared(lease)
+        assert shared(lease, dtype="float32") is shared(lease, dtype=torch.float32), "one type, said in two ways"
         assert shared(lease, token="hf_x") is shared(lease, token="hf_y") is shared(lease), "a token changes no weights"
 
 

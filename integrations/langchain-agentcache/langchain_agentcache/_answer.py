@@ -12,10 +12,8 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 
-from agentcache import Message, Receipt, Stream
+from agentcache import Completion, Delta, Message, Receipt, Stream
 from agentcache.errors import CancelledError
-from agentcache.model.call_stream import Delta
-from agentcache.stream import Completion
 
 from ._missed import tell_missed
 from .errors import OutputCutError

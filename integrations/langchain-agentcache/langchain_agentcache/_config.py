@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from agentcache import LayoutOptions
+from agentcache import Calibration, LayoutOptions
 from agentcache import errors as own
-from agentcache.calibration import Calibration
 
 from .errors import ModelInvalidRequestError
 

@@ -8,9 +8,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 
-from agentcache import Receipt
-from agentcache.model.call_stream import Delta
-from agentcache.stream import Completion
+from agentcache import Completion, Delta, Receipt
 
 from ._missed import hinted
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import uuid
+import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
 
@@ -12,9 +14,8 @@ from langchain_core.utils import from_env
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 from typing_extensions import Self, override
 
-from agentcache import Engine, Sampling
+from agentcache import Engine, EngineLease, Sampling
 
-from . import _engines
 from ._config import plain, rebuilt
 from ._names import SAME, beside, noted, own_names, template_text
 from ._output import PROVIDER
@@ -31,6 +32,19 @@ _DECIDES = ("model", "template_kwargs", "namespace", "num_ctx", "format", *(n fo
 # What a call may say: of LangChain itself, and of one completion.
 _OF_LANGCHAIN = {"stop", "stream", "ls_structured_output_format"}
 _OF_CALLS = {*SAMPLING, "model", "namespace", "timeout", "format", "response_format", "template_kwargs", "reasoning"}
+
+_named: set[Engine] = set()  # stay loaded until the last model that was not collected is closed: the next one finds them there
+_identities: weakref.WeakKeyDictionary[Engine, str] = weakref.WeakKeyDictionary()
+
+
+class _Lease(EngineLease):
+    """This model as a user of engines, which is no reason for two models to differ."""
+
+    __slots__ = ()
+    __hash__ = EngineLease.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Lease)
 
 
 class Settings(BaseLanguageModel):
@@ -68,7 +82,7 @@ class Settings(BaseLanguageModel):
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     max_retries: int = Field(default=0, ge=0)
     engine: Any = Field(default=None, exclude=True, repr=False)
-    _lease: _engines.Lease = PrivateAttr(default_factory=_engines.Lease)
+    _lease: EngineLease = PrivateAttr(default_factory=_Lease)
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
     of_calls: ClassVar[set[str]] = _OF_CALLS
@@ -109,7 +123,7 @@ class Settings(BaseLanguageModel):
         if self.engine is None:
             return self
         self.model = self.model or str(self.engine.name)
-        if not _engines.made_here(self.engine):
+        if not EngineLease.is_shared(self.engine):
             for name in (*(name for name in _FOR_ENGINE if name != "reuse"), "cache_dir"):
                 standing = type(self).model_fields[name].get_default(call_default_factory=True)
                 if (value := getattr(self, name)) != standing:
@@ -129,7 +143,7 @@ class Settings(BaseLanguageModel):
         given = Pipeline.of(pipeline)
         made = cls(**beside(kwargs, {"model": given.name, **given.settings}))
         with translated():
-            made.engine = _engines.of_object(given.model, given.tokenizer, made._engine_options(), made._lease)
+            made.engine = Engine.shared(given.model, given.tokenizer, lease=made._lease, **made._engine_options())
         made._learn_profile()
         return made
 
@@ -145,7 +159,7 @@ class Settings(BaseLanguageModel):
         """Let go of the engine: with the last model of this process that uses it, its weights and pages are freed. One that was passed
         as `engine=` stays yours. The next request loads again what is known by name.
         """
-        _engines.leave(self._lease)
+        self._lease.release()
 
     def __enter__(self) -> Self:
         return self
@@ -155,12 +169,15 @@ class Settings(BaseLanguageModel):
 
     def _engine(self, model: str | None = None) -> Engine:
         if self.engine is not None and model in (None, self.model, self.engine.name):
-            _engines.join(self.engine, self._lease)
+            self._lease.join(self.engine)
             return cast("Engine", self.engine)
         if not (model or self.model):
             raise ModelInvalidRequestError("model='': name a Hugging Face id or a folder, or pass engine=...")
         with translated():
-            return _engines.named(model or self.model, self._engine_options(), self._lease)
+            engine = Engine.shared(model or self.model, lease=self._lease, **self._engine_options())
+        _named.difference_update([each for each in tuple(_named) if each.closed])
+        _named.add(engine)
+        return engine
 
     def _engine_options(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in _FOR_ENGINE}
@@ -184,7 +201,7 @@ class Settings(BaseLanguageModel):
         """
         settings: dict[str, Any] = {name: plain(getattr(self, name)) for name in self._deciding()}
         if self.engine is not None:
-            settings["engine"] = _engines.identity(self.engine)
+            settings["engine"] = _identities.setdefault(self.engine, uuid.uuid4().hex)  # a name may stand for several, an id comes again
         said = {name: getattr(self, name) for name in (*SAMPLING, "stop", "reasoning")}
         return {"model": self.model, **said, "settings": settings}
 

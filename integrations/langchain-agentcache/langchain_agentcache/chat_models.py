@@ -92,10 +92,10 @@ class ChatAgentCache(ChatSettings):
 
     def _answer(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> ChatResult:
         with translated():
-            answer, wishes = self._open(messages, stop, kwargs)
+            answer, pins = self._open(messages, stop, kwargs)
             with limited([answer], kwargs.get("timeout", self.timeout)):
                 message = message_of(answer.completed(), _label(kwargs), answer.draft)
-            _pins.keep(wishes)
+            _pins.pin_all(pins)
             return _result(message)
 
     @override
@@ -104,7 +104,7 @@ class ChatAgentCache(ChatSettings):
     ) -> Iterator[ChatGenerationChunk]:
         kwargs = self._call(kwargs)
         with translated():
-            answer, wishes = self._open(messages, stop, kwargs)
+            answer, pins = self._open(messages, stop, kwargs)
             with limited([answer], kwargs.get("timeout", self.timeout)):
                 for delta in answer.deltas():
                     chunk = ChatGenerationChunk(message=chunk_of(delta, self.output_version))
@@ -112,7 +112,7 @@ class ChatAgentCache(ChatSettings):
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
                 last = last_chunk(answer.completed(), _label(kwargs), answer.draft)
-            _pins.keep(wishes)
+            _pins.pin_all(pins)
             yield ChatGenerationChunk(message=last)
 
     @override
@@ -128,11 +128,11 @@ class ChatAgentCache(ChatSettings):
 
     async def _aanswer(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> ChatResult:
         with translated():
-            answer, wishes = await in_thread(self._open, messages, stop, kwargs)
+            answer, pins = await in_thread(self._open, messages, stop, kwargs)
             with limited([answer], kwargs.get("timeout", self.timeout)):
                 message = message_of(await answer.acompleted(), _label(kwargs), answer.draft)
-            if wishes:
-                await in_thread(_pins.keep, wishes)
+            if pins:
+                await in_thread(_pins.pin_all, pins)
             return _result(message)
 
     @override
@@ -145,7 +145,7 @@ class ChatAgentCache(ChatSettings):
     ) -> AsyncIterator[ChatGenerationChunk]:
         kwargs = self._call(kwargs)
         with translated():
-            answer, wishes = await in_thread(self._open, messages, stop, kwargs)
+            answer, pins = await in_thread(self._open, messages, stop, kwargs)
             with limited([answer], kwargs.get("timeout", self.timeout)):
                 async for delta in answer.adeltas():
                     chunk = ChatGenerationChunk(message=chunk_of(delta, self.output_version))
@@ -153,11 +153,11 @@ class ChatAgentCache(ChatSettings):
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
                 last = last_chunk(answer.completed(), _label(kwargs), answer.draft)
-            if wishes:
-                await in_thread(_pins.keep, wishes)
+            if pins:
+                await in_thread(_pins.pin_all, pins)
             yield ChatGenerationChunk(message=last)
 
-    def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> tuple[Answer, list[_pins.Wish]]:
+    def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> tuple[Answer, list[_pins.PinRequest]]:
         """Translate one request and hand it to the engine; what is to be pinned once it is answered."""
         with translated():
             engine = self._engine(kwargs.get("model"))
@@ -172,8 +172,8 @@ class ChatAgentCache(ChatSettings):
                 "context_tokens": self.num_ctx,
                 "reuse": self.reuse,
             }
-            wishes = [
-                _pins.Wish(engine, said[:end], shown, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))
+            pins = [
+                _pins.PinRequest(engine, said[:end], shown, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))
                 for end, control in marked(messages, kwargs.get("cache_control")).items()
             ]
             tell_names(engine, messages)
@@ -183,12 +183,12 @@ class ChatAgentCache(ChatSettings):
 
             limits, tell = self._limits(shown, form, kwargs), bool(kwargs.get("warn_missed", True))
             if form is None:
-                return Answer(asked(said, limits), tell=tell), wishes
+                return Answer(asked(said, limits), tell=tell), pins
             can, must = may_call(tools, kwargs.get("tool_choice"), kwargs.get("forbidden_tools") or ())
             if not can:
-                return Answer(asked(said, Constraint(form.name)), formed=True, tell=tell), wishes
+                return Answer(asked(said, Constraint(form.name)), formed=True, tell=tell), pins
             then = None if must else lambda message: asked([*said, message, Message("user", ASK)], Constraint(form.name))
-            return Answer(asked(said, limits), then=then, tell=tell), wishes
+            return Answer(asked(said, limits), then=then, tell=tell), pins
 
     def _shown_form(self, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> Tool | None:
         """The tool that shows the schema of the answer, None where it is held to it without being shown."""

@@ -12,9 +12,7 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import Field, model_validator
 from typing_extensions import Self, override
 
-from agentcache import Message, Stream
-from agentcache.stream import Completion
-from agentcache.types import Logprob
+from agentcache import Completion, Logprob, Message, Stream
 
 from ._limits import arepeated, limited, repeated
 from ._output import metadata_of, usage_of

@@ -27,7 +27,7 @@ os.environ["LANGSMITH_TRACING"] = "false"
 pytest.importorskip("langchain_tests", reason="the LangChain integration is tested where langchain-tests is installed")
 
 import script  # noqa: E402
-from langchain_agentcache import ChatAgentCache, _engines  # noqa: E402
+from langchain_agentcache import ChatAgentCache  # noqa: E402
 
 from agentcache import Engine, Sampling, Stream  # noqa: E402
 
@@ -57,6 +57,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 class ScriptedEngine(Engine):
     """An engine that says what tests/script.py says."""
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        script.MADE.add(self)
+
     def stream(self, messages: Any, tools: Any = (), **options: Any) -> Stream:
         """As of Engine, with the completion forced where the script has one."""
         sampling = options.get("sampling") or Sampling()
@@ -78,10 +82,12 @@ class ScriptedEngine(Engine):
 @pytest.fixture(scope="session", autouse=True)
 def scripted() -> Iterator[None]:
     """Engines that the package loads are scripted ones."""
-    before, _engines.Engine = _engines.Engine, ScriptedEngine
+    shared = Engine.__dict__["shared"]
+    Engine.shared = lambda *given, **options: shared.__func__(ScriptedEngine, *given, **options)  # type: ignore[method-assign]
     yield
-    _engines.close_all()
-    _engines.Engine = before
+    for engine in list(script.MADE):
+        engine.close()
+    Engine.shared = shared  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +100,7 @@ def model_folder() -> str:
 def free_pages() -> Iterator[None]:
     """No test leaves a request on the device."""
     yield
-    for engine in list(_engines._by_name.values()):
+    for engine in list(script.MADE):
         assert script.until(lambda engine=engine: engine.scheduler.live == 0), "a request still holds pages"
 
 

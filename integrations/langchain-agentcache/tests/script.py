@@ -11,14 +11,16 @@ import json
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from agentcache import Constraint, Message, toy
+from agentcache import Constraint, Engine, Message, toy
 
 VOCAB = 1024
+MADE: weakref.WeakSet[Engine] = weakref.WeakSet()  # the engines that the package loaded
 SHORT = 24  # tokens of an answer that nobody reads
 
 TEXTS = (

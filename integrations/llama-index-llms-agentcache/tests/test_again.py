@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,12 +44,39 @@ def test_a_model_made_again_has_the_options_of_its_engine(folder: Path, way: str
     with AgentCacheLLM(model=str(folder), **options) as llm, _again(llm, way) as other:
         assert other.model == llm.model == str(folder)
         assert (other.max_tokens, other.stop, other.additional_kwargs) == (7, ["x"], {"seed": 1})
-        assert other.engine is not llm.engine
-        for engine in (llm.engine, other.engine):
-            assert next(engine.model.model.parameters()).dtype == torch.bfloat16
-            assert engine.store.disk is None
-            assert engine.renderer.render([{"role": "user", "content": "hello"}]).text == "<|im_start|>hello"
+        assert other.engine is llm.engine, "one model and one set of options: one engine"
+        assert next(other.engine.model.model.parameters()).dtype == torch.bfloat16
+        assert other.engine.store.disk is None
+        assert other.engine.renderer.render([{"role": "user", "content": "hello"}]).text == "<|im_start|>hello"
     assert "npickleable" not in caplog.text
+
+
+def test_models_of_one_name_share_an_engine_until_the_last_is_closed(folder: Path) -> None:
+    options: dict[str, Any] = {"model": str(folder), "store": None, "memory_bytes": 64 << 20, "max_tokens": 2}
+    one, other = AgentCacheLLM(**options), AgentCacheLLM(**options, temperature=1.0)
+    engine = one.engine
+    assert other.engine is engine
+    assert AgentCacheLLM(**{**options, "memory_bytes": 65 << 20}).engine is not engine
+    one.close()
+    assert other.chat([user("?")]).raw
+    with other.with_superset(tools()) as sharing:
+        assert sharing.chat([user("?")]).raw
+    assert not engine.closed, "a view that is closed leaves its model open"
+    other.close()
+    assert engine.closed
+
+
+def test_an_engine_outlives_a_model_that_was_dropped_as_long_as_it_is_used(folder: Path) -> None:
+    options: dict[str, Any] = {"model": str(folder), "store": None, "memory_bytes": 64 << 20, "max_tokens": 2}
+    sharing = AgentCacheLLM(**options).with_superset(tools())
+    gc.collect()
+    with AgentCacheLLM(**options) as another:
+        assert another.engine is sharing.engine
+    assert sharing.chat([user("?")]).raw
+    engine = weakref.ref(sharing.engine)
+    del sharing, another
+    gc.collect()
+    assert engine() is None, "weights go with the last model that uses them"
 
 
 def test_a_folder_may_be_a_path(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -130,29 +131,26 @@ def test_results_are_rendered_in_the_order_of_their_calls(llm: Make) -> None:
     assert model.receipts[1].cached_tokens == model.receipts[1].prompt_tokens - 1
 
 
-def test_a_cache_point_is_pinned_and_never_rendered(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_point_is_pinned_and_never_rendered(llm: Make) -> None:
     model = llm("One.", "Two.", "Three.")
     plain = [system("You keep the light. " * 40), user("hello")]
     pointed = [ChatMessage(role="system", blocks=[*plain[0].blocks, _point()]), user("hello")]
-    pin, pinned = model.engine.pin, []
-    monkeypatch.setattr(model.engine, "pin", lambda *args, **options: pinned.append(options["name"]) or pin(*args, **options))
     model.chat(pointed, tools=tools())
     groups = [group for group in model.engine.groups if group.namespace == model.namespace]
     assert len(groups) == 1
+    assert groups[0].name.startswith("cache-point-")
     assert groups[0].prefix_tokens > 100
     model.chat(plain, tools=tools())
     assert model.receipts[0].prompt_tokens == model.receipts[1].prompt_tokens
     assert model.receipts[0].cached_tokens >= groups[0].prefix_tokens
     model.chat(pointed, tools=tools())
-    assert pinned == [groups[0].name]
+    assert [group for group in model.engine.groups if group.namespace == model.namespace] == groups, "it only lasts longer"
 
 
 def test_a_cache_point_ends_after_its_time(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llama_index.llms.agentcache import pins
-
     model = llm("One.", "Two.")
     now = [1000.0]
-    monkeypatch.setattr(pins.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     pinned = lambda: [group.name for group in model.engine.groups if group.namespace == model.namespace]  # noqa: E731
     model.chat([ChatMessage(role="system", blocks=[TextBlock(text="First. " * 30), _point("5m")]), user("hello")])
     (first,) = pinned()
@@ -169,7 +167,7 @@ def test_the_longest_of_several_points_holds_and_a_persistent_one_for_good() -> 
 
 def test_a_request_with_two_points_is_held_as_the_longer_says(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = llm("One."), []
-    monkeypatch.setattr(model._host.pins, "hold", lambda *args: asked.append(args[3]))
+    monkeypatch.setattr(model.engine, "pin", lambda *given, **options: asked.append(options["ttl_s"]))
     blocks = [TextBlock(text="Be brief. " * 20), _point("1h"), _point("5m")]
     model.chat([ChatMessage(role="system", blocks=blocks), user("hello")])
     assert asked == [3600]

@@ -99,7 +99,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         model, system, tools = self._prefix
         if model is not None:
             said = [Message("system", system)] if system else []
-            _pins.pin(_pins.Wish(model._engine(), said, own_tools(formatted(tools)), WARM_S, "agent", model._rendering({})))
+            _pins.PinRequest(model._engine(), said, own_tools(formatted(tools)), WARM_S, "agent", model._rendering({})).pin()
         return None
 
     def _before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import script
 from harbour import ASKED, SYSTEM, log, tide
-from langchain_agentcache import ChatAgentCache, _engines, errors
+from langchain_agentcache import ChatAgentCache, errors
 from langchain_agentcache._messages import converted
 from langchain_core import exceptions as theirs
 from langchain_core.callbacks import UsageMetadataCallbackHandler
@@ -172,8 +172,9 @@ def test_tokens_are_counted_as_they_are_sent(chat: Any) -> None:
 def test_weights_are_shared_and_loaded_late(model_folder: str) -> None:
     options = {"model": model_folder, "memory_bytes": 33 << 20}
     one, two = ChatAgentCache(**options), ChatAgentCache(**options, temperature=1.0)
-    assert _engines.loaded(model_folder, one._engine_options()) is None
+    known = set(script.MADE)
     one.invoke("x", max_tokens=1)
+    assert set(script.MADE) - known == {one._engine()}
     assert one._engine() is two._engine()
     assert ChatAgentCache(model=model_folder, memory_bytes=34 << 20)._engine() is not one._engine()
 

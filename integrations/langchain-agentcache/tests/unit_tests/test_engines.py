@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
+import weakref
 from typing import Any
 
 import pytest
+import script
 from harbour import ASKED, SYSTEM, tide
-from langchain_agentcache import AgentCacheLLM, ChatAgentCache, _engines, errors
+from langchain_agentcache import AgentCacheLLM, ChatAgentCache, errors
 from langchain_core import exceptions as theirs
 from langchain_core.messages import HumanMessage
 from langchain_core.runnables import ConfigurableField
@@ -27,15 +30,13 @@ def own(model_folder: str, request: pytest.FixtureRequest) -> Any:
 
 
 def test_load_and_close(own: Any) -> None:
-    model = own()
-    assert _engines.loaded(model.model, model._engine_options()) is None
+    model, known = own(), set(script.MADE)
     assert model.load() is model
-    engine = _engines.loaded(model.model, model._engine_options())
-    assert engine is not None
+    (engine,) = set(script.MADE) - known
     model.close()
-    assert engine._closed
-    assert _engines.loaded(model.model, model._engine_options()) is None
+    assert engine.closed
     model.close()
+    assert set(script.MADE) == known | {engine}, "closing loads nothing"
     assert model.invoke(ASKED).usage_metadata["output_tokens"] == 2, "what is known by name is loaded again"
     model.close()
 
@@ -45,20 +46,29 @@ def test_the_last_one_closes(own: Any) -> None:
         engine = one.load()._engine()
         assert other._engine() is engine
         one.close()
-        assert not engine._closed, "another model uses it"
+        assert not engine.closed, "another model uses it"
         assert other.invoke("x")
-    assert engine._closed
+    assert engine.closed
+
+
+def test_weights_stay_loaded_between_models(own: Any) -> None:
+    engine = weakref.ref(own().load()._engine())
+    gc.collect()  # the model is gone
+    with own() as again:
+        assert again.load()._engine() is engine()
+        assert engine() is not None
+    assert again.load()._engine() is not engine()
+    again.close()
 
 
 def test_a_given_engine_stays_its_owner_s(model_folder: str) -> None:
     with Engine(model_folder, store=None, memory_bytes=32 << 20) as engine:
         with ChatAgentCache(engine=engine, max_tokens=1) as model:
             model.invoke(ASKED)
-        assert not engine._closed
+        assert not engine.closed
 
 
 def test_a_request_on_a_closed_pipeline_engine_says_so() -> None:
-    import script
     from transformers import pipeline
 
     from agentcache import toy
@@ -156,8 +166,7 @@ def test_a_forked_child_loads_by_name_again(own: Any) -> None:
         context = multiprocessing.get_context("fork")
         mine, its = context.Pipe(duplex=False)
         child = context.Process(target=lambda: its.send(answers()))
-        with _engines._lock:  # as while another thread of the parent loads
-            child.start()
+        child.start()
         try:
             assert mine.poll(30), "the child hangs"
             text, said = mine.recv()

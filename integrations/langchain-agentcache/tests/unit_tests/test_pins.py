@@ -21,10 +21,17 @@ LONG = [SystemMessage("You keep a light. Wind and tide: " + "north, high; " * 15
 
 @pytest.fixture
 def pins(chat: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the engine pinned."""
+    """What the engine pinned for a time."""
     engine, made = chat()._engine(), []
     original = engine.pin
-    monkeypatch.setattr(engine, "pin", lambda *said, **options: made.append(original(*said, **options)))
+
+    def pin(*said: Any, **options: Any) -> Any:
+        group = original(*said, **options)
+        if "ttl_s" in options:
+            made.append(group)
+        return group
+
+    monkeypatch.setattr(engine, "pin", pin)
     return made
 
 
@@ -61,12 +68,13 @@ def test_a_pin_finds_what_the_request_computed(chat: Any, pins: list[Any], way: 
     messages = [SystemMessage("You keep a light. " * 40), HumanMessage("x")]
     answered = WAYS[way](chat(max_tokens=2), messages)
     (group,) = pins
+    assert group.name.startswith("pinned-")
     assert group.prefix_tokens > 200
     assert group.computed_tokens < 20
     assert answered.usage_metadata["input_token_details"]["cache_creation"] >= group.prefix_tokens, "the request has paid for it"
     again = WAYS[way](chat(max_tokens=2), messages)
     assert again.usage_metadata["input_token_details"]["cache_read"] >= group.prefix_tokens - 1
-    assert len(pins) == 1, "it is only prolonged"
+    assert pins[0] is pins[-1], "it is only prolonged"
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -34,7 +34,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import ToolSelection
 
-from agentcache import Completion, Engine, Message, Stream
+from agentcache import Completion, Engine, EngineLease, Message, Stream
 from agentcache.errors import ConfigError, MessageError
 
 from . import prompts, requests
@@ -42,7 +42,7 @@ from .answer import Answer, alast, check_called, last
 from .events import ReceiptEvent
 from .host import Host, count
 from .making import Making, in_words, making, name_of, remade, renamed
-from .points import hold_points
+from .points import pin_points
 from .requests import Ask
 from .structured import ObjectLLM
 from .tools import Offer, Schema, offer, tool_choice
@@ -100,7 +100,8 @@ class AgentCacheLLM(ObjectLLM):
         except ValidationError as error:
             raise ConfigError(in_words(error)) from error
         self._making = how
-        self._host = Host(engine or Engine(model, tokenizer, **options), owned=engine is None)
+        lease = EngineLease()
+        self._host = Host(engine or Engine.shared(model, tokenizer, lease=lease, **options), lease)
 
     @classmethod
     def class_name(cls) -> str:
@@ -203,7 +204,7 @@ class AgentCacheLLM(ObjectLLM):
         if isinstance(ask.prompt, str) and not isinstance(messages, str) and cache_points(messages):
             answer.notes = ("cache points are not pinned: messages_to_prompt writes the prompt",)
         elif not isinstance(messages, str):
-            answer.notes = hold_points(self._host.pins, messages, ask, self.late_system)
+            answer.notes = pin_points(self._host, messages, ask, self.late_system)
         return ask.open(self.engine)
 
     def _responses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseGen:

@@ -14,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from agentcache import Completion, Engine, Stream
+from agentcache import Completion, Engine, EngineLease, Message, Stream
 from agentcache.errors import CancelledError, EngineClosedError
 
 from .hints import Hints
-from .pins import Pins
-from .tools import Translator
+from .tools import Schema, Translator
 
 WAITING = 64  # requests that wait at the same time; further ones queue here instead of in the engine
 
@@ -43,16 +42,15 @@ def counting(name: str) -> Callable[[str], list[int]] | None:
 
 
 class Host:
-    """An engine with its waiting threads. owned: whether closing this closes the engine."""
+    """An engine with its waiting threads. lease: on the engine if that is shared, and on what is pinned for this."""
 
-    def __init__(self, engine: Engine, owned: bool) -> None:
+    def __init__(self, engine: Engine, lease: EngineLease) -> None:
         self.engine = engine
         self.translator = Translator()
         self.hints = Hints()
-        self.pins = Pins(engine)
         with _gate:
             _engines.add(engine)
-        self._owned = owned
+        self._lease = lease
         self._closed = False
         self._lock = threading.Lock()
         self._live: set[Stream] = set()
@@ -62,10 +60,17 @@ class Host:
     def view(self) -> Host:
         """A host over the same engine: closing it leaves this one open, closing this one closes it."""
         self.check_open()
-        made = Host(self.engine, owned=False)
+        made = Host(self.engine, EngineLease())
+        made._lease.join(self.engine)
         made.translator, made.hints = self.translator, self.hints
         self._views.add(made)
         return made
+
+    def pin(self, turns: list[Message], tools: tuple[Schema, ...], **options: Any) -> None:
+        """Pin what these turns and tools begin until its time is over, or this is closed; options as of `Engine.pin`."""
+        self.engine.pin(turns, tools, lease=self._lease, **options)
+        if self._closed:  # while it was computed
+            self._lease.release()
 
     async def pieces(self, start: Start) -> AsyncGenerator[Piece | Completion, None]:
         """The pieces of the stream that `start` opens, then its completion; whoever stops reading ends the request."""
@@ -113,7 +118,7 @@ class Host:
         return EngineClosedError("this AgentCacheLLM is closed: make a new one, over the same engine= if that lives on")
 
     def close(self) -> None:
-        """End what runs, let go what is pinned, here and in the views; close the engine if it was made here."""
+        """End what runs, let go what is pinned, here and in the views; a shared engine is closed with the last that uses it."""
         for view in list(self._views):
             view.close()
         with self._lock:
@@ -121,10 +126,7 @@ class Host:
             live = list(self._live)
         for stream in live:
             stream.close()
-        if self._owned:
-            self.engine.close()
-        else:
-            self.pins.close()
+        self._lease.release()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

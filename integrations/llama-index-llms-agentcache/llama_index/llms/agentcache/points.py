@@ -6,8 +6,6 @@ chat templates show them as one.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from llama_index.core.base.llms.types import CachePoint, ChatMessage
 
 from agentcache.errors import ConfigError
 
-from .pins import Pins
+from .host import Host
 from .requests import Ask
 from .translate import LateSystem, cache_points, to_messages
 
@@ -24,7 +22,7 @@ _TTL = re.compile(r"(\d+)([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def hold_points(pins: Pins, messages: Sequence[ChatMessage], ask: Ask, late_system: LateSystem) -> tuple[str, ...]:
+def pin_points(host: Host, messages: Sequence[ChatMessage], ask: Ask, late_system: LateSystem) -> tuple[str, ...]:
     """Pin what the messages' cache points ask for; returns what could not be done, in words."""
     leading = next((n for n, message in enumerate(messages) if message.role.value not in ("system", "developer")), len(messages))
     ends: dict[int, float] = {}
@@ -34,11 +32,11 @@ def hold_points(pins: Pins, messages: Sequence[ChatMessage], ask: Ask, late_syst
     options = {key: ask.options[key] for key in ("namespace", "tools_order", "group", "template_kwargs") if key in ask.options}
     notes = []
     for end, seconds in sorted(ends.items()):
-        turns = to_messages(messages[:end], late_system)
-        said = json.dumps([turns, ask.offer.shown, sorted(options.items())], default=repr)
-        name = f"cache-point-{hashlib.blake2b(said.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"
-        notes.append(pins.hold(name, turns, ask.offer.shown, seconds, options))
-    return tuple(note for note in notes if note)
+        try:
+            host.pin(to_messages(messages[:end], late_system), ask.offer.shown, name="cache-point", ttl_s=seconds, **options)
+        except ConfigError as error:  # it is answered all the same
+            notes.append(f"cache point not pinned: {error}")
+    return tuple(notes)
 
 
 def seconds_of(point: CachePoint) -> float:
