@@ -35,6 +35,11 @@ class ToolGroups:
         self._store, self._model, self._name, self._fingerprint = store, model, name, fingerprint
         self._held: dict[tuple[str, str], Held] = {}
         self._lock = threading.Lock()
+        store.on_renewal(self._record)
+
+    def _record(self) -> None:
+        for manifest in self.manifests:
+            self._store.record(manifest)
 
     def tools(self, namespace: str, name: str) -> tuple[str, ...]:
         """The recorded tool order of a group, of this or an earlier process."""

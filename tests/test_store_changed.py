@@ -13,10 +13,13 @@ from agentcache import Engine, Reason
 from agentcache.errors import StoreLostError, StoreWarning
 from agentcache.store.admin.check import verify
 from agentcache.store.admin.prune import prune
+from agentcache.store.deletion import Deletion
 from agentcache.store.disk import blob_files, blob_io
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
+from agentcache.store.keys import Scope, as_ids
+from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests import models, stored
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text
@@ -139,12 +142,13 @@ def test_a_page_that_goes_before_it_is_read_is_told_as_what_it_is(
 
 
 @pytest.mark.parametrize("how", ["deleted", "emptied", "made anew", "made anew, then closed"])
-def test_a_folder_that_was_deleted_is_noticed_and_a_new_one_is_left_alone(model: Any, tmp_path: Path, how: str) -> None:
+def test_an_engine_whose_folder_was_deleted_goes_on_in_the_new_one(model: Any, tmp_path: Path, how: str) -> None:
     place = tmp_path / "store"
     with engine(model=model, store=place) as running:
         wanted = running.generate(PROMPT, **ASK).ids
         running.warm(SYSTEM, TOOLS, name="tools")
         assert running.flush()
+        key = (place / "key").read_bytes()
         if how == "emptied":
             for path in place.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -154,34 +158,71 @@ def test_a_folder_that_was_deleted_is_noticed_and_a_new_one_is_left_alone(model:
             with engine(model=model, store=place) as fresh:
                 fresh.generate(chat("hi"), **ASK)
                 assert fresh.flush()
-                before = sorted(row.blob for row in fresh.store.disk.index.rows())
                 if how == "made anew":
                     later(running, wanted)
         if how != "made anew":
             later(running, wanted)
+        assert (place / "key").read_bytes() != key
         assert running.generate(chat(long_text(200, 3)), **ASK).receipt.computed_tokens > 512
-        assert running.release("tools")
+        assert running.flush()
         check_store(running.store)
-    if how.startswith("made anew"):
-        folder = Folder.open(place)
-        assert verify(folder).problems == [], "nothing under the old key"
-        with Index(folder) as index:
-            assert sorted(row.blob for row in index.rows()) == before
-        with engine(model=model, store=place) as running:
-            assert running.generate(chat("hi"), **ASK).receipt.disk_tokens > 0
-    else:
-        assert not list(place.rglob("*.safetensors"))
+    folder = Folder.open(place)
+    assert verify(folder).problems == [], "nothing under the old key"
+    with engine(model=model, store=place) as other:
+        assert other.generate(PROMPT, **ASK).receipt.disk_tokens > 512, "what memory held was written once more"
+        assert other.generate(chat(long_text(200, 3)), **ASK).receipt.disk_tokens > 512
+        assert other.generate(chat("hi"), TOOLS, group="tools", **ASK).receipt.cached_tokens > 0, "the tool group is recorded again"
 
 
 def later(running: Engine, wanted: tuple[int, ...]) -> None:
     """The request that notices, and one after it."""
-    with pytest.warns(StoreWarning, match="was deleted, or made anew, while it was in use"):
+    with pytest.warns(StoreWarning, match="was deleted, or made anew, while it was in use: what is used from now on"):
         done = running.generate(PROMPT, **ASK)
     assert done.ids == wanted
     assert done.receipt.computed_tokens == 1, "memory is as it was"
     assert Reason.BAD_BLOB not in reasons(done)
-    assert not running.flush(), "nothing is written any more"
+    assert running.flush(), "pinned pages too"
     assert running.generate(PROMPT, **ASK).ids == wanted
+
+
+def test_where_no_folder_can_be_made_an_engine_goes_on_in_memory(model: Any, tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    with engine(model=model, store=place) as running:
+        wanted = running.generate(PROMPT, **ASK).ids
+        assert running.flush()
+        shutil.rmtree(place)
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+        with pytest.warns(StoreWarning, match="nothing is read from disk nor written to it any more: .* is a symbolic link"):
+            done = running.generate(PROMPT, **ASK)
+        assert (done.ids, done.receipt.computed_tokens) == (wanted, 1)
+        assert not running.flush()
+        assert running.generate(PROMPT, **ASK).ids == wanted
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_what_was_deleted_before_the_folder_was_is_not_written_to_the_new_one(tmp_path: Path) -> None:
+    """Numbers of deletions begin anew with a folder; what an older store's number says is not mistaken for the new one's."""
+    store = Store(1 << 26, options=StoreOptions(tmp_path / "store"))
+    scope, ids = Scope("alice", "weights"), as_ids(range(512))
+    received = store.heed()
+    shutil.rmtree(tmp_path / "store")
+    with Index(Folder.open(tmp_path / "store")) as other:
+        with pytest.warns(StoreWarning):
+            store.heed()
+        assert store.disk is not None
+        store.admit(scope, ids, [stored.page()], "n", received=received)
+        assert len(store) == 0, "received under a store that is gone: nobody knows what was deleted since"
+        kept = store.heed()
+        other.record_deletion(Deletion("alice"))
+        store.heed()
+        store.admit(scope, ids, [stored.page()], "n", received=kept)
+        assert len(store) == 0, "deleted in the new one since"
+        store.admit(scope, ids, [stored.page()], "n", received=store.heed())
+        assert len(store) == 1
+        assert store.flush()
+        assert other.total()[0] == 1
+    store.close()
 
 
 def test_an_index_of_another_folder_is_never_opened_with_the_old_key(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from blake3 import blake3
 
 from ..types import PAGE_TOKENS
-from . import deletion
 from .deletion import Moment
 from .disk.index import Index
 from .disk.index_metadata import named, tick
@@ -70,7 +69,7 @@ class MinHashIndex:
         sealed = [(name, guard(folder, kept.pack(), named("segment", *key, name))) for name, kept in zip(names, new, strict=True)]
 
         def put(connection: sqlite3.Connection) -> None:
-            gone = deletion.since(connection, received.generation) if received is not None else ()
+            gone = self._index.deletions_in(connection, received.generation) if received is not None else ()
             if received is not None and any(done.covers(scope.namespace, received.made) for done in gone):
                 return
             first = tick(connection, len(sealed))

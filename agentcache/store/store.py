@@ -48,6 +48,7 @@ class Store:
         self.disk = DiskTier(options, self.deletions) if options is not None else None
         self.signed: MinHashIndex | None = None
         self._listeners: list[Callable[[Deletion], None]] = []
+        self._renewals: list[Callable[[], None]] = []
         self._lost: list[DiskTier] = []  # whose folder was deleted while it was used
 
     @classmethod
@@ -173,6 +174,10 @@ class Store:
         """Call `listeners` when something is deleted, by any process, before this one finds nothing of it any more."""
         self._listeners += listeners
 
+    def on_renewal(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when a new folder has taken the place of one that was deleted: it holds nothing of what was recorded."""
+        self._renewals.append(listener)
+
     def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], None]) -> None:
         """Call `keep`, unless all that this namespace sent then has been deleted since."""
         with self.deletions.lock:
@@ -184,7 +189,8 @@ class Store:
         disk = self.disk
         if disk is not None and disk.folder.generation != disk.seen:
             with self.deletions.lock:
-                self._heed(disk)
+                if disk is self.disk:  # else another thread has noticed, too
+                    self._heed(disk)
         return Moment(self.deletions.generation, time.time())
 
     def _heed(self, disk: DiskTier) -> None:
@@ -193,19 +199,34 @@ class Store:
             for done in disk.index.deletions(self.deletions.generation):
                 self._let_go(done)
                 self.deletions.hear(done)
-        except StoreLostError as error:
-            self._lose(disk, str(error))
+        except StoreLostError:
+            self._lose(disk)
+            return
         except StoreError:  # the next request looks again
             return
         disk.seen = seen
 
-    def _lose(self, disk: DiskTier, why: str) -> None:
-        """Go on in memory: where the folder was is another store, with another key, or none."""
+    def _lose(self, disk: DiskTier) -> None:
+        """The folder was deleted: go on with the one that is there now, made anew if none is, or else in memory. Under the lock."""
+        tau = self.signed.signatures.tau if self.signed else None
         self.disk = self.signed = None
         self._lost.append(disk)
         disk.writer.abandon()
+        for entry in self.tree.entries():
+            entry.row = 0  # is written again once it is used, or flushed while it is pinned
+        folder = disk.folder.path
+        try:
+            self.disk = DiskTier(replace(disk.options, folder=folder), self.deletions, instead=True)
+            outcome = "what is used from now on is written to a new one"
+        except StoreError as error:
+            outcome = f"nothing is read from disk nor written to it any more: {error}"
+        if tau is not None:
+            self.sign(tau)
+        for renewed in self._renewals if self.disk else ():
+            renewed()
         with suppress(StoreWarning):  # an error where warnings are errors: the request is right all the same
-            warnings.warn(f"{why}; until then nothing is read from disk nor written to it", StoreWarning, stacklevel=5)
+            said = f"the store {str(folder)!r} was deleted, or made anew, while it was in use: {outcome}"
+            warnings.warn(said, StoreWarning, stacklevel=5)
 
     def _let_go(self, done: Deletion) -> tuple[int, int]:
         """Of pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
@@ -320,10 +341,21 @@ class Store:
             if busy == quiet.is_set():
                 quiet.clear() if busy else quiet.set()
 
+    # -- the model's own ids ---------------------------------------------------------------------------------------
+
     @property
-    def splices(self) -> DiskTier | None:
-        """Where the model's own ids are kept beyond this process."""
-        return self.disk
+    def splices(self) -> Store | None:
+        """Where the model's own ids are found by later processes; None without a disk."""
+        return self if self.disk else None
+
+    def learn(self, namespace: str, key: Key, ids: Seq[int]) -> None:
+        """Write down the ids as which the model wrote the message that ends the history `key`."""
+        if disk := self.disk:
+            disk.learn(namespace, key, ids)
+
+    def generated(self, namespace: str, key: Key) -> tuple[int, ...]:
+        """Those ids; empty if none are there."""
+        return disk.generated(namespace, key) if (disk := self.disk) else ()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Write everything that waits; what is pinned and was pruned meanwhile, once more. False: it took too long, or something that is

@@ -19,7 +19,6 @@ import numpy as np
 from ...errors import BlobError, StoreError, StoreFullError
 from ...kv import PAGE_TOKENS, KVSpec, Page
 from ...types import Precision, Reason, StoreOptions
-from .. import deletion
 from ..deletion import Deletions
 from ..entry import Entry, Match
 from ..groups import Group
@@ -59,10 +58,11 @@ class DiskMatch:
 class DiskTier:
     """One process's hold on a store's folder. Thread safe. A folder that cannot be written is read.
 
-    deletions: those that this process has let go of. seen: the folder's `generation` then.
+    deletions: those that this process has let go of. seen: the folder's `generation` then. instead: of a folder that this process used
+    before, and that was deleted: the numbers of deletions go on from there.
     """
 
-    def __init__(self, options: StoreOptions, deletions: Deletions | None = None) -> None:
+    def __init__(self, options: StoreOptions, deletions: Deletions | None = None, *, instead: bool = False) -> None:
         self.options = options
         self.precision: Precision = options.precision
         self.folder = Folder.open(options.folder, key=options.encryption_key)
@@ -73,6 +73,7 @@ class DiskTier:
             blob_files.sweep(self.folder, set)  # parts: without the index every finished file counts as named
             self.index = Index(self.folder)
         self.deletions = deletions or Deletions()
+        self.index.ahead = self.deletions.generation + 1 if instead else 0
         self.process = process_identity.token()
         try:
             self.read_rate = Rate.unpacked(self.index.get_meta("read_rate") or "")
@@ -253,7 +254,7 @@ class DiskTier:
 
         def asked(connection: sqlite3.Connection) -> bool:
             nonlocal wanted
-            wanted = not any(done.reaches(pending.entry) for done in deletion.since(connection, pending.generation))
+            wanted = not any(done.reaches(pending.entry) for done in self.index.deletions_in(connection, pending.generation))
             return wanted
 
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +50,14 @@ def pinned(connection: sqlite3.Connection) -> set[int]:
 
 
 class IndexMetadata:
-    """The index but for its pages. In a read-only folder nothing is written, nor raised for that. path, unshared: see Database."""
+    """The index but for its pages. In a read-only folder nothing is written, nor raised for that. path, unshared: see Database.
+
+    ahead: by how much this process's numbers of deletions are larger than the store's, because it has used another store before.
+    """
 
     def __init__(self, folder: Folder, path: Path | None = None, *, unshared: bool = False) -> None:
         self.folder = folder
+        self.ahead = 0
         self._db = Database(folder, SCHEMA, VERSION, path, UPGRADES, unshared=unshared)
         try:
             if self._db.read(totals) is None:
@@ -79,11 +84,16 @@ class IndexMetadata:
 
     def deletions(self, since: int) -> list[Deletion]:
         """Those after a generation, in order."""
-        return self._db.read(lambda connection: deletion.since(connection, since))
+        return self._db.read(lambda connection: self.deletions_in(connection, since))
+
+    def deletions_in(self, connection: sqlite3.Connection, since: int) -> list[Deletion]:
+        """The same in a transaction."""
+        found = deletion.since(connection, since - self.ahead)
+        return [replace(one, generation=one.generation + self.ahead) for one in found]
 
     def generation(self) -> int:
         """The number of the last one."""
-        return self._db.read(deletion.last)
+        return self._db.read(deletion.last) + self.ahead
 
     # -- pins ------------------------------------------------------------------------------------------------------
 
@@ -186,7 +196,7 @@ class IndexMetadata:
         sealed = guard(self.folder, group.to_json().encode(), named("group", group.namespace, group.name, group.fingerprint))
 
         def put(connection: sqlite3.Connection) -> None:
-            gone = deletion.since(connection, since) if since is not None else ()
+            gone = self.deletions_in(connection, since) if since is not None else ()
             if any(one.covers(group.namespace, group.created) or one.names(group.namespace, group.name) for one in gone):
                 return
             values = (group.namespace, group.name, group.fingerprint, group.regime, sealed, group.tip, group.created or time.time())
@@ -227,7 +237,7 @@ class IndexMetadata:
         known = [(namespace, key, guard(self.folder, ids, named("splice", namespace, key))) for namespace, key, ids in splices]
 
         def put(connection: sqlite3.Connection) -> None:
-            gone = deletion.since(connection, since) if since is not None else ()
+            gone = self.deletions_in(connection, since) if since is not None else ()
             first = tick(connection, len(known))
             connection.executemany(
                 "INSERT INTO splices VALUES (?, ?, ?, ?, ?) "

@@ -86,7 +86,7 @@ class Writer:
         self._used: dict[int, Entry] = {}
         self._touched = time.monotonic()
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._abandoned = False
         self._urgent = 0  # how many wait in flush
         self._busy = False
         self._writing = b""
@@ -171,7 +171,7 @@ class Writer:
     def abandon(self) -> None:
         """Write nothing any more, what waits included, and end once the page that is being written is done."""
         with self._changed:
-            self._closing = True
+            self._closing = self._abandoned = True
             self._pending.clear()
             self._jobs.clear()
             self._used.clear()
@@ -258,8 +258,9 @@ class Writer:
             self.counts["parent missing"] += 1
             return
         row, what = self._save(pending)
-        if entry.key == pending.key:
-            entry.row = row
+        with self._changed:
+            if entry.key == pending.key and not self._abandoned:
+                entry.row = row
         self.counts[what] += 1
 
     def write(self, path: Sequence[Entry]) -> bool:
