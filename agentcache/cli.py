@@ -20,7 +20,7 @@ from . import __version__, cli_lint, cli_store, cli_tend
 from .bench.cli import app as bench_app
 from .bench.given import to_write, write
 from .cli_calibrate import calibrate
-from .cli_print import facts, said_plainly, say_json
+from .cli_print import facts, report_errors, say_json
 
 app = typer.Typer(
     name="agentcache",
@@ -63,7 +63,7 @@ def demo(
     """Let the embedded model answer with real tools, reuse off, cold, warm and in a second process, and show what each step paid."""
     from .demo import run
 
-    with said_plainly():
+    with report_errors():
         report = run(Console())
         if json_file is not None:
             write(json_file, json.dumps(report, indent=1) + "\n")
@@ -77,7 +77,7 @@ def doctor(
     as_json: cli_store.JsonOption = False,
 ) -> None:
     """Say what is bit-identical on this machine, with which padding, threads and versions, and what is not and why."""
-    with said_plainly():
+    with report_errors():
         report = _examine(model, shape)
         report["store"] = cli_tend.examine(store)
     if as_json:

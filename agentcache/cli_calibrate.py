@@ -26,7 +26,7 @@ from .bench.given import (
     Workloads,
     described,
     loaded,
-    said_plainly,
+    report_errors,
     to_write,
 )
 from .errors import CalibrationError
@@ -57,7 +57,7 @@ def calibrate(
 
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
-    with said_plainly():
+    with report_errors():
         from .bench import quality_cases, report
         from .calibrate import search, shifts
         from .calibrate.trials import Trials

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .bench.given import write
-from .cli_print import bar, said_plainly, shown
+from .cli_print import bar, report_errors, shown
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def lint(
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Exit 0 whatever is found.")] = False,
 ) -> None:
     """Say why prompts are not reused: where two requests part, who wrote it, what it costs, the fix. Exit code 1 if there are findings."""
-    with said_plainly():
+    with report_errors():
         if (source is None) == (template is None):
             raise ConfigError("give recorded requests (a file, -, or module:object), or --template: one of them")
         if template is not None:

@@ -19,7 +19,7 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}  # 1 GB 
 AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-class said_plainly(AbstractContextManager[None]):
+class report_errors(AbstractContextManager[None]):
     """Turns the errors that agentcache raises on purpose into one line and exit code 1; others keep their traceback."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from .bench.given import Dtype
-from .cli_print import bar, facts, listing, said_plainly, say_json, shown, size
+from .cli_print import bar, facts, listing, report_errors, say_json, shown, size
 from .errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def warm(
     from .store.disk.folder import Folder
 
     began = time.perf_counter()
-    with said_plainly():
+    with report_errors():
         schemas, prompt = _tools(tools), _system(system)
         if not schemas and not prompt:
             raise ConfigError("nothing to warm: give --tools, --system or both")
@@ -192,7 +192,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List the tool groups in the store."""
-    with said_plainly(), opened(store) as (folder, index):
+    with report_errors(), opened(store) as (folder, index):
         groups = [_about(index, group) for group in index.groups(namespace)]
         sums = _sums(index, namespace) if everything else []
         rows, total = index.total()
@@ -240,7 +240,7 @@ def inspect(
     """Show one tool group: its manifest, and whether all its pages are still there."""
     from .store.admin.check import pages_of
 
-    with said_plainly(), opened(store) as (_, index):
+    with report_errors(), opened(store) as (_, index):
         group = one(index, name, namespace, fingerprint)
         about = _about(index, group)
         about["used_since"] = sum(row.used > about["last_use"] for row in index.rows())
@@ -263,7 +263,7 @@ def inspect(
 
 def stats(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """Count what is stored, by role, namespace and precision; and what the store has counted and measured."""
-    with said_plainly(), opened(store) as (folder, index):
+    with report_errors(), opened(store) as (folder, index):
         found = _counted(folder, index)
     if as_json:
         say_json(found)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli_print import bar, bytes_of, said_plainly, say_json, seconds_of, shown, size
+from .cli_print import bar, bytes_of, report_errors, say_json, seconds_of, shown, size
 from .cli_store import FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, one, opened
 from .errors import ConfigError, StoreError
 
@@ -27,7 +27,7 @@ def verify(
     from .store.admin import check
     from .store.disk.folder import Folder
 
-    with said_plainly():
+    with report_errors():
         folder = Folder.open(store, create=False)
         with bar("verifying", as_json) as tell:
             report = check.verify(folder, fix=fix, progress=tell)
@@ -60,7 +60,7 @@ def prune(
     """Delete from the store: down to a size, by age, by namespace, one tool group, or all."""
     from .store.admin.prune import prune as pruned
 
-    with said_plainly():
+    with report_errors():
         _one_purpose(max_size, group, everything, older_than, namespace)
         if fingerprint is not None and group is None:
             raise ConfigError("--fingerprint says which of several groups of one name is meant: it goes with --group")
@@ -111,7 +111,7 @@ def export(
     """Write a tool group to one file. It holds the prompt in clear."""
     from .store.admin.archive import export_group
 
-    with said_plainly(), opened(store) as (folder, index):
+    with report_errors(), opened(store) as (folder, index):
         group = one(index, name, namespace, fingerprint)
         with bar("exporting", as_json) as tell:
             made = export_group(folder, index, group, file, clear=clear, progress=tell)
@@ -133,7 +133,7 @@ def import_(
     """Take a tool group from one file into the store. It works with the model it was made with."""
     from .store.admin.archive import import_group
 
-    with said_plainly(), opened(store, create=True) as (folder, index), bar("importing", as_json) as tell:
+    with report_errors(), opened(store, create=True) as (folder, index), bar("importing", as_json) as tell:
         done = import_group(folder, index, file, name=name, namespace=namespace, progress=tell)
     group = done.group
     if as_json:

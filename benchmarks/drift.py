@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from agentcache.bench import catalog, report
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, described, loaded, said_plainly
+from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, described, loaded, report_errors
 from agentcache.bench.report import number, table
 from agentcache.calibrate.trials import lossy_copy
 from agentcache.engine import Engine
@@ -116,7 +116,7 @@ def main(
     json_file: JsonOption = None,
 ) -> None:
     """What int8 and int4 storage does to a model's next tokens: KL and top-1 agreement against exact pages, and bytes."""
-    with said_plainly():
+    with report_errors():
         with loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
             found: dict[str, Any] = {"bench": "drift", **described(engine), **run(engine, tokens, tail, say)}
         report.finish(found, [drift_table(found)], json_file)

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from agentcache.bench import report
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, numbers, said_plainly, weights
+from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, numbers, report_errors, weights
 from agentcache.bench.load import machine, versions
 from agentcache.calibrate import traces
 from agentcache.engine import Engine
@@ -35,7 +35,7 @@ def layout(
     json_file: JsonOption = None,
 ) -> None:
     """A text that changes at every call, by where it stands: share of tokens reused, tokens computed, cost, time to first token."""
-    with said_plainly():
+    with report_errors():
         if threads is not None:
             torch.set_num_threads(threads)
         episodes = [one for path in workload for one in traces.read(path, tools_dir)]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from agentcache.bench.given import JsonOption, said_plainly
+from agentcache.bench.given import JsonOption, report_errors
 from agentcache.bench.report import Progress, finish, table
 from agentcache.calibrate.traces import Episode, read
 from agentcache.errors import ConfigError
@@ -196,7 +196,7 @@ def main(
     json_file: JsonOption = None,
 ) -> None:
     """How well `agentcache lint` names what is wrong: episodes as recorded, and with faults put in; loads no model."""
-    with said_plainly():
+    with report_errors():
         with Progress() as say:
             found = {"bench": "lint", **run(files(workload), tools_dir, episodes, seed, say)}
         finish(found, tables(found), json_file)

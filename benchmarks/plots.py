@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import matplotlib
 import typer
 
-from agentcache.bench.given import said_plainly, to_write
+from agentcache.bench.given import report_errors, to_write
 from agentcache.errors import ConfigError
 
 matplotlib.use("Agg")
@@ -114,7 +114,7 @@ def main(
     picture: Annotated[Path, typer.Argument(help="The PNG to write.", callback=to_write)],
 ) -> None:
     """Draw a report."""
-    with said_plainly():
+    with report_errors():
         try:
             lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from agentcache.bench import quality, report
 from agentcache.bench import quality_cases as kept
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ThreadsOption, ToolsDir, described, loaded, numbers, said_plainly
+from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ThreadsOption, ToolsDir, described, loaded, numbers, report_errors
 from agentcache.bench.quality_cases import SPLITS, Episode
 from agentcache.bench.quality_play import Ask, all_solved, asking
 from agentcache.bench.quality_score import Said
@@ -120,7 +120,7 @@ def main(
     json_file: JsonOption = None,
 ) -> None:
     """How well a model chooses tools, on as many cases as you like, drawn with any seed."""
-    with said_plainly():
+    with report_errors():
         if held not in ("test", "validation"):
             raise ConfigError(f"held={held!r}: choose from 'test', 'validation'")
         chosen = tuple(part.strip() for part in styles.split(",") if part.strip())

@@ -34,7 +34,7 @@ from agentcache.bench.given import (
     Workloads,
     described,
     loaded,
-    said_plainly,
+    report_errors,
     to_write,
 )
 from agentcache.bench.quality_cases import recorded
@@ -96,7 +96,7 @@ def segments(
     json_file: JsonOption = None,
 ) -> None:
     """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
-    with said_plainly():
+    with report_errors():
         named, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)
         spoken = tuple(part.strip() for part in styles.split(",") if part.strip())
         options = segments_parts.Options(paired, episodes, sampled, spoken, tools, named, agents, rows_file, ablations)

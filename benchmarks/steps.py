@@ -21,7 +21,7 @@ from agentcache.bench.given import (
     described,
     loaded,
     numbers,
-    said_plainly,
+    report_errors,
 )
 from agentcache.bench.report import number, table
 from agentcache.types import StoreOptions
@@ -96,7 +96,7 @@ def steps(
     json_file: JsonOption = None,
 ) -> None:
     """Later steps, decoding, packing, what stands around the forwards, and memory."""
-    with said_plainly():
+    with report_errors():
         contexts = numbers(decode_contexts, "decode-contexts") or ((2900, 12000) if everything else ())
         wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead, "admitting": admitting}
         store = tempfile.TemporaryDirectory(dir=store_dir)

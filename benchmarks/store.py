@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 
 from agentcache.bench import report, store
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, Shape, said_plainly
+from agentcache.bench.given import Dtype, DtypeOption, JsonOption, Shape, report_errors
 from agentcache.bench.load import Samples, machine, versions
 from agentcache.kv import PAGE_TOKENS, KVSpec
 from agentcache.store.disk.disk_tier import DiskTier
@@ -100,7 +100,7 @@ def main(
     json_file: JsonOption = None,
 ) -> None:
     """Pages to disk and back, beside raw files, safetensors, torch.load and llama.cpp."""
-    with said_plainly():
+    with report_errors():
         with tempfile.TemporaryDirectory(dir=store_dir) as folder, report.Progress() as say:
             found: dict[str, Any] = {"bench": "store", "machine": machine(), "versions": versions(("torch", "safetensors", "blake3"))}
             with closing(Files(store.spec_of(shape.value, dtype.value), tokens, Path(folder))) as files:

@@ -20,7 +20,7 @@ from agentcache.bench.given import (
     Shape,
     ShapeOption,
     ThreadsOption,
-    said_plainly,
+    report_errors,
     to_write,
     weights,
 )
@@ -63,7 +63,7 @@ def through(
     json_file: JsonOption = None,
 ) -> None:
     """One recorded task through a framework's agents, with its own local class and with ours, side by side."""
-    with said_plainly():
+    with report_errors():
         if threads is not None:
             torch.set_num_threads(threads)
         task = load_episode()

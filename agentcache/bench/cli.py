@@ -24,7 +24,7 @@ from .given import (
     described,
     loaded,
     numbers,
-    said_plainly,
+    report_errors,
 )
 
 app = typer.Typer(help="Measure against what is used today; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
@@ -49,7 +49,7 @@ def latency(
     json_file: JsonOption = None,
 ) -> None:
     """Time to first token and per token, ours against generate and its caches, for growing tool lists."""
-    with said_plainly():
+    with report_errors():
         from . import disk, report, second_process
         from . import latency as bench
 
@@ -87,7 +87,7 @@ def react(
     json_file: JsonOption = None,
 ) -> None:
     """Replay recorded agent episodes: tokens computed against tokens new, and the time of every call."""
-    with said_plainly():
+    with report_errors():
         from ..calibrate import traces
         from . import react as bench
         from . import report
@@ -112,7 +112,7 @@ def store(
     json_file: JsonOption = None,
 ) -> None:
     """Pages to disk and back: writing, reading and verifying against raw files, safetensors and torch.load."""
-    with said_plainly():
+    with report_errors():
         from . import report
         from . import store as bench
         from .load import machine, versions
@@ -143,7 +143,7 @@ def quality(
     json_file: JsonOption = None,
 ) -> None:
     """How well a model chooses tools and fills arguments, by greedy decoding: unseen tools and words, episodes, intervals, baselines."""
-    with said_plainly():
+    with report_errors():
         from . import quality as bench
         from . import quality_cases, report
 

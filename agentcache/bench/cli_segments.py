@@ -28,7 +28,7 @@ from .given import (
     Workloads,
     described,
     loaded,
-    said_plainly,
+    report_errors,
 )
 
 
@@ -55,7 +55,7 @@ def segments(
     json_file: JsonOption = None,
 ) -> None:
     """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
-    with said_plainly():
+    with report_errors():
         from ..calibrate import search, shifts
         from ..calibrate.trials import Trials
         from . import quality_cases, report

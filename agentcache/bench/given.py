@@ -76,7 +76,7 @@ Off = Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt
 AllowedKl = Annotated[float, typer.Option(min=0.0, help="Mean KL allowed, in nats per token of the answer.")]
 
 
-class said_plainly(AbstractContextManager[None]):
+class report_errors(AbstractContextManager[None]):
     """Errors that agentcache raises on purpose become one line and exit code 1; a failed check of a measurement keeps its traceback."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
