@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from .bench.given import (
     DtypeOption,
     Families,
     JsonOption,
+    Loading,
     MadeUp,
     Margin,
     ModelOption,
@@ -24,11 +25,9 @@ from .bench.given import (
     Tools,
     ToolsDir,
     Workloads,
-    described,
-    loaded,
-    report_errors,
     to_write,
 )
+from .cli_print import report_errors
 from .errors import CalibrationError
 
 
@@ -68,19 +67,19 @@ def calibrate(
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
         keeps = None if out else Folder.open(store).path  # before anything is measured
-        with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            known, seen = search.calibrate(Trials(engine, answer, model is not None), found_cases, bounds, say)
-            found: dict[str, Any] = {"bench": "calibrate", **described(engine), "cases": len(found_cases), "kl": kl, "top1": top1}
-            found |= {**bounds.given, "tried": seen, "chosen": known.measured["method"] if known else None}
+        with report.measuring("calibrate", Loading(model, shape, dtype, threads), json_file, texts) as run:
+            known, seen = search.calibrate(Trials(run.engine, answer, model is not None), found_cases, bounds, run.say)
+            run.keep({"cases": len(found_cases), "kl": kl, "top1": top1, **bounds.given, "tried": seen})
+            run.keep({"chosen": known.measured["method"] if known else None})
             if known is not None:
                 target = out if keeps is None else place(keeps, known.fingerprint)
                 assert target is not None
                 known.save(target)
-                found["written"] = str(target)
-        report.finish(found, [report.segments_table("settings, over all kinds of shifts", seen)], json_file)
+                run.keep({"written": str(target)})
+            run.tables.append(report.segments_table("settings, over all kinds of shifts", seen))
         if known is None:
             within = f"kl={kl!r} and top1={top1!r} and is no slower than the exact prefix"
             raise CalibrationError(f"no setting keeps {within}: nothing is written, approximate reuse stays refused")
-        typer.echo(f"chosen: {found['chosen']}; written to {found['written']}")
+        typer.echo(f"chosen: {run.found['chosen']}; written to {run.found['written']}")
         if known.doubt:
             typer.secho(f"warning: {known.doubt}", err=True)

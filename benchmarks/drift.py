@@ -13,9 +13,10 @@ import typer
 from rich.table import Table
 
 from agentcache.bench import catalog, report
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, described, loaded, report_errors
+from agentcache.bench.given import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption
 from agentcache.bench.report import number, table
 from agentcache.calibrate.trials import lossy_copy
+from agentcache.cli_print import report_errors
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 from agentcache.kv import PAGE_TOKENS, KVSpec, Sequence
@@ -116,10 +117,9 @@ def main(
     json_file: JsonOption = None,
 ) -> None:
     """What int8 and int4 storage does to a model's next tokens: KL and top-1 agreement against exact pages, and bytes."""
-    with report_errors():
-        with loaded(model, shape, dtype, threads) as engine, report.Progress() as say:
-            found: dict[str, Any] = {"bench": "drift", **described(engine), **run(engine, tokens, tail, say)}
-        report.finish(found, [drift_table(found)], json_file)
+    with report_errors(), report.measuring("drift", Loading(model, shape, dtype, threads), json_file) as measured:
+        measured.keep(run(measured.engine, tokens, tail, measured.say))
+        measured.tables.append(drift_table(measured.found))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import torch
 import typer
 
 from agentcache.bench import report
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ModelOption, ShapeOption, ThreadsOption, numbers, report_errors, weights
+from agentcache.bench.given import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption, numbers
 from agentcache.bench.load import machine, versions
 from agentcache.calibrate import traces
+from agentcache.cli_print import report_errors
 from agentcache.engine import Engine
 
 from . import strategies
@@ -39,7 +40,7 @@ def layout(
         if threads is not None:
             torch.set_num_threads(threads)
         episodes = [one for path in workload for one in traces.read(path, tools_dir)]
-        loaded, tokenizer = weights(model, shape, dtype, traces.texts(episodes))
+        loaded, tokenizer = Loading(model, shape, dtype).weights(traces.texts(episodes))
 
         def engine_of(strategy: str) -> Engine:
             return Engine(loaded, tokenizer, store=None, layout=strategies.options(strategy))

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import matplotlib
 import typer
 
-from agentcache.bench.given import report_errors, to_write
+from agentcache.bench.given import to_write
+from agentcache.cli_print import report_errors
 from agentcache.errors import ConfigError
 
 matplotlib.use("Agg")

@@ -1,5 +1,6 @@
 """`python -m benchmarks.quality`: `agentcache bench quality` on freshly drawn cases, and what only the generator can ask.
 
+speed        to the first token of a prompt of which nothing is kept, one at a time, and tokens a second from there: medians
 variants     the same requests with tools shuffled, another system text, history in front: figures, and how many calls are the same
 clock        per style and role: the same episodes with a clock at each prompt's tail and without; solved, and solved in one run only
 sensitivity  see quality_spoil.py
@@ -7,6 +8,7 @@ sensitivity  see quality_spoil.py
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +17,16 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from agentcache.bench import quality, report
+from agentcache.bench import quality, quality_play, report
 from agentcache.bench import quality_cases as kept
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, ThreadsOption, ToolsDir, described, loaded, numbers, report_errors
+from agentcache.bench.given import Dtype, DtypeOption, JsonOption, Loading, ThreadsOption, ToolsDir, names, numbers
 from agentcache.bench.quality_cases import SPLITS, Episode
 from agentcache.bench.quality_play import Ask, all_solved, asking
 from agentcache.bench.quality_score import Said
+from agentcache.cli_print import report_errors
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
+from agentcache.types import Sampling
 from examples.embedded import cases as drawn
 
 from . import quality_spoil
@@ -32,19 +36,25 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """variants, sensitivity: so many requests; clock: so many episodes per style. tools: of the first two. agents: requests at a time."""
+    """variants, sensitivity: so many requests; clock: so many episodes per style; speed: so many one at a time, with nothing kept.
+
+    tools: of the requests. agents: requests at a time.
+    """
 
     variants: int = 0
     clock: int = 0
     sensitivity: int = 0
+    speed: int = 0
     styles: Sequence[str] = ("hermes", "langchain", "llamaindex")
     tools: int = 20
     agents: int = 8
 
 
-def run(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say, keep: quality.Keep = lambda part: None) -> dict[str, Any]:
+def more(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say, keep: quality.Keep = lambda part: None) -> dict[str, Any]:
     """The parts that are asked for; `keep` gets each row when it is there."""
     ask, found = asking(engine), quality.Found(keep)
+    if parts.speed:
+        found.add("speed", _speed(engine, parts, source, say))
     if parts.variants:
         _variants(ask, found, parts, source, say)
     for style in parts.styles if parts.clock else ():
@@ -52,7 +62,7 @@ def run(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say, kee
     if parts.sensitivity:
         for row in quality_spoil.run(engine, source.selections("unseen tools", parts.tools, parts.sensitivity), say):
             found.add("sensitivity", row)
-    return {name: found.parts[name] for name in ("variants", "clock", "sensitivity")}
+    return {name: found.parts[name] for name in ("speed", "variants", "clock", "sensitivity")}
 
 
 def _variants(ask: Ask, found: quality.Found, parts: Parts, source: drawn.Drawn, say: quality.Say) -> None:
@@ -80,10 +90,25 @@ def _clock(ask: Ask, found: quality.Found, plain: Sequence[Episode], agents: int
         found.add("clock", row)
 
 
+def _speed(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say) -> dict[str, Any]:
+    tools, times = parts.tools, parts.speed
+    cases = source.selections("unseen tools", tools, kept.PER_CATALOG * times)[:: kept.PER_CATALOG]
+    calm = Sampling(max_tokens=quality_play.ANSWER_TOKENS)
+    found = [engine.generate(case.prompt, case.tools, sampling=calm, reuse="off").receipt for case in cases]
+    say("speed")
+    rates = [1e3 * (one.completion_tokens - 1) / one.decode_ms for one in found if one.decode_ms]
+    prompt_tokens, ttft_ms = (statistics.median(getattr(one, name) for one in found) for name in ("prompt_tokens", "ttft_ms"))
+    rate = statistics.median(rates) if rates else None
+    return {"tools": tools, "n": times, "prompt_tokens": prompt_tokens, "ttft_ms": ttft_ms, "tokens_per_s": rate}
+
+
 def tables(found: dict[str, Any]) -> list[Table]:
     """Of the parts that were asked for."""
     changed = [[row["variant"], str(row["tools"]), *quality.cells(row), str(row["same"])] for row in found["variants"]]
     clocks = [[str(row[name]) for name in ("style", "role", "n", "without", "with", "lost", "won")] for row in found["clock"]]
+    speed = [
+        [str(row["tools"]), *(report.number(row[name]) for name in ("prompt_tokens", "ttft_ms", "tokens_per_s"))] for row in found["speed"]
+    ]
     spoilt = [
         [row["kind"], row["share"], str(row["n"]), quality.share(row, "tsa"), quality.share(row, "em")]
         + [report.number(row[name], 3) for name in ("cosine", "kl", "same")]
@@ -91,6 +116,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     ]
     columns = ["kind", "share", "n", "tsa", "em", "cosine", "KL", "same"]
     return [
+        report.table("reuse off, one at a time", ["tools", "prompt tokens", "first token ms", "tokens/s"], speed),
         report.table("changed where it changes nothing", ["variant", "tools", "n", *quality.SHOWN, "same call"], changed),
         report.table("dialogues solved with a clock at the tail", ["style", "told by", "n", "without", "with", "lost", "won"], clocks),
         report.table("KV spoilt on purpose", columns, spoilt, "same: answers as with exact KV"),
@@ -123,21 +149,14 @@ def main(
     with report_errors():
         if held not in ("test", "validation"):
             raise ConfigError(f"held={held!r}: choose from 'test', 'validation'")
-        chosen = tuple(part.strip() for part in styles.split(",") if part.strip())
-        named = tuple(part.strip() for part in splits.split(",")) if splits != "all" else SPLITS
-        files = tuple(selection or ())
-        wanted = quality.Options(numbers(tools, "tools"), named, count, episodes, chosen, files, tools_dir, agents, paired, speed)
-        source, parts = drawn.Drawn(seed, held), Parts(variants, clock, sensitivity, chosen, agents=agents)
-        with loaded(model, None, dtype, threads) as engine, report.Progress() as say:
-            found: dict[str, Any] = {"bench": "quality", **described(engine), "held": held, "seed": seed}
-
-            def keep(part: dict[str, Any]) -> None:
-                found.update(part)
-                report.save(found, json_file)
-
-            found |= quality.run(engine, wanted, source, say, keep)
-            found |= run(engine, parts, source, say, keep)
-        report.finish(found, [*quality.tables(found), *tables(found)], json_file)
+        named, files = names(splits) if splits != "all" else SPLITS, tuple(selection or ())
+        wanted = quality.Options(numbers(tools, "tools"), named, count, episodes, names(styles), files, tools_dir, agents, paired)
+        source, parts = drawn.Drawn(seed, held), Parts(variants, clock, sensitivity, speed, names(styles), agents=agents)
+        with report.measuring("quality", Loading(model, None, dtype, threads), json_file) as run:
+            run.keep({"held": held, "seed": seed})
+            run.keep(quality.run(run.engine, wanted, source, run.say, run.keep))
+            run.keep(more(run.engine, parts, source, run.say, run.keep))
+            run.tables += [*quality.tables(run.found), *tables(run.found)]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from agentcache.bench.given import (
     Families,
     Halo,
     JsonOption,
+    Loading,
     MadeUp,
     Margin,
     ModelOption,
@@ -32,14 +33,13 @@ from agentcache.bench.given import (
     Tools,
     ToolsDir,
     Workloads,
-    described,
-    loaded,
-    report_errors,
+    names,
     to_write,
 )
 from agentcache.bench.quality_cases import recorded
 from agentcache.calibrate import search, shifts, traces
 from agentcache.calibrate.trials import Trials
+from agentcache.cli_print import report_errors
 from examples.embedded.cases import MADE_UP, selections
 
 from . import segments_parts, segments_show, segments_verdicts
@@ -98,34 +98,31 @@ def segments(
     """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
     with report_errors():
         named, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)
-        spoken = tuple(part.strip() for part in styles.split(",") if part.strip())
-        options = segments_parts.Options(paired, episodes, sampled, spoken, tools, named, agents, rows_file, ablations)
+        options = segments_parts.Options(paired, episodes, sampled, names(styles), tools, named, agents, rows_file, ablations)
         drawn = made_up(max(made, SOME if options.any and not workload else 0), tools)
         wanted = shifts.Wanted(workload or (), named, cases, most_tokens, tools_dir, drawn)
         found_cases, texts = wanted.cases() if options.any or find else wanted.required()
-        with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            trials = Trials(engine, answer, model is not None, repeats)
+        with report.measuring("segments", Loading(model, shape, dtype, threads), json_file, texts) as run:
+            trials = Trials(run.engine, answer, model is not None, repeats)
             begun = segments_parts.begun(rows_file) if calibration is None and halo is None else None
             some = found_cases or shifts.cases(drawn, 1)
-            known = begun or search.setting(trials, some, bounds, say, calibration, halo, model is None)
-            found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None, "repeats": repeats}
+            known = begun or search.setting(trials, some, bounds, run.say, calibration, halo, model is None)
             if lacking := sorted(set(named) - {case.family for case in found_cases}) if cases else []:
-                say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
-            found |= {"lacking": lacking, "steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin}
-            found |= {"moved": segments_verdicts.moved(engine), "rows": []}
+                run.say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
+            about: dict[str, Any] = {"shape": shape.value if shape else None, "repeats": repeats, "lacking": lacking}
+            about |= {"steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin}
+            run.keep({**about, "moved": segments_verdicts.moved(run.engine), "rows": []})
 
             def keep(part: dict[str, Any]) -> None:
-                found.update(part)
-                found["verdicts"] = segments_verdicts.verdicts(found)
-                report.save(found, json_file)
+                run.keep({**part, "verdicts": segments_verdicts.verdicts({**run.found, **part})})
 
             methods = segments_parts.variations(trials, known) if ablations else {"bare": trials.calibration(0), "ours": known}
-            keep({"rows": [row.plain() for row in trials.run(found_cases, methods, off, say)]})
+            keep({"rows": [row.plain() for row in trials.run(found_cases, methods, off, run.say)]})
             if find:
                 told = finding(workload or (), tools_dir, find, drawn if made else [])
-                keep({"find": segments_parts.finding(told, engine.tokenizer, say)})
-            segments_parts.run(trials, known, options, say, keep)
-        report.finish(found, segments_show.tables(found), json_file)
+                keep({"find": segments_parts.finding(told, run.engine.tokenizer, run.say)})
+            segments_parts.run(trials, known, options, run.say, keep)
+            run.tables += segments_show.tables(run.found)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,14 @@ from agentcache.bench.given import (
     Dtype,
     DtypeOption,
     JsonOption,
+    Loading,
     ModelOption,
     ShapeOption,
     ThreadsOption,
-    described,
-    loaded,
     numbers,
-    report_errors,
 )
 from agentcache.bench.report import number, table
+from agentcache.cli_print import report_errors
 from agentcache.types import StoreOptions
 
 from . import steps_parts
@@ -99,27 +98,24 @@ def steps(
     with report_errors():
         contexts = numbers(decode_contexts, "decode-contexts") or ((2900, 12000) if everything else ())
         wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead, "admitting": admitting}
-        store = tempfile.TemporaryDirectory(dir=store_dir)
+        loading = Loading(model, shape, dtype, threads)
         with (
-            store as folder,
-            loaded(model, shape, dtype, threads, store=StoreOptions(str(Path(folder) / "store"), refuse_slow=False)) as engine,
-            report.Progress() as say,
+            tempfile.TemporaryDirectory(dir=store_dir) as folder,
+            report.measuring("steps", loading, json_file, store=StoreOptions(str(Path(folder) / "store"), refuse_slow=False)) as run,
         ):
-            found: dict[str, Any] = {"bench": "steps", **described(engine)}
-            disk.allow_writing(engine, False)  # nothing goes to disk while something is timed
-            for name, part in _parts(engine, repeats).items():  # memory first, while the process is still small
+            disk.allow_writing(run.engine, False)  # nothing goes to disk while something is timed
+            for name, part in _parts(run.engine, repeats).items():  # memory first, while the process is still small
                 if wanted[name] or everything:
-                    say(name)
-                    found[name] = part()
-                    report.save(found, json_file)
+                    run.say(name)
+                    run.keep({name: part()})
             for context in contexts:
-                say(f"decoding behind {context} tokens")
-                found.setdefault("decode", []).append(steps_parts.decode_at(engine, context, decode, repeats))
-                report.save(found, json_file)
+                run.say(f"decoding behind {context} tokens")
+                row = steps_parts.decode_at(run.engine, context, decode, repeats)
+                run.keep({"decode": [*run.found.get("decode", ()), row]})
             if count := agents or (8 if everything else 0):
-                say(f"{count} agents")
-                found["agents"] = steps_parts.agents(engine, count, max(72, 3 * decode), min(5, repeats))
-        report.finish(found, tables(found), json_file)
+                run.say(f"{count} agents")
+                run.keep({"agents": steps_parts.agents(run.engine, count, max(72, 3 * decode), min(5, repeats))})
+            run.tables += tables(run.found)
 
 
 def _parts(engine: Any, repeats: int) -> dict[str, Callable[[], Any]]:

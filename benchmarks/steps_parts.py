@@ -12,10 +12,14 @@ import time
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import torch
+from transformers import AutoConfig
+
+from agentcache import toy
 from agentcache.bench import catalog, disk, ours, stock
 from agentcache.bench.load import Samples, Watch
 from agentcache.bench.ours import common
-from agentcache.bench.shapes import fill, tiny
+from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
 from agentcache.engine import Engine, Stream
 from agentcache.errors import CancelledError
 from agentcache.kv import Sequence
@@ -201,6 +205,16 @@ def agents(engine: Engine, count: int, tokens: int, repeats: int) -> dict[str, A
     one, every = samples.median("one"), samples.median("all")
     assert one is not None and every is not None
     return {"agents": count, "one_per_s": one, "all_per_s": every, "ratio": every / one, "repeats": repeats, "load": samples.report()}
+
+
+def tiny() -> tuple[Any, Any]:
+    """(model, tokenizer) so small that only the work around the forwards takes time."""
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": TOKENIZER_VOCAB}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-6, "max_position_embeddings": 131072}
+    model = random_model(AutoConfig.for_model("qwen3", **sizes, **heads, **rope, **none), torch.float32)
+    return model, toy.tokenizer(catalog.training_texts(), TOKENIZER_VOCAB)
 
 
 def overhead(sizes: Seq[int] = (3_000, 37_000), steps: int = 5) -> dict[str, Any]:

@@ -16,15 +16,15 @@ from agentcache.bench.given import (
     Dtype,
     DtypeOption,
     JsonOption,
+    Loading,
     ModelOption,
     Shape,
     ShapeOption,
     ThreadsOption,
-    report_errors,
     to_write,
-    weights,
 )
 from agentcache.bench.load import machine, versions
+from agentcache.cli_print import report_errors
 from agentcache.errors import ConfigError
 
 from . import through_langchain, through_llamaindex, through_task
@@ -66,10 +66,10 @@ def through(
     with report_errors():
         if threads is not None:
             torch.set_num_threads(threads)
-        task = load_episode()
+        task, loading = load_episode(), Loading(model, shape, dtype)
         found: dict[str, Any] = {"bench": "through", "machine": {**machine(), "threads": torch.get_num_threads()}, "versions": versions()}
         with report.Progress() as say:
-            done = through_task.run(framework(name.value), lambda: weights(model, shape, dtype, task.texts), task, calls=calls, say=say)
+            done = through_task.run(framework(name.value), lambda: loading.weights(task.texts), task, calls=calls, say=say)
         found |= {"model": {"name": model or (shape or Shape.small).value, "dtype": dtype.value}, **done}
         if plot is not None:
             through_task.plot(found, plot)

@@ -161,7 +161,7 @@ def test_another_process_finds_the_group_on_disk(model_folder: Path, tmp_path: P
 def test_store_bench_reads_what_it_wrote(tmp_path: Path) -> None:
     options = ("--shape", "small", "--tokens", "700", "--repeats", "1")
     said, shown = run("store", *options, "--store-dir", str(tmp_path))
-    assert [row["way"] for row in said["rows"]] == ["raw", "agentcache", "verify", "safetensors", "torch.load"]
+    assert [row["way"] for row in said["rows"]] == ["raw", "agentcache", "verify"]
     assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in said["rows"])
     assert said["bytes"] > 700 * 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, channels, bytes
     assert "warm/raw" in shown

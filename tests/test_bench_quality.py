@@ -21,7 +21,7 @@ from examples.embedded import checkpoints
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 
-CELL = quality.Options(tools=(8,), splits=("unseen tools",), count=30, episodes=6, speed=0)
+CELL = quality.Options(tools=(8,), splits=("unseen tools",), count=30, episodes=6)
 
 
 @pytest.fixture(scope="module")
@@ -252,8 +252,6 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
         "float32",
         "--paired",
         "2",
-        "--speed",
-        "1",
         "--json",
         str(out),
     ]
@@ -266,7 +264,6 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
     assert {"style", "n", "solved"} <= found["episodes"][0].keys()
     assert found["paired"][0]["same"] == 2
     assert found["paired"][0]["cached_tokens"] > 0
-    assert found["speed"][0]["ttft_ms"] > 0
     assert (found["held"], found["seed"]) == ("test", "bench")
     assert "dialogues of several calls" in done.stdout
 

@@ -174,7 +174,7 @@ def test_a_clock_is_told_at_each_step_and_what_it_loses_is_counted(monkeypatch: 
         return silent(case) if case.volatile[:1] and case.volatile[0].role == "user" else knows(case)
 
     monkeypatch.setattr(quality, "asking", lambda engine: ask)
-    found = quality.run(None, quality.Parts(clock=4, styles=("hermes",)), drawn.Drawn(), lambda text: None)  # type: ignore[arg-type]
+    found = quality.more(None, quality.Parts(clock=4, styles=("hermes",)), drawn.Drawn(), lambda text: None)  # type: ignore[arg-type]
     user, system = found["clock"]
     assert (user["without"], user["with"], user["lost"], user["won"]) == (4, 0, 4, 0)
     assert (system["without"], system["with"], system["lost"], system["won"]) == (4, 4, 0, 0)

@@ -216,7 +216,7 @@ def test_where_no_words_are_wanted_the_shipped_model_keeps_its_thought_to_itself
 def test_the_shipped_model_reads_a_clock_at_the_tail_and_goes_on_with_its_task() -> None:
     parts = quality.Parts(clock=100, styles=("hermes",))
     with Engine("embedded", store=None) as engine:
-        for row in quality.run(engine, parts, cases.Drawn(), lambda text: None)["clock"]:
+        for row in quality.more(engine, parts, cases.Drawn(), lambda text: None)["clock"]:
             assert row["without"] >= 90
             assert row["lost"] - row["won"] <= 2, row
 

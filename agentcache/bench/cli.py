@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..cli_print import report_errors
 from ..errors import ConfigError
 from ..types import StoreOptions
 from .cli_segments import segments
@@ -16,15 +17,14 @@ from .given import (
     Dtype,
     DtypeOption,
     JsonOption,
+    Loading,
     ModelOption,
     Shape,
     ShapeOption,
     ThreadsOption,
     ToolsDir,
-    described,
-    loaded,
+    names,
     numbers,
-    report_errors,
 )
 
 app = typer.Typer(help="Measure against what is used today; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
@@ -54,21 +54,14 @@ def latency(
         from . import latency as bench
 
         options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
-        with (
-            tempfile.TemporaryDirectory(dir=store_dir) as folder,
-            loaded(model, shape, dtype, threads, store=StoreOptions(store := str(Path(folder) / "store"), refuse_slow=False)) as engine,
-            report.Progress() as say,
-        ):
-            found: dict[str, Any] = {"bench": "latency", **described(engine)}
-
-            def keep(part: dict[str, Any]) -> None:
-                found.update(part)
-                report.save(found, json_file)
-
-            disk.allow_writing(engine, False)  # nothing goes to disk while something is timed
-            starting = second_process.Starting(store, model, (shape or Shape.small).value, dtype.value, threads)
-            bench.run(engine, options, say, keep, (lambda scene: second_process.ask(starting, scene, options)) if second else None)
-        report.finish(found, report.latency_tables(found["rows"]), json_file)
+        loading = Loading(model, shape, dtype, threads)
+        with tempfile.TemporaryDirectory(dir=store_dir) as folder:
+            place = str(Path(folder) / "store")
+            with report.measuring("latency", loading, json_file, store=StoreOptions(place, refuse_slow=False)) as run:
+                disk.allow_writing(run.engine, False)  # nothing goes to disk while something is timed
+                asked = (lambda scene: second_process.ask(loading, place, scene, options)) if second else None
+                bench.run(run.engine, options, run.say, run.keep, asked)
+                run.tables += report.latency_tables(run.found["rows"])
 
 
 @app.command()
@@ -96,10 +89,9 @@ def react(
             raise ConfigError("workload=None: name a recorded trace with --workload")
         families = {path.stem: list(traces.read(path, tools_dir, episodes=episodes, calls=calls)) for path in workload}
         texts = [text for read in families.values() for text in traces.texts(read)]
-        with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            found = {"bench": "react", **described(engine)}
-            found |= bench.run(engine, families, decode=decode, off=off, stock=stock, say=say)
-        report.finish(found, [report.react_table(found["families"])], json_file)
+        with report.measuring("react", Loading(model, shape, dtype, threads), json_file, texts) as run:
+            run.keep(bench.run(run.engine, families, decode=decode, off=off, stock=stock, say=run.say))
+            run.tables.append(report.react_table(run.found["families"]))
 
 
 @app.command()
@@ -111,14 +103,14 @@ def store(
     store_dir: Annotated[Path | None, typer.Option(help="Where the files are made and removed; a disk, not memory.")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Pages to disk and back: writing, reading and verifying against raw files, safetensors and torch.load."""
+    """Pages to disk and back: writing, reading and verifying against raw files."""
     with report_errors():
         from . import report
         from . import store as bench
         from .load import machine, versions
 
         with tempfile.TemporaryDirectory(dir=store_dir) as folder, report.Progress() as say:
-            about = {"bench": "store", "machine": machine(), "versions": versions(("torch", "safetensors", "blake3"))}
+            about = {"bench": "store", "machine": machine(), "versions": versions(("torch", "blake3"))}
             found: dict[str, Any] = {**about, "shape": shape.value, "dtype": dtype.value}
             with closing(bench.Files(bench.spec_of(shape.value, dtype.value), tokens, Path(folder))) as files:
                 found |= bench.run(files, repeats, say)
@@ -135,7 +127,6 @@ def quality(
     styles: Annotated[str, typer.Option(help="Of hermes, langchain, langchain text, llamaindex.")] = "hermes,langchain,llamaindex",
     selection: Annotated[list[Path] | None, typer.Option(help="A file of cases (.jsonl); may be given several times.")] = None,
     tools_dir: ToolsDir = None,
-    speed: Annotated[int, typer.Option(min=0, help="So many one at a time, with nothing kept: times.")] = 9,
     paired: Annotated[int, typer.Option(min=0, help="Also: so many requests with reuse and without, answers compared.")] = 0,
     agents: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
@@ -147,16 +138,10 @@ def quality(
         from . import quality as bench
         from . import quality_cases, report
 
-        named = tuple(part.strip() for part in splits.split(",")) if splits != "all" else bench.SPLITS
-        chosen = tuple(part.strip() for part in styles.split(",") if part.strip())
+        named = names(splits) if splits != "all" else bench.SPLITS
         files = tuple(selection or ())
-        wanted = bench.Options(numbers(tools, "tools"), named, count, episodes, chosen, files, tools_dir, agents, paired, speed)
-        with loaded(model, None, dtype, threads) as engine, report.Progress() as say:
-            found: dict[str, Any] = {"bench": "quality", **described(engine), "held": quality_cases.HELD, "seed": quality_cases.SEED}
-
-            def keep(part: dict[str, Any]) -> None:
-                found.update(part)
-                report.save(found, json_file)
-
-            found |= bench.run(engine, wanted, quality_cases, say, keep)
-        report.finish(found, bench.tables(found), json_file)
+        wanted = bench.Options(numbers(tools, "tools"), named, count, episodes, names(styles), files, tools_dir, agents, paired)
+        with report.measuring("quality", Loading(model, None, dtype, threads), json_file) as run:
+            run.keep({"held": quality_cases.HELD, "seed": quality_cases.SEED})
+            run.keep(bench.run(run.engine, wanted, quality_cases, run.say, run.keep))
+            run.tables += bench.tables(run.found)

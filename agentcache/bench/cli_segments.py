@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from ..cli_print import report_errors
 from .given import (
     AllowedKl,
     Answer,
@@ -15,6 +16,7 @@ from .given import (
     Families,
     Halo,
     JsonOption,
+    Loading,
     MadeUp,
     Margin,
     ModelOption,
@@ -26,9 +28,6 @@ from .given import (
     Tools,
     ToolsDir,
     Workloads,
-    described,
-    loaded,
-    report_errors,
 )
 
 
@@ -63,13 +62,13 @@ def segments(
         wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
-        with loaded(model, shape, dtype, threads, texts) as engine, report.Progress() as say:
-            trials = Trials(engine, answer, model is not None, repeats)
-            known = search.setting(trials, found_cases, bounds, say, calibration, halo, model is None)
-            found: dict[str, Any] = {"bench": "segments", **described(engine), "shape": shape.value if shape else None, "repeats": repeats}
+        with report.measuring("segments", Loading(model, shape, dtype, threads), json_file, texts) as run:
+            trials = Trials(run.engine, answer, model is not None, repeats)
+            known = search.setting(trials, found_cases, bounds, run.say, calibration, halo, model is None)
             if lacking := sorted(set(wanted) - {case.family for case in found_cases}):
-                say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
-            found |= {"lacking": lacking, "steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin}
-            rows = trials.run(found_cases, {"bare": trials.calibration(0), "ours": known}, off, say)
-            found["rows"] = [row.plain() for row in rows]
-        report.finish(found, [report.segments_table("text at another position", found["rows"])], json_file)
+                run.say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
+            about = {"shape": shape.value if shape else None, "repeats": repeats, "lacking": lacking}
+            run.keep({**about, "steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin})
+            rows = [row.plain() for row in trials.run(found_cases, {"bare": trials.calibration(0), "ours": known}, off, run.say)]
+            run.keep({"rows": rows})
+            run.tables.append(report.segments_table("text at another position", rows))

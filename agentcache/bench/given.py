@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import AgentCacheError, ConfigError
-from ..types import StoreOptions
+from ..errors import ConfigError
 
 
 class Shape(str, Enum):
@@ -76,15 +75,6 @@ Off = Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt
 AllowedKl = Annotated[float, typer.Option(min=0.0, help="Mean KL allowed, in nats per token of the answer.")]
 
 
-class report_errors(AbstractContextManager[None]):
-    """Errors that agentcache raises on purpose become one line and exit code 1; a failed check of a measurement keeps its traceback."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, AgentCacheError):
-            typer.echo(f"agentcache: {error}", err=True)
-            raise typer.Exit(1) from error
-
-
 def numbers(text: str, option: str) -> tuple[int, ...]:
     """Positive integers with commas between; none in an empty text."""
     try:
@@ -96,42 +86,46 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     return found
 
 
-def loaded(
-    model: str | None,
-    shape: Shape | None,
-    dtype: Dtype,
-    threads: int | None,
-    texts: list[str] | None = None,
-    store: StoreOptions | str | None = None,
-) -> Any:
-    """A running engine; store: where its pages are kept, None to keep them in memory."""
-    import torch
-
-    from ..engine import Engine
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if model is not None and shape is None:
-        return Engine(model, dtype=dtype.value, store=store)
-    return Engine(*weights(model, shape, dtype, texts), store=store)
+def names(text: str) -> tuple[str, ...]:
+    """Words with commas between."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def weights(model: str | None, shape: Shape | None, dtype: Dtype, texts: Iterable[str] | None) -> tuple[Any, Any]:
-    """(model, tokenizer), without an engine."""
-    from ..model.loading import load
-    from . import shapes
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Which model a command measures, and how it is loaded: a folder or id, or a shape with random weights."""
 
-    if model is not None and shape is not None:
-        raise ConfigError(f"model={model!r} and shape={shape.value!r}: give one of them")
-    if model is not None:
-        return load(model, dtype=dtype.value)
-    return shapes.load((shape or Shape.small).value, dtype=dtype.value, texts=texts or ())
+    model: str | None
+    shape: Shape | None
+    dtype: Dtype
+    threads: int | None = None
+
+    def weights(self, texts: Iterable[str] = ()) -> tuple[Any, Any]:
+        """(model, tokenizer), without an engine. texts: what a shape's tokenizer is to be good at, besides the benchmark's own tools."""
+        from ..model.loading import load
+        from . import shapes
+
+        if self.model is not None and self.shape is not None:
+            raise ConfigError(f"model={self.model!r} and shape={self.shape.value!r}: give one of them")
+        if self.model is not None:
+            return load(self.model, dtype=self.dtype.value)
+        return shapes.load((self.shape or Shape.small).value, dtype=self.dtype.value, texts=texts)
+
+    def engine(self, texts: Iterable[str] = (), store: Any = None) -> Any:
+        """A running engine; store: where its pages are kept, None to keep them in memory."""
+        import torch
+
+        from ..engine import Engine
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        if self.model is not None and self.shape is None:
+            return Engine(self.model, dtype=self.dtype.value, store=store)
+        return Engine(*self.weights(texts), store=store)
 
 
 def described(engine: Any) -> dict[str, Any]:
     """Machine, versions, model and numerics: what the figures depend on."""
-    from dataclasses import asdict
-
     import torch
 
     from .load import machine, versions

@@ -176,21 +176,18 @@ def row(scene: Scene, samples: Samples) -> dict[str, Any]:
     saved = stock_total - hit_total
     lengths = sorted(len(ids) for ids in scene.prompts[1:])
     prompt = lengths[len(lengths) // 2]
+    figures = {f"{name}_ttft_ms": median[f"{name}_ttft_ms"] for name in METHODS if name != "floor"}
+    figures |= {f"{name}_decode_ms": median[f"{name}_decode_ms"] for name in ("stock", "static", "recipe", "off")}
+    figures |= {f"{name}_total_ms": median[f"{name}_total_ms"] for name in ("stock", "static", "recipe", "off", "hit")}
     return {
         "tools": len(scene.tools),
         "prompt_tokens": prompt,
         "prefix_tokens": scene.prefix,
         "tail_tokens": prompt - scene.prefix,
-        **{f"{name}_ttft_ms": median[f"{name}_ttft_ms"] for name in METHODS if name != "floor"},
+        **figures,
         "floor_ms": floor,
-        "read_cold_ms": median["read_cold_ms"],
-        "read_warm_ms": median["read_warm_ms"],
-        "stock_decode_ms": median["stock_decode_ms"],
-        "static_decode_ms": median["static_decode_ms"],
-        "recipe_decode_ms": median["recipe_decode_ms"],
-        "off_decode_ms": median["off_decode_ms"],
         "decode_ms": median["hit_decode_ms"],
-        **{f"{name}_total_ms": median[f"{name}_total_ms"] for name in ("stock", "static", "recipe", "off", "hit")},
+        **{name: median[name] for name in ("read_cold_ms", "read_warm_ms")},
         "warm_ms": scene.group.warm_ms,
         "group_bytes": scene.group.kv_bytes,
         "break_even_requests": scene.group.warm_ms / saved if saved > 0 else None,

@@ -7,7 +7,6 @@ Word overlap can solve many single requests, so BM25 over the same requests stan
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +18,12 @@ from rich.table import Table
 
 from ..engine import Engine
 from ..errors import ConfigError, GenerationError
-from ..types import Sampling
-from .quality_cases import EPISODE_TOOLS, PER_CATALOG, SPLITS, STYLES, Case, Episode, read
-from .quality_play import ANSWER_TOKENS, Ask, all_of, all_solved, asking
+from .quality_cases import EPISODE_TOOLS, SPLITS, STYLES, Case, Episode, read
+from .quality_play import Ask, all_of, all_solved, asking
 from .quality_score import FIGURES, Ratio, Said, figures
-from .report import number, table
+from .report import table
 
-PARTS = ("rows", "shares", "episodes", "selection", "speed", "paired")
+PARTS = ("rows", "shares", "episodes", "selection", "paired")
 Keep = Callable[[dict[str, Any]], None]
 Say = Callable[[str], None]
 
@@ -40,9 +38,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked. agents: requests at a time; part_tools: tools of the requests of `paired` and `speed`.
+    """What is asked. agents: requests at a time; part_tools: tools of the requests of `paired`.
 
-    paired: so many requests with reuse and without. speed: so many one at a time, with nothing kept.
+    paired: so many requests with reuse and without.
     """
 
     tools: Sequence[int] = (5, 20, 50)
@@ -54,7 +52,6 @@ class Options:
     tools_dir: Path | None = None
     agents: int = 8
     paired: int = 0
-    speed: int = 9
     part_tools: int = 20
 
     def __post_init__(self) -> None:
@@ -82,7 +79,6 @@ def run(engine: Engine, options: Options, source: Source, say: Say, keep: Keep =
     shares    the same for the requests that depend on what stands before them, and for those that do not
     episodes  per style: n, solved, and both per kind of dialogue
     selection per file of cases
-    speed     to the first token of a prompt of which nothing is kept, one at a time, and tokens a second from there: medians
     paired    the same requests with reuse and with reuse off, how many tokens reuse spared, how many answers are the same tokens
     """
     ask, found, began = asking(engine), Found(keep), time.perf_counter()
@@ -94,8 +90,6 @@ def run(engine: Engine, options: Options, source: Source, say: Say, keep: Keep =
     for path in options.selection:
         cases = read(path, options.tools_dir)
         found.add("selection", {"file": path.name, **asked(ask, cases, options.agents, path.name, say)[0]})
-    if options.speed:
-        found.add("speed", _speed(engine, options, source, say))
     if options.paired:
         found.add("paired", _paired(engine, options, source, say))
     setting = {"agents": options.agents, "seconds": round(time.perf_counter() - began, 1)}
@@ -132,18 +126,6 @@ def _paired(engine: Engine, options: Options, source: Source, say: Say) -> dict[
             f"nothing is compared: {spared!r} tokens were reused in one run, {sum(o.cached for o in again)!r} in the other"
         )
     return {"tools": tools, "n": len(cases), "same": alike, "cached_tokens": spared, "reuse": kept, "off": anew}
-
-
-def _speed(engine: Engine, options: Options, source: Source, say: Say) -> dict[str, Any]:
-    tools, times = options.part_tools, options.speed
-    cases = source.selections("unseen tools", tools, PER_CATALOG * times)[::PER_CATALOG]
-    calm = Sampling(max_tokens=ANSWER_TOKENS)
-    found = [engine.generate(case.prompt, case.tools, sampling=calm, reuse="off").receipt for case in cases]
-    say("speed")
-    rates = [1e3 * (one.completion_tokens - 1) / one.decode_ms for one in found if one.decode_ms]
-    prompt_tokens, ttft_ms = (statistics.median(getattr(one, name) for one in found) for name in ("prompt_tokens", "ttft_ms"))
-    rate = statistics.median(rates) if rates else None
-    return {"tools": tools, "n": times, "prompt_tokens": prompt_tokens, "ttft_ms": ttft_ms, "tokens_per_s": rate}
 
 
 def _episodes(ask: Ask, played: Sequence[Episode], agents: int, say: Say) -> dict[str, Any]:
@@ -187,19 +169,15 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """Rows, shares, episodes, speed, files of cases; nothing for what was not asked."""
+    """Rows, shares, episodes, files of cases; nothing for what was not asked."""
     caption = "95 % intervals; fpr of requests that no tool fits, the others of those that one fits; behind them, tsa of the baselines"
     rows = [[row["split"], str(row["tools"]), *cells(row)] for row in found["rows"]]
     shares = [[row["split"], str(row["tools"]), row["share"], *cells(row)] for row in found["shares"]]
     files = [[row["file"], *cells(row), str(row["too_long"])] for row in found["selection"]]
-    speed = [
-        [str(row["tools"]), number(row["prompt_tokens"]), number(row["ttft_ms"]), number(row["tokens_per_s"])] for row in found["speed"]
-    ]
     played = [[row["style"], str(row["tools"]), str(row["n"]), share(row, "solved")] for row in found["episodes"]]
     return [
         table("choosing a tool and filling its arguments", ["split", "tools", "n", *SHOWN], rows, caption),
         table("by whether what is right depends on text before the tool or the request", ["split", "tools", "share", "n", *SHOWN], shares),
         table("dialogues of several calls, every step right", ["style", "tools", "n", "solved"], played),
-        table("reuse off, one at a time", ["tools", "prompt tokens", "first token ms", "tokens/s"], speed),
         table("files of cases", ["file", "n", *SHOWN, "too long"], files),
     ]

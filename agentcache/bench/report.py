@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,22 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
-from .given import write
+from .given import Loading, described, write
 
 WIDTH = 170
 _TTFT = ("stock", "static", "recipe", "kept", "off", "disk_cold", "disk_warm", "hit")
+Row = Mapping[str, Any]
+Cell = Callable[[Row], str]
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """With thousands separated; a dash for what was not measured."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def of(key: str, digits: int = 0, unit: float = 1) -> Cell:
+    """A row's figure, divided by a unit."""
+    return lambda row: number(None if row[key] is None else row[key] / unit, digits)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
@@ -28,121 +42,92 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], cap
     return made
 
 
-def number(value: float | None, digits: int = 0) -> str:
-    """With thousands separated; a dash for what was not measured."""
-    return "-" if value is None else f"{value:,.{digits}f}"
+def drawn(title: str, columns: Mapping[str, Cell], rows: Sequence[Row], caption: str = "") -> Table:
+    """A line per row, each column by its own rule."""
+    return table(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows], caption)
 
 
-def latency_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """First tokens; further tokens and what warming is worth."""
-    first = [
-        [
-            number(r["tools"]),
-            number(r["prompt_tokens"]),
-            number(r["tail_tokens"]),
-            *(number(r[f"{key}_ttft_ms"]) for key in _TTFT),
-            number(r["floor_ms"]),
-            f"{r['speedup']:.1f}x",
-            f"{r['hit_over_floor']:.2f}",
-            f"{r['off_over_stock']:.2f}",
-        ]
-        for r in rows
-    ]
-    columns = ["tools", "prompt", "tail", *(name.replace("_", " ") for name in _TTFT), "floor", "stock/hit", "hit/floor", "off/stock"]
-    stored = [
-        [
-            number(r["tools"]),
-            number(r["group_bytes"] / 1e6, 1),
-            *(number(r[key], 1) for key in ("read_cold_ms", "read_warm_ms")),
-            *(number(r[f"disk_{kind}_ttft_ms"] - r["floor_ms"], 1) for kind in ("cold", "warm")),
-            *(f"{r['stock_ttft_ms'] / r[f'disk_{kind}_ttft_ms']:.1f}x" for kind in ("cold", "warm")),
-            *(number(r["second_process"][kind]["ttft_ms"] if "second_process" in r else None) for kind in ("cold", "warm")),
-        ]
-        for r in rows
-    ]
-    disk = ["tools", "MB", "read cold", "read warm", "cold - floor", "warm - floor", "stock/cold", "stock/warm", "2nd cold", "2nd warm"]
-    rest = [
-        [
-            number(r["tools"]),
-            *(number(r[f"{key}_decode_ms"], 1) for key in ("stock", "static")),
-            number(r["decode_ms"], 1),
-            *(number(r[f"{key}_total_ms"]) for key in ("stock", "off", "hit")),
-            number(r["warm_ms"]),
-            number(r["group_bytes"] / 1e6, 1),
-            number(r["break_even_requests"], 2),
-            number(r["saved_ms_per_1000"] / 6e4, 1),
-        ]
-        for r in rows
-    ]
-    others = ["tools", *(f"{name} ms/tok" for name in ("stock", "static", "ours")), *(f"{name} all" for name in ("stock", "off", "hit"))]
-    others += ["warm ms", "MB", "even after", "min saved"]
-    caption = "even after: requests that repay warming; saved: per 1,000 requests"
+def latency_tables(rows: Sequence[Row]) -> list[Table]:
+    """First tokens; pages from disk; further tokens and what warming is worth."""
+    tools = {"tools": of("tools")}
+    first: dict[str, Cell] = {"prompt": of("prompt_tokens"), "tail": of("tail_tokens")}
+    first |= {name.replace("_", " "): of(f"{name}_ttft_ms") for name in _TTFT}
+    ratios: dict[str, Cell] = {
+        "floor": of("floor_ms"),
+        "stock/hit": lambda row: f"{row['speedup']:.1f}x",
+        "hit/floor": of("hit_over_floor", 2),
+        "off/stock": of("off_over_stock", 2),
+    }
+    size: dict[str, Cell] = {"MB": of("group_bytes", 1, 1e6)}
+    disk = {f"read {kind}": of(f"read_{kind}_ms", 1) for kind in ("cold", "warm")}
+    disk |= {f"{kind} - floor": _from_disk(kind, lambda ms, row: number(ms - row["floor_ms"], 1)) for kind in ("cold", "warm")}
+    disk |= {f"stock/{kind}": _from_disk(kind, lambda ms, row: f"{row['stock_ttft_ms'] / ms:.1f}x") for kind in ("cold", "warm")}
+    disk |= {f"2nd {kind}": _second(kind) for kind in ("cold", "warm")}
+    rest = {f"{name} ms/tok": of(f"{name}_decode_ms", 1) for name in ("stock", "static")} | {"ours ms/tok": of("decode_ms", 1)}
+    rest |= {f"{name} all": of(f"{name}_total_ms") for name in ("stock", "off", "hit")}
+    worth = {"warm ms": of("warm_ms"), **size, "even after": of("break_even_requests", 2), "min saved": of("saved_ms_per_1000", 1, 6e4)}
     return [
-        table("time to first token, ms (medians)", columns, first),
-        table("the tool group from disk, ms (page cache cold or warm; 2nd: another process)", disk, stored),
-        table("decoding, whole answers in ms, and the tool group", others, rest, caption),
+        drawn("time to first token, ms (medians)", {**tools, **first, **ratios}, rows),
+        drawn("the tool group from disk, ms (page cache cold or warm; 2nd: another process)", {**tools, **size, **disk}, rows),
+        drawn(
+            "decoding, whole answers in ms, and the tool group",
+            {**tools, **rest, **worth},
+            rows,
+            "even after: requests that repay warming; saved: per 1,000 requests",
+        ),
     ]
 
 
-def react_table(families: Mapping[str, Mapping[str, Any]]) -> Table:
+def _from_disk(kind: str, said: Callable[[float, Row], str]) -> Cell:
+    return lambda row: said(row[f"disk_{kind}_ttft_ms"], row)
+
+
+def _second(kind: str) -> Cell:
+    return lambda row: number(row["second_process"][kind]["ttft_ms"] if "second_process" in row else None)
+
+
+def react_table(families: Mapping[str, Row]) -> Table:
     """One line per family of episodes."""
-    lines = [
-        [
-            name,
-            *(number(f[key]) for key in ("calls", "prompt_tokens", "new_tokens", "computed_tokens")),
-            f"{(f['computed_tokens'] - f['calls']) / max(1, f['new_tokens']):.3f}",
-            "yes" if f["within_bound"] else "NO",
-            *(number(f[key]) for key in ("stock_ms", "off_ms", "ms")),
-            f"{f['off_ms'] / f['ms']:.1f}x" if f["off_ms"] and f["ms"] else "-",
-            *(number(f[key]) for key in ("pages_held", "group_pages", "skipped_calls")),
-        ]
-        for name, f in families.items()
-    ]
-    columns = ["family", "calls", "prompt", "new", "computed", "(computed-calls)/new", "in bound", "stock ms", "off ms", "ms", "off/ours"]
-    return table("recorded episodes, sums over all calls", [*columns, "pages", "group pages", "skipped"], lines)
+    columns: dict[str, Cell] = {"family": lambda row: str(row["family"]), "calls": of("calls"), "prompt": of("prompt_tokens")}
+    columns |= {"new": of("new_tokens"), "computed": of("computed_tokens")}
+    columns |= {
+        "(computed-calls)/new": lambda row: f"{(row['computed_tokens'] - row['calls']) / max(1, row['new_tokens']):.3f}",
+        "in bound": lambda row: "yes" if row["within_bound"] else "NO",
+        "stock ms": of("stock_ms"),
+        "off ms": of("off_ms"),
+        "ms": of("ms"),
+        "off/ours": lambda row: f"{row['off_ms'] / row['ms']:.1f}x" if row["off_ms"] and row["ms"] else "-",
+        "pages": of("pages_held"),
+        "group pages": of("group_pages"),
+        "skipped": of("skipped_calls"),
+    }
+    return drawn("recorded episodes, sums over all calls", columns, [{"family": name, **row} for name, row in families.items()])
 
 
 def store_table(found: Mapping[str, Any]) -> Table:
     """One line per way to read and write."""
     raw = found["rows"][0]
-    lines = [
-        [
-            str(r["way"]),
-            *(number(r[f"{kind}_ms"], 1) for kind in ("write", "cold", "warm")),
-            *(f"{r[f'{kind}_ms'] / raw[f'{kind}_ms']:.2f}" for kind in ("cold", "warm")),
-            *(number(found["bytes"] / r[f"{kind}_ms"] / 1e6, 2) for kind in ("cold", "warm")),
-        ]
-        for r in found["rows"]
-    ]
-    columns = ["", "write ms", "cold ms", "warm ms", "cold/raw", "warm/raw", "cold GB/s", "warm GB/s"]
-    return table(f"{found['bytes'] / 1e6:,.0f} MB of pages ({found['tokens']:,} tokens), every byte touched", columns, lines)
+    columns: dict[str, Cell] = {"": lambda row: str(row["way"])}
+    columns |= {f"{kind} ms": of(f"{kind}_ms", 1) for kind in ("write", "cold", "warm")}
+    columns |= {f"{kind}/raw": of(f"{kind}_ms", 2, raw[f"{kind}_ms"]) for kind in ("cold", "warm")}
+    columns |= {f"{kind} GB/s": _rate(f"{kind}_ms", found["bytes"]) for kind in ("cold", "warm")}
+    title = f"{found['bytes'] / 1e6:,.0f} MB of pages ({found['tokens']:,} tokens), every byte touched"
+    return drawn(title, columns, found["rows"])
 
 
-def segments_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def _rate(key: str, count: int) -> Cell:
+    return lambda row: number(count / row[key] / 1e6, 2)
+
+
+def segments_table(title: str, rows: Sequence[Row]) -> Table:
     """Segment reuse by kind of shift and method."""
-    counts = ["n", "prompt", "could", "reused", "of it", "computed"]
-    columns = ["kind", "method", *counts, "step ms", "exact/step", "KL", "top-1", "same", "refused"]
-    cells = [
-        [
-            r["family"],
-            r["method"],
-            number(r["cases"]),
-            number(r["prompt_tokens"]),
-            number(r["bound_tokens"]),
-            number(r["reused_tokens"]),
-            number(r["of_bound"], 2),
-            number(r["work_tokens"]),
-            number(r["step_ms"]),
-            number(r["speedup"], 2),
-            "-" if r["kl_mean"] is None else f"{r['kl_mean']:.2g}",
-            number(r["top1"], 3),
-            number(r["decision"], 3),
-            number(r["refused"]),
-        ]
-        for r in rows
-    ]
+    columns: dict[str, Cell] = {"kind": lambda row: str(row["family"]), "method": lambda row: str(row["method"]), "n": of("cases")}
+    columns |= {"prompt": of("prompt_tokens"), "could": of("bound_tokens"), "reused": of("reused_tokens"), "of it": of("of_bound", 2)}
+    columns |= {"computed": of("work_tokens"), "step ms": of("step_ms"), "exact/step": of("speedup", 2)}
+    columns |= {"KL": lambda row: "-" if row["kl_mean"] is None else f"{row['kl_mean']:.2g}", "top-1": of("top1", 3)}
+    columns |= {"same": of("decision", 3), "refused": of("refused")}
     caption = "could: tokens behind the prefix that stand in a kept prompt; computed: in tokens through all layers; KL: nats per token"
-    return table(title, columns, cells, caption)
+    return drawn(title, columns, rows, caption)
 
 
 def save(report: Mapping[str, Any], json_file: Path | None) -> None:
@@ -181,3 +166,28 @@ class Progress:
     def __exit__(self, *exc: object) -> None:
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class Run:
+    """A measurement under way: the engine, what is said of it, what was found, and the tables that are shown at its end."""
+
+    engine: Any
+    say: Progress
+    found: dict[str, Any]
+    json_file: Path | None
+    tables: list[Table] = field(default_factory=list)
+
+    def keep(self, part: Mapping[str, Any]) -> None:
+        """One more part of the report, into the file too: a long run that is ended loses one."""
+        self.found.update(part)
+        save(self.found, self.json_file)
+
+
+@contextmanager
+def measuring(name: str, loading: Loading, json_file: Path | None, texts: Sequence[str] = (), store: Any = None) -> Iterator[Run]:
+    """A model on its engine to measure; at the end tables and the JSON line, unless something went wrong."""
+    with loading.engine(texts, store) as engine, Progress() as say:
+        run = Run(engine, say, {"bench": name, **described(engine)}, json_file)
+        yield run
+    finish(run.found, run.tables, json_file)

@@ -6,33 +6,22 @@ import json
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
-from ..engine import Engine
 from ..types import StoreOptions
 from . import catalog, disk, ours
+from .given import Dtype, Loading, Shape
 from .latency import Options, Scene
 
 NEW = 2  # tokens that each answer has
 
 
-@dataclass(frozen=True, slots=True)
-class Starting:
-    """How a process gets the model of this one, and finds its store."""
-
-    store: str
-    model: str | None
-    shape: str
-    dtype: str
-    threads: int | None
-
-
-def ask(starting: Starting, scene: Scene, options: Options) -> dict[str, Any]:
+def ask(loading: Loading, store: str, scene: Scene, options: Options) -> dict[str, Any]:
     """Medians over `slow_repeats` processes, from a cold and a warm page cache; all must draw the tokens of this one."""
     turns = (1, min(2, options.repeats))
-    about = {"namespace": scene.namespace, "tools": len(scene.tools), "tail": options.tail, "turns": turns}
-    given = json.dumps({"starting": {name: getattr(starting, name) for name in starting.__slots__}, **about})
+    about = {"store": store, "namespace": scene.namespace, "tools": len(scene.tools), "tail": options.tail, "turns": turns}
+    given = json.dumps({"loading": asdict(loading), **about})
     scene.engine.store.clear(scene.namespace)  # what is mapped here cannot be dropped from the page cache there
     found = [_started(given) for _ in range(options.slow_repeats)]
     for kind, turn in zip(("cold", "warm"), turns, strict=True):
@@ -52,16 +41,9 @@ def _started(given: str) -> dict[str, Any]:
 
 def _main(spec: dict[str, Any]) -> dict[str, Any]:
     """What the second process does."""
-    import torch
-
-    from . import shapes
-
-    starting = Starting(**spec["starting"])
-    if starting.threads:
-        torch.set_num_threads(starting.threads)
-    store, dtype = StoreOptions(starting.store, refuse_slow=False), starting.dtype
-    loaded = (starting.model,) if starting.model else shapes.load(starting.shape, dtype=dtype)
-    with Engine(*loaded, dtype=dtype if starting.model else None, store=store) as engine:
+    given = spec["loading"]
+    loading = Loading(given["model"], Shape(given["shape"]) if given["shape"] else None, Dtype(given["dtype"]), given["threads"])
+    with loading.engine(store=StoreOptions(spec["store"], refuse_slow=False)) as engine:
         engine.generate([{"role": "user", "content": catalog.SYSTEM}], sampling=ours.greedy(2), namespace="warm-up", reuse="off")
         tools, found = catalog.tools(spec["tools"]), {}
         for kind, turn in zip(("cold", "warm"), spec["turns"], strict=True):

@@ -125,20 +125,6 @@ def fill(tensor: Any, block: Any, *, start: int = 0) -> None:
         at, offset = at + count, 0
 
 
-def tiny(layers: int = 1) -> tuple[Any, Any]:
-    """(model, tokenizer) so small that only the work around the forwards takes time."""
-    import torch
-    from transformers import AutoConfig
-
-    from .. import toy
-    from .catalog import training_texts
-
-    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    fields = {**_sizes(32, 64, layers, 1, 1, 32, TOKENIZER_VOCAB, True), **_QWEN3, "max_position_embeddings": 131072}
-    model = random_model(AutoConfig.for_model("qwen3", **fields, **none), torch.float32)
-    return model, toy.tokenizer(training_texts(), TOKENIZER_VOCAB)
-
-
 def load(name: str, *, dtype: str = "bfloat16", texts: Iterable[str] = (), seed: int = 0) -> tuple[Any, Any]:
     """(model, tokenizer) of a named shape. texts: what the tokenizer is to be good at, besides the benchmark's own tools."""
     from .. import toy

@@ -1,4 +1,4 @@
-"""`agentcache bench store`: how fast pages go to disk and come back, beside raw files and other formats. Knows models by their shapes.
+"""`agentcache bench store`: how fast pages go to disk and come back, beside raw files. Knows models by their shapes.
 
 Physics: every byte is read once and hashed once. Where the system still holds the file, full pages are mapped and only hashed; from a cold
 disk the disk decides. Mapped formats look faster until the bytes are touched: all rows here touch every byte.
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 
 from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..store.disk import blob_io
@@ -68,13 +67,8 @@ def ms(run: Callable[[], Any]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _touch(tensors: dict[str, torch.Tensor]) -> None:
-    for tensor in tensors.values():
-        tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.int32).sum()
-
-
 class Files:
-    """One group of pages on disk in each format, under `place`."""
+    """One group of pages on disk, and the same bytes raw, under `place`."""
 
     def __init__(self, spec: KVSpec, tokens: int, place: Path) -> None:
         self.spec, self.tokens, self.place = spec, tokens, place
@@ -83,7 +77,7 @@ class Files:
         self.pages = pages_of(spec, tokens)
         self.wanted = rows_of(spec, tokens, Scope("bench", "bench"))
         self.rows: list[Row] = []
-        self.whole, self.pickled, self.raw = place / "whole.safetensors", place / "whole.pt", place / "raw.bin"
+        self.raw = place / "raw.bin"
         self.tensors = {f"{name}.{i}": getattr(p, name) for i, p in enumerate(self.pages) for name in ("keys", "values")}
         self.buffer = bytearray(PIECE)
 
@@ -131,8 +125,6 @@ class Files:
             "raw": (blobs, lambda: raw_ms(blobs, buffer)),
             "agentcache": (blobs, self.load),
             "verify": (blobs, self.verify),
-            "safetensors": ([self.whole], lambda: _touch(load_file(self.whole))),
-            "torch.load": ([self.pickled], lambda: _touch(torch.load(self.pickled, weights_only=True))),
         }
 
     def writes(self) -> dict[str, Callable[[], Any]]:
@@ -146,8 +138,6 @@ class Files:
 def run(files: Files, repeats: int, say: Say = lambda _: None) -> dict[str, Any]:
     """Medians of interleaved repeats: writing, and reading from a cold and from a warm page cache."""
     samples = Samples()
-    save_file(files.tensors, files.whole)
-    torch.save(files.tensors, files.pickled)
     for number in range(1, repeats + 1):
         for name, write in files.writes().items():
             say(f"repeat {number} of {repeats}: write, {name}")

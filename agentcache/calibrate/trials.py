@@ -84,21 +84,15 @@ class Row:
     def plain(self) -> dict[str, Any]:
         """As the JSON line has it."""
         pairs = [one / other for one, other in zip(self.exact_step_ms, self.step_ms, strict=True) if other]
+        told = {name: getattr(self, name) for name in self.__slots__ if not isinstance(getattr(self, name), list)}
+        times = {
+            name: statistics.median(each) if each else None
+            for name, each in (("step_ms", self.step_ms), ("exact_step_ms", self.exact_step_ms))
+        }
         return {
-            "family": self.family,
-            "method": self.method,
-            "cases": self.cases,
-            "prompt_tokens": self.prompt_tokens,
-            "bound_tokens": self.bound_tokens,
-            "prefix_tokens": self.prefix_tokens,
-            "reused_tokens": self.reused_tokens,
-            "computed_tokens": self.computed_tokens,
-            "work_tokens": self.work_tokens,
+            **told,
+            **times,
             "of_bound": self.reused_tokens / self.bound_tokens if self.bound_tokens else None,
-            "refused": self.refused,
-            "unsure": self.unsure,
-            "step_ms": statistics.median(self.step_ms) if self.step_ms else None,
-            "exact_step_ms": statistics.median(self.exact_step_ms) if self.exact_step_ms else None,
             "speedup": statistics.median(pairs) if pairs else None,
             "kl_mean": _mean(self.kl),
             "kl_most": max(self.kl, default=None),
