@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,3 +107,26 @@ def test_nothing_private_of_what_is_named_as_ours(name: str) -> None:
             if isinstance(node, ast.Attribute) and _is_private(node.attr):
                 owner = ast.unparse(node.value).rpartition(".")[2].strip("_()").replace("_", "").lower()
                 assert owner not in classes, f"{file}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_no_circle_of_files(name: str) -> None:
+    """Type checkers' imports and those inside functions counted."""
+    folder = PACKAGES[name]
+    prefix = folder.relative_to(ROOT).parts[1:]
+    modules = {(*prefix, *path.relative_to(folder).with_suffix("").parts): path for path in folder.rglob("*.py")}
+    after = {module: set(_inside(module, ast.parse(path.read_text(encoding="utf-8")), modules)) for module, path in modules.items()}
+    assert sum(map(len, after.values())) > 20, "the walk sees imports"
+    while leaves := {module for module, needed in after.items() if not needed & after.keys()}:
+        after = {module: needed for module, needed in after.items() if module not in leaves}
+    assert not after, f"in a circle, or on top of one: {sorted('.'.join(module) for module in after)}"
+
+
+def _inside(module: tuple[str, ...], tree: ast.Module, modules: Collection[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """The modules of its own package that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            start = module[: len(module) - node.level] if node.level else ()
+            source = (*start, *(node.module or "").split(".")) if node.module else start
+            named = [source, *((*source, each.name) for each in node.names)]
+            yield from (found for one in named for found in (one, (*one, "__init__")) if found in modules)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import JsonOutputKeyToolsParser, JsonOutputParser, PydanticOutputParser, PydanticToolsParser
 from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
@@ -18,16 +18,13 @@ from typing_extensions import is_typeddict
 from ._tools import UNDESCRIBABLE, formatted, reason
 from .errors import ModelInvalidRequestError, OutputCutError
 
-if TYPE_CHECKING:
-    from .chat_models import ChatAgentCache
-
 METHODS = ("function_calling", "json_schema", "json_mode")
 _FUNCTIONS = {"function", "parameters", "input_schema", "toolSpec"}  # keys of function schemas, of one provider or another
 _NAMES = {"name", "title", "description", "strict"}
 
 
 def structured(
-    model: ChatAgentCache, schema: Any, method: str, include_raw: bool, kwargs: Mapping[str, Any]
+    model: BaseChatModel, schema: Any, method: str, include_raw: bool, kwargs: Mapping[str, Any]
 ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
     """The model held to the schema, and what reads its answer."""
     if kwargs:

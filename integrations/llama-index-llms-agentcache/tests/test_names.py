@@ -10,8 +10,8 @@ import pytest
 from cases import VOCAB, tokenizer, tools, user
 from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.agentcache import AgentCacheLLM
-from llama_index.llms.agentcache.making import renamed
 from llama_index.llms.agentcache.requests import split
+from llama_index.llms.agentcache.saved_args import renamed
 from pydantic import BaseModel
 
 from agentcache import toy

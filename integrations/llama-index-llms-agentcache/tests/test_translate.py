@@ -18,7 +18,7 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
-from llama_index.llms.agentcache.points import seconds_of
+from llama_index.llms.agentcache.cache_points import seconds_of
 from llama_index.llms.agentcache.translate import to_messages
 
 from agentcache.errors import ConfigError, ContextOverflowError, MessageError, ToolSchemaError

@@ -21,8 +21,8 @@ from .. import _pins
 from .._tools import formatted, own_tools
 from ..chat_models import ChatAgentCache
 from ..errors import ModelInvalidRequestError
-from .culprit import change, culprits, seen, selected_from, tool_name
-from .talks import Talks
+from .call_site import change, changed_by, prompt_state, selected_from, tool_name
+from .conversations import Conversations
 
 EVENT = "agentcache.receipt"
 WARM_S = 3600.0  # the prefix stays in memory for so long
@@ -82,7 +82,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         self.on_change = on_change
         self.tools = []  # none of our own: those given are the agent's
         self._prefix = (model, system_prompt or "", list(tools))
-        self._talks = Talks({tool_name(tool): tool for tool in self._listed(tools)})
+        self._conversations = Conversations({tool_name(tool): tool for tool in self._listed(tools)})
         self._warned: set[tuple[str, ...]] = set()
         # LangGraph runs each hook of a class as a step, even an idle one: this instance's class has those that it uses
         used = {"before_agent": model is not None, "before_model": facts is not None, "abefore_model": _is_async(facts)}
@@ -156,20 +156,20 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         if not self.sticky_tools:
             return request.tools, []
         wanted = {tool_name(tool): tool for tool in request.tools}
-        shown = self._talks.shown(request, wanted, lambda: selected_from(request, self))
+        shown = self._conversations.shown(request, wanted, lambda: selected_from(request, self))
         return list(shown.values()), [name for name in shown if name not in wanted]
 
     def _compare(self, request: ModelRequest[Any]) -> bool:
         """Whether this step's prompt is not the last one's with something behind it; warns of it."""
         if self.on_change == "ignore":
             return False
-        now = seen(request, [tool_name(tool) for tool in request.tools])
-        before = self._talks.before(request, now)
+        now = prompt_state(request, [tool_name(tool) for tool in request.tools])
+        before = self._conversations.before(request, now)
         found = change(before, now) if before else None
         if found is None:
             return False
         field, what = found
-        names = culprits(request, field, self)
+        names = changed_by(request, field, self)
         sign = (field, *names)
         if sign in self._warned:
             return True
@@ -185,7 +185,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     def _told(self, request: ModelRequest[Any], response: Any) -> list[dict[str, Any]]:
         results = [response] if isinstance(response, AIMessage) else list(getattr(response, "result", ()))
-        self._talks.answered(request, results)
+        self._conversations.answered(request, results)
         told = []
         for message in results:
             account = message.response_metadata.get("agentcache") if isinstance(message, AIMessage) else None

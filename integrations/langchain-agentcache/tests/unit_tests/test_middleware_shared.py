@@ -11,7 +11,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
 from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache
-from langchain_agentcache.middleware import talks
+from langchain_agentcache.middleware import conversations
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -113,17 +113,17 @@ def request(first: HumanMessage) -> Any:
 
 
 def test_so_many_conversations_are_remembered() -> None:
-    known = talks.Talks({})
-    first = [HumanMessage("x", id=str(number)) for number in range(talks.CONVERSATIONS + 1)]
+    known = conversations.Conversations({})
+    first = [HumanMessage("x", id=str(number)) for number in range(conversations.CONVERSATIONS + 1)]
     for message in first:
         known.shown(request(message), {"read": 1})
     assert known.shown(request(first[-1]), {}) == {"read": 1}
     assert known.shown(request(first[0]), {}) == {}, "the oldest is forgotten"
-    assert len(known._talks) == talks.CONVERSATIONS
+    assert len(known._conversations) == conversations.CONVERSATIONS
 
 
 def test_what_has_no_id_is_not_remembered() -> None:
-    known, message = talks.Talks({"log": 0}), HumanMessage("x")
+    known, message = conversations.Conversations({"log": 0}), HumanMessage("x")
     assert known.shown(request(message), {"read": 1}) == {"log": 0, "read": 1}
     assert known.shown(request(message), {"wipe": 2}) == {"log": 0, "wipe": 2}
     assert known.shown(SimpleNamespace(messages=[]), {}) == {"log": 0}

@@ -39,11 +39,11 @@ from agentcache.errors import ConfigError, MessageError
 
 from . import prompts, requests
 from .answer import Answer, alast, check_called, last
+from .cache_points import pin_points
 from .events import ReceiptEvent
 from .host import Host, count
-from .making import Making, in_words, making, name_of, remade, renamed
-from .points import pin_points
 from .requests import Ask
+from .saved_args import SavedArgs, in_words, name_of, remade, renamed, saved_args
 from .structured import ObjectLLM
 from .tools import Offer, Schema, offer, tool_choice
 from .translate import LateSystem, arguments_of, cache_points, to_messages
@@ -82,7 +82,7 @@ class AgentCacheLLM(ObjectLLM):
     additional_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further options of every request; see the README.")
 
     _host: Host = PrivateAttr()
-    _making: Making = PrivateAttr()
+    _saved_args: SavedArgs = PrivateAttr()
     _superset: tuple[Schema, ...] = PrivateAttr(default=())
 
     def __init__(self, model: Any = None, tokenizer: Any = None, *, engine: Engine | None = None, **options: Any) -> None:
@@ -93,13 +93,13 @@ class AgentCacheLLM(ObjectLLM):
         """
         model, options = renamed(model, options, type(self).model_fields)
         mine = {name: options.pop(name) for name in list(options) if name in type(self).model_fields}
-        how = making(model, tokenizer, engine, options)
+        how = saved_args(model, tokenizer, engine, options)
         requests.check_settings(mine.get("additional_kwargs") or {})  # before weights are loaded
         try:
             super().__init__(**{**mine, "model": engine.name if engine else name_of(model)})
         except ValidationError as error:
             raise ConfigError(in_words(error)) from error
-        self._making = how
+        self._saved_args = how
         lease = EngineLease()
         self._host = Host(engine or Engine.shared(model, tokenizer, lease=lease, **options), lease)
 
@@ -157,16 +157,16 @@ class AgentCacheLLM(ObjectLLM):
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """The settings, with what the Engine was made with; `from_dict` loads the same again, or says what must be given to it."""
-        return {**super().to_dict(**kwargs), **self._making.written(prompts.not_written_down(self))}
+        return {**super().to_dict(**kwargs), **self._saved_args.written(prompts.not_written_down(self))}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> AgentCacheLLM:
         return super().from_dict(remade(data, kwargs))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._making.check_pickled(self.model)
+        self._saved_args.check_pickled(self.model)
         fields = {name: getattr(self, name) for name in type(self).model_fields if name != "callback_manager"}
-        return _unpickled, (type(self), {**fields, **self._making.plain}, self._superset)
+        return _unpickled, (type(self), {**fields, **self._saved_args.plain}, self._superset)
 
     # -- one request -----------------------------------------------------------------------------------------------
 

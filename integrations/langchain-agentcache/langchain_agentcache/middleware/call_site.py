@@ -1,4 +1,4 @@
-"""What of a prompt changed between two steps of a conversation, and which middleware did it. Knows nothing of models.
+"""The middleware that changed a prompt between two steps of a conversation, found on the call stack. Knows nothing of models.
 
 Middleware that wraps the model call stands above ours on the call stack, or in the tasks that wait for ours, each with the request it was
 given: who gave on another one than it got has changed it.
@@ -22,7 +22,7 @@ SHOWN = 40  # characters around a difference
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PromptState:
     """What one request put before its newest messages."""
 
     system: str
@@ -30,12 +30,12 @@ class Seen:
     messages: tuple[tuple[str, str], ...]
 
 
-def seen(request: ModelRequest[Any], tools: Sequence[str]) -> Seen:
+def prompt_state(request: ModelRequest[Any], tools: Sequence[str]) -> PromptState:
     """A request as far as a change of it costs something."""
-    return Seen(_system(request), tuple(tools), tuple((message.type, _text(message)) for message in request.messages))
+    return PromptState(_system(request), tuple(tools), tuple((message.type, _text(message)) for message in request.messages))
 
 
-def change(before: Seen, now: Seen) -> tuple[str, str] | None:
+def change(before: PromptState, now: PromptState) -> tuple[str, str] | None:
     """(field, what changed in words), None if this request only adds to the one before."""
     if before.system != now.system:
         return "system_message", f"the system prompt: {_difference(before.system, now.system)}"
@@ -49,7 +49,7 @@ def change(before: Seen, now: Seen) -> tuple[str, str] | None:
     return None
 
 
-def culprits(request: ModelRequest[Any], field: str, own: object) -> list[str]:
+def changed_by(request: ModelRequest[Any], field: str, own: object) -> list[str]:
     """Names of the middleware above `own` that changed this field of the request on its way."""
     return [name for (name, _), incoming, outgoing in _changes(request, own) if _field(incoming, field) != _field(outgoing, field)]
 

@@ -21,7 +21,7 @@ GIVE_AGAIN = "give_again"  # where a written model names what could not be writt
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class SavedArgs:
     """plain: the Engine's options, as JSON has them. objects: names of the arguments that live in this process only."""
 
     plain: Mapping[str, Any]
@@ -83,7 +83,7 @@ def _device(asked: Any) -> dict[str, Any]:
     return {"device": str(place)}
 
 
-def making(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, Any]) -> Making:
+def saved_args(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, Any]) -> SavedArgs:
     """How these arguments make a model; refuses those that cannot."""
     if not isinstance(engine, (Engine, type(None))):
         raise ConfigError(f"engine={engine!r:.100}: must be an agentcache.Engine; a name or a folder goes into model=")
@@ -94,12 +94,12 @@ def making(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, Any]) 
     if unknown := sorted(set(options) - ENGINE):
         raise ConfigError(f"unknown options {unknown!r}: neither AgentCacheLLM nor Engine has them")
     if engine is not None:
-        return Making({}, ("engine",))
+        return SavedArgs({}, ("engine",))
     given = {"tokenizer": tokenizer, **{name: _plain(name, value) for name, value in options.items()}}
     if not isinstance(model, (str, os.PathLike)):
         given["model"] = model
     objects = tuple(sorted(name for name, value in given.items() if not isinstance(value, (str, int, float, type(None)))))
-    return Making({name: value for name, value in given.items() if name not in objects and name != "tokenizer"}, objects)
+    return SavedArgs({name: value for name, value in given.items() if name not in objects and name != "tokenizer"}, objects)
 
 
 def _plain(name: str, value: Any) -> Any:

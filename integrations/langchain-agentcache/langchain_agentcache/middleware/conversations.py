@@ -16,28 +16,28 @@ from langchain.agents.middleware.types import ModelRequest
 from langchain_core.messages import BaseMessage
 from langchain_core.runnables.config import ensure_config
 
-from .culprit import Seen
+from .call_site import PromptState
 
 CONVERSATIONS = 256  # remembered; of one that is older, the next step is like its first
 Key = tuple[str, ...]
 
 
 @dataclass(slots=True)
-class Talk:
+class Conversation:
     """One conversation."""
 
     tools: dict[str, Any]
-    seen: Seen | None = None
+    prompt: PromptState | None = None
     messages: frozenset[str] = frozenset()  # ids, of its last step
 
 
-class Talks:
+class Conversations:
     """The conversations of one middleware. tools: by name, what each of them is shown from its first step on."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         self._first = dict(tools)
         self._lock = threading.Lock()
-        self._talks: OrderedDict[Key, Talk] = OrderedDict()
+        self._conversations: OrderedDict[Key, Conversation] = OrderedDict()
         self._numbers = itertools.count(1)
 
     def shown(
@@ -48,37 +48,37 @@ class Talks:
         choice: finds the tools among which the wanted ones were chosen; they are shown as well, and asked for where a tool is new.
         """
         with self._lock:
-            talk = self._of(request)
-            if wanted.keys() - talk.tools.keys():
-                talk.tools.update({name: tool for name, tool in choice().items() if name not in talk.tools})
-            talk.tools.update(wanted)
-            return dict(talk.tools)
+            conversation = self._of(request)
+            if wanted.keys() - conversation.tools.keys():
+                conversation.tools.update({name: tool for name, tool in choice().items() if name not in conversation.tools})
+            conversation.tools.update(wanted)
+            return dict(conversation.tools)
 
     def answered(self, request: ModelRequest[Any], answer: Iterable[BaseMessage]) -> None:
         """The conversation goes on from these messages, too."""
         with self._lock:
-            talk = self._of(request)
-            talk.messages |= {message.id for message in answer if message.id}
+            conversation = self._of(request)
+            conversation.messages |= {message.id for message in answer if message.id}
 
-    def before(self, request: ModelRequest[Any], now: Seen) -> Seen | None:
+    def before(self, request: ModelRequest[Any], now: PromptState) -> PromptState | None:
         """The prompt of the conversation's last step, None if this is its first; the next time it is `now`."""
         with self._lock:
-            talk = self._of(request)
-            before, talk.seen = talk.seen, now
+            conversation = self._of(request)
+            before, conversation.prompt = conversation.prompt, now
             return before
 
-    def _of(self, request: ModelRequest[Any]) -> Talk:
+    def _of(self, request: ModelRequest[Any]) -> Conversation:
         state = getattr(request, "state", None) or {}  # what was shortened for the model may stand there
         ids = frozenset(message.id for message in (*request.messages, *state.get("messages", ())) if message.id)
         key = self._key(ids)
         if key is None:
-            return Talk(dict(self._first))
-        talk = self._talks.setdefault(key, Talk(dict(self._first)))
-        talk.messages = ids
-        self._talks.move_to_end(key)
-        while len(self._talks) > CONVERSATIONS:
-            self._talks.popitem(last=False)
-        return talk
+            return Conversation(dict(self._first))
+        conversation = self._conversations.setdefault(key, Conversation(dict(self._first)))
+        conversation.messages = ids
+        self._conversations.move_to_end(key)
+        while len(self._conversations) > CONVERSATIONS:
+            self._conversations.popitem(last=False)
+        return conversation
 
     def _key(self, ids: frozenset[str]) -> Key | None:
         """Agent, place in the graph and thread. Without a thread: those, and a number; a request goes on from the one with which it shares
@@ -92,5 +92,5 @@ class Talks:
             return place
         if not ids:
             return None
-        known = (key for key in reversed(self._talks) if key[:3] == place and not ids.isdisjoint(self._talks[key].messages))
+        known = (key for key in reversed(self._conversations) if key[:3] == place and not ids.isdisjoint(self._conversations[key].messages))
         return next(known, None) or (*place, str(next(self._numbers)))
