@@ -129,4 +129,5 @@ def _inside(module: tuple[str, ...], tree: ast.Module, modules: Collection[tuple
             start = module[: len(module) - node.level] if node.level else ()
             source = (*start, *(node.module or "").split(".")) if node.module else start
             named = [source, *((*source, each.name) for each in node.names)]
-            yield from (found for one in named for found in (one, (*one, "__init__")) if found in modules)
+            others = [one for one in named if module[: len(one)] != one]  # `from . import x` is for x
+            yield from (found for one in others for found in (one, (*one, "__init__")) if found in modules)
