@@ -1,6 +1,6 @@
 """Agents on the embedded model, run after run: does each of them end, and in what?
 
-    python benchmarks/agents.py --runs 300
+    python -m benchmarks.agents --runs 300
 
 Each kind is an agent that once went round, or ended without its tool. A run is one question with values of its own; it ends in an answer of
 the kind's form, in a typed error, or in a loop: more steps than LIMIT, where two would do. Ends with one JSON line, and 1 if one looped.
@@ -20,7 +20,6 @@ from typing import Any
 
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, LLMToolSelectorMiddleware
-from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -28,6 +27,11 @@ from langgraph.errors import GraphRecursionError
 from pydantic import BaseModel, Field
 
 from agentcache.errors import AgentCacheError
+
+from .integrations import integration
+
+OURS = integration("langchain")
+ChatAgentCache, AgentCacheMiddleware = OURS.ChatAgentCache, OURS.AgentCacheMiddleware
 
 LIMIT = 24  # steps of a graph: ten calls and more
 SYSTEM = "You are a helpful assistant."
@@ -92,7 +96,7 @@ def config(thread: str = "") -> Any:
     return {"recursion_limit": LIMIT, "configurable": {"thread_id": thread}}
 
 
-def formed(model: ChatAgentCache, form: type[BaseModel], tools: list[Any], awaited: bool = False, **options: Any) -> Run:
+def formed(model: Any, form: type[BaseModel], tools: list[Any], awaited: bool = False, **options: Any) -> Run:
     """An agent whose answer has a form."""
     agent = create_agent(model, tools, system_prompt=SYSTEM, response_format=form, **options)
 
@@ -106,7 +110,7 @@ def formed(model: ChatAgentCache, form: type[BaseModel], tools: list[Any], await
     return run
 
 
-def worded(model: ChatAgentCache, *middleware: Any) -> Run:
+def worded(model: Any, *middleware: Any) -> Run:
     """An agent that answers in words."""
     agent = create_agent(model, TOOLS, system_prompt=SYSTEM, middleware=middleware)
 
@@ -119,7 +123,7 @@ def worded(model: ChatAgentCache, *middleware: Any) -> Run:
     return run
 
 
-def returning(model: ChatAgentCache) -> Run:
+def returning(model: Any) -> Run:
     """One conversation in which a question returns, of which the model sees the newest turn only."""
     agent = create_agent(model, TOOLS, system_prompt=SYSTEM, middleware=[LastTurn()], checkpointer=InMemorySaver())
 
@@ -134,7 +138,7 @@ def returning(model: ChatAgentCache) -> Run:
     return run
 
 
-def kinds(model: ChatAgentCache) -> dict[str, Run]:
+def kinds(model: Any) -> dict[str, Run]:
     def clock(state: Any) -> str:
         return time.strftime("It is %H:%M:%S.")
 

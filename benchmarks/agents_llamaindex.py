@@ -1,6 +1,6 @@
 """LlamaIndex's agents on the embedded model, run after run: does each of them end, and in what?
 
-    python benchmarks/agents_llamaindex.py --runs 300
+    python -m benchmarks.agents_llamaindex --runs 300
 
 A run is one question, or a conversation of two, with values of its own. It ends in an answer of the kind's form, in a typed error, or in a
 loop: LIMIT steps where two or three would do. "solved" needs the right call and an answer that says what it found. Ends with one JSON line,
@@ -23,10 +23,15 @@ from typing import Any
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.workflow import Context, WorkflowRuntimeError
-from llama_index.llms.agentcache import AgentCacheLLM, AppendOnlyMemory, SharedAgentWorkflow, StableReActAgent, answer_at_tail
 from pydantic import BaseModel, Field
 
 from agentcache.errors import AgentCacheError
+
+from .integrations import integration
+
+OURS = integration("llamaindex")
+AgentCacheLLM, AppendOnlyMemory, SharedAgentWorkflow = OURS.AgentCacheLLM, OURS.AppendOnlyMemory, OURS.SharedAgentWorkflow
+StableReActAgent, answer_at_tail = OURS.StableReActAgent, OURS.answer_at_tail
 
 LIMIT = 12  # steps of a run
 SYSTEM = "You are a helpful assistant."
@@ -56,7 +61,7 @@ class Desk:
         return '{"status": "accepted"}'
 
 
-Run = Callable[[AgentCacheLLM, random.Random], Awaitable[str]]
+Run = Callable[[Any, random.Random], Awaitable[str]]
 
 
 def question(rng: random.Random) -> tuple[str, str, str]:
@@ -73,7 +78,7 @@ def judged(desk: Desk, wanted: list[str], answer: Any, word: str) -> str:
 
 
 def alone(kind: Any, **options: Any) -> Run:
-    async def run(llm: AgentCacheLLM, rng: random.Random) -> str:
+    async def run(llm: Any, rng: random.Random) -> str:
         desk, (text, value, word) = Desk(), question(rng)
         agent = kind(tools=[desk.get_invoice, desk.cancel_order], llm=llm, system_prompt=SYSTEM, **options)
         return judged(desk, [value], await agent.run(text, max_iterations=LIMIT), word)
@@ -84,7 +89,7 @@ def alone(kind: Any, **options: Any) -> Run:
 def conversation(kind: Any) -> Run:
     """Two runs over one Context."""
 
-    async def run(llm: AgentCacheLLM, rng: random.Random) -> str:
+    async def run(llm: Any, rng: random.Random) -> str:
         desk, asked = Desk(), [question(rng), question(rng)]
         agent = kind(tools=[desk.get_invoice, desk.cancel_order], llm=llm, system_prompt=SYSTEM)
         context, memory = Context(agent), AppendOnlyMemory.from_defaults(llm=llm)
@@ -98,7 +103,7 @@ def conversation(kind: Any) -> Run:
 def workflow(kind: Any) -> Run:
     """Two agents, each with a tool."""
 
-    async def run(llm: AgentCacheLLM, rng: random.Random) -> str:
+    async def run(llm: Any, rng: random.Random) -> str:
         desk, (text, value, word) = Desk(), question(rng)
         shared: dict[str, Any] = {"llm": llm, "system_prompt": SYSTEM}
         books = FunctionAgent(name="books", description="Knows invoices.", tools=[desk.get_invoice], can_handoff_to=["desk"], **shared)
@@ -111,7 +116,7 @@ def workflow(kind: Any) -> Run:
 def formed(at_tail: bool) -> Run:
     """An agent that ends with an object."""
 
-    async def run(llm: AgentCacheLLM, rng: random.Random) -> str:
+    async def run(llm: Any, rng: random.Random) -> str:
         desk, number = Desk(), rng.randrange(100, 99999)
         agent = FunctionAgent(tools=[desk.get_invoice, desk.cancel_order], llm=llm, system_prompt=SYSTEM)
         agent = answer_at_tail(agent, Invoice) if at_tail else agent.model_copy(update={"output_cls": Invoice})
@@ -124,7 +129,7 @@ def formed(at_tail: bool) -> Run:
     return run
 
 
-async def predicted(llm: AgentCacheLLM, rng: random.Random) -> str:
+async def predicted(llm: Any, rng: random.Random) -> str:
     """An object without an agent."""
     prompt = PromptTemplate("The invoice A-{number} is open, and its amount is {amount}. Write it down.")
     amount = rng.randrange(10, 999)
@@ -147,7 +152,7 @@ KINDS: dict[str, Run] = {
 }
 
 
-def outcome(llm: AgentCacheLLM, name: str, number: int) -> str:
+def outcome(llm: Any, name: str, number: int) -> str:
     """How one run ended."""
     try:
         return asyncio.run(_awaited(KINDS[name](llm, random.Random(f"{name} {number}"))))

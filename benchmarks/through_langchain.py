@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from .episode import Episode
+from .integrations import integration
 from .through_task import Recorded, Replies, Turn, Way, processors, spelled
 
 NAME = "langchain"
@@ -45,9 +46,7 @@ def stock(model: Any, tokenizer: Any, told: list[Turn]) -> Any:
 
 def ours(engine: Recorded, name: str) -> Any:
     """ChatAgentCache over the engine, in a namespace of its own."""
-    from langchain_agentcache import ChatAgentCache
-
-    return ChatAgentCache(engine=engine, namespace=name)
+    return integration(NAME).ChatAgentCache(engine=engine, namespace=name)
 
 
 def episode(name: str, chat: Any, task: Episode, told: list[Turn]) -> Way:
@@ -81,7 +80,6 @@ def episode(name: str, chat: Any, task: Episode, told: list[Turn]) -> Way:
 def watched(engine: Recorded, task: Episode, turns: list[Turn], namespace: str) -> list[float]:
     """Milliseconds from the beginning of each step of create_agent to the first chunk that its stream shows."""
     from langchain.agents import create_agent
-    from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache
     from langchain_core.messages import AIMessageChunk
     from langchain_core.tools import StructuredTool
 
@@ -90,8 +88,9 @@ def watched(engine: Recorded, task: Episode, turns: list[Turn], namespace: str) 
         StructuredTool(name=tool.name, description=tool.description, args_schema=dict(tool.parameters), func=replies.of(tool.name))
         for tool in task.tools
     ]
-    chat = ChatAgentCache(engine=engine, namespace=namespace)
-    agent = create_agent(chat, tools, system_prompt=task.system, middleware=[AgentCacheMiddleware()])
+    ours = integration(NAME)
+    chat = ours.ChatAgentCache(engine=engine, namespace=namespace)
+    agent = create_agent(chat, tools, system_prompt=task.system, middleware=[ours.AgentCacheMiddleware()])
     seen: dict[str, float] = {}
     replies.began = time.perf_counter()
     for chunk, _ in agent.stream({"messages": [("user", task.task)]}, stream_mode="messages"):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .episode import Episode
+from .integrations import integration
 from .through_task import Recorded, Replies, Turn, Way, processors, spelled
 
 NAME = "llamaindex"
@@ -39,9 +40,7 @@ def stock(model: Any, tokenizer: Any, told: list[Turn]) -> Any:
 
 def ours(engine: Recorded, name: str) -> Any:
     """AgentCacheLLM over the engine, in a namespace of its own."""
-    from llama_index.llms.agentcache import AgentCacheLLM
-
-    return AgentCacheLLM(engine=engine, namespace=name)
+    return integration(NAME).AgentCacheLLM(engine=engine, namespace=name)
 
 
 def episode(name: str, llm: Any, task: Episode, told: list[Turn]) -> Way:
@@ -65,9 +64,7 @@ def episode(name: str, llm: Any, task: Episode, told: list[Turn]) -> Way:
 
     kind: Any = ReActAgent
     if name == STABLE:
-        from llama_index.llms.agentcache import StableReActAgent
-
-        kind = StableReActAgent
+        kind = integration(NAME).StableReActAgent
     agent = kind(tools=_tools(task, Replies(told)), llm=llm, system_prompt=task.system, streaming=False)
     handlers, clock = get_dispatcher().event_handlers, Clock()
     handlers.append(clock)
@@ -85,15 +82,15 @@ async def _answer(agent: Any, question: str, steps: int) -> str:
 def watched(engine: Recorded, task: Episode, turns: list[Turn], namespace: str) -> list[float]:
     """Milliseconds from the beginning of each step of a FunctionAgent to the first piece of text that its events show."""
     from llama_index.core.agent.workflow import AgentStream, FunctionAgent
-    from llama_index.llms.agentcache import AgentCacheLLM, AppendOnlyMemory
 
     replies, seen = Replies(turns), list[float]()
-    llm = AgentCacheLLM(engine=engine, namespace=namespace)
+    ours = integration(NAME)
+    llm = ours.AgentCacheLLM(engine=engine, namespace=namespace)
     agent = FunctionAgent(tools=_tools(task, replies), llm=llm, system_prompt=task.system)
 
     async def read() -> None:
         replies.began = time.perf_counter()
-        handler = agent.run(task.task, memory=AppendOnlyMemory(), max_iterations=len(turns) + 1)
+        handler = agent.run(task.task, memory=ours.AppendOnlyMemory(), max_iterations=len(turns) + 1)
         async for event in handler.stream_events():
             if isinstance(event, AgentStream) and event.delta and event.response == event.delta:  # all there is so far
                 seen.append((time.perf_counter() - replies.began) * 1e3)

@@ -110,3 +110,10 @@ def test_the_core_imports_no_command_and_no_lab(lab: str) -> None:
     outside = ("agentcache.bench", "agentcache.demo", "agentcache.cli", "agentcache.__main__")
     strangers = {name for name in importers(lab) if name.startswith("agentcache.") and not name.startswith(outside)}
     assert not strangers, f"the core imports {lab}"
+
+
+@pytest.mark.parametrize("integration", ["langchain_agentcache", "llama_index.llms.agentcache"])
+def test_the_lab_finds_integrations_by_entry_points(integration: str) -> None:
+    assert integration in graph()
+    strangers = {name for name in importers(integration) if name.startswith(("agentcache", "benchmarks"))}
+    assert not strangers
