@@ -397,6 +397,15 @@ def _precision(model: Any) -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+for _name, _products, _value in (
+    ("of every backend", torch.backends, "tf32"),
+    ("of CUDA", torch.backends.cuda.matmul, "tf32"),
+    ("of oneDNN", torch.backends.mkldnn.matmul, "bf16"),
+):
+    if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9, and then torch does not say it by the older name any more
+        CHANGES[f"precision of products {_name}"] = Change("llama", _attribute(lambda _, owner=_products: owner, "fp32_precision", _value))
+
+
 @contextmanager
 def adapted(model: Any, names: tuple[str, ...] = ("one",), **options: Any) -> Iterator[Any]:
     """The model with LoRAs of PEFT in it, the first of them active; afterwards without."""

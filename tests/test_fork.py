@@ -16,6 +16,7 @@ import torch
 
 from agentcache import Engine, StoreOptions
 from agentcache.errors import EngineClosedError, EngineForkedError
+from agentcache.model.fingerprint import Fingerprint
 from agentcache.model.kernels.openmp import leave_team
 from agentcache.page_memory import pool, prepared
 from tests import models
@@ -146,6 +147,17 @@ def test_a_new_engine_in_the_child_works(parent: Engine, tmp_path: Path) -> None
     torch.mm(torch.ones(LARGE, LARGE), torch.ones(LARGE, LARGE))
     with prepared._lock, pool._lock:
         assert told(work) == (expected, True, parent.fingerprint.whole)  # type: ignore[union-attr]
+
+
+def test_hooks_of_two_forked_workers_have_two_names() -> None:
+    """What only identity tells apart is no other worker's: neither reads the other's pages."""
+
+    def work(factor: float) -> str:
+        model = models.build("llama")
+        model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * factor)
+        return Fingerprint(model, "aten").whole
+
+    assert told(lambda: work(1.5)) != told(lambda: work(-4.0))
 
 
 def test_the_forking_thread_computes_alone_and_others_do_not() -> None:

@@ -24,8 +24,19 @@ _LIBRARIES = frozenset({"torch", "transformers"})  # underscored attributes of t
 _INSTALLED = _LIBRARIES | {"accelerate", "bitsandbytes", "huggingface_hub", "peft"} | sys.stdlib_module_names  # told by their releases
 IRRELEVANT = frozenset("name_or_path warnings_issued generation_config loss_type gradient_checkpointing max_seq_len_cached _caches".split())
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_PROCESS = os.urandom(8).hex()  # objects that have no content to compare are known within one process
 _numbers = itertools.count()
+_process = ""
+
+
+def _begin_process() -> None:
+    """Name this process. A forked child is another one, though it has what its parent had."""
+    global _process
+    _process = os.urandom(8).hex()  # objects that have no content to compare are known within one process
+
+
+_begin_process()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_process)
 
 
 class Names:
@@ -38,7 +49,7 @@ class Names:
     def of(self, thing: Any) -> str:
         """The name of an object, new for one that was not named in this pass or the pass before."""
         self._used.add(id(thing))
-        return self._known.setdefault(id(thing), (thing, f"{_PROCESS}-{next(_numbers)}"))[1]
+        return self._known.setdefault(id(thing), (thing, f"{_process}-{next(_numbers)}"))[1]
 
     def end(self) -> None:
         """End a pass: objects that it did not name are let go."""
@@ -167,12 +178,19 @@ def everywhere(names: Names) -> str:
     return f"{[names.of(hook) for hook in hooks]} {switches()}"
 
 
+def _precisions() -> tuple[str, ...]:
+    """In what products of fp32 are computed. torch has two ways to set it, and reading by the old one fails once the new one was used."""
+    if not hasattr(torch.backends, "fp32_precision"):  # before torch 2.9
+        return torch.get_float32_matmul_precision(), str(torch.backends.cuda.matmul.allow_tf32)
+    owners = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    return tuple("ieee" if owner.fp32_precision == "none" else owner.fp32_precision for owner in owners)
+
+
 def switches() -> tuple[Any, ...]:
     """Settings of torch for the whole process that change the numbers of a product."""
     return (
-        torch.get_float32_matmul_precision(),
+        *_precisions(),
         torch.backends.mkldnn.enabled,
-        torch.backends.cuda.matmul.allow_tf32,
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.are_deterministic_algorithms_enabled(),
     )
