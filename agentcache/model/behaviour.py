@@ -180,9 +180,10 @@ def everywhere(names: Names) -> str:
 
 def _precisions() -> tuple[str, ...]:
     """In what products of fp32 are computed. torch has two ways to set it, and reading by the old one fails once the new one was used."""
-    if not hasattr(torch.backends, "fp32_precision"):  # before torch 2.9
-        return torch.get_float32_matmul_precision(), str(torch.backends.cuda.matmul.allow_tf32)
-    owners = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):  # before torch 2.9
+        return torch.get_float32_matmul_precision(), str(backends.cuda.matmul.allow_tf32)
+    owners = (backends, backends.cuda.matmul, backends.mkldnn.matmul)
     return tuple("ieee" if owner.fp32_precision == "none" else owner.fp32_precision for owner in owners)
 
 
