@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from .layout import Renderer
-from .layout.memory import Covering
 from .miss_report import MissReport
 from .model.hf import HFModel
+from .namespace_lru import Covering
 from .reply import cut_short, message_of
 from .request import Running
 from .scheduler import Scheduler
@@ -31,6 +31,7 @@ class Completions:
         asked, account, text = running.asked, running.account, running.decoding.text
         layout, reuses, cached = asked.layout, asked.reuse != "off", running.receipt.cached_tokens
         missed = self._miss_report.explain(asked.namespace, layout) if reuses else None
+        self._store.forget_late(asked.namespace, running.received, self._miss_report.forget)
         generated = tuple(running.ids.all[asked.prompt_tokens :])
         message, invalid = message_of(running)
         if spelled := generated[: text.spelled or 0]:  # what a stop string cut off is no part of the message

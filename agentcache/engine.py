@@ -34,6 +34,7 @@ from .request import Asked, Decoding, Provenance, Running, TokenIds
 from .runner import Runner
 from .scheduler import Scheduler
 from .shared_engines import EngineLease, shared_engine
+from .store.deletion import Deletion
 from .store.policy import budgets
 from .store.store import DEFAULT, Store
 from .stream import Completion, Stream
@@ -128,9 +129,9 @@ class Engine:
         self._timed = TimedPins(self._groups)
         self._completions = Completions(self.renderer, self.store, self.model, self.scheduler)
         self._process, self._closed, self.redact = os.getpid(), False, redact
-        self.store.on_deletion(self._groups.let_go, self.renderer.forget, self._completions.forget)
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
+        self.store.on_deletion(self._groups.let_go, self._forget_texts)
 
     @classmethod
     def shared(cls, model: Any, tokenizer: Any = None, *, lease: EngineLease, **options: Any) -> Engine:
@@ -195,6 +196,7 @@ class Engine:
             lifecycle, texts = self.scheduler.lifecycle, partial(self._texts, namespace=namespace)
             scope = lifecycle.scope(namespace, running.provenance.fingerprint, len(layout.ids))
             running.segments = lifecycle.segments.begin(running, scope, calibration, texts)
+        self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
         return Stream(running, self._completions.finish)
 
@@ -284,6 +286,7 @@ class Engine:
         sampling = self._fit(layout, Sampling(max_tokens=1))
         asked = Asked(layout, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress)
         running = self._running(asked, Account.open(layout, namespace, self.name, called))
+        self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
         pinned = False
         try:
@@ -326,6 +329,11 @@ class Engine:
         over the store lets go by its next request; requests that run keep nothing of it. StoreError: the disk's part cannot be deleted."""
         self.check_open()
         return self.store.delete(namespace, group, older_than, self._groups.manifests)
+
+    def _forget_texts(self, deletion: Deletion) -> None:
+        """Forget prompts, and what became of them."""
+        for part in (self.renderer, self.grammars, self._completions):
+            part.forget(deletion)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything worth keeping is on disk; False if it took longer or could not be written."""

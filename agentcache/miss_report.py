@@ -11,16 +11,17 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .layout.memory import Covering
 from .layout.tail import Rendered
 from .lint.judge import judge
 from .lint.templated import Tokens, tokens_of
 from .lint.tracks import Tracks
 from .lint.values import Call, Request, Said, Shown
+from .namespace_lru import Covering
 from .types import Layout, Missed
 
 NAMESPACES = 64  # whose conversations are kept apart
 CONVERSATIONS = 32  # open ones of each: their last prompts
+CHARS = 4 << 20  # of those of each
 LEAST = 32  # tokens that had to be computed again: less is not worth a word
 
 
@@ -28,7 +29,13 @@ class _Open(NamedTuple):
     """The open conversations of a namespace, and their last prompts."""
 
     tracks: Tracks
-    prompts: OrderedDict[str, Tokens]
+    prompts: dict[str, Tokens]
+
+    @classmethod
+    def new(cls) -> _Open:
+        """None so far."""
+        prompts: dict[str, Tokens] = {}
+        return cls(Tracks(CONVERSATIONS, CHARS, lambda name: prompts.pop(name, None)), prompts)
 
 
 class MissReport:
@@ -54,12 +61,10 @@ class MissReport:
             self._number += 1
             now = _request(self._number, layout.request)
             known = self._open.pop(namespace, None)
-            tracks, prompts = self._open[namespace] = known if known is not None else _Open(Tracks(CONVERSATIONS), OrderedDict())
+            tracks, prompts = self._open[namespace] = known if known is not None else _Open.new()
             track, was = tracks.place(now)
-            old = prompts.pop(track.name, None)
+            old = prompts.get(track.name)
             prompts[track.name] = new
-            while len(prompts) > CONVERSATIONS:
-                prompts.popitem(last=False)
             while len(self._open) > NAMESPACES:
                 self._open.popitem(last=False)
         if was is None or old is None or new.encoded.ids[: old.stable] == old.encoded.ids[: old.stable]:

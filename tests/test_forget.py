@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
-from agentcache import Engine, Forgotten, Reason
+from agentcache import Constraint, Engine, Forgotten, Reason
 from agentcache.errors import ConfigError, EngineClosedError, GenerationError
 from agentcache.store.admin.prune import prune
 from agentcache.store.disk import blob_io
@@ -18,7 +21,8 @@ from agentcache.store.disk.index import Index
 from agentcache.store.disk.index_metadata import IndexMetadata
 from agentcache.store.keys import Role
 from tests import models, stored
-from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, until
+from tests.chat_templates import TOOL_TEMPLATES
+from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, tool, until
 
 TURNS = chat(long_text(150), "North, four.", "And the tide? " + long_text(60, 1))
 ALICE = {"namespace": "alice", "sampling": decode(4)}
@@ -283,3 +287,93 @@ def test_a_request_looks_once_and_asks_the_index_only_if_something_was_deleted(
         assert len(asked) == 1
         assert running.generate(TURNS, **ALICE).receipt.computed_tokens == 1
         assert len(asked) == 1
+
+
+# -- texts in memory ---------------------------------------------------------------------------------------------------
+
+SECRET = "zqxj-lighthouse-4711"
+
+
+def remembered(running: Engine) -> list[str]:
+    """Where the engine, or a module of the package, holds the secret: the way to it."""
+    roots = [("engine", running), *((name, module) for name, module in sys.modules.items() if name.partition(".")[0] == "agentcache")]
+    seen, way, found = {id(remembered)}, [(name, vars(root), None) for name, root in roots], []
+    while way:
+        at = way.pop()
+        for each in gc.get_referents(at[1]):
+            if isinstance(each, str):
+                if SECRET in each:
+                    found.append(named(at))
+            elif not isinstance(each, (int, bytes)) and id(each) not in seen and not foreign(each):
+                seen.add(id(each))
+                way.append((type(each).__name__, each, at))
+    return found
+
+
+def foreign(each: Any) -> bool:
+    """Whether this is a module, or a class or function of another package: what those hold is no engine's."""
+    home = getattr(each, "__module__", None) if isinstance(each, (type, FunctionType)) else None
+    return isinstance(each, (ModuleType, FrameType, threading.Thread)) or (home is not None and not str(home).startswith("agentcache"))
+
+
+def named(at: Any) -> str:
+    """A way from its start."""
+    parts = []
+    while at is not None:
+        parts.append(at[0])
+        at = at[2]
+    return " > ".join(reversed(parts))
+
+
+def secrets(word: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages and tools of a request that says the secret everywhere, and `word`."""
+    parts = [{"type": "text", "text": f"Rules of {SECRET}.", "cache_control": {}}, {"type": "text", "text": f"It is {word} at {SECRET}."}]
+    asked = {"role": "user", "content": f"{word}: {SECRET}, and 2026-01-02 10:00."}
+    return [{"role": "system", "content": parts}, asked], [tool("open_account", f"of_{SECRET}")]
+
+
+@pytest.mark.parametrize("store", [None, "store"])
+def test_no_text_of_a_forgotten_namespace_stays_in_the_process(model: Any, tmp_path: Path, store: str | None) -> None:
+    options = {"chat_template": TOOL_TEMPLATES["chatml"], "store": store and tmp_path / store}
+    with engine(model=model, **options) as running:
+        for word in ("one", "two"):
+            running.generate(*secrets(word), constraint=Constraint(tool_choice="any"), **ALICE)
+        spent = running.renderer.render(*secrets("three"), namespace="bob").tokenised_chars
+        running.flush()
+        assert remembered(running), "it is found where it is"
+        running.forget(older_than=0)
+        assert remembered(running) == []
+        assert running.renderer.render(*secrets("three"), namespace="bob").tokenised_chars == spent, "its ids neither"
+
+
+def test_a_request_that_runs_leaves_no_text_of_what_is_forgotten(running: Engine) -> None:
+    stream = running.stream(chat(SECRET), namespace="alice", sampling=decode(40))
+    next(stream)
+    running.forget(namespace="alice")
+    assert len(stream.completion.ids) == 40
+    del stream
+    assert until(lambda: running.scheduler.live == 0)
+    assert remembered(running) == []
+
+
+class Late(list):
+    """Messages that are forgotten while they are rendered."""
+
+    def __init__(self, running: Engine) -> None:
+        super().__init__(chat(SECRET))
+        self.running = running
+
+    def __iter__(self) -> Iterator[Any]:
+        self.running.forget(namespace="alice")
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("ask", ["generate", "pin"])
+def test_what_is_forgotten_while_it_is_rendered_leaves_no_text(running: Engine, ask: str) -> None:
+    if ask == "generate":
+        running.generate(Late(running), **ALICE)
+    else:
+        with pytest.raises(GenerationError, match="forgotten"):
+            running.pin(Late(running), namespace="alice")
+    assert until(lambda: running.scheduler.live == 0)
+    assert remembered(running) == []

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Message, ToolCall
 from .plain import Plain, answered, check_list, pair_results, plain_message
 
@@ -57,9 +56,11 @@ class Canon:
     def __init__(self, clean: Callable[[str], str], clean_system: Callable[[str], str]) -> None:
         self._clean = clean
         self._clean_system = clean_system
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[Any, ...], Turn] = OrderedDict()
-        self._chars = 0
+        self._known: NamespaceLRU[tuple[Any, ...], Turn] = NamespaceLRU(KNOWN_MESSAGES, KNOWN_CHARS, lambda turn: turn.chars)
+
+    def forget(self, deletion: Covering) -> None:
+        """Forget the messages of namespaces of which something was deleted on purpose."""
+        self._known.forget(deletion)
 
     def messages(self, messages: Sequence[Message | Mapping[str, Any]], namespace: str) -> tuple[list[Turn], list[str], bool]:
         """(turns, differences in words, whether call ids were changed); raises MessageError."""
@@ -73,27 +74,16 @@ class Canon:
 
     def turn(self, index: int, message: Message | Mapping[str, Any], namespace: str) -> Turn:
         """One message in canonical form, its call ids still as given."""
-        key = _value_key(message, namespace)
-        with self._lock:
-            known = None if key is None else self._known.get(key)
-            if known is not None and key is not None:
-                self._known.move_to_end(key)
+        key = _value_key(message)
+        known = None if key is None else self._known.get(namespace, key)
         if known is None:
             notes: dict[str, None] = {}
             plain = plain_message(index, message)
             data = _canonical_message(plain, self._clean_system if plain["role"] == "system" else self._clean, notes)
             known = Turn(index, data, digest_of(data), tuple(notes))
             if key is not None:
-                self._keep(key, known)
+                self._known.put(namespace, key, known)
         return known if known.source == index else replace(known, source=index)
-
-    def _keep(self, key: tuple[Any, ...], turn: Turn) -> None:
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = turn
-                self._chars += turn.chars
-            while len(self._known) > 1 and (len(self._known) > KNOWN_MESSAGES or self._chars > KNOWN_CHARS):
-                self._chars -= self._known.popitem(last=False)[1].chars
 
     def _merge_system(self, turns: list[Turn], notes: dict[str, None], namespace: str) -> list[Turn]:
         """Several leading system messages as one: 15 of 67 known templates drop or refuse the second."""
@@ -105,7 +95,7 @@ class Canon:
         return [self.turn(turns[0].source, Message("system", text), namespace), *turns[count:]]
 
 
-def _value_key(message: Message | Mapping[str, Any], namespace: str) -> tuple[Any, ...] | None:
+def _value_key(message: Message | Mapping[str, Any]) -> tuple[Any, ...] | None:
     """All that the canonical form depends on, hashable, or None where it is not cheap to tell."""
     if isinstance(message, Message):
         made = message.tool_calls or ()
@@ -121,7 +111,7 @@ def _value_key(message: Message | Mapping[str, Any], namespace: str) -> tuple[An
     if not all(field is None or type(field) is str for field in fields):
         return None
     try:
-        return (namespace, type(message), _ENCODE(calls) if calls else "", *fields)
+        return (type(message), _ENCODE(calls) if calls else "", *fields)
     except (TypeError, ValueError, RecursionError):  # no JSON: what is wrong with it is told elsewhere
         return None
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +25,7 @@ else:
     import tomli as tomllib
 
 from ..errors import ConfigError, MessageError
+from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Message, Role
 from .canonical import text_of
 from .plain import Plain, plain_message
@@ -130,8 +129,11 @@ class Declarations:
 
     def __init__(self, rules: Sequence[Rule] = ()) -> None:
         self._rules = tuple(rules)
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[Any, ...], tuple[str, str, tuple[Piece, ...]]] = OrderedDict()
+        self._known: NamespaceLRU[tuple[Any, ...], tuple[str, str, tuple[Piece, ...]]] = NamespaceLRU(KNOWN)
+
+    def forget(self, deletion: Covering) -> None:
+        """Forget the system texts of namespaces of which something was deleted on purpose."""
+        self._known.forget(deletion)
 
     def split(
         self, messages: Sequence[Message | Mapping[str, Any]], volatile: Sequence[Message] = (), namespace: str = "default"
@@ -156,16 +158,10 @@ class Declarations:
         """(the text without its volatile pieces, with them, the pieces)"""
         content = message.get("content")
         parts = tuple((text_of([part]), not isinstance(part, str) and bool(part.get("cache_control"))) for part in _parts(content))
-        key = namespace, parts, volatile
-        with self._lock:
-            if (known := self._known.get(key)) is not None:
-                self._known.move_to_end(key)
-                return known
+        if (known := self._known.get(namespace, (parts, volatile))) is not None:
+            return known
         found = _take(parts, volatile, self._rules)
-        with self._lock:
-            self._known[key] = found
-            while len(self._known) > KNOWN:
-                self._known.popitem(last=False)
+        self._known.put(namespace, (parts, volatile), found)
         return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..namespace_lru import Covering
 from .canonical import Turn
 from .tokenise import EMPTY, Encoded, common_chars
 
@@ -27,14 +28,6 @@ class Kept(Protocol):
     def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None: ...
 
     def generated(self, namespace: str, key: bytes) -> tuple[int, ...]: ...
-
-
-class Covering(Protocol):
-    """What was deleted on purpose."""
-
-    def covers(self, namespace: str, made: float) -> bool:
-        """Whether what this namespace had made at that time is gone."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

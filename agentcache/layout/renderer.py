@@ -12,18 +12,17 @@ Layout
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, MessageError, TemplateError
+from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Layout, LayoutOptions, Message, Rendering, Span, Tool, ToolOrder
 from .declared import Declarations, brought, read_rules
 from .json_values import shown
-from .memory import Covering, Generated, Kept, Memory, chain, link
+from .memory import Generated, Kept, Memory, chain, link
 from .opening import cut, opening
 from .plain import check_list
 from .request import Request, Requests
@@ -66,9 +65,8 @@ class Renderer:
         self._memory = Memory()
         self._kept = kept
         self._declarations = Declarations(() if self._tail.rules is None else read_rules(self._tail.rules))
-        self._lock = threading.Lock()
         self._leading_ids: list[int] | None = None
-        self._prefixes: OrderedDict[tuple[str, bytes], list[int]] = OrderedDict()
+        self._prefixes: NamespaceLRU[bytes, list[int]] = NamespaceLRU(PREFIXES)
 
     @property
     def report(self) -> TemplateReport:
@@ -155,7 +153,8 @@ class Renderer:
 
     def forget(self, deletion: Covering) -> None:
         """Forget texts and the model's own ids of messages that were deleted on purpose."""
-        self._memory.forget(deletion)
+        for part in (self._memory, self._requests, self._declarations, self._prefixes):
+            part.forget(deletion)
 
     def _name(self, key: bytes) -> bytes:
         """The key of a message beyond this process: other tokenizers and templates have other ids."""
@@ -294,17 +293,12 @@ class Renderer:
 
     def _prefix_of(self, request: Request, namespace: str) -> tuple[list[int], int]:
         leading = request.turns[:1] if request.turns[0].data["role"] == "system" else []
-        key = namespace, chain(request.tools.root, leading)[-1]
-        with self._lock:
-            if (found := self._prefixes.get(key)) is not None:
-                self._prefixes.move_to_end(key)
-                return found, 0
+        key = chain(request.tools.root, leading)[-1]
+        if (known := self._prefixes.get(namespace, key)) is not None:
+            return known, 0
         texts = self._template.openings([turn.data for turn in leading], request.tools.schemas, request.kwargs)
         found, spent = self._common_prefix(texts, namespace)
-        with self._lock:
-            self._prefixes[key] = found
-            while len(self._prefixes) > PREFIXES:
-                self._prefixes.popitem(last=False)
+        self._prefixes.put(namespace, key, found)
         return found, spent
 
     def _common_prefix(self, texts: Sequence[str], namespace: str) -> tuple[list[int], int]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, TemplateError
+from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Message, Rendering, Tool, ToolOrder
 from .canonical import ABSENT, Canon, Turn, digest_of
 from .json_values import shown
@@ -57,10 +56,15 @@ class Requests:
     def __init__(self, template: Template, encoder: Encoder) -> None:
         self._template = template
         self._encoder = encoder
-        self._lock = threading.Lock()
         self._clean: Neutraliser | None = None
         self._canon: Canon | None = None
-        self._tools: OrderedDict[tuple[str, bytes], ToolList] = OrderedDict()
+        self._tools: NamespaceLRU[bytes, ToolList] = NamespaceLRU(TOOL_LISTS)
+
+    def forget(self, deletion: Covering) -> None:
+        """Forget the messages and tools of namespaces of which something was deleted on purpose."""
+        self._tools.forget(deletion)
+        if self._canon is not None:
+            self._canon.forget(deletion)
 
     def build(
         self,
@@ -97,11 +101,9 @@ class Requests:
     def _listed(
         self, plain: list[Plain], rendering: Rendering, order: ToolOrder, sticky: Sequence[str], kwargs: Mapping[str, Any], namespace: str
     ) -> ToolList:
-        key = namespace, _digest(said(plain), rendering, order, *map(str, sticky), _options(kwargs))
-        with self._lock:
-            if (known := self._tools.get(key)) is not None:
-                self._tools.move_to_end(key)
-                return known
+        key = _digest(said(plain), rendering, order, *map(str, sticky), _options(kwargs))
+        if (known := self._tools.get(namespace, key)) is not None:
+            return known
         check_values(plain)
         schemas, notes = plain, list[str]()
         if rendering == "canonical" and plain:
@@ -110,10 +112,7 @@ class Requests:
             if schemas != given:
                 notes.append(f"tools reordered: {order}")
         listed = ToolList(schemas, tuple(notes), self._added_text(schemas, kwargs), _root(schemas, kwargs))
-        with self._lock:
-            self._tools[key] = listed
-            while len(self._tools) > TOOL_LISTS:
-                self._tools.popitem(last=False)
+        self._tools.put(namespace, key, listed)
         return listed
 
     def _added_text(self, schemas: list[Plain], kwargs: Mapping[str, Any]) -> str:

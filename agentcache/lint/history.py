@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import re
 from collections import Counter
@@ -49,13 +48,8 @@ def unthought(text: str) -> str:
 def alike(said: Said) -> tuple[object, ...]:
     """Equal for the same message written differently: without ids, reasoning, clocks and the form of JSON."""
     calls = tuple((call.name, _meant(call.arguments)) for call in said.calls)
-    return said.role, _worded(said.role, said.content), calls
-
-
-@functools.lru_cache(maxsize=512)
-def _worded(role: str, content: str) -> str:
-    """A message's words; each is compared with those of every conversation that begins alike, again and again."""
-    return _settled(masked(unthought(content) if role == "assistant" else content.strip()))
+    words = unthought(said.content) if said.role == "assistant" else said.content.strip()
+    return said.role, _settled(masked(words)), calls
 
 
 def _meant(arguments: str) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from .agents import Front, front_of, whose
 from .history import alike, similar, speaks_of_summary
-from .values import Request
+from .values import Request, Said
 from .volatile import masked
 
 OPEN = 2_048  # conversations kept open; the one that is silent longest goes first
@@ -132,14 +132,19 @@ class Tracks:
             return Counter({_digest(masked(line)): _weight(line) for line in lines[-200:]})
         out: Counter[bytes] = Counter()
         for said in request.history:
-            key = hash(said)
-            mark = self._digests.get(key)
-            if mark is None:
-                mark = self._digests[key] = _digest(repr(alike(said)))
-                if len(self._digests) > 32_768:
-                    self._digests.popitem(last=False)
+            mark = self._mark(said)
             out[mark] = max(out[mark], _weight(said.content) + sum(_weight(call.arguments) for call in said.calls))
         return out
+
+    def _mark(self, said: Said) -> bytes:
+        """The digest of a message's words; each is compared with those of every conversation that begins alike, again and again."""
+        key = hash(said)
+        mark = self._digests.get(key)
+        if mark is None:
+            mark = self._digests[key] = _digest(repr(alike(said)))
+            if len(self._digests) > 32_768:
+                self._digests.popitem(last=False)
+        return mark
 
     def _likest(self, request: Request, marks: Counter[bytes]) -> str | None:
         """The open conversation whose last request this one goes on from best."""
@@ -154,7 +159,7 @@ class Tracks:
             track = self._open[name]
             whole, mine = sum(track.marks.values()), sum(marks.values())
             score = shared[name] / min(whole, mine)
-            ended = _end(track.last) in marks
+            ended = self._end(track.last) in marks
             score += 0.5 * ended - (0.25 if track.last.system[:1] != request.system[:1] else 0)
             score += 2 * (request.prompt is not None and request.prompt.startswith(track.last.prompt or "\0"))
             if (
@@ -174,7 +179,7 @@ class Tracks:
         best, best_score = None, 0.0
         for at, (name, track) in enumerate(islice(reversed(self._open.items()), NEAR)):
             last = track.last
-            if not track.followed or last.track is not None or track.front != front or _demonstrated(last, request):
+            if not track.followed or last.track is not None or track.front != front or self._demonstrated(last, request):
                 continue
             known = self._words_of(track)
             score = share(words.naming, known.naming) + NEWEST * (at == 0)
@@ -196,11 +201,27 @@ class Tracks:
             return True
         if request.prompt is not None:
             return not request.prompt.startswith(last.prompt or "") and _tail(last) not in masked(request.prompt)
-        shown = _demonstrated(last, request)
+        shown = self._demonstrated(last, request)
         if 0 < shown == len(request.history) - 1 < len(last.history) and request.history[-1].role == last.history[shown].role == "user":
             return not similar(last.history[shown].content, request.history[-1].content)
         begun = len(request.history) < len(last.history) and marks.keys() <= track.marks.keys()
         return begun and all(said.role != "assistant" for said in request.history)
+
+    def _demonstrated(self, last: Request, request: Request) -> int:
+        """With how many messages of an example conversation both begin, 0 if it is none: then one that begins so is nothing strange."""
+        same = 0
+        for was, now in zip(last.history, request.history):
+            if self._mark(was) != self._mark(now):
+                break
+            same += 1
+        return same if any(said.role == "assistant" for said in request.history[:same]) else 0
+
+    def _end(self, request: Request) -> bytes:
+        """The mark of a request's last message, or of its last whole line."""
+        if request.prompt is not None:
+            lines = [line for line in request.prompt.split("\n") if line.strip()]
+            return _digest(masked(lines[-2 if len(lines) > 1 else -1])) if lines else b""
+        return self._mark(request.history[-1]) if request.history else b""
 
 
 def _begins(request: Request) -> bool:
@@ -232,22 +253,6 @@ class Words(NamedTuple):
 def share(words: set[str], known: set[str]) -> float:
     """Which share of the words is known."""
     return len(words & known) / max(1, len(words))
-
-
-def _demonstrated(last: Request, request: Request) -> int:
-    """With how many messages of an example conversation both begin, 0 if it is none: then one that begins so is nothing strange."""
-    same = 0
-    while same < min(len(last.history), len(request.history)) and alike(last.history[same]) == alike(request.history[same]):
-        same += 1
-    return same if any(said.role == "assistant" for said in request.history[:same]) else 0
-
-
-def _end(request: Request) -> bytes:
-    """The mark of a request's last message, or of its last whole line."""
-    if request.prompt is not None:
-        lines = [line for line in request.prompt.split("\n") if line.strip()]
-        return _digest(masked(lines[-2 if len(lines) > 1 else -1])) if lines else b""
-    return _digest(repr(alike(request.history[-1]))) if request.history else b""
 
 
 def _tail(request: Request) -> str:

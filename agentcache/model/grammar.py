@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, PromptError, ToolSchemaError
+from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Constraint, Layout, Message, Tool, ToolCall
 from .grammar_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm, Thinking, arguments_schema, form_of, grammar
 
@@ -74,7 +75,11 @@ class Grammars:
         self._lock = threading.Lock()
         self._form: CallForm | None = None
         self._tokens: Any = None
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._compiled: NamespaceLRU[str, Any] = NamespaceLRU(COMPILED)
+
+    def forget(self, deletion: Covering) -> None:
+        """Forget the grammars, and tools in them, of namespaces of which something was deleted on purpose."""
+        self._compiled.forget(deletion)
 
     @property
     def form(self) -> CallForm:
@@ -105,20 +110,14 @@ class Grammars:
         library = _library()
         callable_tools = _callable(constraint, tools)
         formed = constraint.structured or constraint.calls
-        key = namespace, self._made(constraint, callable_tools, self._thinking(prompt, thinks or not formed), library)
-        with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
-                self._compiled.move_to_end(key)
+        key = self._made(constraint, callable_tools, self._thinking(prompt, thinks or not formed), library)
+        matcher = self._compiled.get(namespace, key)
         if matcher is None:
             self._check_patterns(constraint, callable_tools)
-            matcher = library.LLMatcher(self._tokens_of(library), key[1], log_level=0)
+            matcher = library.LLMatcher(self._tokens_of(library), key, log_level=0)
             if matcher.is_error():
                 raise self._refused(constraint, callable_tools, matcher.get_error(), library)
-            with self._lock:
-                self._compiled[key] = matcher
-                while len(self._compiled) > COMPILED:
-                    self._compiled.popitem(last=False)
+            self._compiled.put(namespace, key, matcher)
         with self._lock:
             return Guide(matcher.deep_copy(), self._vocab)
 

@@ -127,12 +127,12 @@ class Signer:
     def __init__(self) -> None:
         self._minhash = datasketch().MinHash
         self._permutations = self._minhash(PERMUTATIONS).permutations
-        self._known: OrderedDict[tuple[tuple[str, ...], tuple[str, ...]], Signature] = OrderedDict()
+        self._known: OrderedDict[bytes, Signature] = OrderedDict()  # by a digest: no text outlives what was said
         self._lock = threading.Lock()
 
     def sign(self, window: Window) -> Signature:
         """The signature of a window."""
-        key = (window.words, window.left)
+        key = blake3(repr((window.words, window.left)).encode("utf-8", "surrogatepass")).digest(length=16)
         with self._lock:
             if (known := self._known.get(key)) is not None:
                 self._known.move_to_end(key)

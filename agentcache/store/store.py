@@ -184,6 +184,13 @@ class Store:
             if not self.deletions.cover(namespace, received):
                 keep()
 
+    def forget_late(self, namespace: str, received: Moment, forget: Callable[[Deletion], None]) -> None:
+        """Call `forget` for what this namespace had then and was deleted since: a request that ran meanwhile remembered its text again."""
+        with self.deletions.lock:
+            for deletion in self.deletions.since(received.generation):
+                if deletion.covers(namespace, received.made):
+                    forget(deletion)
+
     def heed(self) -> Moment:
         """Let go of what any process has deleted; returns the moment up to which that was known. A look at one file, mostly."""
         disk = self.disk

@@ -1,0 +1,59 @@
+"""Values used last, by namespace: bounded, and forgotten with what a namespace's owner deletes. Knows nothing of the values."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Covering(Protocol):
+    """What was deleted on purpose."""
+
+    def covers(self, namespace: str, made: float) -> bool:
+        """Whether what this namespace had made at that time is gone."""
+        ...
+
+
+class NamespaceLRU(Generic[K, V]):
+    """At most `most` values of all namespaces, and `most_chars` characters as `chars` counts them. Safe to use from many threads."""
+
+    def __init__(self, most: int, most_chars: int = 0, chars: Callable[[V], int] = lambda value: 0) -> None:
+        self._most, self._most_chars, self._count = most, most_chars, chars
+        self._values: OrderedDict[tuple[str, K], V] = OrderedDict()  # least recently used first
+        self._chars = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, namespace: str, key: K) -> V | None:
+        """The value of that key; None if there is none."""
+        with self._lock:
+            found = self._values.get((namespace, key))
+            if found is not None:
+                self._values.move_to_end((namespace, key))
+            return found
+
+    def put(self, namespace: str, key: K, value: V) -> None:
+        """Remember a value; the least recently used ones go when a bound is reached."""
+        with self._lock:
+            self._pop((namespace, key))
+            self._values[namespace, key] = value
+            self._chars += self._count(value)
+            while len(self._values) > 1 and (len(self._values) > self._most or self._chars > self._most_chars):
+                self._pop(next(iter(self._values)))
+
+    def forget(self, deletion: Covering) -> None:
+        """Forget the values of namespaces of which something was deleted, whatever their age: they are made again."""
+        with self._lock:
+            for name in [name for name in self._values if deletion.covers(name[0], 0.0)]:
+                self._pop(name)
+
+    def _pop(self, name: tuple[str, K]) -> None:
+        if (value := self._values.pop(name, None)) is not None:
+            self._chars -= self._count(value)
