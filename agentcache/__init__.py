@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .receipt import Receipt
     from .recorder import Recorder
     from .shared_engines import EngineLease
+    from .store.tool_group import ToolGroup
 
 from . import embedded, errors
 from .types import (
@@ -36,7 +37,6 @@ from .types import (
     StoreOptions,
     Tool,
     ToolCall,
-    ToolGroup,
 )
 
 __version__ = "0.1.0"
@@ -50,6 +50,7 @@ _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "ModelFacts": "model_facts",
     "Receipt": "receipt",
     "Recorder": "recorder",
+    "ToolGroup": "store.tool_group",
     "volatile": "layout.declared",
 }
 

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +25,9 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .store.disk.folder import Folder
     from .store.disk.index import Index
-    from .store.groups import Group
-    from .types import ToolGroup
+    from .store.tool_group import ToolGroup
+
+WARMED = ("name", "namespace", "prefix_tokens", "pages", "kv_bytes", "computed_tokens", "warm_ms")  # what `warm --json` says of a group
 
 
 class Order(str, Enum):
@@ -55,7 +55,7 @@ def opened(place: Path | None, create: bool = False) -> Iterator[tuple[Folder, I
         yield folder, index
 
 
-def one(index: Index, name: str, namespace: str | None, fingerprint: str | None) -> Group:
+def one(index: Index, name: str, namespace: str | None, fingerprint: str | None) -> ToolGroup:
     """The group of that name; ConfigError if there is none, or there are several."""
     found = [group for group in index.groups(namespace, name) if group.fingerprint.startswith(fingerprint or "")]
     if not found:
@@ -67,7 +67,7 @@ def one(index: Index, name: str, namespace: str | None, fingerprint: str | None)
     return found[0]
 
 
-def _about(index: Index, group: Group) -> dict[str, Any]:
+def _about(index: Index, group: ToolGroup) -> dict[str, Any]:
     """What is known of a group and its pages."""
     from .store.admin.check import pages_of
 
@@ -80,9 +80,9 @@ def _about(index: Index, group: Group) -> dict[str, Any]:
         "regime": group.regime,
         "prefix_tokens": group.prefix_tokens,
         "tools": list(group.tools),
-        "pages": len(group.pages),
+        "pages": group.pages,
         "pages_stored": len(rows),
-        "complete": len(rows) == len(group.pages),
+        "complete": len(rows) == group.pages,
         "bytes": sum(row.bytes for row in rows),
         "precision": rows[0].precision if rows else None,
         "hits": max((row.hits for row in rows), default=0),
@@ -133,7 +133,7 @@ def warm(
         seconds = time.perf_counter() - began
         found = group.prefix_tokens - group.computed_tokens
         if as_json:
-            say_json({**asdict(group), "found_tokens": found, "stored_bytes": stored, "seconds": seconds})
+            say_json({**{name: getattr(group, name) for name in WARMED}, "found_tokens": found, "stored_bytes": stored, "seconds": seconds})
             return
         typer.echo(
             f"{shown(group.name)}: {group.prefix_tokens:,} tokens ({group.computed_tokens:,} computed, {found:,} found) in "
@@ -248,7 +248,7 @@ def inspect(
         rows = pages_of(index, group)
     about["chain"] = [
         {"key": key, "stored": row is not None, "tokens": row.tokens if row else None, "bytes": row.bytes if row else None}
-        for key, row in zip(group.pages, rows, strict=True)
+        for key, row in zip(group.page_keys, rows, strict=True)
     ]
     if as_json:
         say_json(about)

@@ -116,10 +116,10 @@ def export(
         with bar("exporting", as_json) as tell:
             made = export_group(folder, index, group, file, clear=clear, progress=tell)
     if as_json:
-        told = {"name": group.name, "namespace": group.namespace, "file": str(file), "pages": len(group.pages)}
+        told = {"name": group.name, "namespace": group.namespace, "file": str(file), "pages": group.pages}
         say_json({**told, "prefix_tokens": group.prefix_tokens, "bytes": made.bytes})
         return
-    tokens = f"{group.prefix_tokens:,} tokens in {count(len(group.pages), 'page')}"
+    tokens = f"{group.prefix_tokens:,} tokens in {count(group.pages, 'page')}"
     typer.echo(f"{shown(group.name)}: {tokens}, {size(made.bytes)} in {shown(str(file))}; whoever has it can read the prompt")
 
 

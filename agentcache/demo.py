@@ -25,7 +25,8 @@ from . import demo_tasks
 from .demo_tasks import Played, Task
 from .engine import Engine
 from .receipt import Receipt
-from .types import Sampling, StoreOptions, ToolGroup
+from .store.tool_group import ToolGroup
+from .types import Sampling, StoreOptions
 
 MODES = {
     "off": "nothing is kept: each step computes its whole prompt",

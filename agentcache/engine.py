@@ -21,7 +21,6 @@ from .calibration import Calibration, Calibrations
 from .completion import Completions
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError
 from .events import Chunk, Done
-from .held import ToolGroups
 from .layout import Renderer, Volatile
 from .layout.windows import TokenTexts
 from .model.grammar import Grammars, Guide
@@ -37,8 +36,10 @@ from .shared_engines import EngineLease, shared_engine
 from .store.deletion import Deletion
 from .store.policy import budgets
 from .store.store import DEFAULT, Store
+from .store.tool_group import ToolGroup
 from .stream import Completion, Stream
 from .timed_pins import TimedPins
+from .tool_groups import ToolGroups
 from .types import (
     Constraint,
     Forgotten,
@@ -51,7 +52,6 @@ from .types import (
     Sampling,
     StoreOptions,
     Tool,
-    ToolGroup,
     ToolOrder,
     check_reuse,
 )
@@ -328,7 +328,7 @@ class Engine:
         both; or the tool group of that name, in `namespace` or "default", and what continues it and no other group shares. Every engine
         over the store lets go by its next request; requests that run keep nothing of it. StoreError: the disk's part cannot be deleted."""
         self.check_open()
-        return self.store.delete(namespace, group, older_than, self._groups.manifests)
+        return self.store.delete(namespace, group, older_than, self._groups.all)
 
     def _forget_texts(self, deletion: Deletion) -> None:
         """Forget prompts, and what became of them."""

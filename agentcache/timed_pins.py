@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from .errors import ConfigError
 from .shared_engines import EngineLease
-from .types import ToolGroup
+from .store.tool_group import ToolGroup
 
 Key = tuple[str, str]  # namespace and name
 

@@ -332,19 +332,6 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolGroup:
-    """A named, pinned prefix: what `warm` and `pin` return."""
-
-    name: str
-    namespace: str
-    prefix_tokens: int
-    pages: int
-    kv_bytes: int
-    computed_tokens: int
-    warm_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class Forgotten:
     """What `forget` deleted. pages, bytes: on disk; memory_pages, memory_bytes: in this engine's memory. groups: names of tool groups.
 

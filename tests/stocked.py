@@ -14,8 +14,8 @@ from agentcache.store.disk import blob_io, process_identity
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import Row
-from agentcache.store.groups import Group
 from agentcache.store.keys import Ids, Role, Scope, chain
+from agentcache.store.tool_group import ToolGroup
 from agentcache.types import PAGE_TOKENS
 from tests.stored import SPEC, fill, page, row, same
 
@@ -59,11 +59,11 @@ def stock(index: Index, prompt: Ids, name: str | None = None, *, scope: Scope | 
     return [row for row in found if row is not None]
 
 
-def group(prompt: Ids, name: str, scope: Scope, created: float = 0.0) -> Group:
+def group(prompt: Ids, name: str, scope: Scope, created: float = 0.0) -> ToolGroup:
     """The manifest of a prompt."""
     keys = tuple(key.hex() for key in chain(scope.root, prompt))
     made = created or time.time()
-    return Group(name, scope.namespace, scope.fingerprint, scope.regime, len(prompt), keys, ("tide", "wind"), "toy", ("a", "b"), made)
+    return ToolGroup(name, scope.namespace, scope.fingerprint, scope.regime, len(prompt), keys, ("tide", "wind"), "toy", ("a", "b"), made)
 
 
 def intact(folder: Folder, rows: list[Row]) -> bool:

@@ -25,8 +25,8 @@ from agentcache.store.disk import blob_format, blob_io
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import Row
-from agentcache.store.groups import Group
 from agentcache.store.keys import Role, Scope, chain
+from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Precision
 from tests.stocked import contents, everything, group, ids, intact, rows_of, stock
 from tests.stored import edit, fill, path, same
@@ -116,7 +116,7 @@ def test_another_name_and_namespace_have_other_keys(other: Index, file: Path) ->
     done = import_group(other.folder, other, file, name="../../etc/passwd", namespace="a/b")
     assert (done.group.name, done.group.namespace) == ("../../etc/passwd", "a/b")
     scope = Scope("a/b", "weights")
-    assert list(done.group.pages) == [key.hex() for key in chain(scope.root, PROMPT)]
+    assert list(done.group.page_keys) == [key.hex() for key in chain(scope.root, PROMPT)]
     assert sum(run for _, run in other.longest(scope, PROMPT, len(PROMPT))) == len(PROMPT)
     assert other.longest(Scope("tests", "weights"), PROMPT, len(PROMPT)) == []
     assert intact(other.folder, list(other.rows()))
@@ -327,7 +327,7 @@ def test_no_memory_is_asked_for_by_a_header(other: Index, file: Path) -> None:
 
     def change(told: dict) -> None:
         told["group"].update(prefix_tokens=1 << 40)
-        group = Group.from_json(json.dumps(told["group"]))
+        group = ToolGroup.from_json(json.dumps(told["group"]))
         rows = [blob_format.unpack(json.dumps(page)) for page in told["pages"]]
         told["header"]["ids"].update(shape=[1 << 40])
         sizes.append(archive_file.plan(group, rows))

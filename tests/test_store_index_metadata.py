@@ -13,18 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.errors import StoreCorruptError
 from agentcache.store import deletion
 from agentcache.store.deletion import Deletion
 from agentcache.store.disk import index_metadata, process_identity
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
-from agentcache.store.groups import Group
 from agentcache.store.keys import Scope
+from agentcache.store.tool_group import ToolGroup
 from tests.rows import DEAD, ME, SCOPE, forks, kept, pages, raw, run, some
 
 FOREIGN = "1.2.0123456789ab"
 OTHER = Scope("other", "fp", "")
-GROUP = Group("tools", "ns", "fp", "", 600, ("ab" * 32, "cd" * 32), ("b", "a"), "model", ("l0", "l1"), 5.0)
+GROUP = ToolGroup("tools", "ns", "fp", "", 600, ("ab" * 32, "cd" * 32), ("b", "a"), "model", ("l0", "l1"), 5.0)
 
 
 @pytest.fixture(params=["clear", "sealed"])
@@ -114,7 +115,7 @@ def test_of_many_who_claim_one_gets_it(folder: Folder, index: Index, tmp_path: P
 
 
 def test_groups_by_name(index: Index) -> None:
-    newer = replace(GROUP, fingerprint="fp2", pages=("ef" * 32,))
+    newer = replace(GROUP, fingerprint="fp2", page_keys=("ef" * 32,))
     elsewhere = replace(GROUP, namespace="other")
     for group in (GROUP, newer, elsewhere):
         index.put_group(group)
@@ -253,8 +254,8 @@ def test_an_encrypted_index_shows_no_ids(tmp_path: Path) -> None:
 def test_deletions_are_numbered_and_told(folder: Folder, index: Index) -> None:
     before, number = folder.generation, index.generation()
     mine, old = Deletion("ns"), Deletion(None, 5.5, False)
-    group = Deletion.of_group(GROUP, [replace(GROUP, name="other", pages=GROUP.pages[:1])], forced=True)
-    assert group.keys == (bytes.fromhex(GROUP.pages[1]),), "what another group shares stays"
+    group = Deletion.of_group(GROUP, [replace(GROUP, name="other", page_keys=GROUP.page_keys[:1])], forced=True)
+    assert group.keys == (bytes.fromhex(GROUP.page_keys[1]),), "what another group shares stays"
     for done in (mine, old, group):
         index.record_deletion(done)
         assert folder.generation != before, "nobody who looks can miss it"
@@ -292,3 +293,16 @@ def test_what_was_deleted_is_not_written_after_it(index: Index) -> None:
     assert index.splice("other", b"k" * 16) == b"ids!"
     index.put_group(GROUP, index.generation())
     assert index.groups() == [GROUP], "what was received later is"
+
+
+def test_a_manifest_says_what_finds_the_group_and_nothing_of_one_call() -> None:
+    made = replace(GROUP, kv_bytes=4096, computed_tokens=600, warm_ms=12.5)
+    wanted = (
+        '{"created": 5.0, "fingerprint": "fp", "layers": ["l0", "l1"], "model": "model", "name": "tools", "namespace": "ns", '
+        f'"pages": ["{"ab" * 32}", "{"cd" * 32}"], "prefix_tokens": 600, "regime": "", "tools": ["b", "a"]}}'
+    )
+    assert made.to_json() == GROUP.to_json() == wanted
+    assert (ToolGroup.from_json(wanted), made) == (GROUP, GROUP)
+    assert ToolGroup.from_json(wanted).kv_bytes == 0
+    with pytest.raises(StoreCorruptError):
+        ToolGroup.from_json(wanted.replace('"regime"', '"kv_bytes": 1, "regime"'))

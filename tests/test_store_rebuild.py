@@ -15,10 +15,10 @@ from agentcache.store.disk import database
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import VERSION
-from agentcache.store.groups import Group
+from agentcache.store.tool_group import ToolGroup
 from tests.rows import SCOPE, forks, kept, pages, raw, run, some
 
-GROUP = Group("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
+GROUP = ToolGroup("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
 
 
 def test_a_full_disk_leaves_the_old_index(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from agentcache.store.admin.rebuild import rebuild
 from agentcache.store.disk import database
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
-from agentcache.store.groups import Group
+from agentcache.store.tool_group import ToolGroup
 from tests.rows import FORK, ME, SCOPE, forks, kept, pages, run, some
 
-GROUP = Group("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
+GROUP = ToolGroup("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ def test_a_read_only_folder(folder: Folder, wal: bool) -> None:
             index.release_pins([rows[1].id], ME)
             index.quarantine(rows[0].id, "x")
             index.promote([rows[0].id], 2)
-            index.put_group(Group("b", "ns", "fp", "", 600, ("ab" * 32,), (), "model"))
+            index.put_group(ToolGroup("b", "ns", "fp", "", 600, ("ab" * 32,), (), "model"))
             index.put_splices([("ns", b"b", b"1234")])
             index.set_meta("a", "b")
             index.add_counters({"a": 1})

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..engine import Engine
 from ..errors import ConfigError
-from ..types import ToolGroup
+from ..store.tool_group import ToolGroup
 from . import catalog, disk, ours, stock
 from .load import Samples, Watch
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .groups import Group
 from .keys import Ids, Scope, chain, page_key
+from .tool_group import ToolGroup
 
 if TYPE_CHECKING:
     from .entry import Entry
@@ -51,10 +51,10 @@ class Deletion:
     generation: int = 0
 
     @classmethod
-    def of_group(cls, group: Group, others: Iterable[Group], forced: bool) -> Deletion:
+    def of_group(cls, group: ToolGroup, others: Iterable[ToolGroup], forced: bool) -> Deletion:
         """Of one tool group. others: those that stay."""
-        shared = {key for other in others if other.fingerprint == group.fingerprint for key in other.pages}
-        keys = tuple(bytes.fromhex(key) for key in group.pages if key not in shared)
+        shared = {key for other in others if other.fingerprint == group.fingerprint for key in other.page_keys}
+        keys = tuple(bytes.fromhex(key) for key in group.page_keys if key not in shared)
         return cls(group.namespace, None, forced, group.name, group.fingerprint, keys, group.prefix_tokens)
 
     def covers(self, namespace: str, made: float) -> bool:

@@ -23,7 +23,6 @@ from .deletion import Deletion, Deletions, Moment
 from .disk.disk_tier import DiskTier
 from .disk.index import Row
 from .entry import Entry, Match
-from .groups import Group
 from .keys import Ids, PinName, Role, Scope, as_ids
 from .memory.ngram_index import Run, beside
 from .memory.prefix_tree import PrefixTree
@@ -31,6 +30,7 @@ from .minhash import TAU, Window, datasketch
 from .minhash_index import MinHashIndex
 from .page_prefetch import PagePrefetch, PageQuery
 from .segment_prefetch import SegmentPrefetch, SegmentQuery
+from .tool_group import ToolGroup
 
 DEFAULT = StoreOptions()
 Key = bytes  # inside the class that name is a property
@@ -245,7 +245,7 @@ class Store:
             self.signed.clear(done.namespace)
         return self.tree.remove(done)
 
-    def delete(self, namespace: str | None, group: str | None, older_than: float | None, held: Seq[Group] = ()) -> Forgotten:
+    def delete(self, namespace: str | None, group: str | None, older_than: float | None, held: Seq[ToolGroup] = ()) -> Forgotten:
         """Delete pages and what belongs to them, in memory and on disk, pinned ones too: of a namespace and an age, or of one tool group.
 
         held: manifests of the tool groups that are held here. ConfigError: nothing is named, or what cannot be. StoreError: not all of it
@@ -328,13 +328,13 @@ class Store:
         if self.tree.release_pin(name) and (disk := self.disk):
             disk.writer.after(lambda: disk.release_pin(name))
 
-    def record(self, group: Group) -> None:
+    def record(self, group: ToolGroup) -> None:
         """Remember a tool group by name, behind its pages."""
         if disk := self.disk:
             since = self.deletions.generation
             disk.writer.after(lambda: disk.record(group, since))
 
-    def recorded(self, namespace: str, name: str, fingerprint: str) -> Group | None:
+    def recorded(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The tool group of that name, of this or an earlier process; None if there is none on disk."""
         try:
             return disk.group(namespace, name, fingerprint) if (disk := self.disk) else None

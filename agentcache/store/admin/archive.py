@@ -25,8 +25,8 @@ from ..disk.blob import layer_is_finite, opened
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
-from ..groups import Group
 from ..keys import Role
+from ..tool_group import ToolGroup
 from .archive_file import Archive, Plan, chained, open_archive, plan
 from .check import Progress, pages_of
 
@@ -34,7 +34,7 @@ from .check import Progress, pages_of
 
 
 def export_group(
-    folder: Folder, index: Index, group: Group, target: Path, *, clear: bool = False, progress: Progress | None = None
+    folder: Folder, index: Index, group: ToolGroup, target: Path, *, clear: bool = False, progress: Progress | None = None
 ) -> Plan:
     """Write a group to a new file, every byte of it verified. clear: although the store is encrypted and an archive is not.
 
@@ -146,7 +146,7 @@ def _new_file(target: Path) -> Iterator[int]:
 class Imported:
     """A group as it is recorded now. written, known: pages that were missing, and that were there."""
 
-    group: Group
+    group: ToolGroup
     written: int
     known: int
     bytes: int
@@ -167,7 +167,7 @@ def import_group(
             _speakable(text or "")
         group = replace(archive.group, name=name or archive.group.name, namespace=namespace or archive.group.namespace, created=now)
         rows = [replace(row, created=now, role=int(Role.GROUP)) for row in chained(archive.rows, group)]
-        group = replace(group, pages=tuple(row.page_key.hex() for row in rows))
+        group = replace(group, page_keys=tuple(row.page_key.hex() for row in rows))
         for other in index.groups(group.namespace, group.name):
             if other.fingerprint == group.fingerprint and other.tip != group.tip:
                 raise ConfigError(f"a tool group {group.name!r} with other contents is in namespace {group.namespace!r}: give --name")

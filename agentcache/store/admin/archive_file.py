@@ -23,8 +23,8 @@ from ...errors import BlobError, StoreCorruptError, StoreError, StoreFormatError
 from ...types import PAGE_TOKENS
 from ..disk import blob_files, blob_format
 from ..disk.schema import Row
-from ..groups import Group
-from ..keys import Scope, page_key
+from ..keys import page_key
+from ..tool_group import ToolGroup
 
 FORMAT = "1"
 ALIGN = blob_format.ALIGN
@@ -43,7 +43,7 @@ class Plan:
     bytes: int
 
 
-def plan(group: Group, rows: Sequence[Row]) -> Plan:
+def plan(group: ToolGroup, rows: Sequence[Row]) -> Plan:
     """The archive of these pages. StoreError if its header would be too long to be read again."""
     told = {"agentcache archive": FORMAT, "group": group.to_json(), "pages": json.dumps([blob_format.pack(row) for row in rows])}
     header: dict[str, Any] = {"__metadata__": told}
@@ -77,7 +77,7 @@ class Archive:
 
     fd: int
     name: str
-    group: Group
+    group: ToolGroup
     rows: tuple[Row, ...]
     plan: Plan
     digests: bytes
@@ -141,7 +141,7 @@ def _read(fd: int, name: str, size: int) -> Archive:
     return Archive(fd, name, group, _with_ids(name, group, rows, np.frombuffer(ids, dtype="<u4").astype(np.uint32)), made, digests)
 
 
-def _parse(front: bytes, name: str) -> tuple[Group, list[Row]]:
+def _parse(front: bytes, name: str) -> tuple[ToolGroup, list[Row]]:
     """What the header says, checked for shape and for size: building the header it should have must not be more work than reading it."""
     try:
         header = json.loads(front[8:])
@@ -149,7 +149,7 @@ def _parse(front: bytes, name: str) -> tuple[Group, list[Row]]:
         if told["agentcache archive"] != FORMAT:
             said = told["agentcache archive"]
             raise StoreFormatError(f"{name!r} is an archive of version {said!r:.40}, this version reads {FORMAT!r}")
-        group = Group.from_json(told["group"])
+        group = ToolGroup.from_json(told["group"])
         rows = [blob_format.unpack(text) for text in json.loads(told["pages"])]
         tensors = sum(row.layers * len(blob_format.parts(row)) for row in rows)
     except (ValueError, KeyError, TypeError, RecursionError, StoreCorruptError) as error:
@@ -161,7 +161,7 @@ def _parse(front: bytes, name: str) -> tuple[Group, list[Row]]:
     return group, rows
 
 
-def _with_ids(name: str, group: Group, rows: Sequence[Row], ids: np.ndarray) -> tuple[Row, ...]:
+def _with_ids(name: str, group: ToolGroup, rows: Sequence[Row], ids: np.ndarray) -> tuple[Row, ...]:
     """Rows with their ids, if those make their keys and all belong to one group. BlobError if not."""
     kinds = {(row.namespace, row.fingerprint, row.regime, row.precision, row.dtype, row.layers, row.kv_heads, row.head_dim) for row in rows}
     lengths = [PAGE_TOKENS] * (len(rows) - 1) + [group.prefix_tokens - PAGE_TOKENS * (len(rows) - 1)]
@@ -170,7 +170,7 @@ def _with_ids(name: str, group: Group, rows: Sequence[Row], ids: np.ndarray) -> 
         and all(kind[:3] == (group.namespace, group.fingerprint, group.regime) for kind in kinds)
         and [row.tokens for row in rows] == lengths
         and [row.place for row in rows] == list(range(len(rows)))
-        and [row.page_key.hex() for row in rows] == list(group.pages)
+        and [row.page_key.hex() for row in rows] == list(group.page_keys)
     )
     whole = [replace(row, ids=ids[row.place * PAGE_TOKENS : row.place * PAGE_TOKENS + row.tokens]) for row in rows] if right else []
     if not right or whole != chained(whole, group):
@@ -178,9 +178,9 @@ def _with_ids(name: str, group: Group, rows: Sequence[Row], ids: np.ndarray) -> 
     return tuple(whole)
 
 
-def chained(rows: Sequence[Row], group: Group) -> list[Row]:
+def chained(rows: Sequence[Row], group: ToolGroup) -> list[Row]:
     """The rows as this group has them: keys follow from its namespace and their ids."""
-    parent, found = Scope(group.namespace, group.fingerprint, group.regime).root, []
+    parent, found = group.scope.root, []
     for row in rows:
         key = page_key(parent, row.ids)
         found.append(replace(row, parent=parent, page_key=key, namespace=group.namespace))

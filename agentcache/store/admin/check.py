@@ -19,8 +19,8 @@ from ..disk import blob_files, process_identity
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
-from ..groups import Group
-from ..keys import Scope, page_key
+from ..keys import page_key
+from ..tool_group import ToolGroup
 from .rebuild import rebuild
 
 Progress = Callable[[int, int], None]  # bytes looked at so far, of how many
@@ -218,14 +218,14 @@ def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True)
 # -- tool groups ---------------------------------------------------------------------------------------------------
 
 
-def pages_of(index: Index, group: Group, precision: str | None = None) -> list[Row | None]:
+def pages_of(index: Index, group: ToolGroup, precision: str | None = None) -> list[Row | None]:
     """The rows of a group's pages in that precision, by default in the one of which most are there; None where one is missing.
 
     The last page may be stored longer than the group is: something that began with the group went on in it.
     """
     best: list[Row | None] = []
     for kind in (precision,) if precision else get_args(Precision):
-        rows = [_served(index, bytes.fromhex(key), group.fingerprint, kind) for key in group.pages]
+        rows = [_served(index, bytes.fromhex(key), group.fingerprint, kind) for key in group.page_keys]
         rows[-1] = rows[-1] or _longer(index, group, kind)
         if not best or sum(row is not None for row in rows) > sum(row is not None for row in best):
             best = rows
@@ -241,10 +241,10 @@ def _served(index: Index, key: bytes, fingerprint: str, precision: str) -> Row |
     return None
 
 
-def _longer(index: Index, group: Group, precision: str) -> Row | None:
-    tokens = group.prefix_tokens - PAGE_TOKENS * (len(group.pages) - 1)
-    root = Scope(group.namespace, group.fingerprint, group.regime).root
-    parent = bytes.fromhex(group.pages[-2]) if len(group.pages) > 1 else root
+def _longer(index: Index, group: ToolGroup, precision: str) -> Row | None:
+    tokens = group.prefix_tokens - PAGE_TOKENS * (group.pages - 1)
+    root = group.scope.root
+    parent = bytes.fromhex(group.page_keys[-2]) if group.pages > 1 else root
     for row in index.rows(parent=parent, fingerprint=group.fingerprint, bad=False):
         if row.precision == precision and 0 < tokens < row.tokens and page_key(parent, row.ids[:tokens]) == group.tip:
             return row

@@ -18,9 +18,9 @@ from ..disk import blob_files
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
-from ..groups import Group
-from ..keys import Scope, page_key
+from ..keys import page_key
 from ..minhash_index import drop_under
+from ..tool_group import ToolGroup
 from .check import delete, orphans, pages_of
 
 BATCH = 256  # rows removed in one transaction
@@ -56,7 +56,7 @@ class _Item:
 
 
 def prune(
-    folder: Folder, index: Index, *, namespace: str | None = None, older_than: float | None = None, group: Group | None = None,
+    folder: Folder, index: Index, *, namespace: str | None = None, older_than: float | None = None, group: ToolGroup | None = None,
     max_bytes: int | None = None, force: bool = False, dry_run: bool = False,
 ) -> Pruned:  # fmt: skip
     """Delete pages, with their groups and the model's own ids, of a namespace and an age (None: all); or one group; or down to a size.
@@ -107,7 +107,7 @@ def prune(
     return done
 
 
-def _told(index: Index, namespace: str | None, older_than: float | None, group: Group | None, force: bool) -> Deletion:
+def _told(index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | None, force: bool) -> Deletion:
     if group is None:
         return Deletion(namespace, None if older_than is None else time.time() - older_than, force)
     return Deletion.of_group(group, (other for other in index.groups() if _name(other) != _name(group)), force)
@@ -146,19 +146,19 @@ def _held(index: Index) -> set[int]:
     return held
 
 
-def _continuing(index: Index, group: Group) -> list[_Item]:
+def _continuing(index: Index, group: ToolGroup) -> list[_Item]:
     """A group's pages and all that continues them, but for what other groups are made of."""
     others = [other for other in index.groups() if (other.namespace, other.name, other.fingerprint) != _name(group)]
-    kept = {key for other in others for key in other.pages}  # not what another group's last page has become
+    kept = {key for other in others for key in other.page_keys}  # not what another group's last page has become
     shared = {row.id for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept}
     below: dict[tuple[tuple[str, str], bytes], list[_Item]] = {}
     for item in map(_item, index.rows(fingerprint=group.fingerprint)):
         below.setdefault((item.kind, item.parent), []).append(item)
-    own = {bytes.fromhex(key) for key in group.pages}
+    own = {bytes.fromhex(key) for key in group.page_keys}
     found: dict[int, _Item] = {}
     due = [item for items in below.values() for item in items if item.key in own and item.id not in shared]
-    above = bytes.fromhex(group.pages[-2]) if len(group.pages) > 1 else Scope(group.namespace, group.fingerprint, group.regime).root
-    last = group.prefix_tokens - PAGE_TOKENS * (len(group.pages) - 1)
+    above = bytes.fromhex(group.page_keys[-2]) if group.pages > 1 else group.scope.root
+    last = group.prefix_tokens - PAGE_TOKENS * (group.pages - 1)
     for row in index.rows(parent=above, fingerprint=group.fingerprint):  # what the last page grew into
         if row.tokens > last > 0 and page_key(above, row.ids[:last]) == group.tip and row.id not in shared:
             due.append(_item(row))
@@ -170,7 +170,7 @@ def _continuing(index: Index, group: Group) -> list[_Item]:
     return list(found.values())
 
 
-def _name(group: Group) -> tuple[str, str, str]:
+def _name(group: ToolGroup) -> tuple[str, str, str]:
     return group.namespace, group.name, group.fingerprint
 
 

@@ -21,9 +21,9 @@ from ...kv import PAGE_TOKENS, KVSpec, Page
 from ...types import Precision, Reason, StoreOptions
 from ..deletion import Deletions
 from ..entry import Entry, Match
-from ..groups import Group
 from ..keys import Ids, Role, Scope, as_ids
 from ..policy import Rate, WriteBudget
+from ..tool_group import ToolGroup
 from . import blob_files, blob_io, process_identity
 from .blob_format import plan
 from .folder import Folder
@@ -329,11 +329,11 @@ class DiskTier:
         if held := self._pinned.get(name):
             self.index.release_pins(held.pop(), self.process)
 
-    def record(self, group: Group, since: int) -> None:
+    def record(self, group: ToolGroup, since: int) -> None:
         """Keep a manifest, in place of an older one of that name; not if it was deleted after that generation."""
         self.index.put_group(group, since)
 
-    def group(self, namespace: str, name: str, fingerprint: str) -> Group | None:
+    def group(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The manifest of that name."""
         return self.index.group(namespace, name, fingerprint)
 

@@ -17,7 +17,7 @@ from blake3 import blake3
 from ...errors import StoreError
 from .. import deletion
 from ..deletion import Deletion
-from ..groups import Group
+from ..tool_group import ToolGroup
 from . import process_identity
 from .database import Database, T, Use, corrupt
 from .folder import Folder
@@ -191,7 +191,7 @@ class IndexMetadata:
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
-    def put_group(self, group: Group, since: int | None = None) -> None:
+    def put_group(self, group: ToolGroup, since: int | None = None) -> None:
         """Keep a manifest, in place of an older one of that name; not if that was deleted after generation `since`."""
         sealed = guard(self.folder, group.to_json().encode(), named("group", group.namespace, group.name, group.fingerprint))
 
@@ -205,21 +205,21 @@ class IndexMetadata:
         if self.folder.writable:
             self._db.write(put)
 
-    def group(self, namespace: str, name: str, fingerprint: str) -> Group | None:
+    def group(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The manifest of that name; None if there is none, or it is damaged."""
         return next((found for found in self.groups(namespace, name) if found.fingerprint == fingerprint), None)
 
-    def groups(self, namespace: str | None = None, name: str | None = None) -> list[Group]:
+    def groups(self, namespace: str | None = None, name: str | None = None) -> list[ToolGroup]:
         """All manifests (of a namespace, of a name) that are not damaged, the latest recorded last."""
         where, values = _where({"namespace": namespace, "name": name})
         sql = f"SELECT namespace, name, fingerprint, manifest FROM groups{where} ORDER BY used"
         records = self._db.read(lambda connection: connection.execute(sql, values).fetchall())
         return [found for record in records if (found := self._group(*record)) is not None]
 
-    def _group(self, namespace: str, name: str, fingerprint: str, manifest: object) -> Group | None:
+    def _group(self, namespace: str, name: str, fingerprint: str, manifest: object) -> ToolGroup | None:
         plain = unguard(self.folder, manifest, named("group", namespace, name, fingerprint))
         try:
-            return None if plain is None else Group.from_json(plain.decode())
+            return None if plain is None else ToolGroup.from_json(plain.decode())
         except StoreError:
             return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 
 from .errors import ConfigError, GenerationError
 from .kv import PAGE_TOKENS
@@ -12,20 +11,10 @@ from .model.fingerprint import Fingerprint
 from .model.hf import HFModel
 from .request import Running
 from .store.deletion import Deletion
-from .store.groups import Group
 from .store.keys import Scope, as_ids, chain
 from .store.store import Store
-from .types import Layout, Reason, ToolGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A tool group with what pins it. manifest: as it is recorded, its tools in the order in which they are shown."""
-
-    group: ToolGroup
-    scope: Scope
-    ids: tuple[int, ...]
-    manifest: Group
+from .store.tool_group import ToolGroup
+from .types import Layout, Reason
 
 
 class ToolGroups:
@@ -33,18 +22,18 @@ class ToolGroups:
 
     def __init__(self, store: Store, model: HFModel, name: str, fingerprint: Fingerprint | None) -> None:
         self._store, self._model, self._name, self._fingerprint = store, model, name, fingerprint
-        self._held: dict[tuple[str, str], Held] = {}
+        self._held: dict[tuple[str, str], ToolGroup] = {}
         self._lock = threading.Lock()
         store.on_renewal(self._record)
 
     def _record(self) -> None:
-        for manifest in self.manifests:
-            self._store.record(manifest)
+        for group in self.all:
+            self._store.record(group)
 
     def tools(self, namespace: str, name: str) -> tuple[str, ...]:
         """The recorded tool order of a group, of this or an earlier process."""
         if (namespace, name) in self._held:
-            return self._held[namespace, name].manifest.tools
+            return self._held[namespace, name].tools
         kept = self._store.recorded(namespace, name, self._fingerprint.whole) if self._fingerprint else None
         if kept is None:
             raise ConfigError(f"group={name!r} is not warm in namespace {namespace!r}: call warm(name={name!r}) first")
@@ -62,25 +51,29 @@ class ToolGroups:
             raise ConfigError(f"memory_bytes={self._store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
         keys = tuple(key.hex() for key in chain(scope.root, as_ids(ids)))
         name = name or keys[-1][:12]
+        layers = self._fingerprint.layers if self._fingerprint else ()
         group = ToolGroup(
             name=name,
             namespace=request.asked.namespace,
+            fingerprint=scope.fingerprint,
+            regime=scope.regime,
             prefix_tokens=len(ids),
-            pages=request.pinned_pages,
+            page_keys=keys,
+            tools=tools,
+            model=self._name,
+            layers=layers if layers and layers[-1] == scope.fingerprint else (),  # else weights have changed since
+            created=time.time(),
             kv_bytes=len(ids) * spec.token_bytes if spec else 0,
             computed_tokens=request.receipt.computed_tokens,
             warm_ms=(time.perf_counter() - called) * 1e3,
         )
-        layers = self._fingerprint.layers if self._fingerprint else ()
-        layers = layers if layers and layers[-1] == scope.fingerprint else ()  # else weights have changed since
-        made = time.time()
-        manifest = Group(name, request.asked.namespace, scope.fingerprint, scope.regime, len(ids), keys, tools, self._name, layers, made)
+        assert scope == group.scope and request.pinned_pages == group.pages
         with self._store.deletions.lock:
             self._check_kept(request, scope, name)
-            self._store.record(manifest)
+            self._store.record(group)
             with self._lock:
-                before = self._held.get((request.asked.namespace, name))
-                self._held[request.asked.namespace, name] = Held(group, scope, ids, manifest)
+                before = self._held.get((group.namespace, name))
+                self._held[group.namespace, name] = group
         self._unpin(before)
         return group
 
@@ -92,7 +85,7 @@ class ToolGroups:
         """Unpin what was deleted on purpose."""
         with self._lock:
             for name, held in list(self._held.items()):
-                if deletion.forced and (deletion.names(*name) or deletion.covers(name[0], held.manifest.created)):
+                if deletion.forced and (deletion.names(*name) or deletion.covers(name[0], held.created)):
                     self._unpin(self._held.pop(name))
 
     def release(self, namespace: str, name: str) -> bool:
@@ -102,16 +95,11 @@ class ToolGroups:
         self._unpin(held)
         return held is not None
 
-    def _unpin(self, held: Held | None) -> None:
-        if held is not None:
-            self._store.release_pin(held.scope.pin_name(as_ids(held.ids)))
+    def _unpin(self, group: ToolGroup | None) -> None:
+        if group is not None:
+            self._store.release_pin((group.scope, group.tip))
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:
         """Those held now, of all namespaces."""
-        return tuple(held.group for held in self._held.values())
-
-    @property
-    def manifests(self) -> tuple[Group, ...]:
-        """Of those held now."""
-        return tuple(held.manifest for held in self._held.values())
+        return tuple(self._held.values())

@@ -1,0 +1,80 @@
+"""A tool group: a named prefix over a chain of pages, with what finds it again. Knows no pages' contents."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import StoreCorruptError
+from .keys import Scope
+
+
+@dataclass(frozen=True, slots=True)
+class ToolGroup:
+    """A named, pinned prefix, as `warm` and `pin` return it and as its manifest records it for later processes.
+
+    page_keys: hexadecimal, in order; the last page may be partly filled. Equal prefixes under equal weights have equal ones.
+    tools: names, in the order in which they are shown. model: the name it was loaded by. layers: cumulative fingerprint of each layer, so
+    that a model with other upper layers can find what it shares. kv_bytes, computed_tokens, warm_ms: of the call that made it; 0 in a
+    manifest that was read.
+    """
+
+    name: str
+    namespace: str
+    fingerprint: str
+    regime: str
+    prefix_tokens: int
+    page_keys: tuple[str, ...] = field(repr=False)
+    tools: tuple[str, ...]
+    model: str
+    layers: tuple[str, ...] = field(default=(), repr=False)
+    created: float = 0.0
+    kv_bytes: int = field(default=0, compare=False)
+    computed_tokens: int = field(default=0, compare=False)
+    warm_ms: float = field(default=0.0, compare=False)
+
+    @property
+    def pages(self) -> int:
+        """How many pages hold it."""
+        return len(self.page_keys)
+
+    @property
+    def tip(self) -> bytes:
+        """The key of its last page."""
+        return bytes.fromhex(self.page_keys[-1])
+
+    @property
+    def scope(self) -> Scope:
+        """Of its pages."""
+        return Scope(self.namespace, self.fingerprint, self.regime)
+
+    def to_json(self) -> str:
+        """Its manifest."""
+        return json.dumps({recorded: getattr(self, name) for name, recorded in MANIFEST.items()}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ToolGroup:
+        """Checked for shape: a manifest may come from another store."""
+        try:
+            plain: dict[str, Any] = json.loads(text)
+            known = {recorded: name for name, recorded in MANIFEST.items()}
+            values: dict[str, Any] = {known[key]: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
+            group = cls(**values)
+            valid = (
+                all(isinstance(text, str) for text in (group.name, group.namespace, group.fingerprint, group.regime, group.model))
+                and all(isinstance(text, str) for text in (*group.tools, *group.layers))
+                and isinstance(group.prefix_tokens, int)
+                and group.prefix_tokens > 0
+                and bool(group.page_keys)
+                and all(len(bytes.fromhex(key)) == 32 for key in group.page_keys)
+            )
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise StoreCorruptError(f"the manifest {text[:80]!r} is not one of a tool group: {error}") from error
+        if not valid:
+            raise StoreCorruptError(f"the manifest {text[:80]!r} is not one of a tool group")
+        return group
+
+
+_RECORDED = ("name", "namespace", "fingerprint", "regime", "prefix_tokens", "tools", "model", "layers", "created")
+MANIFEST = {**{name: name for name in _RECORDED}, "page_keys": "pages"}  # fields of a tool group, and their names in its manifest
