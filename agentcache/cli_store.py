@@ -31,7 +31,7 @@ WARMED = ("name", "namespace", "prefix_tokens", "pages", "kv_bytes", "computed_t
 
 
 class Order(str, Enum):
-    """In which order tools are shown to the model."""
+    """Order in which tools are shown to the model."""
 
     given = "given"
     sorted = "sorted"
@@ -68,7 +68,7 @@ def one(index: Index, name: str, namespace: str | None, fingerprint: str | None)
 
 
 def _about(index: Index, group: ToolGroup) -> dict[str, Any]:
-    """What is known of a group and its pages."""
+    """Facts of a tool group and its pages."""
     from .store.admin.check import pages_of
 
     rows = [row for row in pages_of(index, group) if row is not None]
@@ -229,7 +229,7 @@ def _sums(index: Index, namespace: str | None) -> list[dict[str, Any]]:
 
 
 def _short(model: str) -> str:
-    """Of a model in a folder, the folder's name."""
+    """Name of a model; of one in a folder, the folder's."""
     return os.path.basename(model.rstrip(os.sep)) if os.path.isabs(model) else model
 
 
@@ -287,7 +287,7 @@ def _counted(folder: Folder, index: Index) -> dict[str, Any]:
 
 
 def _measured(index: Index, key: str) -> float | None:
-    """A rate as processes have left it, the time of its measurement behind it or not."""
+    """A rate as processes have left it, with or without the time of its measurement."""
     words = (index.get_meta(key) or "").split()
     try:
         return float(words[0]) or None

@@ -35,8 +35,9 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What was deleted. namespace: None for all. before: only what was made earlier (time.time()), None for all. forced: pinned pages too.
+    """A deletion on purpose.
 
+    namespace: None for all. before: only pages made earlier (time.time()), None for all. forced: pinned pages too.
     group: the name of a tool group, if only its pages and what continues them are meant. keys: its pages but for those that other groups
     share. prefix_tokens: where the last of them ends.
     """
@@ -52,21 +53,21 @@ class Deletion:
 
     @classmethod
     def of_group(cls, group: ToolGroup, others: Iterable[ToolGroup], forced: bool) -> Deletion:
-        """Of one tool group. others: those that stay."""
+        """Deletion of one tool group. others: the groups that stay."""
         shared = {key for other in others if other.fingerprint == group.fingerprint for key in other.page_keys}
         keys = tuple(bytes.fromhex(key) for key in group.page_keys if key not in shared)
         return cls(group.namespace, None, forced, group.name, group.fingerprint, keys, group.prefix_tokens)
 
     def covers(self, namespace: str, made: float) -> bool:
-        """Whether it is about everything of this namespace and age."""
+        """Tell whether it is about everything of this namespace and age."""
         return self.group is None and self.namespace in (None, namespace) and (self.before is None or made < self.before)
 
     def names(self, namespace: str, name: str) -> bool:
-        """Whether it is about the tool group of this name."""
+        """Tell whether it is about the tool group of this name."""
         return self.group == name and self.namespace == namespace
 
     def meets(self, scope: Scope, ids: Ids, made: float) -> bool:
-        """Whether a sequence of these ids has what was deleted in it."""
+        """Tell whether a sequence of these ids has what was deleted in it."""
         if self.group is None:
             return self.covers(scope.namespace, made)
         if not self.keys or (scope.namespace, scope.fingerprint) != (self.namespace, self.fingerprint):
@@ -75,7 +76,7 @@ class Deletion:
         return any(key in self.keys for key in pages)
 
     def takes(self, entry: Entry) -> bool:
-        """Whether it is about this very page in memory; what continues one that it takes goes too."""
+        """Tell whether it is about this very page in memory; what continues one that it takes goes too."""
         if entry.parent is None or (entry.pins and not self.forced):
             return False
         if self.group is None:
@@ -88,7 +89,7 @@ class Deletion:
         return 0 < inside < len(entry.ids) and page_key(entry.parent.key, entry.ids[:inside]) in self.keys
 
     def reaches(self, entry: Entry) -> bool:
-        """Whether it is about this page or one that it continues."""
+        """Tell whether it is about this page or one that it continues."""
         at: Entry | None = entry
         while at is not None:
             if self.takes(at):
@@ -124,11 +125,11 @@ class Deletions:
         return found if len(found) >= self.generation - generation > 0 else [EVERYTHING]
 
     def cover(self, namespace: str, received: Moment) -> bool:
-        """Whether all that was received then in this namespace has been deleted since."""
+        """Tell whether all that was received then in this namespace has been deleted since."""
         return any(deletion.covers(namespace, received.made) for deletion in self.since(received.generation))
 
     def meet(self, scope: Scope, ids: Ids, received: Moment) -> bool:
-        """Whether something of a sequence that was received then has been deleted since."""
+        """Tell whether something of a sequence that was received then has been deleted since."""
         return any(deletion.meets(scope, ids, received.made) for deletion in self.since(received.generation))
 
 

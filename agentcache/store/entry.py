@@ -37,12 +37,12 @@ class Entry:
 
     @property
     def place(self) -> int:
-        """How many pages stand before it."""
+        """Number of pages before it."""
         return -1 if self.parent is None else self.parent.place + 1
 
     @property
     def first(self) -> int:
-        """How many tokens stand before it."""
+        """Number of tokens before it."""
         return self.place * PAGE_TOKENS
 
 
@@ -62,7 +62,7 @@ class Match:
 
 
 def common(a: Ids, b: Ids) -> int:
-    """How many leading ids are equal."""
+    """Number of leading ids that are equal."""
     short = min(len(a), len(b))
     differs = a[:short] != b[:short]
     first = int(differs.argmax()) if short else 0

@@ -1,4 +1,4 @@
-"""What pages are known by: chain hashes over token ids, and the scope within which they may be shared. Knows nothing of pages' contents.
+"""Keys of pages: chain hashes over token ids, and the scope within which pages may be shared. Knows nothing of their contents.
 
 page_key = BLAKE3(parent key ‖ ids)          root key = BLAKE3(namespace, regime)
 """
@@ -27,7 +27,7 @@ def chain(root: bytes, ids: Ids) -> list[bytes]:
 
 
 class Role(IntEnum):
-    """What a page serves. Where room is short, turns go first and tool groups last."""
+    """Role of a page. Where room is short, turns are evicted first and tool groups last."""
 
     TURN = 0
     PREFIX = 1  # stable part of a prompt: system and tools
@@ -49,7 +49,7 @@ PinName = tuple["Scope", bytes]  # of a pinned prefix: its scope, and the key of
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What must be equal for pages to be shared: who asks, under which weights, with which rotary regime, from how exact a source."""
+    """Scope within which pages are shared: one namespace, the same weights and rotary regime, an equally exact source."""
 
     namespace: str
     fingerprint: str

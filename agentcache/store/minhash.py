@@ -50,7 +50,7 @@ class Window(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """What a window says. digest: of the canonical words; values: uint32 [PERMUTATIONS]; left: of what stands before it, uint32 [LEFT]."""
+    """MinHash of a window. digest: of the canonical words; values: uint32 [PERMUTATIONS]; left: of what stands before it, uint32 [LEFT]."""
 
     digest: bytes
     values: np.ndarray
@@ -59,7 +59,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Where a text of `tokens` tokens stands: at `slot` of page number `page` under the page with the key `parent`.
+    """Place of a text of `tokens` tokens: at `slot` of page number `page` under the page with the key `parent`.
 
     The page is the one with its middle; slot is negative where it starts on the page before. exact: digest of its ids.
     """
@@ -73,11 +73,11 @@ class Kept:
 
     @property
     def name(self) -> bytes:
-        """Equal for equal ids behind equal text."""
+        """Name of a place: equal for equal ids after equal text."""
         return blake3(self.signature.digest + self.exact + self.signature.left.tobytes()).digest(length=16)
 
     def pack(self) -> bytes:
-        """As bytes, of always the same length."""
+        """Pack it into bytes, always of the same length."""
         said = self.signature
         head = _PACKED.pack(said.digest, self.exact, self.parent, self.page, self.slot, self.tokens)
         return head + said.left.astype("<u4").tobytes() + said.values.astype("<u4").tobytes()
@@ -96,7 +96,7 @@ class Kept:
 class Proposal:
     """A kept text that says nearly the same as a window: estimated Jaccard similarity of both, and of what stands left of them.
 
-    exact: it has the same ids, unless somebody found a collision.
+    exact: it has the same ids, unless there is a collision.
     """
 
     kept: Kept
@@ -116,7 +116,7 @@ def datasketch() -> Any:
 
 @lru_cache
 def bands(tau: float) -> tuple[int, int]:
-    """How many bands of how many values find what is alike to `tau` best: an integration of a twentieth of a second."""
+    """Bands, and values of each, that find likeness `tau` best: an integration of a twentieth of a second."""
     found = datasketch().MinHashLSH(threshold=tau, num_perm=PERMUTATIONS)
     return found.b, found.r
 
@@ -186,15 +186,15 @@ class LSHIndex:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many texts can be found."""
+        """Number of texts that can be found."""
         return len(self._used)
 
     def __contains__(self, scope: Scope) -> bool:
-        """Whether anything of a scope can be found."""
+        """Tell whether anything of a scope can be found."""
         return scope in self._scopes
 
     def add(self, scope: Scope, kept: Kept) -> bool:
-        """Note where a text stands; False if the same ids are known behind the same text."""
+        """Note where a text stands; False if the same ids are known after the same text."""
         with self._lock:
             own = self._scopes.get(scope)
             if own is None:

@@ -1,6 +1,6 @@
 """Signatures of what kept prompts say, in memory and in the index of the store on disk. Knows neither pages nor models.
 
-noted behind the answer: signed, kept in memory, written      a later process reads those of a scope when it first asks for them
+recorded after the answer: signed, cached in memory, written      a later process reads those of a scope when it first asks for them
 
 They are not part of what can be made again from the blobs, which hold ids and no text: lost, they come again with use.
 """
@@ -28,9 +28,9 @@ OF_SCOPE = "namespace = ? AND fingerprint = ? AND regime = ?"
 
 
 class MinHashIndex:
-    """What prompts say, found again by this process and later ones. Thread safe. tau: least similarity of what is proposed.
+    """Windows of cached prompts, found again by this process and later ones. Thread safe. tau: least similarity of a proposal.
 
-    after: runs a job behind the answers. ConfigError: datasketch is not installed.
+    after: runs a job after the answers. ConfigError: datasketch is not installed.
     """
 
     def __init__(self, index: Index, after: Callable[[Callable[[], object]], None], tau: float = TAU) -> None:
@@ -43,7 +43,7 @@ class MinHashIndex:
     # -- noting ----------------------------------------------------------------------------------------------------
 
     def note(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> None:
-        """Remember what a kept prompt says, behind the answer. received: when it was; not if it was deleted since."""
+        """Remember the windows of a cached prompt, after the answer. received: when it was; no effect if it was deleted since."""
         if windows:
             self._after(lambda: self.note_now(scope, ids, windows, received))
 
@@ -86,13 +86,13 @@ class MinHashIndex:
             self._index.database.write(put)
 
     def _name(self, kept: Kept) -> bytes:
-        """What tells nothing of the text to whoever does not have the store's key."""
+        """Name of a window that tells nothing of its text without the store's key."""
         return blake3(kept.name, key=self._index.folder.key).digest(length=16)
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
     def find(self, scope: Scope, ids: Ids, window: Window) -> list[Proposal]:
-        """Where kept prompts say nearly the same as a window of ids, as far as this process has heard of it (`refresh`); likest first."""
+        """Propose cached prompts that say nearly the same as a window of ids, as far as `refresh` has read them; likest first."""
         return self.signatures.find(scope, self.signatures.signer.sign(window), exact(ids, window))
 
     def refresh(self, scope: Scope) -> int:

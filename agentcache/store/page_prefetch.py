@@ -28,7 +28,7 @@ AWAIT = 1.5  # an awaited process may take so many times as long as we would
 
 
 class State(Enum):
-    """Where a prefetch stands."""
+    """State of a prefetch."""
 
     LOOKING = auto()  # the index says what the disk adds to memory
     READING = auto()  # a reading thread fills pages
@@ -85,12 +85,12 @@ class _Read:
 
     @property
     def good(self) -> int:
-        """How many pages, from the first on, are verified."""
+        """Number of pages, from the first on, that are verified."""
         return next((i for i, page in enumerate(self.pages) if page.filled != self.found.counts[i]), len(self.pages))
 
     @property
     def ms(self) -> float:
-        """How long it took, without the time until somebody looked."""
+        """Time of reading alone, without the time until the request looked."""
         return (self.ended - self.began) * 1e3
 
 
@@ -121,7 +121,7 @@ class PagePrefetch:
         self._read: _Read | None = None
 
     def pending(self) -> bool:
-        """Whether it is worth waiting on. Never blocks for longer than a lookup."""
+        """Tell whether it is worth waiting on. Never blocks for longer than a lookup."""
         if self.state is State.DONE:
             return False
         try:

@@ -1,4 +1,4 @@
-"""What is worth writing, reading and keeping: measured rates and budgets, as values without side effects. Knows no files.
+"""Policies of writing, reading and caching: measured rates and budgets, as values without side effects. Knows no files.
 
 Loading beats computing while bytes / read rate < tokens · ms per token. Both rates are measured where the store is used and remembered in
 it, so that the first request of a process already decides with numbers.
@@ -16,8 +16,8 @@ RETRY_S = 300.0  # a rate that forbids loading is measured again after so long: 
 LOOK_S = 1.0  # a load that was given up is tried again after so long, given up again after four times as long, up to RETRY_S
 TRUST = 0.1  # share of the computing time that may go into finding out that a disk is slow: readers wait for busy processors, too
 LEAST_TRUST_MS = 20.0
-FIRST_BYTES = 2 << 20  # what is read before the first progress is heard of
-HUNG_MS = 5000.0  # nothing read at all for so long, where nobody knows what computing costs
+FIRST_BYTES = 2 << 20  # read before the first progress is reported
+HUNG_MS = 5000.0  # nothing read at all for so long, where the cost of computing is unknown
 NOISE = 1.25  # by how much computing the same may take longer another time: what was given up shall not look worth it then
 SMALL_BYTES = 1 << 20  # a smaller load tells of latencies and not of a rate
 
@@ -63,13 +63,13 @@ class Rate:
         return value
 
     def packed(self) -> str:
-        """As it is left to the next process, with times that mean something there."""
+        """Text for the next process, with times that mean something there."""
         ahead = time.time() - time.monotonic()
         return f"{self.value!r} {self.at + ahead!r} {self.most!r} {self.given_up} {self.given_up_at + ahead!r}"
 
     @classmethod
     def unpacked(cls, text: str) -> Rate:
-        """What `packed` says; times that are not past are long ago. Nothing known for anything else."""
+        """Rate of a text that `packed` wrote; times that are not past are long ago. An unknown rate for any other text."""
         try:
             value, at, most, given_up, given_up_at = map(float, text.split())
         except ValueError:
@@ -80,14 +80,14 @@ class Rate:
 
 
 def too_slow(load_bytes: int, compute_ms: float, rate: Rate) -> float:
-    """How many milliseconds loading takes as far as is known before it begins, if computing takes fewer; else 0."""
+    """Milliseconds that loading is expected to take, if computing takes fewer; else 0."""
     believed = rate.believed
     load_ms = load_bytes / believed if compute_ms and believed else 0.0
     return load_ms if load_ms > compute_ms else 0.0
 
 
 def give_up(elapsed_ms: float, read_bytes: int, load_bytes: int, compute_ms: float, rate: Rate) -> bool:
-    """Whether a running load should be left for computing: what is left of it takes longer than computing everything.
+    """Tell whether a running load should be left for computing: what is left of it takes longer than computing everything.
 
     What is seen of it is weighed against the disk's believed rate, as if that had been seen for a tenth of the computing time; a disk of
     which nothing is known is watched for as long, and one that shows nothing may take so long, or twice what its rate lets expect.

@@ -50,17 +50,17 @@ class StoredRepeat:
 
     @property
     def ids(self) -> Ids:
-        """Of all its pages."""
+        """Ids of all its pages."""
         return np.concatenate([row.ids for row in self.rows])
 
     @property
     def keys(self) -> frozenset[bytes]:
-        """Of the pages that must be read."""
+        """Keys of the pages that must be read."""
         return frozenset(row.page_key for row in self.rows[len(self.rows) - self.missing :])
 
 
 class State(Enum):
-    """Where a prefetch stands."""
+    """State of a prefetch."""
 
     FINDING = auto()  # a reading thread asks the signatures and the index
     LOADING = auto()  # a page prefetch reads one chain after the other
@@ -125,7 +125,7 @@ class SegmentPrefetch:
             self._end(f"nothing was looked for on disk: {error}")
 
     def pending(self) -> bool:
-        """Whether it is worth waiting on. Never blocks for longer than a lookup."""
+        """Tell whether it is worth waiting on. Never blocks for longer than a lookup."""
         if self.state is State.FINDING and self._over.is_set():
             self.state = State.LOADING
         if self.state is State.LOADING:
@@ -152,7 +152,7 @@ class SegmentPrefetch:
     # -- finding ---------------------------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """On a reading thread: what this prompt repeats of what is on disk, and what of that is worth reading."""
+        """Find, on a reading thread, text of the prompt that is on disk, and choose what is worth reading."""
         try:
             self._chosen = self._worth_it(self._repeats())
         except FAULTS as error:  # a damaged index: computed instead, and said
@@ -300,7 +300,7 @@ class SegmentPrefetch:
 
 
 def _asked(ids: Ids) -> Ids:
-    """As a prompt that needs all of them: its last token would be computed in any case."""
+    """Append a token, so that all ids before it are matched: the last one never is."""
     return np.append(ids, ids[-1:])
 
 

@@ -1,4 +1,4 @@
-"""Remembering prompts in all tiers: pages in memory, behind them pages on disk. Knows neither models nor requests.
+"""Prompts cached in all tiers: pages in memory, and pages on disk. Knows neither models nor requests.
 
 match    memory only, at once                             prefetch             disk (or another process) into memory, in the background
 admit    memory at once, disk after the answer            prefetch_segments    the same for text that stood elsewhere; note: what finds it
@@ -70,7 +70,7 @@ class Store:
 
     @property
     def budget_bytes(self) -> int:
-        """Of pages in memory."""
+        """Budget of pages in memory."""
         return self.tree.budget_bytes
 
     @property
@@ -130,13 +130,13 @@ class Store:
             if received is not None and self.deletions.meet(scope, ids, received):
                 return
             path = self.tree.admit(scope, ids, pages, numerics, prefix_tokens)
-            if self.disk and scope.precision == "exact":  # what was computed behind lossy pages stays in memory
+            if self.disk and scope.precision == "exact":  # pages computed after lossy ones stay in memory
                 self.disk.writer.offer(path)
 
     def adopt(self, scope: Scope, ids: Seq[int], pages: Seq[Page], rows: Seq[Row], generation: int) -> list[Entry]:
         """Keep pages that were read from disk as the last of a path; returns what holds them.
 
-        generation: when their rows were found; nothing is kept if one was deleted since.
+        generation: when their rows were found; nothing is admitted if one was deleted since.
         """
         tokens = as_ids(ids)
         with self.deletions.lock:
@@ -236,7 +236,7 @@ class Store:
             warnings.warn(said, StoreWarning, stacklevel=5)
 
     def _let_go(self, done: Deletion) -> tuple[int, int]:
-        """Of pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
+        """Drop pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
         for listener in self._listeners:
             listener(done)
         if self.disk is not None:
@@ -298,7 +298,7 @@ class Store:
             self.signed = MinHashIndex(disk.index, disk.writer.after, tau or TAU)
 
     def note(self, scope: Scope, ids: Ids, windows: Seq[Window], received: Moment | None = None) -> None:
-        """Remember the windows of an admitted prompt, behind the answer; no effect before `sign`, nor if it was deleted since."""
+        """Remember the windows of an admitted prompt, after the answer; no effect before `sign`, nor if it was deleted since."""
         received = received or self.heed()
         if (signed := self.signed) and scope.precision == "exact" and not self.deletions.meet(scope, ids, received):
             signed.note(scope, ids, windows, received)
@@ -329,7 +329,7 @@ class Store:
             disk.writer.after(lambda: disk.release_pin(name))
 
     def record(self, group: ToolGroup) -> None:
-        """Remember a tool group by name, behind its pages."""
+        """Remember a tool group by name, once its pages are written."""
         if disk := self.disk:
             since = self.deletions.generation
             disk.writer.after(lambda: disk.record(group, since))
@@ -352,7 +352,7 @@ class Store:
 
     @property
     def splices(self) -> Store | None:
-        """Where the model's own ids are found by later processes; None without a disk."""
+        """Store of the model's own ids for later processes; None without a disk."""
         return self if self.disk else None
 
     def learn(self, namespace: str, key: Key, ids: Seq[int]) -> None:

@@ -36,7 +36,7 @@ class ToolGroup:
 
     @property
     def pages(self) -> int:
-        """How many pages hold it."""
+        """Number of pages that hold it."""
         return len(self.page_keys)
 
     @property
@@ -46,7 +46,7 @@ class ToolGroup:
 
     @property
     def scope(self) -> Scope:
-        """Of its pages."""
+        """Scope of its pages."""
         return Scope(self.namespace, self.fingerprint, self.regime)
 
     def to_json(self) -> str:

@@ -83,7 +83,7 @@ def _write(folder: Folder, rows: Sequence[tuple[Row, Row]], made: Plan, target: 
 
 
 def _layers(folder: Folder, row: Row, wanted: Row) -> Iterator[memoryview]:
-    """What each layer of a page is stored as, in clear and verified; of a page that is stored longer, the first tokens."""
+    """Stored bytes of each layer of a page, in clear and verified; of a page that is stored longer, the first tokens."""
     with opened(folder, row) as source:
         for layer in range(row.layers):
             stored = memoryview(bytearray(source.plan.layer_bytes))

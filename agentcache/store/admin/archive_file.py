@@ -34,7 +34,7 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where everything lies. front: all bytes before the pages. pages: offset of each. ids, digests, bytes: offsets, the last the end."""
+    """Offsets in an archive. front: all bytes before the pages. pages: offset of each. ids, digests, bytes: offsets, the last the end."""
 
     front: bytes
     pages: tuple[int, ...]
@@ -84,7 +84,7 @@ class Archive:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What becomes text in an index."""
+        """Values that become text in an index."""
         return self.group.name, self.group.namespace, self.group.fingerprint, self.group.regime
 
     def page(self, number: int, progress: Callable[[int], None]) -> Callable[[int], list[memoryview]]:
@@ -142,7 +142,7 @@ def _read(fd: int, name: str, size: int) -> Archive:
 
 
 def _parse(front: bytes, name: str) -> tuple[ToolGroup, list[Row]]:
-    """What the header says, checked for shape and for size: building the header it should have must not be more work than reading it."""
+    """Read the header, checked for shape and for size: building the header it should have must not be more work than reading it."""
     try:
         header = json.loads(front[8:])
         told = header["__metadata__"]

@@ -39,7 +39,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Report:
-    """What was looked at, and what was wrong with it. rebuilt: rows of the new index, None if it stayed."""
+    """Pages that were checked, and the problems found. rebuilt: rows of the new index, None if it stayed."""
 
     pages: int = 0
     bytes: int = 0
@@ -48,7 +48,7 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong, or nothing is any more."""
+        """Tell whether nothing is wrong, or nothing is any more."""
         return all(problem.mended for problem in self.problems)
 
 
@@ -78,7 +78,7 @@ def _silent(done: int, total: int) -> None:
 
 
 def index_problems(folder: Folder, fix: bool = False) -> list[str]:
-    """What is wrong with the index, in words. fix: whether it shall be written to, too."""
+    """Problems of the index, in words. fix: whether it may be written to."""
     try:
         with Index(folder, unshared=True) as index:
             found = index.check()
@@ -100,7 +100,7 @@ def _sound_index(folder: Folder, report: Report, fix: bool) -> Index | None:
         try:
             report.rebuilt = rebuild(folder, described(folder))
             problems = [replace(problem, mended=True) for problem in problems]
-        except StoreError as error:  # somebody is using it
+        except StoreError as error:  # another process is using it
             problems.append(Problem("index", folder.index.name, str(error)))
     report.problems += problems
     return Index(folder, unshared=True) if report.rebuilt is not None or not found else None
@@ -143,7 +143,7 @@ def _mend(folder: Folder, index: Index, row: Row, problem: Problem) -> bool:
 
 
 def _problem(folder: Folder, row: Row) -> Problem | None:
-    """What is wrong with a page. Another trouble than a bad blob, such as too many open files, is raised."""
+    """Problem of a page, None if it is sound. Trouble that is no bad blob, such as too many open files, is raised."""
     from ..disk import blob_io
 
     if row.bad is not None:
@@ -161,7 +161,7 @@ def _problem(folder: Folder, row: Row) -> Problem | None:
 
 
 def _still(index: Index, row: Row) -> bool:
-    """Whether the row is as it was listed: others evict and replace pages while we look at them."""
+    """Tell whether the row is as it was listed: others evict and replace pages while we look at them."""
     now = index.row(row.page_key, row.fingerprint, row.precision)
     return now is not None and (now.id, now.blob) == (row.id, row.blob)
 

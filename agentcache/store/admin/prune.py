@@ -1,4 +1,4 @@
-"""What is to go: pages by age, namespace, tool group or down to a size, and what belongs to them. Knows no requests, and prints nothing.
+"""Deleting pages by age, namespace, tool group or down to a size, and what belongs to them. Knows no requests, and prints nothing.
 
 Nothing goes that a running process has pinned, nor what such a page continues, unless that is asked for by name.
 """
@@ -28,7 +28,7 @@ BATCH = 256  # rows removed in one transaction
 
 @dataclass(slots=True)
 class Pruned:
-    """What went, or would go. kept: pages that were meant but stay, because running processes have pinned them or what continues them.
+    """Deleted things, or those that would be. kept: pages that stay because running processes have pinned them or what continues them.
 
     orphans: files that dead processes had left, and `orphan_bytes` in them.
     """
@@ -45,7 +45,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What choosing needs of a row: rows with their ids would be a lot of memory."""
+    """Columns by which rows are chosen: with their ids, rows would be a lot of memory."""
 
     id: int
     place: int
@@ -175,7 +175,7 @@ def _name(group: ToolGroup) -> tuple[str, str, str]:
 
 
 def _surplus(index: Index, max_bytes: int, force: bool) -> list[_Item]:
-    """What is too much, in the order in which the store makes room; forced: pinned pages after all others."""
+    """Pages beyond a size, in the order in which the store makes room; forced: pinned pages after all others."""
     need = index.total()[1] - max_bytes
     if need <= 0:
         return []

@@ -82,13 +82,13 @@ def _rows(folder: Folder) -> Iterator[Row]:
 
 
 def _records(folder: Folder, sql: str) -> Iterator[tuple[Any, ...]]:
-    """What can be read of the damaged index."""
+    """Read the records of a damaged index that can be read."""
     try:
         with closing(sqlite3.connect(f"{folder.index.as_uri()}?mode=rw", uri=True)) as connection:
             connection.text_factory = lambda data: data.decode("utf-8", "replace")
             connection.execute("PRAGMA writable_schema=ON")  # tables whose text can be read are, though another's cannot
             yield from connection.execute(sql)
-    except (sqlite3.Error, ValueError):  # what lies behind the damage is lost
+    except (sqlite3.Error, ValueError):  # records after the damage are lost
         return
 
 

@@ -155,7 +155,7 @@ def tensors(row: Row, stored: memoryview) -> dict[str, torch.Tensor]:
 
 
 def layer_is_finite(row: Row, stored: memoryview) -> bool:
-    """Whether a layer gives keys and values without NaN and infinity."""
+    """Tell whether a layer gives keys and values without NaN and infinity."""
     found = tensors(row, stored)
     if row.precision != "exact":
         dtype, shape = TORCH[DTYPES[row.dtype]], (row.kv_heads, row.head_dim, row.tokens)

@@ -48,7 +48,7 @@ class File:
 
 
 class Swept(NamedTuple):
-    """How many files were deleted, of how many bytes, and the bytes of those whose writers may still be running."""
+    """Deleted files, their bytes, and the bytes of files whose writers may still be running."""
 
     files: int
     bytes: int
@@ -66,13 +66,13 @@ class Opened:
 
     @classmethod
     def of(cls, folder: Folder, name: str, fd: int) -> Opened:
-        """The file behind this descriptor."""
+        """The file of a descriptor."""
         about = os.fstat(fd)
         path = os.fspath(folder.blobs / name[:2] / f"{name}{WHOLE}")
         return cls(path, (about.st_dev, about.st_ino), about.st_size, (about.st_ctime_ns, about.st_mtime_ns))
 
     def changed(self) -> bool:
-        """Whether it was touched since. A file that was deleted, or replaced by another, cannot be: nobody finds it any more."""
+        """Tell whether it was touched since. A file that was deleted, or replaced by another, cannot be: no reader finds it any more."""
         try:
             about = os.stat(self.path, follow_symlinks=False)
         except OSError:
@@ -108,7 +108,7 @@ def _place(folder: Folder, name: str, make: bool = False) -> Iterator[int]:
 
 
 def refusal(name: str, error: OSError, doing: str) -> StoreError:
-    """What an operating system's error means here: a full disk, a bad blob, or neither."""
+    """Error of ours for one of the operating system: a full disk, a bad blob, or neither."""
     said = f"blob {name!r}: {doing} failed: {error.strerror or error}"
     if error.errno in FULL:
         return StoreFullError(f"{said}; free some room or prune the store")
@@ -147,14 +147,14 @@ def read_into(fd: int, buffer: memoryview, at: int, name: str) -> None:
 
 @functools.cache
 def local(path: Path) -> bool:
-    """Whether a folder lies on a file system of this machine's own: another machine could take a mapped file away under a reader."""
+    """Tell whether a folder lies on a file system of this machine's own: another machine could take a mapped file away under a reader."""
     path = path.resolve()
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     return next((mounts[above] in LOCAL for above in (path, *path.parents) if above in mounts), False)
 
 
 def in_memory(fd: int, size: int) -> bool:
-    """Whether the system holds all of a file in its page cache, as far as samples tell."""
+    """Tell whether the system holds all of a file in its page cache, as far as samples tell."""
     nowait, byte = getattr(os, "RWF_NOWAIT", None), bytearray(1)
     if nowait is None:
         return False
@@ -181,7 +181,7 @@ def bring_in(mapped: memoryview, at: int, size: int) -> None:
 
 
 def write_from(fd: int, buffers: Sequence[memoryview], at: int) -> int:
-    """Write all buffers at offset `at`; returns the offset behind them. OSError as the system raises it."""
+    """Write all buffers at offset `at`; returns the offset after them. OSError as the system raises it."""
     left = [buffer for buffer in buffers if len(buffer)]
     while left:
         count = os.pwritev(fd, left[:IOV], at)
@@ -265,7 +265,7 @@ def unnamed(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> li
 
 
 def sweep(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> Swept:
-    """Delete what dead writers left behind of what no row names (`unnamed`)."""
+    """Delete files of dead writers that no row names (`unnamed`)."""
     count = size = left = 0
     for file in unnamed(folder, known):
         if process_identity.alive(file.writer, since=file.changed):

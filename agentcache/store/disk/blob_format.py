@@ -1,4 +1,4 @@
-"""What a blob looks like, byte by byte: a safetensors file whose header follows from the row it belongs to. Opens no files.
+"""Format of a blob, byte by byte: a safetensors file whose header follows from the row it belongs to. Opens no files.
 
     length (8) | header, JSON | spaces up to a multiple of 4096 | layer 0 | layer 1 | ... | ids | macs      (docs/format.md)
 
@@ -49,7 +49,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where everything lies in the blob of one row.
+    """Offsets in the blob of one row.
 
     front: all bytes before the data. layer: the tensors of each layer without their number. sealed: whether layers and ids are encrypted.
     ids, macs, bytes: offsets in the file, the last one of its end.
@@ -121,7 +121,7 @@ def parse(front: bytes, sealed: bool) -> tuple[Row, Plan]:
 
 
 def front_bytes(length: bytes, file_bytes: int) -> int:
-    """How long the part before the data is, by its first 8 bytes."""
+    """Length of the part before the data, by its first 8 bytes."""
     size = 8 + int.from_bytes(length, "little")
     if len(length) != 8 or size % ALIGN or not ALIGN <= size <= min(FRONT_MOST, file_bytes):
         raise BlobError(f"its header has {size - 8} bytes in a file of {file_bytes}")
@@ -129,14 +129,14 @@ def front_bytes(length: bytes, file_bytes: int) -> int:
 
 
 def layer_context(row: Row, layer: int, sealed: bool) -> bytes:
-    """What a layer's bytes are authenticated, and encrypted, together with."""
+    """Context with which a layer's bytes are authenticated, and encrypted."""
     shape = row.kv_heads, row.head_dim, row.tokens
     what = ["agentcache layer", FORMAT, sealed, row.page_key.hex(), row.fingerprint, row.precision, layer, row.dtype, *shape]
     return _json(what) + b"\n"
 
 
 def tail_context(row: Row, sealed: bool) -> bytes:
-    """What front, ids and the layers' macs are authenticated together with; also for encrypting the ids."""
+    """Context with which front, ids and the layers' MACs are authenticated, and the ids encrypted."""
     return _json(["agentcache page", FORMAT, sealed, row.page_key.hex()]) + b"\n"
 
 
@@ -145,7 +145,7 @@ def _json(value: Any) -> bytes:
 
 
 def pack(row: Row) -> str:
-    """What the index can be rebuilt from, the ids apart. A JSON text inside JSON: any namespace survives it, and other readers."""
+    """Metadata of a row, from which the index can be rebuilt. JSON inside JSON: any namespace survives it, and other readers."""
     return _json(
         {
             "page_key": row.page_key.hex(),

@@ -55,7 +55,7 @@ def write_layers(folder: Folder, row: Row, stored: Callable[[int], list[memoryvi
 
 
 def _stored(row: Row, page: Page, layer: int) -> list[memoryview]:
-    """What a layer is stored as; of a full page, the page's own memory."""
+    """Bytes that a layer is stored as; of a full page, the page's own memory."""
     keys, values = page.layer_keys[layer][:, :, : row.tokens], page.layer_values[layer][:, : row.tokens]
     if row.precision == "exact":
         return [view(keys.contiguous()), view(values.contiguous())]

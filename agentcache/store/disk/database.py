@@ -58,7 +58,7 @@ class _Link:
 class Database:
     """read() and write() from any thread; close() once. version: of the tables, which `schema` makes where they are missing.
 
-    path: of a database in the making, which nobody else knows of; None for the folder's index. upgrades: what to add to older versions.
+    path: of a database in the making, which no other process knows; None for the folder's index. upgrades: what to add to older versions.
     unshared: on a disk without room for the memory that processes share, lock all others out instead of failing. Not for long.
     """
 
@@ -94,7 +94,7 @@ class Database:
     # -- using it --------------------------------------------------------------------------------------------------
 
     def read(self, use: Use[T]) -> T:
-        """What `use` returns; it is called again if the file was busy."""
+        """Return what `use` does; it is called again if the file was busy."""
         return self._persist(use, BUSY_S)
 
     def write(self, use: Use[T], brief: bool = False) -> T:
@@ -158,7 +158,7 @@ class Database:
         if link is None:
             link = self._local.link = _Link(threading.current_thread())
             with self._lock:
-                if self._use < 0 and self._shared and self.folder.writable:  # nobody may replace a file that is in use
+                if self._use < 0 and self._shared and self.folder.writable:  # no process may replace a file that is in use
                     self._use = _lock(self.folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 for ended in [other for other in self._links if not other.thread.is_alive()]:
                     ended.close()
@@ -254,7 +254,7 @@ class Database:
         return False
 
     def _open_read_only(self) -> sqlite3.Connection:
-        """Never writes: no WAL and nobody who could make one, else the WAL is read along."""
+        """Open it without writing: where there is a WAL, it is read along."""
         if not self.path.exists():
             connection = self._connect("file::memory:")
             for statement in _statements(self._schema):
@@ -273,7 +273,7 @@ class Database:
 
 
 def alone(folder: Folder) -> int:
-    """Lock the index against everybody who would use it; close the descriptor to end that. StoreError if somebody does use it."""
+    """Lock the index against all other processes; close the descriptor to end that. StoreError if one of them uses it."""
     return _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -297,13 +297,13 @@ def _statements(schema: str) -> list[str]:
 
 
 def _made(connection: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
-    """What a file says its tables, indexes and triggers are."""
+    """Tables, indexes and triggers as a file declares them."""
     return frozenset(connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master"))
 
 
 @functools.cache
 def _meant(schema: str) -> frozenset[tuple[str, ...]]:
-    """What it says where this schema was made, at once or by upgrades: an upgrade adds the schema's own statements."""
+    """Tables, indexes and triggers of this schema, made at once or by upgrades: an upgrade adds the schema's own statements."""
     with closing(sqlite3.connect(":memory:")) as connection:
         for statement in _statements(schema):
             connection.execute(statement)
@@ -311,7 +311,7 @@ def _meant(schema: str) -> frozenset[tuple[str, ...]]:
 
 
 def _state(path: Path, whole: bool) -> tuple[int, ...]:
-    """Which file this is; whole: and which contents, with its WAL."""
+    """Identity of a file; whole: and of its contents, with its WAL."""
     found: list[int] = []
     for name in (path, f"{path}-wal") if whole else (path,):
         try:
@@ -355,7 +355,7 @@ _frozen: list[tuple[Database, list[_Link]]] = []
 
 
 def _before_fork() -> None:
-    """Wait until nobody uses a connection, and close all."""
+    """Wait until no thread uses a connection, and close all."""
     _guard.acquire()
     for database in list(_databases):
         database._lock.acquire()

@@ -1,4 +1,4 @@
-"""The tier on disk as one process uses it: found pages, pages written behind the answers, room made for them. Knows no requests.
+"""The tier on disk as one process uses it: found pages, pages written after the answers, room made for them. Knows no requests.
 
 index first, blob second when reading; blob first, index last when writing. Whatever fails here is a page that is computed again.
 """
@@ -51,7 +51,7 @@ class DiskMatch:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many tokens of each row continue the prompt: all but of the last one, which may end in another one's."""
+        """Tokens of each row that continue the prompt: all, but for the last row, which may end in another prompt's."""
         return tuple(min(PAGE_TOKENS, self.tokens - at * PAGE_TOKENS) for at, _ in enumerate(self.rows, self.place))
 
 
@@ -81,7 +81,7 @@ class DiskTier:
         except StoreError:
             self.index.close()
             raise
-        self._known_rate = replace(self.read_rate)  # to whoever comes next
+        self._known_rate = replace(self.read_rate)  # as the next process knows it
         self.leases = Leases(self.index, self.process, lambda job: self.writer.after(job))
         budget = WriteBudget(options.write_bytes_per_hour)
         self.writer = Writer(self._save, budget, self.index.touch, self.leases.awaited, self.deletions)
@@ -96,7 +96,7 @@ class DiskTier:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def find(self, scope: Scope, ids: Ids, known: Match, spec: KVSpec, precision: Precision = "exact") -> DiskMatch | None:
-        """What the disk adds to the longest prefix in memory of ids[:-1]; None if nothing."""
+        """Find the pages that the disk adds to the longest prefix in memory of ids[:-1]; None if it adds none."""
         whole = known.tokens // PAGE_TOKENS
         parent = known.entries[whole - 1].key if whole else scope.root
         hits = self.index.longest(scope, ids, len(ids) - 1, precision, start=whole * PAGE_TOKENS, parent=parent)
@@ -104,7 +104,7 @@ class DiskTier:
         tokens = whole * PAGE_TOKENS
         for row, run in hits:
             if (row.dtype, row.layers, row.kv_heads, row.head_dim) != _shape(spec):
-                break  # the fingerprint says this cannot be: a row that somebody made up
+                break  # the fingerprint says this cannot be: a forged row
             if row.id in self._bad:
                 break
             rows.append(row)
@@ -135,7 +135,7 @@ class DiskTier:
         return first
 
     def _why_gone(self, row: Row) -> Reason | None:
-        """Why others have removed a row since it was found; None if they have not."""
+        """Reason for which others have removed a row since it was found; None if they have not."""
         if self.index.present([row.id]):
             return None
         deleted = self.index.deletions(self.deletions.generation)
@@ -159,7 +159,7 @@ class DiskTier:
         return [row for row in found if row is not None]
 
     def due_for_check(self) -> bool:
-        """Whether this hit is the one in N that is recomputed."""
+        """Tell whether this hit is the one in N that is recomputed."""
         every = self.options.check_one_in
         return bool(every) and random.randrange(every) == 0  # by chance: many processes end before their Nth hit
 
@@ -213,7 +213,7 @@ class DiskTier:
         if not self._make_room(need, parent):
             return 0, "no room"
         if parent.parent is not None and self.index.row(parent.key, fingerprint, self.precision) is None:
-            parent.row = 0  # somebody made room: it is offered again with the next request
+            parent.row = 0  # another process made room: it is offered again with the next request
             return 0, "parent missing"
         if page.spec.device.type != "cpu" and page.tier == "device":
             page = page.copy(len(pending.ids), "host")
@@ -259,7 +259,7 @@ class DiskTier:
 
         try:
             spare = self.index.add([written], asked)
-        except StoreError:  # a disk that is full has no room for a blob that nobody finds
+        except StoreError:  # a disk that is full has no room for a blob without a row
             self._unlink([written])
             raise
         self._unlink(spare)
@@ -338,7 +338,7 @@ class DiskTier:
         return self.index.group(namespace, name, fingerprint)
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """Add to the store's counters, behind the answers."""
+        """Add to the store's counters, after the answers."""
         self.writer.after(lambda: self.index.add_counters(counts))
 
     # -- the model's own ids ---------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class DiskTier:
         self.writer.after(lambda: self.index.put_splices([(namespace, key, packed)], since, made), vital=False)
 
     def generated(self, namespace: str, key: bytes) -> tuple[int, ...]:
-        """Those ids; empty if none are kept."""
+        """Those ids; empty if there are none."""
         try:
             packed = self.index.splice(namespace, key)
         except StoreError:  # the message is rendered anew
@@ -377,7 +377,7 @@ class DiskTier:
         self.index.close()
 
     def _sweep(self) -> None:
-        """Delete what killed writers left behind. What others may still be writing takes room as well."""
+        """Delete files of killed writers; files that others may still be writing count as used room."""
         self._swept = time.monotonic()
         self._unnamed_bytes = blob_files.sweep(self.folder, self.index.has_blobs).left_bytes
         self.index.drop_dead_pins()

@@ -1,4 +1,4 @@
-"""In which order pages go when room is short. Knows no folders and removes nothing.
+"""Order in which pages are evicted from disk. Knows no folders and removes nothing.
 
 quarantined first, then by role, least recently used first; a page only once no child of it stays; pinned ones never
 """

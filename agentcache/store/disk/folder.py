@@ -1,4 +1,4 @@
-"""The folder a store lives in: made once by whoever comes first, refused when it is somebody else's. Knows no pages.
+"""The folder a store lives in: made once by the first process, refused where it belongs to another user. Knows no pages.
 
 DIR/            0700, ours, no symlink
   format        "agentcache store 1", written last: without it the folder was never finished
@@ -75,7 +75,7 @@ class Folder:
         """Open the store at `path` (default_path()), and make it unless `create` is off.
 
         key: 32 bytes to encrypt with (default_key()); it must be given exactly if the store was made with it.
-        StorePermissionError: belongs or is open to somebody else. StoreFormatError: another version, another key, or no store at all.
+        StorePermissionError: belongs or is open to another user. StoreFormatError: another version, another key, or no store at all.
         """
         place = default_path() if path is None else Path(path)
         if place is None:
@@ -94,7 +94,7 @@ class Folder:
 
     @property
     def blobs(self) -> Path:
-        """Where pages lie."""
+        """Folder of the pages."""
         return self.path / "blobs"
 
     @property
@@ -137,7 +137,7 @@ class Folder:
         return nonce + self._cipher.encrypt(nonce, data, context)
 
     def open_sealed(self, data: bytes | memoryview, context: bytes) -> bytes:
-        """What was sealed with this context; BlobError if it was not, or not here."""
+        """Decrypt data that was sealed with this context; BlobError if it was not, or not here."""
         if self._cipher is None:
             return bytes(data)
         from cryptography.exceptions import InvalidTag
@@ -174,7 +174,7 @@ def _can_write(place: Path) -> bool:
 
 def _finish(place: Path, secret: bytes | None) -> None:
     """Make the contents of a new folder, or of one whose making was interrupted. Called under the lock; `format` comes last."""
-    if (place / "format").exists():  # somebody was faster
+    if (place / "format").exists():  # another process was faster
         return
     strange = [name for name in sorted(os.listdir(place)) if not name.startswith(OURS)]
     if strange:

@@ -1,6 +1,6 @@
-"""Which pages lie in the store: the longest known prefix of a prompt, what to evict, what to delete. Knows no bytes of pages.
+"""Index of the pages on disk: the longest stored prefix of a prompt, pages to evict or delete. Knows no bytes of pages.
 
-a blob is written first, its row last; a row is removed first, its blob last, by whoever removed the row
+a blob is written first, its row last; a row is removed first, its blob last, by the process that removed the row
 found by    page_key = BLAKE3(parent key ‖ ids) for whole pages, then under the last one by the first 8 ids; ids are always compared
 """
 
@@ -146,7 +146,7 @@ class Index(IndexMetadata):
             yield from self._sound(self._all(sql, *some))
 
     def total(self) -> tuple[int, int]:
-        """How many rows there are, and the bytes of their blobs."""
+        """Number of rows, and the bytes of their blobs."""
         return self._db.read(lambda connection: connection.execute("SELECT rows, bytes FROM totals").fetchone())
 
     def present(self, ids: Iterable[int]) -> set[int]:
@@ -212,7 +212,7 @@ class Index(IndexMetadata):
         return _delete(connection, gone)
 
     def _crowded(self, connection: sqlite3.Connection, row: Row, held: set[int]) -> list[Row]:
-        """The longest unused partial pages under the parent of `row`, beyond CHILDREN. They have no children: nobody loses a parent."""
+        """The longest unused partial pages under the parent of `row`, beyond CHILDREN. They have no children."""
         if row.tokens == PAGE_TOKENS:
             return []
         beside = (row.parent, row.fingerprint, row.precision)
@@ -281,7 +281,7 @@ class Index(IndexMetadata):
         return self._db.write(removes) if wanted and self.folder.writable else []
 
     def victims(self, need_bytes: int) -> list[Row]:
-        """What to evict for so many bytes, in order: quarantined pages, then by role and last use, a page never before its children.
+        """Choose pages to evict for so many bytes, in order: quarantined ones, then by role and last use, a page never before its children.
 
         Pages that running processes pin are left out; all there is, if that does not suffice.
         """
@@ -302,7 +302,7 @@ class Index(IndexMetadata):
         self._execute("UPDATE pages SET bad = NULL WHERE id = ?", (id,))
 
     def delete_namespace(self, namespace: str | None) -> list[Row]:
-        """Delete what is kept of a namespace (None: of all), pinned or not; returns the pages' rows, to unlink their blobs."""
+        """Delete all that is stored of a namespace (None: of all), pinned or not; returns the pages' rows, to unlink their blobs."""
         return self._purge("1" if namespace is None else "namespace = ?", () if namespace is None else (namespace,))
 
     def delete_older(self, age_s: float, namespace: str | None = None) -> list[Row]:
@@ -326,7 +326,7 @@ class Index(IndexMetadata):
     # -- damage ----------------------------------------------------------------------------------------------------
 
     def check(self) -> list[str]:
-        """What is wrong with the file and its rows, in words; empty if nothing is. Reads all of it. What it finds is mended by rebuild."""
+        """Faults of the file and its rows, in words; empty if it is sound. Reads all of it. `rebuild` mends them."""
         return self._snapshot(lambda connection: schema.faults(self.folder, connection))
 
     def _all(self, sql: str, *values: object) -> list[tuple[Any, ...]]:

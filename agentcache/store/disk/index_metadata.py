@@ -1,6 +1,6 @@
-"""What the index keeps beside pages: pins, leases, tool groups, splices, segments, rates, counters. Knows no pages but their ids.
+"""Metadata of the index: pins, leases, tool groups, splices, segments, rates, counters. Knows no pages but their ids.
 
-Pins and leases belong to processes (process_identity.py) and end with them, without anybody tidying up.
+Pins and leases belong to processes (process_identity.py) and end with them; nothing has to tidy up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_SPLICES = 100_000
 
 
 class Lease(NamedTuple):
-    """Who computes something, and since when (time.time())."""
+    """A process that computes a prefix, and since when (time.time())."""
 
     process: str
     since: float
@@ -152,7 +152,7 @@ class IndexMetadata:
     def take_lease(self, key: bytes, fingerprint: str, holder: str) -> Lease | None:
         """Ask to be the one who computes the prefix `key`. None: `holder` is, from now on. Else the lease of a live process, or its own.
 
-        StoreBusyError at once, if somebody holds the file: the answer waits for no write.
+        StoreBusyError at once, if another process holds the file: the answer waits for no write.
         """
         if not self.folder.writable:
             return None
@@ -176,7 +176,7 @@ class IndexMetadata:
         self.release_lease(_waited(key), fingerprint, waiter)
 
     def awaited(self, key: bytes, fingerprint: str) -> bool:
-        """Whether a process waits for the prefix `key`."""
+        """Tell whether a process waits for the prefix `key`."""
         sql = "SELECT count(*) FROM leases WHERE key = ? AND fingerprint = ?"
         return bool(self._db.read(lambda connection: connection.execute(sql, (_waited(key), fingerprint)).fetchone()[0]))
 
@@ -273,7 +273,7 @@ class IndexMetadata:
     # -- rates and counters ----------------------------------------------------------------------------------------
 
     def get_meta(self, key: str) -> str | None:
-        """What was set, by any process; None if nothing was, or it is damaged."""
+        """Value that any process has set; None if none has, or it is damaged."""
         found = self._db.read(lambda connection: connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone())
         plain = None if found is None else unguard(self.folder, found[0], named("meta", key))
         return None if plain is None else plain.decode()
@@ -293,7 +293,7 @@ class IndexMetadata:
         return dict(self._db.read(lambda connection: connection.execute("SELECT name, value FROM counters ORDER BY name").fetchall()))
 
     def restore_lists(self, lists: Mapping[str, Iterable[tuple[Any, ...]]]) -> None:
-        """Take over what is sound of groups, splices, meta and counters (records of all columns) from a damaged index."""
+        """Take over the sound records of groups, splices, meta and counters (records of all columns) from a damaged index."""
         vouched: dict[str, Callable[[tuple[Any, ...]], bool]] = {
             "groups": lambda v: self._group(v[0], v[1], v[2], v[4]) is not None,
             "splices": lambda v: unguard(self.folder, v[2], named("splice", *v[:2])) is not None,
@@ -314,7 +314,7 @@ class IndexMetadata:
             self._db.write(put)
 
     def stats(self) -> dict[str, object]:
-        """What is kept, counted: pages by role, precision and namespace, and everything else."""
+        """Count all that is stored: pages by role, precision and namespace, and everything else."""
 
         def count(c: sqlite3.Connection) -> dict[str, object]:
             rows, size, splices, _ = c.execute("SELECT * FROM totals").fetchone()
@@ -345,7 +345,7 @@ class IndexMetadata:
             self._db.write(mend)
 
     def empty_log(self) -> bool:
-        """Leave no copy of what was deleted in the write-ahead log. False: somebody is reading it, or it is not ours to write."""
+        """Leave no copy of what was deleted in the write-ahead log. False: another process is reading it, or it is not ours to write."""
         if not self.folder.writable:
             return False
         return not self._db.read(lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone())[0]
@@ -379,5 +379,5 @@ def _where(wanted: Mapping[str, object]) -> tuple[str, tuple[object, ...]]:
 
 
 def named(*parts: str | bytes) -> bytes:
-    """What guarded data is bound to."""
+    """Context that guarded data is bound to."""
     return repr(parts).encode("utf-8", "surrogatepass")

@@ -36,7 +36,7 @@ class Leases:
         return other
 
     def awaited(self) -> bool:
-        """Whether another process waits for a prefix that is computed here, but not written yet."""
+        """Tell whether another process waits for a prefix that is computed here, but not written yet."""
         with suppress(StoreError):  # then it waits as long as it would
             return any(self._index.awaited(*prefix) for prefix in tuple(self._computed))
         return False

@@ -30,7 +30,7 @@ WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # whole numbers of so 
 
 
 def fits(row: Row, page: Page) -> bool:
-    """Whether the page has the shape and type of what the row stores."""
+    """Tell whether the page has the shape and type of what the row stores."""
     spec = page.spec
     shape = str(spec.dtype).removeprefix("torch."), spec.layers, spec.kv_heads, spec.head_dim
     return shape == (row.dtype, row.layers, row.kv_heads, row.head_dim) and page.keys.device.type == "cpu"
@@ -70,13 +70,13 @@ class Filling:
 
     @property
     def lies(self) -> bool:
-        """Whether layers are stored as they lie in a page."""
+        """Tell whether layers are stored as they lie in a page."""
         assert self.blob is not None
         return self.row.precision == "exact" and self.row.tokens == PAGE_TOKENS and not self.blob.plan.sealed
 
     @property
     def stays(self) -> bool:
-        """Whether the page will lie in the mapped file."""
+        """Tell whether the page will lie in the mapped file."""
         return self.mapped is not None and self.lies and self.tokens == PAGE_TOKENS
 
     def fill(self, layer: int, scratch: Callable[[int], memoryview], done: Progress) -> None:
@@ -127,7 +127,7 @@ class Filling:
         if self.blob is not None and self.stays:
             if keep:
                 self._take()
-        elif self.next and (self.error or self.lies or self.row.precision != "exact"):  # else nothing was written behind them
+        elif self.next and (self.error or self.lies or self.row.precision != "exact"):  # else nothing was written after them
             self.page.keys[..., keep : self.row.tokens] = 0
             self.page.values[..., keep : self.row.tokens, :] = 0
         self.page.filled = keep

@@ -1,4 +1,4 @@
-"""Who wrote this, and is it still running? Tokens that name one process among all that ever ran here. Knows nothing of stores.
+"""Tokens that name one process among all that ever ran here, and tell whether it still runs. Knows nothing of stores.
 
 token = pid . start . identity          identity: of the boot and the pid namespace in which that pid means something
 """
@@ -26,7 +26,7 @@ def _digest(text: str) -> str:
 
 @functools.lru_cache(maxsize=2)
 def _identity(pid: int) -> str:
-    """Of the pid namespace and boot in which process `pid`, the one that asks, runs."""
+    """Digest of the pid namespace and boot in which process `pid`, the asking one, runs."""
     if sys.platform != "linux":  # start times are points in time there, so they tell boots apart as well
         return _digest(f"{platform.system()} {platform.node()}")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -34,7 +34,7 @@ def _identity(pid: int) -> str:
 
 
 def _start(pid: int) -> int | None:
-    """When a process started, on a clock that nobody sets; None if it does not run (a zombie does not)."""
+    """When a process started, on a clock that cannot be set; None if it does not run (a zombie does not)."""
     if sys.platform == "linux":  # psutil adds the wall clock's idea of the boot, which moves when the clock is set
         try:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -59,7 +59,7 @@ def token() -> str:
 
 
 def alive(token: object, since: object = None) -> bool:
-    """Whether the process of this token runs. What is no token is dead, and so is a foreign one whose time is none.
+    """Tell whether the process of this token runs. What is no token is dead, and so is a foreign one whose time is none.
 
     since: when it left what is asked about (time.time()). A process of another boot or container counts as running for a day after that;
     without `since`, always.

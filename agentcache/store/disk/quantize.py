@@ -56,7 +56,7 @@ def quantize(keys: torch.Tensor, values: torch.Tensor, precision: str) -> dict[s
 
 
 def _levels(x: torch.Tensor, step: torch.Tensor, least: int, most: int) -> torch.Tensor:
-    """x in steps, rounded; clamped before anybody casts it. Where nothing varies, 0."""
+    """x in steps, rounded; clamped before it is cast. Where nothing varies, 0."""
     return x.div(torch.where(step > 0, step, torch.ones_like(step))).round_().clamp_(least, most)
 
 

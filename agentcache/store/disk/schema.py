@@ -127,7 +127,7 @@ _LISTS = {  # what stands in the columns of the other tables
 
 
 def head(folder: Folder, ids: Ids) -> bytes:
-    """What the first ids are found by."""
+    """Hash by which the first ids are found."""
     return blake3(ids[:HEAD_TOKENS].tobytes(), key=folder.key).digest(length=8)
 
 
@@ -170,7 +170,7 @@ def _in_range(record: tuple[Any, ...]) -> bool:
 
 
 def sound(table: str, record: tuple[Any, ...]) -> bool:
-    """Whether a row of another table (all its columns) can be one."""
+    """Tell whether a row of another table (all its columns) can be one."""
     return tuple(map(type, record)) == _LISTS[table] and _in_range(record)
 
 
@@ -181,13 +181,13 @@ def totals(connection: sqlite3.Connection) -> tuple[int, ...] | None:
 
 
 def counted(connection: sqlite3.Connection) -> tuple[int, ...]:
-    """What the first three should be. Reads an index over the pages, not their ids."""
+    """Count what the first three totals should be. Reads an index over the pages, not their ids."""
     pages = connection.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM pages").fetchone()
     return (*pages, *connection.execute("SELECT count(*) FROM splices").fetchone())
 
 
 def faults(folder: Folder, connection: sqlite3.Connection) -> list[str]:
-    """What is wrong with the file and its rows, in words."""
+    """Faults of the file and its rows, in words."""
     found = [str(said) for (said,) in connection.execute("PRAGMA integrity_check") if said != "ok"]
     for record in connection.execute(f"SELECT {COLUMNS}, head FROM pages"):
         try:
@@ -205,12 +205,12 @@ def faults(folder: Folder, connection: sqlite3.Connection) -> list[str]:
 
 
 def guard(folder: Folder, data: bytes, context: bytes) -> bytes:
-    """Data as it is kept where no blob vouches for it: sealed, or else authenticated."""
+    """Data as it is stored where no blob vouches for it: sealed, or else authenticated."""
     return folder.seal(data, context) if folder.encrypted else _tag(folder, data, context) + data
 
 
 def unguard(folder: Folder, data: object, context: bytes) -> bytes | None:
-    """What was guarded with this context; None if it was not, or is damaged."""
+    """Data that was guarded with this context; None if it was not, or is damaged."""
     if not isinstance(data, bytes):
         return None
     if folder.encrypted:

@@ -1,4 +1,4 @@
-"""Writing back: pages of the memory tier go to disk behind the answers, in one thread. Knows neither requests nor models.
+"""Writing back: pages of the memory tier go to disk after the answers, in one thread. Knows neither requests nor models.
 
     offered ──> waiting (most important first) ──> written ──> row in the index
                   │ whole pages when no request is being computed, the growing last page of a sequence once it has settled
@@ -95,7 +95,7 @@ class Writer:
         self._thread.start()
 
     def __len__(self) -> int:
-        """How many pages wait."""
+        """Number of pages that wait."""
         return len(self._pending)
 
     # -- asking ----------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Writer:
         self._do(self.tell_uses)
 
     def _next(self, awaited: bool) -> PendingWrite | Callable[[], object] | None:
-        """What to do now. Takes it out. Called with the lock held. awaited: prefixes give way to no request."""
+        """Take out the next page or job. Called with the lock held. awaited: prefixes give way to no request."""
         now, urgent = time.monotonic(), bool(self._urgent)
         if self._used and (urgent or now - self._touched > TOUCH_S):
             return self.tell_uses
@@ -274,7 +274,7 @@ class Writer:
         return all(entry.row for entry in path)
 
     def tell_uses(self) -> None:
-        """Let the index know now what was used since it was told last; what is gone from it may be written again. On the writing thread."""
+        """Tell the index now which rows were used since the last time; rows that are gone may be written again. On the writing thread."""
         with self._changed:
             used, self._used, self._touched = self._used, {}, time.monotonic()
         for row in self._touch(list(used)) if used else ():

@@ -1,4 +1,4 @@
-"""What the store dropped and why, so that a miss can say it. Knows nothing of pages' contents: digests and lengths only."""
+"""Pages that were dropped from memory, and the reason, for the report of a miss. Knows digests and lengths only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EvictionLog:
             self.discard(next(iter(self._pages)))
 
     def discard(self, key: bytes) -> None:
-        """The page is kept again."""
+        """Forget a page that is cached again."""
         if (record := self._pages.pop(key, None)) is not None:
             under = self._under[record[0]]
             under.discard(key)
@@ -45,7 +45,7 @@ class EvictionLog:
                 del self._under[record[0]]
 
     def why(self, parent: bytes, ids: np.ndarray, known: int, fingerprint: str) -> Reason | None:
-        """Why a page that starts `ids` and was longer than `known` tokens is not there any more; None if none is remembered."""
+        """Reason for which a page that starts `ids`, longer than `known` tokens, was dropped; None if none is remembered."""
         lengths = {self._pages[key][1] for key in self._under.get(parent, ())}
         for length in sorted((n for n in lengths if known < n <= len(ids)), reverse=True):
             if (record := self._pages.get(page_key(parent, ids[:length]))) is not None:

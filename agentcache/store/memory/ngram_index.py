@@ -1,7 +1,7 @@
 """Text that kept prompts repeat: which tokens of a new prompt stand, equal token for token, anywhere in them. Knows no models.
 
 An exact index over runs of GRAM ids: every fourth place of every kept page is in it, chosen by content, so that a repeat of 64 tokens is
-missed about once in a million times. What it proposes is aligned and compared token by token before anybody hears of it.
+missed about once in a million times. What it proposes is aligned and compared token by token before it is returned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GRAM = 16  # ids that are hashed together: shorter repeats are never worth attaching
 SAMPLE = 4  # one place in so many is in the index
-PLACES = 4  # places kept per run of ids: the same text may stand behind different text
+PLACES = 4  # places kept per run of ids: the same text may stand after different text
 _BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2**64
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _MIX = np.uint64(0xFF51AFD7ED558CCD)
@@ -51,7 +51,7 @@ class Run:
         return self.start - self.source
 
     def cut(self, start: int, stop: int) -> Run:
-        """What of it lies in [start, stop)."""
+        """Part of it in [start, stop)."""
         start, stop = max(start, self.start), min(stop, self.stop)
         slot = self.offset + start - self.start
         first, last = slot // PAGE_TOKENS, -(-(slot + stop - start) // PAGE_TOKENS)
@@ -96,11 +96,11 @@ class NgramIndex:
         self._noted: dict[int, int] = {}  # id of an entry -> how many of its ids are in the index
 
     def __len__(self) -> int:
-        """How many runs of ids can be found."""
+        """Number of runs of ids that can be found."""
         return sum(map(len, self._places.values()))
 
     def note(self, entry: Entry) -> None:
-        """Put what is new of an entry's ids into the index."""
+        """Put the new ids of an entry into the index."""
         known = self._noted.get(id(entry), 0)
         since = max(0, known - GRAM + 1)
         index = self._places.setdefault(entry.scope, {})
@@ -126,7 +126,7 @@ class NgramIndex:
             self._places.pop(entry.scope, None)
 
     def find(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
-        """Runs of at least `least` tokens of ids[since:-1] that are kept somewhere in this scope; disjoint, as long as possible."""
+        """Runs of at least `least` tokens of ids[since:-1] that are cached anywhere in this scope; disjoint, as long as possible."""
         index = self._places.get(scope)
         if not index:
             return []

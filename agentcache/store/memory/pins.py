@@ -58,6 +58,6 @@ class Pins:
             del self._pins[name]
 
     def tokens(self, entry: Entry) -> int:
-        """How many tokens of a page are pinned."""
+        """Number of tokens of a page that are pinned."""
         lengths = (tokens for pins in self._pins.values() for path, tokens in pins if entry in path)
         return max(0, max(lengths, default=0) - entry.first)

@@ -2,7 +2,7 @@
 
 Pages hang in a tree: a child continues its parent's tokens. Keys are chain hashes over token ids, and the ids are compared on a hit.
 
-    one tree per scope (keys.py)          tiers: DEVICE, and behind it HOST where that is other memory
+    one tree per scope (keys.py)          tiers: DEVICE, and HOST where that is other memory
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PrefixTree:
         self.changes = 0
         self._lock = threading.RLock()
         self._roots: dict[Scope, Entry] = {}
-        self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always behind its children
+        self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always after its children
         self._pins = Pins()
         self._evictions = EvictionLog()
         self._ngrams: NgramIndex | None = None
@@ -76,7 +76,7 @@ class PrefixTree:
     def repeats(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
         """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's kept prompts. Counts as used."""
         with self._lock:
-            if self._ngrams is None:  # whoever never asks does not pay for it
+            if self._ngrams is None:  # made at the first use: most engines never ask
                 self._ngrams = NgramIndex()
                 for entry in self._order.values():
                     self._note(entry)
@@ -96,7 +96,7 @@ class PrefixTree:
             self._ngrams.note(entry)
 
     def _ready(self, path: list[Entry], at: int) -> tuple[list[Entry], int]:
-        """What of a path lies on the device: all of it, unless it is longer than the device's budget."""
+        """Part of a path that lies on the device: all of it, unless it is longer than the device's budget."""
         count = next((i for i, e in enumerate(path) if e.page is None or e.page.tier != "device"), len(path))
         return path[:count], min(at, count * PAGE_TOKENS)
 
@@ -106,7 +106,7 @@ class PrefixTree:
             return [entry for entry in self._order.values() if namespace in (None, entry.scope.namespace)]
 
     def drop_changed(self, scope: Scope, ids: Ids) -> None:
-        """Drop what of this prompt lies in files that somebody wrote to, and what continues it: it has to be verified again."""
+        """Drop pages of this prompt whose files were written to, and what continues them: they have to be verified again."""
         with self._lock:
             for entry in self._walk(scope, ids, len(ids))[0]:
                 if entry.page is not None and entry.page.changed:
@@ -152,7 +152,7 @@ class PrefixTree:
         return Reason.DIVERGED, LONGER if ended else OTHER
 
     def _touch(self, path: list[Entry]) -> None:
-        for entry in reversed(path):  # parents last: whoever is oldest is a leaf
+        for entry in reversed(path):  # parents last: the oldest is always a leaf
             self._order.move_to_end(id(entry))
 
     def audit(self) -> dict[str, int]:
@@ -228,7 +228,7 @@ class PrefixTree:
         self.changes += 1
 
     def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[bytes]:
-        """A request that failed takes back what it gave: tokens of `ids` behind the first `since`, where they lie in its own `pages`.
+        """Take back what a failed request admitted: tokens of `ids` after the first `since`, where they lie in its own `pages`.
 
         Returns the keys of what is gone.
         """
@@ -345,7 +345,7 @@ class PrefixTree:
         entry.page = page
 
     def _demote(self) -> bool:
-        """Copy the least recently used page that nobody appends to from the device to the host, if there is room or can be made."""
+        """Copy the least recently used page that no sequence appends to from the device to the host, if there is room or can be made."""
         if not self.host_budget_bytes:
             return False
         found = next((e for e in self._order.values() if not e.pins and e.page and e.page.tier == "device" and not e.page.claimed), None)
