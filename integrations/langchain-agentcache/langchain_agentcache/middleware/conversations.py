@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from langchain.agents.middleware.types import ModelRequest
@@ -24,11 +24,35 @@ Key = tuple[str, ...]
 
 @dataclass(slots=True)
 class Conversation:
-    """One conversation."""
+    """One conversation, held by the step that found it. Safe to use from many threads."""
 
     tools: dict[str, Any]
     prompt: PromptState | None = None
-    messages: frozenset[str] = frozenset()  # ids, of its last step
+    # ids of the answers that it goes on from
+    answers: frozenset[str] = frozenset()
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def shown(self, wanted: Mapping[str, Any], choice: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
+        """The tools of this step's prompt, by name: those of earlier steps keep their place, new ones go last.
+
+        choice: finds the tools among which the wanted ones were chosen; they are shown as well, and asked for where a tool is new.
+        """
+        with self.lock:
+            if wanted.keys() - self.tools.keys():
+                self.tools.update({name: tool for name, tool in choice().items() if name not in self.tools})
+            self.tools.update(wanted)
+            return dict(self.tools)
+
+    def answered(self, answer: Iterable[BaseMessage]) -> None:
+        """The conversation goes on from these messages."""
+        with self.lock:
+            self.answers |= {message.id for message in answer if message.id}
+
+    def before(self, now: PromptState) -> PromptState | None:
+        """The prompt of the last step, None if this is the first; the next time it is `now`."""
+        with self.lock:
+            before, self.prompt = self.prompt, now
+            return before
 
 
 class Conversations:
@@ -37,60 +61,32 @@ class Conversations:
     def __init__(self, tools: Mapping[str, Any]) -> None:
         self._first = dict(tools)
         self._lock = threading.Lock()
-        self._conversations: OrderedDict[Key, Conversation] = OrderedDict()
+        self._known: OrderedDict[Key, Conversation] = OrderedDict()
         self._numbers = itertools.count(1)
 
-    def shown(
-        self, request: ModelRequest[Any], wanted: Mapping[str, Any], choice: Callable[[], Mapping[str, Any]] = dict
-    ) -> dict[str, Any]:
-        """The tools of this step's prompt, by name: those of earlier steps keep their place, new ones go last.
-
-        choice: finds the tools among which the wanted ones were chosen; they are shown as well, and asked for where a tool is new.
-        """
-        with self._lock:
-            conversation = self._of(request)
-            if wanted.keys() - conversation.tools.keys():
-                conversation.tools.update({name: tool for name, tool in choice().items() if name not in conversation.tools})
-            conversation.tools.update(wanted)
-            return dict(conversation.tools)
-
-    def answered(self, request: ModelRequest[Any], answer: Iterable[BaseMessage]) -> None:
-        """The conversation goes on from these messages, too."""
-        with self._lock:
-            conversation = self._of(request)
-            conversation.messages |= {message.id for message in answer if message.id}
-
-    def before(self, request: ModelRequest[Any], now: PromptState) -> PromptState | None:
-        """The prompt of the conversation's last step, None if this is its first; the next time it is `now`."""
-        with self._lock:
-            conversation = self._of(request)
-            before, conversation.prompt = conversation.prompt, now
-            return before
-
-    def _of(self, request: ModelRequest[Any]) -> Conversation:
+    def find(self, request: ModelRequest[Any]) -> Conversation:
+        """The conversation that this step goes on; a new one if it goes on none."""
         state = getattr(request, "state", None) or {}  # what was shortened for the model may stand there
         ids = frozenset(message.id for message in (*request.messages, *state.get("messages", ())) if message.id)
-        key = self._key(ids)
-        if key is None:
-            return Conversation(dict(self._first))
-        conversation = self._conversations.setdefault(key, Conversation(dict(self._first)))
-        conversation.messages = ids
-        self._conversations.move_to_end(key)
-        while len(self._conversations) > CONVERSATIONS:
-            self._conversations.popitem(last=False)
-        return conversation
+        with self._lock:
+            key = self._key(ids)
+            found = self._known.setdefault(key, Conversation(dict(self._first)))
+            with found.lock:
+                found.answers &= ids
+            self._known.move_to_end(key)
+            while len(self._known) > CONVERSATIONS:
+                self._known.popitem(last=False)
+            return found
 
-    def _key(self, ids: frozenset[str]) -> Key | None:
-        """Agent, place in the graph and thread. Without a thread: those, and a number; a request goes on from the one with which it shares
-        a message, however it was trimmed. None if no message has an id: another's may lie at its address tomorrow.
+    def _key(self, ids: frozenset[str]) -> Key:
+        """Agent, place in the graph and thread. Without a thread: those, and a number; a request goes on from the conversation that gave
+        one of its answers, however it was trimmed. Other messages say nothing: examples that an application shows to everybody have one id.
         """
         config = ensure_config()
         said, about = config.get("configurable") or {}, config.get("metadata") or {}
-        nodes = [part.partition(":")[0] for part in str(said.get("checkpoint_ns") or "").split("|")]  # behind the ":", the run
+        nodes = [part.partition(":")[0] for part in str(said.get("checkpoint_ns") or "").split("|")]  # after the ":", the run
         place = str(about.get("lc_agent_name") or ""), "|".join(nodes), str(said.get("thread_id") or "")
         if place[2]:
             return place
-        if not ids:
-            return None
-        known = (key for key in reversed(self._conversations) if key[:3] == place and not ids.isdisjoint(self._conversations[key].messages))
+        known = (key for key in reversed(self._known) if key[:3] == place and not ids.isdisjoint(self._known[key].answers))
         return next(known, None) or (*place, str(next(self._numbers)))

@@ -22,7 +22,7 @@ from .._tools import formatted, own_tools
 from ..chat_models import ChatAgentCache
 from ..errors import ModelInvalidRequestError
 from .call_site import change, changed_by, prompt_state, selected_from, tool_name
-from .conversations import Conversations
+from .conversations import Conversation, Conversations
 
 EVENT = "agentcache.receipt"
 WARM_S = 3600.0  # the prefix stays in memory for so long
@@ -120,8 +120,10 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     def wrap_model_call(self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]) -> ModelResponse[Any]:
         """The request with what changes at its end, and its receipt told."""
-        response = handler(self._arranged(request, _text("volatile", _made(self.volatile, request.state, request.runtime))))
-        for told in self._told(request, response):
+        conversation = self._conversations.find(request)
+        text = _text("volatile", _made(self.volatile, request.state, request.runtime))
+        response = handler(self._arranged(request, text, conversation))
+        for told in self._told(request, response, conversation):
             with suppress(RuntimeError):  # outside of a run there is nobody to tell
                 dispatch_custom_event(EVENT, told)
         return response
@@ -130,41 +132,42 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ModelResponse[Any]:
         """The same, awaited."""
+        conversation = self._conversations.find(request)
         text = _text("volatile", await _awaited(_made(self.volatile, request.state, request.runtime)))
-        response = await handler(self._arranged(request, text))
-        for told in self._told(request, response):
+        response = await handler(self._arranged(request, text, conversation))
+        for told in self._told(request, response, conversation):
             with suppress(RuntimeError):
                 await adispatch_custom_event(EVENT, told)
         return response
 
     # -- arranging -------------------------------------------------------------------------------------------------
 
-    def _arranged(self, request: ModelRequest[Any], text: str | None) -> ModelRequest[Any]:
+    def _arranged(self, request: ModelRequest[Any], text: str | None, conversation: Conversation) -> ModelRequest[Any]:
         if not isinstance(request.model, ChatAgentCache):
             return request.override(messages=[*request.messages, HumanMessage(_OPENING + text + _CLOSING)]) if text else request
-        tools, forbidden = self._tools(request)
+        tools, forbidden = self._tools(request, conversation)
         arranged = request.override(tools=tools)
-        named = self._compare(arranged.override(system_message=_stable(request.system_message)))
+        named = self._compare(arranged.override(system_message=_stable(request.system_message)), conversation)
         said = {"forbidden_tools": forbidden, "volatile": text}
         more: dict[str, Any] = {name: value for name, value in said.items() if value}
         if named or self.on_change == "ignore":
             more["warn_missed"] = False  # said already, with the name of who did it, or not to be said
         return arranged.override(model_settings={**request.model_settings, **more}) if more else arranged
 
-    def _tools(self, request: ModelRequest[Any]) -> tuple[list[Any], list[str]]:
+    def _tools(self, request: ModelRequest[Any], conversation: Conversation) -> tuple[list[Any], list[str]]:
         """(tools of the prompt, names of those that may not be called)"""
         if not self.sticky_tools:
             return request.tools, []
         wanted = {tool_name(tool): tool for tool in request.tools}
-        shown = self._conversations.shown(request, wanted, lambda: selected_from(request, self))
+        shown = conversation.shown(wanted, lambda: selected_from(request, self))
         return list(shown.values()), [name for name in shown if name not in wanted]
 
-    def _compare(self, request: ModelRequest[Any]) -> bool:
+    def _compare(self, request: ModelRequest[Any], conversation: Conversation) -> bool:
         """Whether this step's prompt is not the last one's with something behind it; warns of it."""
         if self.on_change == "ignore":
             return False
         now = prompt_state(request, [tool_name(tool) for tool in request.tools])
-        before = self._conversations.before(request, now)
+        before = conversation.before(now)
         found = change(before, now) if before else None
         if found is None:
             return False
@@ -183,9 +186,9 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     # -- telling ---------------------------------------------------------------------------------------------------
 
-    def _told(self, request: ModelRequest[Any], response: Any) -> list[dict[str, Any]]:
+    def _told(self, request: ModelRequest[Any], response: Any, conversation: Conversation) -> list[dict[str, Any]]:
         results = [response] if isinstance(response, AIMessage) else list(getattr(response, "result", ()))
-        self._conversations.answered(request, results)
+        conversation.answered(results)
         told = []
         for message in results:
             account = message.response_metadata.get("agentcache") if isinstance(message, AIMessage) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,8 +36,11 @@ def wipe(page: int) -> str:
 class ByRank(AgentMiddleware):
     """Who is not the master may only read."""
 
+    def __init__(self, is_master: Callable[[Any], bool] = lambda request: "master" in request.messages[0].text) -> None:
+        self.is_master = is_master
+
     def wrap_model_call(self, request: Any, handler: Any) -> Any:
-        may = {"read", "wipe"} if "master" in request.messages[0].text else {"read"}
+        may = {"read", "wipe"} if self.is_master(request) else {"read"}
         return handler(request.override(tools=[one for one in request.tools if one.name in may]))
 
 
@@ -108,25 +111,51 @@ def test_tools_that_were_given_are_shown_from_the_first_step(model: ChatAgentCac
     assert asked == [(["wipe", "read"], ["wipe"])] * 2
 
 
-def request(first: HumanMessage) -> Any:
-    return SimpleNamespace(messages=[first])
+def test_examples_that_all_users_are_shown_join_no_conversations(model: ChatAgentCache, asked: list[Any]) -> None:
+    by_rank = ByRank(lambda request: "I am the master." in request.messages[-1].text)
+    agent = create_agent(model, [read, wipe], middleware=[by_rank, AgentCacheMiddleware()])
+    examples = [HumanMessage("How was Monday?"), AIMessage("Calm.")]  # objects of all conversations: one id each
+    greeting = HumanMessage("Hello.")
+    said = {name: agent.invoke({"messages": [*examples, greeting, HumanMessage(f"I am the {name}.")]}) for name in ("master", "mate")}
+    said["cook"] = agent.invoke({"messages": [*examples, greeting]})
+    assert asked == [(["read", "wipe"], []), (["read"], []), (["read"], [])]
+    agent.invoke({"messages": [*said["master"]["messages"], HumanMessage("And now?")]})
+    agent.invoke({"messages": [*said["mate"]["messages"], HumanMessage("And now?")]})
+    assert asked[3:] == [(["read", "wipe"], ["wipe"]), (["read"], [])], "each goes on with what it was shown"
+
+
+def test_a_question_that_all_users_ask_joins_no_conversations(model: ChatAgentCache, asked: list[Any]) -> None:
+    is_master = iter([True, False])
+    agent = create_agent(model, [read, wipe], middleware=[ByRank(lambda request: next(is_master)), AgentCacheMiddleware()])
+    question = HumanMessage("What may I do?")
+    for _ in range(2):
+        agent.invoke({"messages": [question]})
+    assert asked == [(["read", "wipe"], []), (["read"], [])]
+
+
+def request(*messages: Any) -> Any:
+    return SimpleNamespace(messages=messages)
 
 
 def test_so_many_conversations_are_remembered() -> None:
     known = conversations.Conversations({})
-    first = [HumanMessage("x", id=str(number)) for number in range(conversations.CONVERSATIONS + 1)]
-    for message in first:
-        known.shown(request(message), {"read": 1})
-    assert known.shown(request(first[-1]), {}) == {"read": 1}
-    assert known.shown(request(first[0]), {}) == {}, "the oldest is forgotten"
-    assert len(known._conversations) == conversations.CONVERSATIONS
+    answers = [AIMessage("x", id=str(number)) for number in range(conversations.CONVERSATIONS + 1)]
+    for answer in answers:
+        found = known.find(request())
+        found.shown({"read": 1})
+        found.answered([answer])
+    assert known.find(request(answers[-1])).shown({}) == {"read": 1}
+    assert known.find(request(answers[0])).shown({}) == {}, "the oldest is forgotten"
+    assert len(known._known) == conversations.CONVERSATIONS
 
 
 def test_what_has_no_id_is_not_remembered() -> None:
     known, message = conversations.Conversations({"log": 0}), HumanMessage("x")
-    assert known.shown(request(message), {"read": 1}) == {"log": 0, "read": 1}
-    assert known.shown(request(message), {"wipe": 2}) == {"log": 0, "wipe": 2}
-    assert known.shown(SimpleNamespace(messages=[]), {}) == {"log": 0}
+    for name in ("read", "wipe"):
+        found = known.find(request(message))
+        assert found.shown({name: 1}) == {"log": 0, name: 1}
+        found.answered([AIMessage("y")])
+    assert known.find(request()).shown({}) == {"log": 0}
 
 
 # -- warming -----------------------------------------------------------------------------------------------------------
