@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,13 +21,12 @@ import torch
 
 from .calibration import Calibration, Calibrations
 from .completion import Completions
-from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError
+from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
 from .events import Chunk, Done
 from .layout import Renderer, Volatile
 from .layout.windows import TokenTexts
 from .model.grammar import Grammars, Guide
 from .model.hf import HFModel, load
-from .model.kernels.openmp import leave_team
 from .model.sampling import Sampler, TextStream, forced_ids
 from .receipt import Account
 from .reply import asks_for_thought, expect, tool_name
@@ -108,9 +109,12 @@ class Engine:
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
         bits = 4 if load_in_4bit else 8 if load_in_8bit else None
         hub: dict[str, Any] = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
-        leave_team()
-        loaded, self.tokenizer = load(model, tokenizer, device=device, dtype=dtype, bits=bits, **hub)
-        self.model = HFModel(loaded)
+        with ThreadPoolExecutor(1, "agentcache-loader") as loader:  # a thread that forked left its OpenMP team in the parent
+            options = {"device": device, "dtype": dtype, "bits": bits, **hub}
+            self.model, self.tokenizer = loader.submit(_open_model, model, tokenizer, options).result()
+        used, asked = self.model.threads
+        if used < asked:
+            warnings.warn(f"{used} of {asked} threads are used: OMP_THREAD_LIMIT allows no more", ReuseWarning, stacklevel=2)
         self.fingerprint = self.model.fingerprint
         try:
             self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else store)
@@ -373,6 +377,11 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _open_model(model: Any, tokenizer: Any, options: dict[str, Any]) -> tuple[HFModel, Any]:
+    loaded, tokenizer = load(model, tokenizer, **options)
+    return HFModel(loaded), tokenizer
 
 
 def _end(process: int, scheduler: Scheduler, store: Store, model: HFModel) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -88,11 +89,12 @@ class Fingerprint:
                 return
             if token is None or token.edited_silently():
                 self._digests.clear()
-            for _ in range(TRIES):
-                token = self._hash()
-                if not token.moved() and not token.edited():
-                    self.token = token
-                    return
+            with ThreadPoolExecutor(1, "agentcache-hash") as hasher:  # a thread that forked left its OpenMP team in the parent
+                for _ in range(TRIES):
+                    token = hasher.submit(self._hash).result()
+                    if not token.moved() and not token.edited():
+                        self.token = token
+                        return
             raise WeightsChangedError(f"weights of {type(self._model).__name__!r} changed {TRIES} times while they were hashed: ask again")
 
     def _hash(self) -> StateToken:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -21,7 +20,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from ..errors import ReuseWarning
 from ..kv import KVSpec
 from . import steps
 from .attention import Batch, Part
@@ -74,13 +72,12 @@ class HFModel:
     """A causal language model of transformers, ready for packed forwards.
 
     spec: shape of its KV, None if it cannot be paged, and so is fingerprint. numerics: kernels and paddings in use. context_tokens: longest
-    sequence.
+    sequence. threads: how many compute, and how many were asked for.
     """
 
     def __init__(self, model: Any) -> None:
         asked = torch.get_num_threads()
-        if (threads := use_threads(asked)) < asked:
-            warnings.warn(f"{threads} of {asked} threads are used: OMP_THREAD_LIMIT allows no more", ReuseWarning, stacklevel=3)
+        self.threads = (use_threads(asked), asked)
         self.model = unwrap(model)
         refuse_activated(self.model.modules())
         self.config = self.model.config.get_text_config()
