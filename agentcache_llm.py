@@ -112,7 +112,7 @@ def main() -> None:
         sys.exit(f"agentcache: {found}")
     from agentcache.cli import app
 
-    app(prog_name=PACKAGE)
+    app(prog_name=PACKAGE, obj=conflict)
 
 
 if __name__ == "__main__":

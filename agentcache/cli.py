@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,6 +72,7 @@ def demo(
 
 @app.command()
 def doctor(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Folder or id of a model: also say how it can be served.")] = None,
     shape: Annotated[str | None, typer.Option(help="The same for a known shape with random weights (see bench --help).")] = None,
     store: cli_store.StoreOption = None,
@@ -78,7 +80,7 @@ def doctor(
 ) -> None:
     """Say what is bit-identical on this machine, with which padding, threads and versions, and what is not and why."""
     with report_errors():
-        report = _examine(model, shape)
+        report = _examine(model, shape, context.obj)
         report["store"] = cli_tend.examine(store)
     if as_json:
         say_json(report)
@@ -88,14 +90,13 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examine(model: str | None, shape: str | None) -> dict[str, Any]:
-    import agentcache_llm
-
+def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | None] | None) -> dict[str, Any]:
+    """conflict: tells what is in the way of this package, given by the module that stands outside it."""
     from .bench.load import versions
     from .model.machine import describe
 
     report: dict[str, Any] = {
-        "installation": agentcache_llm.conflict() or "ok",
+        "installation": (conflict and conflict()) or "ok",
         "versions": {"agentcache": __version__, **versions(_VERSIONS)},
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",

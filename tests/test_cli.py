@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import agentcache_llm
 from agentcache import __version__, cli, cli_print
 from agentcache.bench import report
 from agentcache.errors import ConfigError
@@ -83,11 +84,14 @@ def test_doctor_says_plainly_that_a_model_is_missing() -> None:
     assert said.startswith("agentcache: model '/no/such/model' cannot be loaded")
 
 
-def test_doctor_fails_when_the_installation_is_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_when_the_installation_is_mixed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("agentcache_llm.conflict", lambda: "something is in the way")
-    code, said = _run("doctor")
-    assert code == 1
-    assert "something is in the way" in said
+    monkeypatch.setattr("agentcache_llm._quick_conflict", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["agentcache", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        agentcache_llm.main()
+    assert ended.value.code == 1
+    assert "something is in the way" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

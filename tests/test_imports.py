@@ -16,13 +16,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = (ROOT, ROOT / "integrations" / "langchain-agentcache", ROOT / "integrations" / "llama-index-llms-agentcache")
 FILES = ("agentcache_llm.py", "agentcache", "benchmarks", "examples", "langchain_agentcache", "llama_index")
-# (importer, imported) that close a circle still. An edge may leave this list, and none may join it.
-EXCEPTIONS = frozenset(
-    {
-        ("agentcache.cli", "agentcache_llm"),
-        ("langchain_agentcache._structured", "langchain_agentcache.chat_models"),
-    }
-)
 Graph = Mapping[str, frozenset[str]]
 
 
@@ -63,10 +56,6 @@ def circle(among: Graph) -> list[str]:
     return []
 
 
-def without(among: Graph, edges: frozenset[tuple[str, str]]) -> Graph:
-    return {name: frozenset(to for to in found if (name, to) not in edges) for name, found in among.items()}
-
-
 def importers(of: str) -> set[str]:
     """Modules outside a package or a file that import it."""
     inside = {name for name in graph() if name == of or name.startswith(f"{of}.")}
@@ -79,13 +68,8 @@ def is_command(name: str) -> bool:
 
 def test_no_circle_of_files() -> None:
     assert len(graph()) > 200
-    found = circle(without(graph(), EXCEPTIONS))
+    found = circle(graph())
     assert not found, "imports in a circle: " + " -> ".join(found)
-
-
-@pytest.mark.parametrize("edge", sorted(EXCEPTIONS))
-def test_an_exception_closes_a_circle_still(edge: tuple[str, str]) -> None:
-    assert circle(without(graph(), EXCEPTIONS - {edge})), f"{edge!r} closes none any more: take it off the list"
 
 
 def test_a_circle_under_type_checking_is_found(tmp_path: Path) -> None:
