@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .calibration import Calibration
+    from .approximate.calibration import Calibration
     from .engine import Chunk, Completion, Engine, Stream
     from .layout.declared import volatile
     from .model.call_stream import Delta
@@ -43,7 +43,7 @@ __version__ = "0.1.0"
 DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name
 
 _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
-    "Calibration": "calibration",
+    "Calibration": "approximate.calibration",
     "Delta": "model.call_stream",
     "EngineLease": "shared_engines",
     "InvalidCall": "model.tool_calls",

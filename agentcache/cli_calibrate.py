@@ -57,10 +57,10 @@ def calibrate(
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
     with report_errors():
+        from .approximate.calibration import place
         from .bench import quality_cases, report
         from .calibrate import search, shifts
         from .calibrate.trials import Trials
-        from .calibration import place
         from .store.disk.folder import Folder
 
         wanted, bounds = shifts.named(families, shifts.FAMILIES), search.Bounds(kl, top1, margin, tail)

@@ -6,6 +6,7 @@ layout -> match -> plan -> fill -> decode -> keep -> receipt
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -15,16 +16,14 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .calibration import Calibration, Calibrations
 from .completion import Completions
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
 from .events import Chunk, Done
 from .layout import Renderer, Volatile
-from .layout.windows import TokenTexts
 from .model.grammar import Grammars, Guide
 from .model.hf import HFModel, load
 from .model.sampling import Sampler, TextStream, forced_ids
@@ -56,6 +55,10 @@ from .types import (
     ToolOrder,
     check_reuse,
 )
+
+if TYPE_CHECKING:
+    from .approximate.calibration import Calibration
+    from .approximate.segments import Segments
 
 __all__ = ["Chunk", "Completion", "Engine", "Stream"]
 
@@ -125,10 +128,10 @@ class Engine:
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
         self._end = weakref.finalize(self, _end, os.getpid(), self.scheduler, self.store, self.model)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
-        folder, saved = self.store.disk.folder.path if self.store.disk else None, str(self.model.dtype).removeprefix("torch.")
-        self._texts, self._calibrations = TokenTexts(self.tokenizer), Calibrations(calibration, folder, self.name, saved)
+        self._approximate: Segments | None = None
+        self._calibration, self._opening = calibration, threading.Lock()
         if reuse == "approximate" or calibration is not None:
-            self._calibrated()
+            self.approximate.calibrate()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
         self._timed = TimedPins(self._groups)
         self._completions = Completions(self.renderer, self.store, self.model, self.scheduler)
@@ -187,7 +190,9 @@ class Engine:
             volatile=volatile,
         )
         sampling = self._fit(layout, sampling, context_tokens)
-        accepted, calibration = self._consent(reuse or self.reuse)
+        consent = reuse or self.reuse
+        given = None if isinstance(consent, str) else consent
+        accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
         account = Account.open(layout, namespace, self.name, called, self.redact)
         thinks = asks_for_thought(template_kwargs)
         expected, guide = expect(layout, tools, constraint, self.grammars, account, sampling, thinks=thinks)
@@ -196,10 +201,8 @@ class Engine:
             on_progress=on_progress, on_logits=on_logits,
         )  # fmt: skip
         running = self._running(asked, account, guide)
-        if calibration is not None:
-            lifecycle, texts = self.scheduler.lifecycle, partial(self._texts, namespace=namespace)
-            scope = lifecycle.scope(namespace, running.provenance.fingerprint, len(layout.ids))
-            running.segments = lifecycle.segments.begin(running, scope, calibration, texts)
+        if accepted == "approximate":
+            running.approximation = self.approximate.begin(running, given)
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
         return Stream(running, self._completions.finish)
@@ -217,12 +220,6 @@ class Engine:
             raise ContextOverflowError(prompt, context, 1, f"context_tokens={asked!r}" if context == asked else "")
         return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt))
 
-    def _consent(self, reuse: Reuse | Calibration) -> tuple[Reuse, Calibration | None]:
-        """What a request accepts, and what approximate reuse needs to know of the model."""
-        if isinstance(reuse, Calibration):
-            return "approximate", self._calibrated(reuse)
-        return check_reuse(reuse), self._calibrated() if reuse == "approximate" else None
-
     def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
         self._timed.lapse()
         text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)
@@ -231,14 +228,15 @@ class Engine:
         provenance = Provenance(self.fingerprint.whole if self.fingerprint else "", asked.received.made)
         return Running(asked, account, TokenIds(asked.layout.ids), decoding, provenance)
 
-    def _calibrated(self, given: Calibration | None = None) -> Calibration | None:
-        """What segments need to know about this model; CalibrationError without it. None if the model cannot be paged: it has none."""
-        if self.fingerprint is None or self.model.spec is None:
-            return None
-        known = self._calibrations.of(self.fingerprint.whole, given)
-        self.model.keep_boundaries(known.boundaries)
-        self.store.sign(None if given else known.tau)
-        return known
+    @property
+    def approximate(self) -> Segments:
+        """Approximate reuse: loaded for the first caller who consents to it."""
+        with self._opening:
+            if self._approximate is None:
+                from .approximate.segments import Segments
+
+                self._approximate = Segments(self.scheduler, self.tokenizer, self._calibration, self.name)
+            return self._approximate
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 

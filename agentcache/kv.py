@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -167,12 +168,33 @@ class Page:
         return page
 
 
+def stored_slots(pages: Seq[Page], base: int, start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
+    """The pages under positions [start, stop) as (page, first slot, count); the first slot of the first page is position `base`."""
+    at = start - base
+    while at < stop - base:
+        slot = at % PAGE_TOKENS
+        count = min(PAGE_TOKENS - slot, stop - base - at)
+        yield pages[at // PAGE_TOKENS], slot, count
+        at += count
+
+
+def stored_states(pages: Seq[Page], base: int, layer: int, start: int, stop: int) -> torch.Tensor | None:
+    """The inputs of a layer that were kept with these tokens [stop - start, hidden], None if some were not."""
+    found = []
+    for page, slot, count in stored_slots(pages, base, start, stop):
+        kept = page.boundaries.get(layer)
+        if kept is None or not bool(torch.isfinite(kept[slot : slot + count]).all()):
+            return None
+        found.append(kept[slot : slot + count])
+    return torch.cat(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Tokens [start, stop) whose KV lies in a sequence's pages below layer `entry`; None: in all layers.
 
-    states: hidden states [tokens, hidden] with which computing resumes at that layer. run: which one it belongs to. held: nothing goes
-    on here before somebody has looked at it.
+    states: hidden states [tokens, hidden] with which computing resumes at that layer. run: which one it belongs to. held: the sequence
+    stops here until `resolve`.
     """
 
     start: int

@@ -16,7 +16,6 @@ from .model.sampling import logprob_of
 from .plan import make
 from .request import Provenance, Running
 from .runner import Outcome, Runner, StockSequence
-from .segments import Segments
 from .store.entry import Match
 from .store.keys import Scope
 from .store.page_prefetch import PageQuery
@@ -34,40 +33,36 @@ class Lifecycle:
         self.runner = runner
         self.store = store
         self.admission = Admission(runner, store)
-        self.segments = Segments(runner, store)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
-    def scope(self, namespace: str, fingerprint: str, length: int) -> Scope | None:
-        """Among whose pages a sequence of this length finds its own; None if its state cannot be paged."""
+    def scope(self, running: Running) -> Scope | None:
+        """Under which scope a sequence as long as the request finds its pages; None if its state cannot be paged."""
         model = self.runner.model
-        regime = model.rotary.regime(length) if model.rotary and model.support.paged else None
+        regime = model.rotary.regime(len(running.ids)) if model.rotary and model.support.paged else None
         refused = model.fingerprint is not None and model.fingerprint.refusal
-        return None if regime is None or refused else Scope(namespace, fingerprint, regime)
-
-    def _scope(self, running: Running) -> Scope | None:
-        return self.scope(running.asked.namespace, running.provenance.fingerprint, len(running.ids))
+        return None if regime is None or refused else Scope(running.asked.namespace, running.provenance.fingerprint, regime)
 
     def waits(self, running: Running, ms_per_token: float, wake: Callable[[], None]) -> bool:
         """Whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
         asked = running.asked
         if not running.looked:
             running.looked = True
-            scope, spec, disk = self._scope(running), self.runner.model.spec, self.store.disk
+            scope, spec, disk = self.scope(running), self.runner.model.spec, self.store.disk
             if scope is not None and spec is not None and disk is not None and asked.reuse != "off":
                 precision: Precision = disk.precision if asked.reuse == "lossy" else "exact"
                 scope, ids = replace(scope, precision=precision), running.ids.array()
                 running.prefetch = self.store.prefetch(PageQuery(scope, ids, ms_per_token, spec, asked.layout.prefix_tokens), wake)
         if running.prefetch is not None and running.prefetch.pending():
             return True
-        return running.segments.pending(self._scope(running), ms_per_token, wake) if running.segments else False
+        return running.approximation.pending(self.scope(running), ms_per_token, wake) if running.approximation else False
 
     def uncached(self, running: Running) -> int:
         """How much of a waiting prompt would be computed if it started now."""
         if running.peeked[0] != self.store.changes:
-            scope, known = self._scope(running), 0
+            scope, known = self.scope(running), 0
             if scope and running.asked.reuse != "off":
-                near = running.segments
+                near = running.approximation
                 known = near.known_tokens(scope) if near else self.store.match(scope, running.ids.array(), peek=True).tokens
             running.peeked = (self.store.changes, known)
         return len(running.ids) - running.peeked[1]
@@ -84,7 +79,7 @@ class Lifecycle:
         self.admission.withdraw(running)
         self._release(running)
         running.provenance = Provenance(known.whole, running.provenance.made)
-        running.scope, running.plan, running.prefetch, running.segments = None, None, None, None
+        running.scope, running.plan, running.prefetch, running.approximation = None, None, None, None
         running.looked, running.peeked, running.admitted_tokens = False, (-1, 0), 0
         running.account.reopen()
         running.account.record_note("weights, adapters or hooks changed while it waited or was filled: begun anew")
@@ -101,14 +96,14 @@ class Lifecycle:
         self.runner.follow_threads()
         self._attach(running)
         assert running.plan is not None and running.sequence is not None
-        near = running.segments.admitted_tokens if running.segments else 0
+        near = running.approximation.admitted_tokens if running.approximation else 0
         from_disk = 0 if near else running.plan.cached_tokens  # pages after attached ranges never come from disk
         account.record_attached(running.plan.refusals, from_disk, running.sequence.copied_tokens)
 
     def _attach(self, running: Running) -> None:
         """Give the request a sequence that starts from the longest known prefix of all its ids."""
-        model, length, near = self.runner.model, len(running.ids), running.segments
-        running.scope = self._scope(running)
+        model, length, near = self.runner.model, len(running.ids), running.approximation
+        running.scope = self.scope(running)
         if near is not None:
             near.detach()
         if running.scope is None:
@@ -159,8 +154,8 @@ class Lifecycle:
             other = self.store.match(lossy, running.ids.array())
             if other.tokens > found.tokens:
                 running.scope, found = lossy, other
-        elif running.segments is not None:
-            found = running.segments.match(scope, found.tokens) or found
+        elif running.approximation is not None:
+            found = running.approximation.match(scope, found.tokens) or found
         return found
 
     def _record_grade(self, running: Running) -> None:
@@ -208,9 +203,9 @@ class Lifecycle:
 
     def _advance(self, running: Running) -> None:
         """Look at the attached range that was reached, if one was; if that leaves nothing near, the account says so."""
-        if running.segments is not None:
+        if running.approximation is not None:
             before = running.grade
-            running.segments.advance()
+            running.approximation.advance()
             if running.grade != before:
                 running.account.retract(OF_BITS)
                 self._record_grade(running)
@@ -230,7 +225,7 @@ class Lifecycle:
     def _choose(self, running: Running, logits: torch.Tensor) -> AgentCacheError | FinishReason | None:
         asked, decoding, guide = running.asked, running.decoding, running.decoding.guide
         masked = guide.mask(logits) if guide else logits
-        if masked is not None and running.segments is not None and (why := running.segments.doubt(masked)):
+        if masked is not None and running.approximation is not None and (why := running.approximation.doubt(masked)):
             self._compute(running, Reason.UNSURE, why)
             return None
         if asked.on_logits is not None:
@@ -256,11 +251,11 @@ class Lifecycle:
 
     def _compute(self, running: Running, reason: Reason, why: str) -> None:
         """Compute what stood after attached ranges: the request does without them."""
-        assert running.sequence is not None and running.segments is not None
+        assert running.sequence is not None and running.approximation is not None
         running.account.retract((Reason.APPROXIMATE,))
         running.account.record_refusals([Refusal(reason, 0, len(running.ids), why)])
         running.sequence.close()
-        running.segments.detach(for_good=True)
+        running.approximation.detach(for_good=True)
         self._attach(running)
         assert running.plan is not None
         running.account.record_no_segments(running.plan.cached_tokens)
@@ -283,7 +278,7 @@ class Lifecycle:
 
         What was attached may be why: it is computed instead, once, unless some of the answer is out already.
         """
-        sequence, at, near = running.sequence, len(running.ids), running.segments
+        sequence, at, near = running.sequence, len(running.ids), running.approximation
         if isinstance(sequence, Sequence):
             at = sequence.length
             self.admission.withdraw(running)
@@ -306,8 +301,8 @@ class Lifecycle:
     def end(self, running: Running, reason: FinishReason) -> None:
         """The request is answered."""
         self.admission.admit(running)
-        if running.segments is not None:
-            running.segments.answered()
+        if running.approximation is not None:
+            running.approximation.answered()
         if tail := running.decoding.text.finish():
             running.events.put(Chunk(tail, ()))
         self._leave(running, reason)
@@ -332,5 +327,5 @@ class Lifecycle:
             running.sequence = None
         if running.prefetch is not None:
             running.prefetch.close()
-        if running.segments is not None:
-            running.segments.close()
+        if running.approximation is not None:
+            running.approximation.close()

@@ -1,4 +1,4 @@
-"""Which prompt tokens are attached and which are computed: decided here, obeyed by the runner. Pure; knows neither torch nor storage.
+"""Which prompt tokens are attached and which are computed: decided here, obeyed by the runner. Pure; looks into no page.
 
 [0 ........ attach ........)[........ compute ........ n)
                                                     ^ the last token is always computed: its logits are needed
@@ -13,22 +13,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .kv import Page
 from .types import Reason, Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Take tokens [start, stop) from `source`, moved by `shift` positions, valid up to layer `layers` (None: all).
+    """Take tokens [start, stop), moved by `shift` positions, valid up to layer `layers` (None: all).
 
-    run: which of the runs that were found, for a segment.
+    run: number of the run of tokens that it is part of, None for the prefix. pages: where the run is stored, the first slot of the first
+    one at position `base`.
     """
 
     start: int
     stop: int
-    source: str = "prefix"
     shift: int = 0
     layers: int | None = None
-    run: int = 0
+    run: int | None = None
+    pages: tuple[Page, ...] = ()
+    base: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Plan:
     @property
     def prefix_tokens(self) -> int:
         """How many tokens the longest exact prefix gives."""
-        return next((step.stop for step in self.steps if isinstance(step, Attach) and step.source == "prefix"), 0)
+        return next((step.stop for step in self.steps if isinstance(step, Attach) and step.run is None), 0)
 
     @property
     def cached_tokens(self) -> int:

@@ -137,7 +137,7 @@ class Running:
     provenance: Provenance
     events: Events = field(default_factory=Events)
     # approximate reuse, where the caller consents to it
-    segments: Approximation | None = None
+    approximation: Approximation | None = None
     # -- waiting
     # the way of the prompt's pages from disk; looked: whether there is one is known
     prefetch: PagePrefetch | None = None
@@ -185,14 +185,14 @@ class Running:
     @property
     def grade(self) -> Grade:
         """How near the sequence's keys and values are to computed ones."""
-        if self.segments is not None and self.segments.scope is not None:
+        if self.approximation is not None and self.approximation.scope is not None:
             return "approximate"
         return self.scope.precision if self.scope else "exact"
 
     @property
     def numerics(self) -> frozenset[str]:
         """Digests of all kernels that had a part in the sequence, those of attached segments included."""
-        return frozenset(self.provenance.numerics) | (self.segments.numerics if self.segments else frozenset())
+        return frozenset(self.provenance.numerics) | (self.approximation.numerics if self.approximation else frozenset())
 
     @property
     def received(self) -> Moment:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .errors import FAULTS, AgentCacheError, GenerationError, OutOfMemoryError
-from .kv import PAGE_TOKENS, Ahead, Page, Piece, Sequence
+from .kv import PAGE_TOKENS, Ahead, Page, Piece, Sequence, stored_slots, stored_states
 from .model.attention import Part
 from .model.hf import HFModel
 from .model.kernels.openmp import use_threads
@@ -59,34 +59,6 @@ class Work:
 
     def __post_init__(self) -> None:
         self.pieces = self.pieces or self.sequence.pieces(len(self.ids))
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Pages that hold a run of tokens; the first slot of the first one was position `base`. numerics: of what computed them."""
-
-    pages: tuple[Page, ...]
-    base: int
-    numerics: frozenset[str] = frozenset()
-
-    def slots(self, start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
-        """The pages under positions [start, stop) as (page, first slot, count)."""
-        at = start - self.base
-        while at < stop - self.base:
-            slot = at % PAGE_TOKENS
-            count = min(PAGE_TOKENS - slot, stop - self.base - at)
-            yield self.pages[at // PAGE_TOKENS], slot, count
-            at += count
-
-    def states(self, layer: int, start: int, stop: int) -> torch.Tensor | None:
-        """The inputs of a layer that were kept with these tokens [stop - start, hidden], None if some were not."""
-        found = []
-        for page, slot, count in self.slots(start, stop):
-            kept = page.boundaries.get(layer)
-            if kept is None or not bool(torch.isfinite(kept[slot : slot + count]).all()):
-                return None
-            found.append(kept[slot : slot + count])
-        return torch.cat(found)
 
 
 @dataclass(slots=True)
@@ -155,63 +127,54 @@ class Runner:
         use_threads(process_threads())
 
     @torch.no_grad()  # not inference mode: pages made here are written outside of it, too
-    def attach(self, sequence: Sequence, steps: list[Attach], sources: list[Source], regime: str, held: bool = False) -> None:
-        """Copy the keys, re-indexed, and values of segments to where the plan wants them, ahead of the sequence's length.
+    def attach(self, sequence: Sequence, ranges: Iterable[Attach], regime: str, held: bool = False) -> None:
+        """Copy the keys, re-indexed, and values of stored runs to where the plan wants them, ahead of the sequence's length.
 
-        held: each segment's junction is looked at before the sequence goes over it.
+        held: the sequence stops at the first range of each run.
         """
         spans: list[Ahead] = []
-        for step in steps:
-            source, start = sources[step.run], step.start - step.shift
+        for step in ranges:
+            start, stop = step.start - step.shift, step.stop - step.shift
+            assert step.run is not None
             sequence.reserve_to(step.stop)
-            for page, slot, count in source.slots(start, start + step.stop - step.start):
-                at = source.base + source.pages.index(page) * PAGE_TOKENS + slot
-                self._move(sequence, page, slot, at, at + step.shift, count, regime, step.layers)
-            states = None if step.layers is None else source.states(step.layers, start, start + step.stop - step.start)
+            for page, slot, count in stored_slots(step.pages, step.base, start, stop):
+                self._move(sequence, step, page, slot, count, regime)
+            states = None if step.layers is None else stored_states(step.pages, step.base, step.layers, start, stop)
             first = step.run not in [span.run for span in spans]
             spans.append(Ahead(step.start, step.stop, step.layers, states, step.run, held and first))
         sequence.place(spans)
 
-    def _move(
-        self, sequence: Sequence, page: Page, slot: int, source: int, target: int, count: int, regime: str, layers: int | None
-    ) -> None:
+    def _move(self, sequence: Sequence, step: Attach, page: Page, slot: int, count: int, regime: str) -> None:
+        """Copy `count` slots of one stored page to where they are wanted."""
         assert self.model.rotary is not None
+        source = step.base + step.pages.index(page) * PAGE_TOKENS + slot
+        target, moved = source + step.shift, step.shift != 0
         cos, sin = self.model.rotary.turns(regime, source, target, count)
         fixed = self.model.unrotated
         for own, into, some, offset in sequence.slots(target, target + count):
             span, here = slice(slot + offset, slot + offset + some), slice(into, into + some)
-            for layer in range(sequence.spec.layers if layers is None else layers):
+            for layer in range(sequence.spec.layers if step.layers is None else step.layers):
                 keys = page.layer_keys[layer][..., span]
-                if layer not in fixed and source != target:
+                if layer not in fixed and moved:
                     keys = turn(keys, cos[:, offset : offset + some], sin[:, offset : offset + some])
                 own.layer_keys[layer][..., here] = keys
                 own.layer_values[layer][:, here] = page.layer_values[layer][:, span]
 
     @torch.inference_mode()
-    def differs(self, sequence: Sequence, source: Source, start: int, stop: int, shift: int, regime: str) -> float:
-        """How far the keys computed for positions [start, stop) are from the stored ones, re-indexed: relative, in the middle layer."""
-        layer = sequence.spec.layers // 2
+    def stored_keys(self, step: Attach, layer: int, start: int, stop: int, regime: str) -> torch.Tensor:
+        """Keys of one layer as stored with the range's pages, re-indexed to prompt positions [start, stop): fp32."""
         assert self.model.rotary is not None
-        cos, sin = self.model.rotary.turns(regime, start - shift, start, stop - start)
-        pieces = source.slots(start - shift, stop - shift)
-        stored = torch.cat([page.layer_keys[layer][..., slot : slot + count] for page, slot, count in pieces], -1)
-        stored = stored.float() if layer in self.model.unrotated else turn(stored.float(), cos, sin)
-        computed = sequence.read(layer, start, stop)[0].permute(1, 2, 0).float()
-        return float((computed - stored).norm() / computed.norm())
+        cos, sin = self.model.rotary.turns(regime, start - step.shift, start, stop - start)
+        pieces = stored_slots(step.pages, step.base, start - step.shift, stop - step.shift)
+        stored = torch.cat([page.layer_keys[layer][..., slot : slot + count] for page, slot, count in pieces], -1).float()
+        return stored if layer in self.model.unrotated else turn(stored, cos, sin)
 
     @torch.inference_mode()
-    def deviations(self, sequence: Sequence, ids: list[int], start: int, regime: str) -> torch.Tensor:
-        """How far layer 1's values of the tokens ahead from `start` on are from what they are behind this context: relative, [tokens].
-
-        Runs two layers over them, which leaves the true keys and values there.
-        """
-        stop = start + len(ids)
-        stored = sequence.read(1, start, stop)[1].float()
-        for at in range(start, stop, MAX_ROWS):
+    def run_below(self, sequence: Sequence, ids: list[int], start: int, regime: str, layers: int) -> None:
+        """Run tokens ahead of the sequence through the first layers, which leaves their true keys and values there."""
+        for at in range(start, start + len(ids), MAX_ROWS):
             some = ids[at - start : at - start + MAX_ROWS]
-            self.model.forward(torch.tensor(some), [Part(sequence, at, len(some))], [regime], [], layers=2)
-        found = sequence.read(1, start, stop)[1].float()
-        return (found - stored).flatten(1).norm(dim=1) / found.flatten(1).norm(dim=1).clamp_min(1e-9)
+            self.model.forward(torch.tensor(some), [Part(sequence, at, len(some))], [regime], [], layers=layers)
 
     def run(self, work: list[Work]) -> list[Outcome]:
         """Run all work in one forward and advance its sequences. Members of a pack that fails are run one by one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from typing import Protocol
 
 import torch
 
@@ -32,10 +33,23 @@ MAX_DECODING = MAX_ROWS // 2  # requests that get a token in one round; with mor
 Pack = list[tuple[Running, Work]]
 
 
+class IdleWork(Protocol):
+    """What the device does, a little at a time, while no request runs."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether an idle moment could be used."""
+        ...
+
+    def step(self) -> None:
+        """Do a little."""
+        ...
+
+
 class Scheduler:
     """The device's one thread. submit() from any thread; close() ends it after the running round.
 
-    rounds: forwards so far. ms_per_token: cost of prefill, smoothed.
+    rounds: forwards so far. ms_per_token: cost of prefill, smoothed. idle: what else the device may do.
     """
 
     def __init__(self, runner: Runner, store: Store, chunk_tokens: int) -> None:
@@ -43,7 +57,7 @@ class Scheduler:
         self.store = store
         self.lifecycle = Lifecycle(runner, store)
         self.hit_audit = HitAudit(runner, store)
-        self.drift_monitor = self.lifecycle.segments.monitor
+        self.idle: list[IdleWork] = [self.hit_audit]
         self.chunk_tokens = min(chunk_tokens, MAX_ROWS)
         self.ms_per_token = 0.0
         self.rounds = 0
@@ -103,8 +117,8 @@ class Scheduler:
         if pack and not self._closed.is_set():
             self._round(pack)
         elif not self._live and not self._waiting and not self._closed.is_set():
-            self.hit_audit.step()
-            self.drift_monitor.step()
+            for work in self.idle:
+                work.step()
             if shape := self._page_to_commit():
                 prepared.step(*shape)
         self.store.note_busy(bool(self._live))  # before this thread waits for requests
@@ -118,7 +132,7 @@ class Scheduler:
 
     def _patience(self) -> float | None:
         """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""
-        if self._live or (not self._waiting and (self.hit_audit.pending or self.drift_monitor.pending or self._page_to_commit())):
+        if self._live or (not self._waiting and (any(work.pending for work in self.idle) or self._page_to_commit())):
             return 0.0
         return POLL_S if self._waiting else None
 

@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 
+from agentcache.approximate.minhash import MOST, Kept, LSHIndex, Proposal, Signature
+from agentcache.approximate.minhash_index import exact
+from agentcache.approximate.ngram_index import repeats
+from agentcache.approximate.segment_prefetch import longest_run
+from agentcache.approximate.windows import TokenTexts, Window, windows
 from agentcache.bench.react import Oracle
 from agentcache.calibrate.traces import Episode, texts
 from agentcache.kv import PAGE_TOKENS, KVSpec, Page
 from agentcache.layout import Renderer
-from agentcache.layout.windows import TokenTexts, Window, windows
 from agentcache.store.entry import common
 from agentcache.store.keys import Ids, Scope, as_ids
 from agentcache.store.memory.prefix_tree import PrefixTree
-from agentcache.store.minhash import MOST, Kept, LSHIndex, Proposal, Signature
-from agentcache.store.minhash_index import exact
-from agentcache.store.segment_prefetch import longest_run
 from agentcache.types import Layout, Span
 
 TAUS = (0.6, 0.7, 0.8, 0.9)
@@ -115,7 +116,7 @@ class Finder:
         ids = as_ids(layout.ids)
         since = self.seen.known(list(layout.ids))
         began = time.thread_time()
-        runs = [(run.start, run.stop) for run in self.tree.repeats(SCOPE, ids, since, LEAST)]
+        runs = [(run.start, run.stop) for run in repeats(self.tree, SCOPE, ids, since, LEAST)]
         looked = time.thread_time()
         asked = windows(layout, self.say, since, size=self.size, stride=self.size // 2)
         cut = time.thread_time()

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import torch
 
+from agentcache.approximate.calibration import Calibration
+from agentcache.approximate.segments import behind
 from agentcache.bench.quality_play import ANSWER_TOKENS
 from agentcache.calibrate.trials import nothing_kept
-from agentcache.calibration import Calibration
 from agentcache.engine import Engine
 from agentcache.kv import PAGE_TOKENS, Page
-from agentcache.segments import behind
 from agentcache.store.keys import as_ids
 from agentcache.types import Sampling
 

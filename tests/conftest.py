@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache.store import page_prefetch, segment_prefetch
+from agentcache.approximate import segment_prefetch
+from agentcache.store import page_prefetch
 from tests import models
 
 os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk but where a test asks for it

@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import Engine
+from agentcache.approximate.calibration import Calibration
 from agentcache.bench.quality_cases import made_up
 from agentcache.calibrate import search, shifts
 from agentcache.calibrate.traces import Call, Episode, read
 from agentcache.calibrate.trials import Row, Trials, bound, first_unsure
-from agentcache.calibration import Calibration
 from agentcache.cli import app
 from agentcache.errors import ConfigError, ReuseWarning
 from agentcache.types import Precision

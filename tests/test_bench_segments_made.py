@@ -148,7 +148,7 @@ def test_paired_requests_are_held_against_everything_computed(engine: Engine, tm
 def test_an_answer_that_differs_is_decoded_to_its_end_and_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that were taken are spoilt, so that answers must differ."""
     bench = Trials(engine)
-    real = engine.scheduler.lifecycle.segments.runner.attach
+    real = engine.scheduler.runner.attach
 
     def spoilt(sequence: Any, *rest: Any) -> None:
         real(sequence, *rest)
@@ -157,7 +157,7 @@ def test_an_answer_that_differs_is_decoded_to_its_end_and_counted(engine: Engine
                 for values in own.layer_values:
                     values[:, into : into + some] *= -3.0
 
-    monkeypatch.setattr(engine.scheduler.lifecycle.segments.runner, "attach", spoilt)
+    monkeypatch.setattr(engine.scheduler.runner, "attach", spoilt)
     rows = Rows(None, {})
     segments_paired.Paired(engine, {"ours": bench.calibration(8)}).run(made.tasks(2, 3, ("dated system",)), rows, quiet)
     for row in rows.of("paired"):

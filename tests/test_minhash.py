@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentcache.approximate import minhash
+from agentcache.approximate.minhash import LEFT, PERMUTATIONS, PLACES, SHINGLE, Kept, LSHIndex, Signer, shingles
+from agentcache.approximate.minhash_index import MOST_ROWS, MinHashIndex
 from agentcache.errors import ConfigError
-from agentcache.store import minhash
 from agentcache.store.deletion import Deletion
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Ids, Scope, chain
-from agentcache.store.minhash import LEFT, PERMUTATIONS, PLACES, SHINGLE, Kept, LSHIndex, Signer, shingles
-from agentcache.store.minhash_index import MOST_ROWS, MinHashIndex
 
 SCOPE = Scope("default", "weights")
 PARENT = b"p" * 32
@@ -64,7 +64,7 @@ def test_similarity_is_estimated() -> None:
 
 def test_minhash_are_the_same_in_every_process() -> None:
     program = (
-        "from agentcache.store.minhash import Signer, shingles\n"
+        "from agentcache.approximate.minhash import Signer, shingles\n"
         "from tests.test_minhash import Said, words\n"
         "print(Signer().sign(Said(0, 64, words(5), words(6))).values.tolist())"
     )
@@ -205,10 +205,10 @@ def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
         minhash.datasketch()
 
 
-def test_the_engine_imports_without_the_library() -> None:
-    program = "import sys; sys.modules['datasketch'] = None; import agentcache.engine; print('agentcache.store.minhash' in sys.modules)"
+def test_approximate_reuse_imports_without_the_library() -> None:
+    program = "import sys; sys.modules['datasketch'] = None; import agentcache.approximate.segments as made; print(made.Segments.__name__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+    assert done.stdout.strip() == "Segments"
 
 
 # -- in the index of the store -----------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_rows_go_with_their_namespace_and_age_and_the_longest_unused_go_first(in
     index.delete_namespace("other")
     assert index.stats()["segments"] == 4
     signed.used(SCOPE, [proposal.kept for proposal in signed.find(SCOPE, prompt(), windows[0])])
-    monkeypatch.setattr("agentcache.store.minhash_index.MOST_ROWS", 2)
+    monkeypatch.setattr("agentcache.approximate.minhash_index.MOST_ROWS", 2)
     signed.note_now(SCOPE, prompt(), [Said(7, 71, words(7))])
     later = MinHashIndex(index, lambda job: job())
     later.refresh(SCOPE)
@@ -293,7 +293,7 @@ def test_places_whose_pages_are_gone_are_forgotten_unless_they_are_young(index: 
     signed.gone(SCOPE, places[:1])
     assert index.stats()["segments"] == 4
     assert signed.find(SCOPE, prompt(), windows[0]) == []
-    monkeypatch.setattr("agentcache.store.minhash_index.YOUNG_S", -1.0)
+    monkeypatch.setattr("agentcache.approximate.minhash_index.YOUNG_S", -1.0)
     signed.gone(SCOPE, places[:2])
     assert index.stats()["segments"] == 2
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from agentcache import Constraint, Reason, volatile
+from agentcache.approximate.windows import NAMESPACES, TokenTexts
 from agentcache.errors import ConfigError
 from agentcache.layout import canonical, declared, request
 from agentcache.layout.template import Template
 from agentcache.layout.tokenise import Encoder
-from agentcache.layout.windows import NAMESPACES, TokenTexts
 from agentcache.store.keys import Scope
 from tests.engines import SYSTEM, TOOLS, chat, decode, engine, long_text
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentcache.approximate.ngram_index import GRAM, Run, beside, grams, repeats, stored_repeats
 from agentcache.kv import PAGE_TOKENS, KVSpec, Page
 from agentcache.store.keys import Ids, Scope, as_ids
-from agentcache.store.memory.ngram_index import GRAM, Run, beside, grams
 from agentcache.store.memory.prefix_tree import PrefixTree
 from agentcache.store.store import Store
 
@@ -32,7 +32,7 @@ def kept_ids(run: Run) -> Ids:
 
 
 def found(tree: PrefixTree, ids: Ids, since: int = 0, least: int = 32, scope: Scope = SCOPE) -> list[Run]:
-    runs = tree.repeats(scope, ids, since, least)
+    runs = repeats(tree, scope, ids, since, least)
     for run in runs:
         assert since <= run.start <= run.stop - least < run.stop < len(ids)
         assert np.array_equal(kept_ids(run), ids[run.start : run.stop])
@@ -88,7 +88,7 @@ def test_approximate_pages_are_never_a_source() -> None:
     keep(tree, kept, Scope("default", "weights", precision="approximate"))
     prompt = np.concatenate([text(2, 10), kept])
     assert found(tree, prompt) == []
-    assert tree.repeats(Scope("default", "weights", precision="approximate"), prompt, 0, 32) == []
+    assert repeats(tree, Scope("default", "weights", precision="approximate"), prompt, 0, 32) == []
 
 
 def test_lossy_pages_are_a_source_for_who_asks_and_exact_ones_come_first() -> None:
@@ -97,9 +97,9 @@ def test_lossy_pages_are_a_source_for_who_asks_and_exact_ones_come_first() -> No
     keep(store.tree, kept, Scope("default", "weights", precision="int8"))
     keep(store.tree, kept[200:420])
     prompt = np.concatenate([text(2, 10), kept, text(3, 10)])
-    [alone] = store.repeats(SCOPE, prompt, 0, 32)
+    [alone] = stored_repeats(store, SCOPE, prompt, 0, 32)
     assert (alone.start, alone.stop) == (210, 430)
-    runs = store.repeats(SCOPE, prompt, 0, 32, ("exact", "int8"))
+    runs = stored_repeats(store, SCOPE, prompt, 0, 32, ("exact", "int8"))
     assert [(run.start, run.stop, run.entries[0].scope.precision) for run in runs] == [
         (10, 210, "int8"), (210, 430, "exact"), (430, 710, "int8"),
     ]  # fmt: skip
@@ -108,7 +108,9 @@ def test_lossy_pages_are_a_source_for_who_asks_and_exact_ones_come_first() -> No
         assert len(run.pages) == len(run.entries)
     assert [run.source for run in runs] == [0, 0, 420]
     assert [entry.place for entry in runs[2].entries] == [0, 1]
-    assert [run.start for run in store.repeats(SCOPE, prompt, 0, 210, ("exact", "int8"))] == [210, 430], "short pieces are left alone"
+    assert [run.start for run in stored_repeats(store, SCOPE, prompt, 0, 210, ("exact", "int8"))] == [210, 430], (
+        "short pieces are left alone"
+    )
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=6)
@@ -140,11 +142,11 @@ def test_what_was_dropped_is_not_found_and_leaves_nothing_behind() -> None:
     tree, kept = PrefixTree(2 * SPEC.page_bytes), text(1, 1000)
     found(tree, kept)  # from now on everything is indexed as it comes
     keep(tree, kept)
-    assert tree.audit()["ngrams"] > 0
+    assert tree.audit()["indexed"] > 0
     keep(tree, text(2, 1000))
     assert found(tree, np.concatenate([text(3, 9), kept])) == []
     tree.clear()
-    assert tree.audit()["ngrams"] == 0
+    assert tree.audit()["indexed"] == 0
 
 
 def test_a_page_too_short_for_the_index_goes_without_trouble() -> None:

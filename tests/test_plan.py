@@ -6,10 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.calibration import Calibration
+from agentcache.approximate.calibration import Calibration
+from agentcache.approximate.ngram_index import Run
+from agentcache.approximate.segments import ranges
 from agentcache.plan import Attach, Compute, make
-from agentcache.segments import Repeat, ranges
+from agentcache.store.entry import Entry
+from agentcache.store.keys import Scope, as_ids
 from agentcache.types import Reason
+
+SCOPE = Scope("default", "weights")
+ENTRY = Entry(b"page", SCOPE, as_ids([]), None, Entry(b"root", SCOPE, as_ids([]), None, None))
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -45,27 +51,26 @@ def test_the_reason_is_the_one_that_holds(prompt: int, prefix: int, missed: Reas
 
 
 def test_attach_names_its_source_shift_and_layers() -> None:
-    assert make(10, 4, Reason.DIVERGED).steps == (Attach(0, 4, "prefix", 0, None), Compute(4, 10))
+    assert make(10, 4, Reason.DIVERGED).steps == (Attach(0, 4), Compute(4, 10))
 
 
 @st.composite
-def repeats(draw: st.DrawFn) -> tuple[int, int, list[Repeat]]:
+def repeats(draw: st.DrawFn) -> tuple[int, int, list[tuple[Run, frozenset[int]]]]:
     """A prompt, its prefix, and disjoint runs behind it."""
     prefix = draw(st.integers(0, 50))
     found, at = [], prefix
     for _ in range(draw(st.integers(0, 5))):
         start = at + draw(st.integers(0, 40))
         at = start + draw(st.integers(1, 90))
-        found.append(
-            Repeat(start, at, draw(st.integers(-30, start)), draw(st.sampled_from([frozenset(), frozenset((2,)), frozenset((2, 5))])))
-        )
+        source = start - draw(st.integers(-30, start))
+        found.append((Run(start, at, (ENTRY,), source), draw(st.sampled_from([frozenset(), frozenset((2,)), frozenset((2, 5))]))))
     return at + draw(st.integers(1, 30)), prefix, found
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(repeats(), st.sampled_from([((0, 8),), ((8, 8),), ((4, 2), (20, 8)), ((0, 2), (16, 5), (40, 8))]))
 def test_segments_are_taken_by_their_distance_and_everything_is_covered_once(
-    given_: tuple[int, int, list[Repeat]], steps: tuple[tuple[int, int], ...]
+    given_: tuple[int, int, list[tuple[Run, frozenset[int]]]], steps: tuple[tuple[int, int], ...]
 ) -> None:
     prompt, prefix, runs = given_
     known = Calibration("x", 8, steps, 60, 1.0)
@@ -82,10 +87,10 @@ def test_segments_are_taken_by_their_distance_and_everything_is_covered_once(
     for step in plan.steps:
         for token in range(step.start, step.stop):
             layer_of[token] = 0 if isinstance(step, Compute) else 8 if step.layers is None else step.layers
-    for run, segment in zip(runs, segments, strict=True):
+    for (run, boundaries), segment in zip(runs, segments, strict=True):
         for token in range(run.start, run.stop):
-            allowed = [layer for distance, layer in steps if distance <= token - run.start and (layer == 8 or layer in run.boundaries)]
+            allowed = [layer for distance, layer in steps if distance <= token - run.start and (layer == 8 or layer in boundaries)]
             assert layer_of[token] == max(allowed, default=0)
         assert segment.whole_tokens + segment.resumed_tokens + segment.halo_tokens == run.stop - run.start
-        own = [step for step in plan.steps if isinstance(step, Attach) and step.source == "segment" and run.start <= step.start < run.stop]
+        own = [step for step in plan.steps if isinstance(step, Attach) and step.run is not None and run.start <= step.start < run.stop]
         assert {step.shift for step in own} <= {run.shift}

@@ -8,17 +8,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
 
+from agentcache.approximate import ngram_index, segment_prefetch
+from agentcache.approximate.minhash_index import MinHashIndex
+from agentcache.approximate.segment_prefetch import SegmentPrefetch, SegmentQuery, longest_run
+from agentcache.approximate.stored_text import StoredText
 from agentcache.errors import ConfigError, StoreError
 from agentcache.kv import PAGE_TOKENS, KVSpec, Page
-from agentcache.store import segment_prefetch
 from agentcache.store.keys import Ids, Scope, chain
 from agentcache.store.policy import Rate
-from agentcache.store.segment_prefetch import SegmentPrefetch, SegmentQuery, longest_run
 from agentcache.store.store import Store
 from agentcache.types import Reason, StoreOptions
 from tests.stored import edit, page, path, same
@@ -45,9 +48,23 @@ def pages(ids: Ids) -> list[Page]:
     return [page(SPEC, len(cut), seed=int(cut[0])) for cut in cuts]
 
 
+TEXTS: WeakKeyDictionary[Store, StoredText] = WeakKeyDictionary()
+
+
+def said(store: Store) -> StoredText:
+    """What the prompts of a store say."""
+    return TEXTS.get(store) or TEXTS.setdefault(store, StoredText(store))
+
+
+def index_of(store: Store) -> MinHashIndex:
+    found = said(store).index
+    assert found is not None
+    return found
+
+
 def opened(folder: Path, memory_bytes: int = 64 << 20, **options: Any) -> Store:
     store = Store(memory_bytes, 0, StoreOptions(folder, **options))
-    store.sign()
+    said(store).sign()
     return store
 
 
@@ -76,14 +93,14 @@ def keep(folder: Path, ids: Ids, scope: Scope = SCOPE, first: int = 0) -> None:
     """As a process that kept a prompt, noted its windows, and ended."""
     store = opened(folder)
     store.admit(scope, ids, pages(ids), "here")
-    store.note(scope, ids, windows(ids, first))
+    said(store).note(scope, ids, windows(ids, first))
     assert store.flush(20)
     store.close()
 
 
 def brought(store: Store, ids: Ids, scope: Scope = SCOPE, ms: float = 1000.0, first: int = 0, **options: Any) -> SegmentPrefetch:
     """As a request that waits for it."""
-    found = store.prefetch_segments(SegmentQuery(scope, ids, windows(ids, first), ms, SPEC, **options), lambda: None)
+    found = said(store).prefetch(SegmentQuery(scope, ids, windows(ids, first), ms, SPEC, **options), lambda: None)
     assert found is not None
     end = time.monotonic() + 20
     while found.pending():
@@ -93,7 +110,7 @@ def brought(store: Store, ids: Ids, scope: Scope = SCOPE, ms: float = 1000.0, fi
 
 
 def repeats(store: Store, ids: Ids, scope: Scope = SCOPE) -> list[tuple[int, int, int]]:
-    return [(run.start, run.stop, run.source) for run in store.tree.repeats(scope, ids, 0, 32)]
+    return [(run.start, run.stop, run.source) for run in ngram_index.repeats(store.tree, scope, ids, 0, 32)]
 
 
 KEPT = text(1, 1300)
@@ -112,7 +129,7 @@ def test_a_later_process_finds_repeated_text_that_is_on_disk_only(folder: Path) 
     assert (found.tokens, found.refusals, found.notes) == (300, [], [])
     assert found.bytes > 0
     assert repeats(store, PROMPT) == [(100, 400, 604)]
-    run = store.tree.repeats(SCOPE, PROMPT, 0, 32)[0]
+    run = ngram_index.repeats(store.tree, SCOPE, PROMPT, 0, 32)[0]
     assert all(same(own, page(SPEC, 512, seed=int(entry.ids[0])), 512) for own, entry in zip(run.pages, run.entries, strict=True))
     assert [entry.place for entry in run.entries] == [1]
     assert len(store) == 2, "the page before it came, the page behind did not"
@@ -130,7 +147,7 @@ def test_a_run_over_page_borders_comes_whole(folder: Path) -> None:
 def test_text_of_the_growing_last_page_is_found_after_it_grew(folder: Path) -> None:
     store = opened(folder)
     store.admit(SCOPE, KEPT[:700], pages(KEPT[:700]), "here")
-    store.note(SCOPE, KEPT[:700], windows(KEPT[:700]))
+    said(store).note(SCOPE, KEPT[:700], windows(KEPT[:700]))
     longer = pages(KEPT[:900])
     store.admit(SCOPE, KEPT[:900], longer, "here")
     assert store.flush(20)
@@ -172,7 +189,7 @@ def test_other_ids_under_the_same_words_are_not_attached(folder: Path) -> None:
     store = opened(folder)
     store.admit(SCOPE, KEPT, pages(KEPT), "here")
     other = text(9, 1300)
-    store.note(
+    said(store).note(
         SCOPE, KEPT, [Said(one.start, one.stop, two.words, two.left) for one, two in zip(windows(KEPT), windows(other), strict=True)]
     )
     assert store.flush(20)
@@ -192,13 +209,12 @@ def test_no_segment_crosses_a_scope(folder: Path, other: Scope) -> None:
     found = brought(store, PROMPT, other, first=4)
     assert (found.tokens, found.bytes) == (0, 0)
     # Somebody who can write the index says that the text is the other scope's: the pages say whose they are.
-    assert store.signed is not None
     words = windows(KEPT)
-    own = store.signed.signatures
+    own = index_of(store).signatures
     keys = [SCOPE.root, *chain(SCOPE.root, KEPT)]
-    store.signed.refresh(SCOPE)
+    index_of(store).refresh(SCOPE)
     for window in words:
-        for proposal in store.signed.find(SCOPE, KEPT, window):
+        for proposal in index_of(store).find(SCOPE, KEPT, window):
             assert proposal.kept.parent in keys
             own.add(other, proposal.kept)
     assert own.find(other, own.signer.sign(words[20]), b"")
@@ -261,7 +277,7 @@ def test_no_more_is_read_than_allowed(folder: Path) -> None:
 
 
 def test_pages_that_are_gone_are_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentcache.store.minhash_index.YOUNG_S", -1.0)
+    monkeypatch.setattr("agentcache.approximate.minhash_index.YOUNG_S", -1.0)
     keep(folder, KEPT)
     store = opened(folder)
     assert store.disk is not None
@@ -281,7 +297,7 @@ def test_whatever_fails_breaks_no_request(folder: Path, monkeypatch: pytest.Monk
         raise fault
 
     for place in (
-        "agentcache.store.minhash_index.MinHashIndex.refresh",
+        "agentcache.approximate.minhash_index.MinHashIndex.refresh",
         "agentcache.store.disk.disk_tier.DiskTier.find",
         "agentcache.store.page_prefetch.PagePrefetch.pending",
     ):
@@ -296,7 +312,7 @@ def test_whatever_fails_breaks_no_request(folder: Path, monkeypatch: pytest.Monk
 def test_no_request_waits_for_a_closed_prefetch(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)
-    found = store.prefetch_segments(SegmentQuery(SCOPE, PROMPT, windows(PROMPT, 4), 1.0, SPEC), lambda: None)
+    found = said(store).prefetch(SegmentQuery(SCOPE, PROMPT, windows(PROMPT, 4), 1.0, SPEC), lambda: None)
     assert found is not None
     found.close()
     assert not found.pending()
@@ -307,47 +323,45 @@ def test_no_request_waits_for_a_closed_prefetch(folder: Path) -> None:
 
 def test_without_signing_or_a_disk_nothing_is_noted_or_brought(folder: Path) -> None:
     silent = Store(64 << 20, 0, StoreOptions(folder))
-    silent.note(SCOPE, KEPT, windows(KEPT))
-    assert silent.prefetch_segments(SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
+    said(silent).note(SCOPE, KEPT, windows(KEPT))
+    assert said(silent).prefetch(SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
     memory = Store(64 << 20)
-    memory.sign()
-    memory.note(SCOPE, KEPT, windows(KEPT))
-    assert memory.prefetch_segments(SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
+    said(memory).sign()
+    said(memory).note(SCOPE, KEPT, windows(KEPT))
+    assert said(memory).prefetch(SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
     store = opened(folder)
     near = replace(SCOPE, precision="approximate")
-    assert store.prefetch_segments(SegmentQuery(near, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None, "only memory holds such pages"
-    assert store.prefetch_segments(SegmentQuery(SCOPE, KEPT, [], 1.0, SPEC), lambda: None) is None
+    assert said(store).prefetch(SegmentQuery(near, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None, "only memory holds such pages"
+    assert said(store).prefetch(SegmentQuery(SCOPE, KEPT, [], 1.0, SPEC), lambda: None) is None
     with pytest.raises(ConfigError, match="tau=2"):
-        store.sign(2)
+        said(store).sign(2)
 
 
 def test_what_is_cleared_leaves_no_signature_in_memory_and_is_found_on_disk_again(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)
-    assert store.signed is not None
     assert brought(store, PROMPT, first=4).tokens == 300
     store.clear("another")
     store.clear(grade="approximate")
-    assert len(store.signed.signatures)
+    assert len(index_of(store).signatures)
     store.clear(SCOPE.namespace)
-    assert len(store.signed.signatures) == 0
+    assert len(index_of(store).signatures) == 0
     assert brought(store, PROMPT, first=4).tokens == 300
 
 
 def test_noting_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(folder)
     assert store.disk is not None
-    assert store.signed is not None
     returned, in_time = threading.Event(), list[bool]()
-    put = store.signed.note_now
+    put = index_of(store).note_now
 
     def slow(*given: Any) -> int:
         in_time.append(returned.wait(20))
         return put(*given)
 
-    monkeypatch.setattr(store.signed, "note_now", slow)
+    monkeypatch.setattr(index_of(store), "note_now", slow)
     store.note_busy(True)
-    store.note(SCOPE, KEPT, windows(KEPT))
+    said(store).note(SCOPE, KEPT, windows(KEPT))
     returned.set()
     assert store.flush(20)
     assert in_time == [True]

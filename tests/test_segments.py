@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +14,23 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason, Sampling
-from agentcache.calibration import Calibration, find, place
+from agentcache.approximate.calibration import Calibration, find, place
+from agentcache.approximate.ngram_index import Run
+from agentcache.approximate.segments import ranges
 from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import PAGE_TOKENS, Sequence
 from agentcache.model.attention import Part
 from agentcache.model.hf import HFModel
 from agentcache.plan import Attach, make
-from agentcache.runner import Runner, Source, Work
-from agentcache.segments import Repeat, ranges
+from agentcache.runner import Runner, Work
+from agentcache.store.entry import Entry
+from agentcache.store.keys import Scope, as_ids
 from agentcache.types import Precision, Reuse, StoreOptions
 from tests import models
 from tests.families import DENSE, tokens
 
 LAYERS = 6
+SCOPE = Scope("default", "weights")
 LENGTH = 1100
 DOC = " ".join(f"entry {at} of the harbour book says {at * at % 977}." for at in range(70))
 
@@ -66,12 +70,25 @@ def fill(runner: Runner, sequence: Sequence, ids: list[int], chunk: int) -> torc
     return outcome.logits
 
 
+Repeat = tuple[Run, frozenset[int]]
+
+
+def repeat(kept: Sequence, start: int, stop: int, shift: int, boundaries: Iterable[int] = ()) -> Repeat:
+    """Prompt tokens [start, stop) that stand `shift` positions before in `kept`, and the layers whose inputs are there."""
+    entries = [Entry(b"root", SCOPE, as_ids([]), None, None)]
+    for page in kept.pages:
+        entries.append(Entry(b"page", SCOPE, as_ids([]), page, entries[-1]))
+    first, last = (start - shift) // PAGE_TOKENS, -(-(stop - shift) // PAGE_TOKENS)
+    run = Run(start, stop, tuple(entries[1 + first : 1 + last]), (start - shift) % PAGE_TOKENS, tuple(kept.pages[first:last]))
+    return run, frozenset(boundaries)
+
+
 def attached(runner: Runner, kept: Sequence, repeats: list[Repeat], known: Calibration, length: int = LENGTH) -> Sequence:
     """A new sequence with these runs of `kept` placed ahead."""
     plan = make(length, 0, Reason.COLD, "", ranges(repeats, known)[0])
     sequence = Sequence(kept.spec)
     steps = [step for step in plan.steps if isinstance(step, Attach)]
-    runner.attach(sequence, steps, [Source(tuple(kept.pages), 0)] * len(repeats), "")
+    runner.attach(sequence, steps, "")
     return sequence
 
 
@@ -79,7 +96,7 @@ def attached(runner: Runner, kept: Sequence, repeats: list[Repeat], known: Calib
 @pytest.mark.parametrize("chunk", [512, 37, 1])
 def test_a_segment_whose_left_context_is_equal_gives_the_bits_of_computing_it(family: str, chunk: int) -> None:
     runner, kept, logits, ids = whole(family)
-    sequence = attached(runner, kept, [Repeat(40, 300, 0), Repeat(310, 1060, 0)], calibration())
+    sequence = attached(runner, kept, [repeat(kept, 40, 300, 0), repeat(kept, 310, 1060, 0)], calibration())
     assert sequence.ahead_tokens == 260 - 8 + 750 - 8
     assert torch.equal(fill(runner, sequence, ids, chunk), logits)
     for layer in range(LAYERS):
@@ -94,7 +111,7 @@ def test_a_segment_whose_left_context_is_equal_gives_the_bits_of_computing_it(fa
 def test_computing_resumed_between_layers_gives_the_bits_of_computing_it_all(chunk: int) -> None:
     runner, kept, logits, ids = whole("qwen3", (2, 4))
     known = calibration(steps=((8, 2), (20, 4), (50, LAYERS)), least=60)
-    repeats = [Repeat(40, 300, 0, frozenset((2, 4))), Repeat(310, 370, 0, frozenset((2, 4))), Repeat(600, 1060, 0, frozenset((4,)))]
+    repeats = [repeat(kept, 40, 300, 0, (2, 4)), repeat(kept, 310, 370, 0, (2, 4)), repeat(kept, 600, 1060, 0, (4,))]
     sequence = attached(runner, kept, repeats, known)
     ahead = [(span.start, span.stop, span.entry) for span in sequence.ahead]
     assert ahead[:4] == [(48, 60, 2), (60, 90, 4), (90, 300, None), (318, 330, 2)]
@@ -113,7 +130,7 @@ def test_a_resumed_token_is_not_computed_below_its_layer() -> None:
     """Otherwise the test above would pass with a runner that ignores where to come in."""
     runner, kept, _, ids = whole("qwen3", (2, 4))
     known = calibration(steps=((8, 4), (50, LAYERS)), least=60)
-    sequence = attached(runner, kept, [Repeat(40, 300, 0, frozenset((4,)))], known)
+    sequence = attached(runner, kept, [repeat(kept, 40, 300, 0, (4,))], known)
     spoilt = [span if span.states is None else replace(span, states=span.states + 0.5) for span in sequence.ahead]
     sequence.ahead[:] = spoilt
     fill(runner, sequence, ids, 512)
@@ -124,7 +141,7 @@ def test_a_resumed_token_is_not_computed_below_its_layer() -> None:
 def test_packed_with_others_a_sequence_with_holes_keeps_its_bits() -> None:
     runner, kept, logits, ids = whole("qwen3", (2, 4))
     known = calibration(steps=((8, 2), (20, 4), (50, LAYERS)), least=60)
-    one = attached(runner, kept, [Repeat(40, 300, 0, frozenset((2, 4))), Repeat(600, 1060, 0, frozenset((2, 4)))], known)
+    one = attached(runner, kept, [repeat(kept, 40, 300, 0, (2, 4)), repeat(kept, 600, 1060, 0, (2, 4))], known)
     two, other = Sequence(kept.spec), tokens(200, seed=5)
     alone = fill(runner, Sequence(kept.spec), other, 512)
     missing = LENGTH - one.length - one.ahead_tokens
@@ -167,7 +184,7 @@ def test_a_moved_segment_has_in_layer_0_what_computing_it_there_gives(family: st
     fill(runner, there, [*tokens(333, seed=3), *ids], 512)
     known = Calibration("x", layers, ((8, layers),), 32, 1.0)
     moved = Sequence(model.spec)
-    runner.attach(moved, ranges([Repeat(333, 1200, 333)], known)[0], [Source(tuple(kept.pages), 0)], "")
+    runner.attach(moved, ranges([repeat(kept, 333, 1200, 333)], known)[0], "")
     span = moved.ahead[0]
     assert (span.start, span.stop) == (341, 1200)
     for one, two in zip(there.read(0, 341, 1200), moved.read(0, 341, 1200), strict=True):
@@ -438,14 +455,14 @@ def test_drift_beyond_the_bound_switches_segment_reuse_off() -> None:
         for number in range(4):
             turns = prompt(f"Number {number} {'x ' * number}", "And?")
             receipt = running.generate(turns, sampling=GREEDY).receipt
-            assert receipt.segments or running.scheduler.drift_monitor.checked >= 3
+            assert receipt.segments or running.approximate.monitor.checked >= 3
             deadline = time.monotonic() + 60
-            while running.scheduler.drift_monitor.pending and time.monotonic() < deadline:
+            while running.approximate.monitor.pending and time.monotonic() < deadline:
                 time.sleep(0.01)
-        watch = running.scheduler.drift_monitor
+        watch = running.approximate.monitor
         assert watch.checked >= 3
         assert watch.kl > 0
-        assert running.scheduler.lifecycle.segments.off
+        assert running.approximate.off
         receipt = running.generate(prompt("Off now.", "And?"), sampling=GREEDY).receipt
         assert receipt.segments == ()
         assert Reason.DRIFT in {refusal.reason for refusal in receipt.refusals}
@@ -457,10 +474,10 @@ def test_drift_within_the_bound_leaves_it_on() -> None:
         for number in range(4):
             running.generate(prompt(f"Number {number} {'x ' * number}", "And?"), sampling=GREEDY)
             deadline = time.monotonic() + 60
-            while running.scheduler.drift_monitor.pending and time.monotonic() < deadline:
+            while running.approximate.monitor.pending and time.monotonic() < deadline:
                 time.sleep(0.01)
-        assert running.scheduler.drift_monitor.checked >= 3
-        assert not running.scheduler.lifecycle.segments.off
+        assert running.approximate.monitor.checked >= 3
+        assert not running.approximate.off
 
 
 def test_pages_count_their_boundaries() -> None:
@@ -477,7 +494,7 @@ def test_pages_count_their_boundaries() -> None:
 
 def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a model this small is computed faster than it is read
-    monkeypatch.setattr("agentcache.store.segment_prefetch.too_slow", lambda *given: "")
+    monkeypatch.setattr("agentcache.approximate.segment_prefetch.too_slow", lambda *given: "")
     model, tokenizer, fingerprint = tiny()
     known = calibration(fingerprint=fingerprint)
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=known) as first:
@@ -491,8 +508,10 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
     assert receipt.disk_bytes > 0
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=replace(known, tail=10**6)) as third:
         wanted: list[Any] = []
-        prefetch = third.store.prefetch_segments
-        monkeypatch.setattr(third.store, "prefetch_segments", lambda asked, wake: (wanted.append(asked.windows), prefetch(asked, wake))[1])
+        prefetch = third.approximate.text.prefetch
+        monkeypatch.setattr(
+            third.approximate.text, "prefetch", lambda asked, wake: (wanted.append(asked.windows), prefetch(asked, wake))[1]
+        )
         assert third.generate(prompt("A third one.", "Where?"), sampling=GREEDY).receipt.segments == ()
     assert wanted == [()], "it all stands in what is asked last"
 

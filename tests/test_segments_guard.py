@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.calibration import place
-from agentcache.drift_monitor import divergence
+from agentcache.approximate.calibration import place
+from agentcache.approximate.drift_monitor import divergence
 from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import Sequence
 from agentcache.model.hf import HFModel
@@ -42,9 +42,9 @@ def grades(running: Engine) -> list[str]:
 def checked(running: Engine) -> int:
     """How many requests were computed again, once that is over."""
     deadline = time.monotonic() + 60
-    while running.scheduler.drift_monitor.pending and time.monotonic() < deadline:
+    while running.approximate.monitor.pending and time.monotonic() < deadline:
         time.sleep(0.01)
-    return running.scheduler.drift_monitor.checked
+    return running.approximate.monitor.checked
 
 
 def going_on(answered: str) -> list[dict[str, str]]:
@@ -81,7 +81,7 @@ def test_what_drifted_is_not_gone_on_from_either() -> None:
         for turns in asked:
             assert running.generate(turns, sampling=GREEDY).receipt.precision == "approximate"
             checked(running)
-        assert running.scheduler.lifecycle.segments.off
+        assert running.approximate.off
         assert set(grades(running)) == {"exact"}
         for turns in asked:
             receipt = running.generate(turns, sampling=GREEDY).receipt
@@ -93,7 +93,7 @@ def test_who_runs_while_it_is_switched_off_keeps_nothing_near() -> None:
         running.generate(FIRST, sampling=GREEDY)
 
         def switch_off(row: torch.Tensor) -> None:
-            running.scheduler.lifecycle.segments.off = "a test says so"
+            running.approximate.off = "a test says so"
             running.store.clear(grade="approximate")
 
         assert running.generate(OTHER, sampling=GREEDY, on_logits=switch_off).receipt.precision == "approximate"
@@ -115,7 +115,7 @@ def test_pages_of_another_repair_are_not_gone_on_from() -> None:
 
 def test_what_was_looked_through_is_not_looked_through_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     since: list[int] = []
-    monkeypatch.setattr("agentcache.segments.windows", lambda layout, texts, known: since.append(known) or ())
+    monkeypatch.setattr("agentcache.approximate.segments.windows", lambda layout, texts, known: since.append(known) or ())
     scanned: list[int] = []
     monkeypatch.setattr("agentcache.admission.finite", lambda sequence, start, stop: scanned.append(start) or True)
     waiting: list[int] = []
@@ -279,8 +279,8 @@ def test_a_model_whose_weights_were_changed_gets_the_calibration_of_what_it_is(t
         calibration(fingerprint=first, tau=0.7).save(place(tmp_path, first))
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 8
-        assert running.store.signed is not None
-        assert running.store.signed.signatures.tau == 0.7
+        assert running.approximate.text.index is not None
+        assert running.approximate.text.index.signatures.tau == 0.7
         with torch.no_grad():
             model.get_input_embeddings().weight.add_(0.01)
         other = running.fingerprint.whole
@@ -292,7 +292,7 @@ def test_a_model_whose_weights_were_changed_gets_the_calibration_of_what_it_is(t
         assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 40
         own = calibration(fingerprint=other, tau=0.9)
         assert running.generate(OTHER, sampling=GREEDY, reuse=own).receipt.halo_tokens == 8
-        assert running.store.signed.signatures.tau == 0.8, "the engine's own, not that of a request"
+        assert running.approximate.text.index.signatures.tau == 0.8, "the engine's own, not that of a request"
 
 
 # -- exact requests ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentcache.layout.windows import STRIDE, WINDOW, TokenTexts, Window, anchors, canonical, windows
+from agentcache.approximate.windows import STRIDE, WINDOW, TokenTexts, Window, anchors, canonical, windows
 from agentcache.types import Layout, Span
 
 VOCABULARY: list[str] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..calibration import PRECISIONS, Calibration
+from ..approximate.calibration import PRECISIONS, Calibration
 from ..errors import ConfigError
 from .shifts import NOTHING, Case
 from .trials import Row, Say, Trials

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..calibration import Calibration
-from ..drift_monitor import divergence
+from ..approximate.calibration import Calibration
+from ..approximate.drift_monitor import divergence
 from ..engine import Engine
 from ..errors import AgentCacheError, ConfigError
 from ..kv import Page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -44,6 +44,22 @@ class Entry:
     def first(self) -> int:
         """Number of tokens before it."""
         return self.place * PAGE_TOKENS
+
+
+class EntryIndex(Protocol):
+    """A view of the pages in memory; the tree's lock guards it."""
+
+    def __len__(self) -> int:
+        """How much can be found by it."""
+        ...
+
+    def add(self, entry: Entry) -> None:
+        """Take in a page, or the tokens by which one has grown."""
+        ...
+
+    def drop(self, entry: Entry) -> None:
+        """Take a page out."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

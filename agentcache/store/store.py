@@ -1,7 +1,7 @@
 """Prompts cached in all tiers: pages in memory, and pages on disk. Knows neither models nor requests.
 
-match    memory only, at once                             prefetch             disk (or another process) into memory, in the background
-admit    memory at once, disk after the answer            prefetch_segments    the same for text that stood elsewhere; note: what finds it
+match    memory only, at once                             prefetch    disk (or another process) into memory, in the background
+admit    memory at once, disk after the answer
 """
 
 from __future__ import annotations
@@ -14,26 +14,31 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 from ..errors import ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import Page
-from ..types import Forgotten, Grade, Precision, Reason, StoreOptions
+from ..types import Forgotten, Grade, Reason, StoreOptions
 from .admin.prune import prune
 from .deletion import Deletion, Deletions, Moment
 from .disk.disk_tier import DiskTier
 from .disk.index import Row
 from .entry import Entry, Match
 from .keys import Ids, PinName, Role, Scope, as_ids
-from .memory.ngram_index import Run, beside
 from .memory.prefix_tree import PrefixTree
-from .minhash import TAU, Window, datasketch
-from .minhash_index import MinHashIndex
 from .page_prefetch import PagePrefetch, PageQuery
-from .segment_prefetch import SegmentPrefetch, SegmentQuery
 from .tool_group import ToolGroup
 
 DEFAULT = StoreOptions()
 Key = bytes  # inside the class that name is a property
+
+
+class TextIndex(Protocol):
+    """What finds stored pages by their text."""
+
+    def clear(self, namespace: str | None) -> None:
+        """Forget a namespace, or all."""
+        ...
 
 
 class Store:
@@ -46,7 +51,7 @@ class Store:
         self.tree = PrefixTree(budget_bytes, host_bytes)
         self.deletions = Deletions()
         self.disk = DiskTier(options, self.deletions) if options is not None else None
-        self.signed: MinHashIndex | None = None
+        self._indexes: list[TextIndex] = []
         self._listeners: list[Callable[[Deletion], None]] = []
         self._renewals: list[Callable[[], None]] = []
         self._lost: list[DiskTier] = []  # whose folder was deleted while it was used
@@ -96,17 +101,6 @@ class Store:
             if self.disk and not peek and scope.precision == "exact":
                 self.disk.writer.offer(list(found.entries))  # uses are told to the index; what is not on disk yet may go there
             return found
-
-    def repeats(self, scope: Scope, ids: Ids, since: int, least: int, precisions: Seq[Precision] = ("exact",)) -> list[Run]:
-        """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's prompts in memory.
-
-        precisions: what their pages may be, the most exact first, which are preferred. Scope's own plays no part.
-        """
-        found: list[Run] = []
-        for precision in precisions:
-            more = self.tree.repeats(replace(scope, precision=precision), ids, since, least)
-            found = beside(found, more, since, len(ids), least) if found else more
-        return found
 
     def prefetch(self, wanted: PageQuery, wake: Callable[[], None]) -> PagePrefetch | None:
         """Bring a prompt's pages into memory, if there is anything to wait for. wake: see PagePrefetch."""
@@ -215,8 +209,7 @@ class Store:
 
     def _lose(self, disk: DiskTier) -> None:
         """The folder was deleted: go on with the one that is there now, made anew if none is, or else in memory. Under the lock."""
-        tau = self.signed.signatures.tau if self.signed else None
-        self.disk = self.signed = None
+        self.disk = None
         self._lost.append(disk)
         disk.writer.abandon()
         for entry in self.tree.entries():
@@ -227,8 +220,6 @@ class Store:
             outcome = "what is used from now on is written to a new one"
         except StoreError as error:
             outcome = f"nothing is read from disk nor written to it any more: {error}"
-        if tau is not None:
-            self.sign(tau)
         for renewed in self._renewals if self.disk else ():
             renewed()
         with suppress(StoreWarning):  # an error where warnings are errors: the request is right all the same
@@ -241,8 +232,7 @@ class Store:
             listener(done)
         if self.disk is not None:
             self.disk.writer.drop(done)
-        if self.signed is not None:
-            self.signed.clear(done.namespace)
+        self._clear_indexes(done.namespace)
         return self.tree.remove(done)
 
     def delete(self, namespace: str | None, group: str | None, older_than: float | None, held: Seq[ToolGroup] = ()) -> Forgotten:
@@ -281,36 +271,16 @@ class Store:
     def clear(self, namespace: str | None = None, grade: Grade | None = None) -> None:
         """Free all pages in memory, or those of one namespace or grade; what is on disk stays."""
         self.tree.clear(namespace, grade=grade)
-        if self.signed is not None and grade is None:
-            self.signed.clear(namespace)
+        if grade is None:
+            self._clear_indexes(namespace)
 
-    # -- repeated text that only the disk has ----------------------------------------------------------------------
+    def add_index(self, index: TextIndex) -> None:
+        """Clear an index whenever pages are deleted or freed."""
+        self._indexes.append(index)
 
-    def sign(self, tau: float | None = None) -> None:
-        """Keep signatures of what prompts say from now on, where there is a disk; those that are there can be asked for.
-
-        tau: least similarity of what is proposed, None for what it is already. Loads a library for some seconds. ConfigError: it is not
-        installed, or tau is wrong.
-        """
-        disk, signed = self.disk, self.signed
-        if disk is not None and (signed is None or tau not in (None, signed.signatures.tau)):
-            datasketch()
-            self.signed = MinHashIndex(disk.index, disk.writer.after, tau or TAU)
-
-    def note(self, scope: Scope, ids: Ids, windows: Seq[Window], received: Moment | None = None) -> None:
-        """Remember the windows of an admitted prompt, after the answer; no effect before `sign`, nor if it was deleted since."""
-        received = received or self.heed()
-        if (signed := self.signed) and scope.precision == "exact" and not self.deletions.meet(scope, ids, received):
-            signed.note(scope, ids, windows, received)
-
-    def prefetch_segments(self, wanted: SegmentQuery, wake: Callable[[], None]) -> SegmentPrefetch | None:
-        """Bring pages into memory that repeat some of a prompt's text, if there may be any; None before `sign`."""
-        with self.deletions.lock:
-            if self.signed is None or self.disk is None or wanted.scope.precision == "approximate":
-                return None
-            if not self.tree.budget_bytes or not wanted.windows:
-                return None
-            return SegmentPrefetch(wanted, wake, self.signed, self.tree, self.disk, self.adopt, self.repeats)
+    def _clear_indexes(self, namespace: str | None) -> None:
+        for index in self._indexes:
+            index.clear(namespace)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 

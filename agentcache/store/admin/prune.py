@@ -19,7 +19,6 @@ from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
 from ..keys import page_key
-from ..minhash_index import drop_under
 from ..tool_group import ToolGroup
 from .check import delete, orphans, pages_of
 
@@ -101,7 +100,7 @@ def prune(
         done.splices = index.drop_splices(namespace, older_than)
         index.drop_segments(namespace, older_than)
     if group is not None:
-        drop_under(index, group.namespace, group.fingerprint, {item.parent for item in going})
+        index.drop_segments_under(group.namespace, group.fingerprint, {item.parent for item in going})
     index.drop_dead_pins()
     index.empty_log()
     return done

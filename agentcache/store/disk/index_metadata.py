@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from .folder import Folder
 from .schema import SCHEMA, UPGRADES, VERSION, counted, guard, sound, totals, unguard
 
 MOST_SPLICES = 100_000
+PARENT = slice(32, 64)  # of a row of text: the key of the page before (docs/format.md)
 
 
 class Lease(NamedTuple):
@@ -261,8 +262,23 @@ class IndexMetadata:
         return self._drop("splices", namespace, older_than)
 
     def drop_segments(self, namespace: str | None = None, older_than: float | None = None) -> int:
-        """The same for signatures of segments (minhash_index.py)."""
+        """The same for the rows by which repeated text is found."""
         return self._drop("segments", namespace, older_than)
+
+    def drop_segments_under(self, namespace: str, fingerprint: str, parents: Collection[bytes]) -> int:
+        """Delete the rows of all text in pages under these; returns how many."""
+
+        def drop(connection: sqlite3.Connection) -> int:
+            sql = "SELECT id, regime, name, packed FROM segments WHERE namespace = ? AND fingerprint = ?"
+            gone = []
+            for id, regime, name, packed in connection.execute(sql, (namespace, fingerprint)):
+                plain = unguard(self.folder, packed, named("segment", namespace, fingerprint, regime, name))
+                if plain is None or plain[PARENT] in parents:
+                    gone.append((id,))
+            connection.executemany("DELETE FROM segments WHERE id = ?", gone)
+            return len(gone)
+
+        return self._db.write(drop) if parents and self.folder.writable else 0
 
     def _drop(self, table: str, namespace: str | None, older_than: float | None) -> int:
         where, values = _where({"namespace": namespace})

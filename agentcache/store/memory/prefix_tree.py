@@ -11,16 +11,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from ...errors import ConfigError
 from ...kv import PAGE_TOKENS, Page, Tier
 from ...types import Grade, Reason
 from ..deletion import Deletion
-from ..entry import Entry, Match, best_child
+from ..entry import Entry, EntryIndex, Match, best_child
 from ..keys import Ids, PinName, Role, Scope, page_key
 from .eviction_log import EvictionLog
-from .ngram_index import NgramIndex, Run
 from .pins import Pins
 
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
@@ -32,7 +30,8 @@ class PrefixTree:
     """Kept pages in memory under a byte budget: least recently used leaves go first, tool groups last, pinned ones never. Thread safe.
 
     A page counts with all its bytes, however full. changes: counts admissions and removals, so that a caller can tell whether a match may
-    have become longer. host_bytes: where pages lie on another device, how much of them may wait in the computer's own memory.
+    have become longer. host_bytes: where pages lie on another device, how much of them may wait in the computer's own memory. lock: guards
+    pages and index. index: what else finds pages.
     """
 
     def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
@@ -43,12 +42,12 @@ class PrefixTree:
         self.bytes = 0
         self.host_bytes = 0
         self.changes = 0
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._roots: dict[Scope, Entry] = {}
         self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always after its children
         self._pins = Pins()
         self._evictions = EvictionLog()
-        self._ngrams: NgramIndex | None = None
+        self.index: EntryIndex | None = None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -60,7 +59,7 @@ class PrefixTree:
 
         What is found counts as used, unless it is only peeked at.
         """
-        with self._lock:
+        with self.lock:
             if not peek:
                 self.drop_changed(scope, ids)
             path, at = self._walk(scope, ids, len(ids) - 1)
@@ -73,27 +72,26 @@ class PrefixTree:
             numerics = frozenset().union(*(entry.numerics for entry in path))
             return Match(at, tuple(e.page for e in path if e.page is not None), reason, numerics, detail, tuple(path))
 
-    def repeats(self, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
-        """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's kept prompts. Counts as used."""
-        with self._lock:
-            if self._ngrams is None:  # made at the first use: most engines never ask
-                self._ngrams = NgramIndex()
-                for entry in self._order.values():
-                    self._note(entry)
-            found = []
-            for run in self._ngrams.find(scope, ids, since, least):
-                if any(entry.page is None or entry.page.changed for entry in run.entries):
-                    continue
-                self._touch(list(run.entries))
-                self._promote(list(run.entries))
-                pages = tuple(entry.page for entry in run.entries if entry.page is not None)
-                if len(pages) == len(run.entries):
-                    found.append(replace(run, pages=pages))
-            return found
+    def use(self, entries: Seq[Entry]) -> tuple[Page, ...]:
+        """Count pages as used, and bring them to the device; returns them, none where one is gone or its file was written to."""
+        with self.lock:
+            if any(entry.page is None or entry.page.changed for entry in entries):
+                return ()
+            self._touch(list(entries))
+            self._promote(list(entries))
+            pages = tuple(entry.page for entry in entries if entry.page is not None)
+            return pages if len(pages) == len(entries) else ()
 
-    def _note(self, entry: Entry) -> None:
-        if self._ngrams is not None and entry.scope.precision != "approximate":
-            self._ngrams.note(entry)
+    def attach_index(self, index: EntryIndex) -> None:
+        """Tell an index of every page, of those that are there first."""
+        with self.lock:
+            self.index = index
+            for entry in self._order.values():
+                index.add(entry)
+
+    def _index(self, entry: Entry) -> None:
+        if self.index is not None:
+            self.index.add(entry)
 
     def _ready(self, path: list[Entry], at: int) -> tuple[list[Entry], int]:
         """Part of a path that lies on the device: all of it, unless it is longer than the device's budget."""
@@ -102,12 +100,12 @@ class PrefixTree:
 
     def entries(self, namespace: str | None = None) -> list[Entry]:
         """The cached pages of a namespace (None: of all), the least recently used first."""
-        with self._lock:
+        with self.lock:
             return [entry for entry in self._order.values() if namespace in (None, entry.scope.namespace)]
 
     def drop_changed(self, scope: Scope, ids: Ids) -> None:
         """Drop pages of this prompt whose files were written to, and what continues them: they have to be verified again."""
-        with self._lock:
+        with self.lock:
             for entry in self._walk(scope, ids, len(ids))[0]:
                 if entry.page is not None and entry.page.changed:
                     self._drop_tree(entry, Reason.BAD_BLOB)
@@ -115,7 +113,7 @@ class PrefixTree:
 
     def path(self, scope: Scope, ids: Ids) -> list[Entry]:
         """The entries that hold the longest kept prefix of all these ids."""
-        with self._lock:
+        with self.lock:
             return self._walk(scope, ids, len(ids))[0]
 
     def _walk(self, scope: Scope, ids: Ids, limit: int) -> tuple[list[Entry], int]:
@@ -157,7 +155,7 @@ class PrefixTree:
 
     def audit(self) -> dict[str, int]:
         """Counts of what memory holds; pins count every pin of a prefix, pinned_pages every page once."""
-        with self._lock:
+        with self.lock:
             return {
                 "pages": len(self._order),
                 "bytes": self.bytes,
@@ -165,7 +163,7 @@ class PrefixTree:
                 "scopes": len(self._roots),
                 "pins": len(self._pins),
                 "pinned_pages": sum(entry.pins > 0 for entry in self._order.values()),
-                "ngrams": 0 if self._ngrams is None else len(self._ngrams),
+                "indexed": 0 if self.index is None else len(self.index),
                 "evictions": len(self._evictions),
             }
 
@@ -183,7 +181,7 @@ class PrefixTree:
             return []
         assert len(pages) == -(-len(ids) // PAGE_TOKENS), f"{len(pages)} pages for {len(ids)} tokens"
         numerics = frozenset([numerics]) if isinstance(numerics, str) else numerics
-        with self._lock:
+        with self.lock:
             entry = self._roots.get(scope) or self._roots.setdefault(scope, Entry(scope.root, scope, ids[:0], None, None))
             path = []
             for page, start in zip(pages, range(0, len(ids), PAGE_TOKENS), strict=True):
@@ -205,12 +203,12 @@ class PrefixTree:
             self._count(child.page, -1)
             self._count(page, 1)
             child.page, child.numerics, child.role = page, numerics, min(child.role, Role.PREFIX)
-            self._note(child)
+            self._index(child)
             return child
         child = Entry(page_key(parent.key, ids), parent.scope, ids.copy(), page, parent, numerics)
         parent.children[child.key] = child
         self._order[id(child)] = child
-        self._note(child)
+        self._index(child)
         self._count(page, 1)
         self.changes += 1
         self._evictions.discard(child.key)
@@ -233,7 +231,7 @@ class PrefixTree:
         Returns the keys of what is gone.
         """
         own = {id(page) for page in pages}
-        with self._lock:
+        with self.lock:
             path, _ = self._walk(scope, ids, len(ids))
             for entry, start in zip(path, range(0, len(ids), PAGE_TOKENS), strict=False):
                 if id(entry.page) not in own or start + len(entry.ids) <= since:
@@ -243,13 +241,13 @@ class PrefixTree:
 
     def drop(self, scope: Scope, ids: Ids, reason: Reason) -> list[bytes]:
         """Drop the page in which `ids` end and what continues it, pinned or not; returns the keys of what is gone."""
-        with self._lock:
+        with self.lock:
             path, at = self._walk(scope, ids, len(ids))
             return self._drop_tree(path[-1], reason) if path and at == len(ids) else []
 
     def clear(self, namespace: str | None = None, reason: Reason = Reason.EVICTED, grade: Grade | None = None) -> None:
         """Drop everything, or everything of one namespace or grade, pinned or not."""
-        with self._lock:
+        with self.lock:
             for scope in [s for s in self._roots if namespace in (None, s.namespace) and grade in (None, s.precision)]:
                 for child in list(self._roots[scope].children.values()):
                     self._drop_tree(child, reason)
@@ -260,7 +258,7 @@ class PrefixTree:
 
         Of one tool group: what others have pinned stays, and no more of a page than they have.
         """
-        with self._lock:
+        with self.lock:
             pages, size = len(self), self.bytes + self.host_bytes
             for entry in [entry for entry in self._order.values() if deletion.takes(entry)]:
                 kept = self._pins.tokens(entry) if deletion.group is not None else 0
@@ -271,7 +269,7 @@ class PrefixTree:
 
     def pinned(self) -> list[tuple[PinName, list[Entry]]]:
         """The pages of each pinned prefix, under its name."""
-        with self._lock:
+        with self.lock:
             return self._pins.paths
 
     def _shorten(self, entry: Entry, kept: int, reason: Reason) -> list[bytes]:
@@ -293,7 +291,7 @@ class PrefixTree:
 
     def pin(self, scope: Scope, ids: Ids) -> int:
         """Pin the pages that hold all of `ids`; returns how many. Pinned pages are never evicted. 0: some of `ids` are not cached."""
-        with self._lock:
+        with self.lock:
             path, at = self._walk(scope, ids, len(ids))
             if at < len(ids):
                 return 0
@@ -304,7 +302,7 @@ class PrefixTree:
 
     def release_pin(self, name: PinName) -> bool:
         """Take back one pin of that name; False if there is none."""
-        with self._lock:
+        with self.lock:
             released = self._pins.release(name)
             self._evict()
             return released
@@ -373,8 +371,8 @@ class PrefixTree:
             below.extend(known.children.values())
         for gone in reversed(below):
             assert gone.page is not None and gone.parent is not None
-            if self._ngrams is not None:
-                self._ngrams.drop(gone)
+            if self.index is not None:
+                self.index.drop(gone)
             self._evictions.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
             self._count(gone.page, -1)
             self.changes += 1

@@ -3,7 +3,7 @@
 FINDING ──> LOADING ──> DONE      finding: on a reading thread; signatures propose, ids in the index are compared, what pays is chosen
    └───────────┴──────> DONE      loading: one PagePrefetch per chain of pages, from its root, because a page hangs under those before it
 
-What came is found by `PrefixTree.repeats` like everything else in memory. Whatever fails is a refusal, with its reason.
+What came is found by `repeats` like everything else in memory. Whatever fails is a refusal, with its reason.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 
 from ..errors import FAULTS
 from ..kv import PAGE_TOKENS, KVSpec
+from ..store.disk.index import Row
+from ..store.entry import common
+from ..store.keys import Ids, Scope
+from ..store.page_prefetch import PagePrefetch, PageQuery
+from ..store.policy import too_slow
+from ..store.store import Store
 from ..types import Precision, Reason, Refusal
-from .disk.disk_tier import DiskTier
-from .disk.index import Row
-from .entry import common
-from .keys import Ids, Scope
-from .memory.ngram_index import GRAM, Run
-from .memory.prefix_tree import PrefixTree
-from .minhash import Kept, Proposal, Window
+from .minhash import Kept, Proposal
 from .minhash_index import MinHashIndex
-from .page_prefetch import Adopt, PagePrefetch, PageQuery
-from .policy import too_slow
+from .ngram_index import GRAM, stored_repeats
+from .windows import Window
 
 TRIED = 4  # proposals looked at per window
 MOST_BYTES = 1 << 30
@@ -85,9 +85,6 @@ class SegmentQuery:
     most_bytes: int = MOST_BYTES
 
 
-Repeats = Callable[[Scope, Ids, int, int, Sequence[Precision]], Sequence[Run]]  # runs of a prompt that memory holds
-
-
 class SegmentPrefetch:
     """Ask `pending()` until it is False, on one thread. `close()` ends it.
 
@@ -95,14 +92,12 @@ class SegmentPrefetch:
     found and not read, and why. notes: what else went wrong. wake: called from the reading thread when something is done.
     """
 
-    def __init__(
-        self, wanted: SegmentQuery, wake: Callable[[], None], signed: MinHashIndex, tree: PrefixTree, disk: DiskTier, adopt: Adopt,
-        repeats: Repeats,
-    ) -> None:  # fmt: skip
-        assert wanted.scope.precision != "approximate"
+    def __init__(self, wanted: SegmentQuery, wake: Callable[[], None], signed: MinHashIndex, store: Store) -> None:
+        assert wanted.scope.precision != "approximate" and store.disk is not None
+        tree, disk = store.tree, store.disk
         self._said = replace(wanted.scope, precision="exact")  # what prompts say is noted whatever its pages became on disk
         self._wanted, self._wake, self._signed, self._tree, self._disk = wanted, wake, signed, tree, disk
-        self._adopt, self._held_repeats = adopt, repeats
+        self._store = store
         self._scope, self._ids, self._since, self._least = wanted.scope, wanted.ids, wanted.since, wanted.least
         self._precision: Precision = wanted.scope.precision
         self._ms_per_token = disk.cost(wanted.scope.fingerprint, wanted.ms_per_token)
@@ -164,7 +159,7 @@ class SegmentPrefetch:
     def _repeats(self) -> list[StoredRepeat]:
         self._signed.refresh(self._said)
         kept = tuple(dict.fromkeys(("exact", self._precision)))  # each once
-        here = self._held_repeats(self._scope, self._ids, self._since, self._least, kept)
+        here = stored_repeats(self._store, self._scope, self._ids, self._since, self._least, kept)
         covered = [(run.start, run.stop) for run in here]
         found = []
         for window in self._wanted.windows:
@@ -275,7 +270,7 @@ class SegmentPrefetch:
             if self._chain is None:
                 gain_ms = sum(repeat.tokens for repeat in served) * self._ms_per_token  # of what is repeated, not of all the pages hold
                 wanted = PageQuery(self._scope, _asked(deepest.ids), self._ms_per_token, self._wanted.spec, gain_ms=gain_ms)
-                self._chain = PagePrefetch(wanted, self._wake, self._tree, self._disk, self._adopt)
+                self._chain = PagePrefetch(wanted, self._wake, self._tree, self._disk, self._store.adopt)
             if self._chain.pending():
                 return
             self._arrived(self._chain, served)

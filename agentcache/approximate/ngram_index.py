@@ -7,17 +7,16 @@ missed about once in a million times. What it proposes is aligned and compared t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...types import PAGE_TOKENS
-from ..entry import Entry, best_child, common
-from ..keys import Ids, Scope
-
-if TYPE_CHECKING:
-    from ...kv import Page
+from ..kv import Page
+from ..store.entry import Entry, best_child, common
+from ..store.keys import Ids, Scope
+from ..store.memory.prefix_tree import PrefixTree
+from ..store.store import Store
+from ..types import PAGE_TOKENS, Precision
 
 GRAM = 16  # ids that are hashed together: shorter repeats are never worth attaching
 SAMPLE = 4  # one place in so many is in the index
@@ -46,9 +45,26 @@ class Run:
         return self.entries[0].place * PAGE_TOKENS + self.offset
 
     @property
+    def base(self) -> int:
+        """The position of the first slot of its first page."""
+        return self.source - self.offset
+
+    @property
     def shift(self) -> int:
         """By how many positions it moves."""
         return self.start - self.source
+
+    @property
+    def numerics(self) -> frozenset[str]:
+        """Digests of the kernels that computed it."""
+        return frozenset[str]().union(*(entry.numerics for entry in self.entries))
+
+    @property
+    def precision(self) -> Precision:
+        """In how many bits it is stored."""
+        found = self.entries[0].scope.precision
+        assert found != "approximate", "the index holds no such pages"
+        return found
 
     def cut(self, start: int, stop: int) -> Run:
         """Part of it in [start, stop)."""
@@ -99,8 +115,10 @@ class NgramIndex:
         """Number of runs of ids that can be found."""
         return sum(map(len, self._places.values()))
 
-    def note(self, entry: Entry) -> None:
-        """Put the new ids of an entry into the index."""
+    def add(self, entry: Entry) -> None:
+        """Put the new ids of an entry into the index; pages that follow moved text are left out."""
+        if entry.scope.precision == "approximate":
+            return
         known = self._noted.get(id(entry), 0)
         since = max(0, known - GRAM + 1)
         index = self._places.setdefault(entry.scope, {})
@@ -172,3 +190,29 @@ class NgramIndex:
                 if run < PAGE_TOKENS:
                     break
             yield Run(at - back, at + ahead, tuple(entries), slot)
+
+
+def repeats(tree: PrefixTree, scope: Scope, ids: Ids, since: int, least: int) -> list[Run]:
+    """Runs of at least `least` tokens of ids[since:-1] that stand anywhere in this scope's prompts in memory. Counts as used.
+
+    The first call gives the tree its index: an engine whose callers never ask pays nothing for it.
+    """
+    with tree.lock:
+        index = tree.index
+        if not isinstance(index, NgramIndex):
+            index = NgramIndex()
+            tree.attach_index(index)
+        found = []
+        for run in index.find(scope, ids, since, least):
+            if pages := tree.use(run.entries):
+                found.append(replace(run, pages=pages))
+        return found
+
+
+def stored_repeats(store: Store, scope: Scope, ids: Ids, since: int, least: int, precisions: Sequence[Precision] = ("exact",)) -> list[Run]:
+    """The same over pages of these precisions, the most exact first, which are preferred. The scope's own plays no part."""
+    found: list[Run] = []
+    for precision in precisions:
+        more = repeats(store.tree, replace(scope, precision=precision), ids, since, least)
+        found = beside(found, more, since, len(ids), least) if found else more
+    return found

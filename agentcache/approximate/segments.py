@@ -11,74 +11,91 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
-from .calibration import Calibration
+from ..kv import Ahead, stored_states
+from ..kv import Sequence as PageTable
+from ..plan import Attach
+from ..request import Running
+from ..scheduler import Scheduler
+from ..store.entry import Match
+from ..store.keys import Ids, Scope
+from ..types import Precision, Reason, Refusal, Segment, check_reuse
+from .calibration import Calibration, Calibrations, Given
 from .drift_monitor import DriftMonitor
-from .kv import PAGE_TOKENS, Ahead
-from .kv import Sequence as PageTable
-from .layout.windows import Texts, Window, windows
-from .plan import Attach
-from .request import Running
-from .runner import Runner, Source
-from .store.entry import Match
-from .store.keys import Ids, Scope
-from .store.segment_prefetch import SegmentPrefetch, SegmentQuery
-from .store.store import Store
-from .types import Precision, Reason, Refusal, Segment
+from .junction import deviations, difference
+from .ngram_index import Run, stored_repeats
+from .segment_prefetch import SegmentPrefetch, SegmentQuery
+from .stored_text import StoredText
+from .windows import TokenTexts, Window, windows
 
 PROBED = 4  # tokens of a halo, the last ones, that are compared with what was stored
 
 
-class Repeat(NamedTuple):
-    """Prompt tokens [start, stop) that are kept `shift` positions before. boundaries: layers whose inputs are kept with them.
-
-    precision: in how many bits.
-    """
-
-    start: int
-    stop: int
-    shift: int
-    boundaries: frozenset[int] = frozenset()
-    precision: Precision = "exact"
-
-
-def ranges(repeats: Sequence[Repeat], calibration: Calibration) -> tuple[list[Attach], list[Segment]]:
-    """How much of each repeat is taken, and from which layer on the rest is computed."""
+def ranges(runs: Sequence[tuple[Run, frozenset[int]]], calibration: Calibration) -> tuple[list[Attach], list[Segment]]:
+    """How much of each run is taken, and from which layer on the rest is computed. With each run: layers whose inputs it holds."""
     steps, segments = [], []
-    for number, repeat in enumerate(repeats):
+    for number, (run, kept) in enumerate(runs):
         counts = {"whole": 0, "resumed": 0, "halo": 0}
-        for start, stop, layer in calibration.parts(repeat.stop - repeat.start, repeat.boundaries):
+        for start, stop, layer in calibration.parts(run.stop - run.start, kept):
             kind = "halo" if not layer else "whole" if layer == calibration.layers else "resumed"
             counts[kind] += stop - start
             if layer:
-                start, stop = start + repeat.start, stop + repeat.start
-                steps.append(Attach(start, stop, "segment", repeat.shift, None if kind == "whole" else layer, number))
+                taken = start + run.start, stop + run.start, run.shift, None if kind == "whole" else layer
+                steps.append(Attach(*taken, number, run.pages, run.base))
         counted = counts["whole"], counts["resumed"], counts["halo"]
-        segments.append(Segment(repeat.start, repeat.stop, repeat.shift, *counted, repeat.precision))
+        segments.append(Segment(run.start, run.stop, run.shift, *counted, run.precision))
     return steps, segments
 
 
 class Segments:
-    """Segment reuse of one engine. off: why it is switched off, empty while it is not. monitor: what would switch it off."""
+    """Segment reuse of one engine, from the first request on whose caller consents to it.
 
-    def __init__(self, runner: Runner, store: Store) -> None:
-        self.runner = runner
-        self.store = store
+    given: the engine's calibration, or where it lies. off: why it is switched off, empty while it is not. monitor: what would switch it
+    off. text: what prompts on disk say.
+    """
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Any, given: Given, model: str) -> None:
+        self.runner, self.store, self._lifecycle = scheduler.runner, scheduler.store, scheduler.lifecycle
         self.off = ""
-        self.monitor = DriftMonitor(runner, store, self._switch_off)
+        self.monitor = DriftMonitor(self.runner, self.store, self._switch_off)
+        self.text = StoredText(self.store)
+        folder, dtype = self.store.disk.folder.path if self.store.disk else None, str(self.runner.model.dtype).removeprefix("torch.")
+        self._texts, self._calibrations = TokenTexts(tokenizer), Calibrations(given, folder, model, dtype)
+        scheduler.idle.append(self.monitor)
 
     def _switch_off(self, why: str) -> None:
         self.off = why
         self.store.clear(grade="approximate")  # no request takes them any more
 
-    def begin(self, running: Running, scope: Scope | None, calibration: Calibration, texts: Texts) -> SegmentReuse:
-        """Prepare a request, in the caller's thread. texts: the texts of its tokens."""
-        reuse = SegmentReuse(self, running, calibration)
-        if scope is not None and self.store.signed is not None:
-            reuse.windows = windows(running.asked.layout, texts, reuse.known_tokens(scope))
+    def calibrate(self, given: Calibration | None = None) -> Calibration | None:
+        """Prepare model and store for the engine's own calibration, or one request's; CalibrationError where there is none.
+
+        None if the model cannot be paged: there is nothing to attach.
+        """
+        model = self.runner.model
+        if given is not None and not isinstance(given, Calibration):
+            check_reuse(given)
+        if model.fingerprint is None or model.spec is None:
+            return None
+        known = self._calibrations.of(model.fingerprint.whole, given)
+        model.keep_boundaries(known.boundaries)
+        self.text.sign(None if given else known.tau)
+        return known
+
+    def begin(self, running: Running, given: Calibration | None = None) -> SegmentReuse | None:
+        """Prepare a request, in the caller's thread. given: the request's own calibration."""
+        calibration = self.calibrate(given)
+        if calibration is None:
+            return None
+        reuse, asked = SegmentReuse(self, running, calibration), running.asked
+        scope = self._lifecycle.scope(running)
+        if scope is not None and self.text.index is not None:
+            texts = partial(self._texts, namespace=asked.namespace)
+            reuse.windows = windows(asked.layout, texts, reuse.known_tokens(scope))
         return reuse
 
 
@@ -96,8 +113,8 @@ class SegmentReuse:
         self._noted: Sequence[Window] = ()
         self._owner, self._running = owner, running
         self._runner, self._store = owner.runner, owner.store
-        self._sources: list[Source] = []
         self._steps: list[Attach] = []
+        self._kernels: list[frozenset[str]] = []
         self._segments: list[Segment] = []
         self._prefetch: SegmentPrefetch | None = None
 
@@ -109,7 +126,7 @@ class SegmentReuse:
     @property
     def numerics(self) -> frozenset[str]:
         """Digests of the kernels that computed the attached segments."""
-        return frozenset[str]().union(*(source.numerics for source in self._sources))
+        return frozenset[str]().union(*self._kernels)
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +149,7 @@ class SegmentReuse:
             known, least, scope = self.known_tokens(scope), calibration.least, replace(scope, precision=stored)
             ids = self._attachable(calibration)
             wanted = tuple(window for window in self.windows if window.stop <= len(ids))
-            self._prefetch = self._store.prefetch_segments(SegmentQuery(scope, ids, wanted, ms_per_token, spec, known, least), wake)
+            self._prefetch = self._owner.text.prefetch(SegmentQuery(scope, ids, wanted, ms_per_token, spec, known, least), wake)
         if (prefetch := self._prefetch) is not None:
             if prefetch.pending():
                 return True
@@ -158,18 +175,17 @@ class SegmentReuse:
         if self._owner.off:
             running.account.record_refusals([Refusal(Reason.DRIFT, prefix_tokens, len(running.ids), self._owner.off)])
             return ()
-        found = []
-        ids = self._attachable(calibration)
-        for run in self._store.repeats(running.scope, ids, prefix_tokens, calibration.least, calibration.precisions):
-            kernels = frozenset[str]().union(*(entry.numerics for entry in run.entries))
-            source = Source(run.pages, run.source // PAGE_TOKENS * PAGE_TOKENS, kernels)
-            layers = calibration.boundaries if self._runner.model.stepped else ()
-            kept = frozenset(layer for layer in layers if source.states(layer, run.source, run.source + run.stop - run.start) is not None)
+        ids, found = self._attachable(calibration), []
+        layers = calibration.boundaries if self._runner.model.stepped else ()
+        for run in stored_repeats(self._store, running.scope, ids, prefix_tokens, calibration.least, calibration.precisions):
+            held = (
+                layer
+                for layer in layers
+                if stored_states(run.pages, run.base, layer, run.source, run.source + run.stop - run.start) is not None
+            )
+            found.append((run, frozenset(held)))
             running.provenance.attach(run.entries)
-            precision = run.entries[0].scope.precision
-            assert precision != "approximate"
-            found.append(Repeat(run.start, run.stop, run.shift, kept, precision))
-            self._sources.append(source)
+            self._kernels.append(run.numerics)
         self._steps, self._segments = ranges(found, calibration)
         return self._steps
 
@@ -191,7 +207,7 @@ class SegmentReuse:
             return
         assert isinstance(running.sequence, PageTable) and calibration is not None and running.scope is not None
         held = bool(calibration.probe or (calibration.share and self._runner.model.stepped))
-        self._runner.attach(running.sequence, self._steps, self._sources, running.scope.regime, held)
+        self._runner.attach(running.sequence, self._steps, running.scope.regime, held)
         running.account.record_segments(tuple(self._segments))
         self.scope = self._near(running.scope)
         self.advance()
@@ -212,7 +228,7 @@ class SegmentReuse:
             elif calibration is not None and calibration.share and self._runner.model.stepped:
                 spans = self._repair(sequence, spans, calibration.share)
             if not running.receipt.segments and sequence.exact_until == sequence.length:
-                self.scope, self._sources = None, []
+                self.scope, self._kernels = None, []
             sequence.resolve([replace(span, held=False) for span in spans])
 
     def _disagrees(self, sequence: PageTable, junction: Ahead) -> str:
@@ -221,8 +237,8 @@ class SegmentReuse:
         tokens = min(PROBED, junction.start - segment.start)
         if not bound or not tokens:
             return ""
-        source, regime = self._sources[junction.run], self._running.scope.regime
-        found = self._runner.differs(sequence, source, junction.start - tokens, junction.start, segment.shift, regime)
+        step, regime = next(step for step in self._steps if step.run == junction.run), self._running.scope.regime
+        found = difference(self._runner, sequence, step, junction.start - tokens, junction.start, regime)
         return "" if found <= bound else f"keys of its recomputed head differ by {found:.3f} from the stored ones, allowed are {bound:.3f}"
 
     def _repair(self, sequence: PageTable, spans: list[Ahead], share: float) -> list[Ahead]:
@@ -235,7 +251,7 @@ class SegmentReuse:
                 left.append(span)
                 continue
             ids = running.ids.all[span.start : span.stop]
-            deviation = self._runner.deviations(sequence, ids, span.start, running.scope.regime)
+            deviation = deviations(self._runner, sequence, ids, span.start, running.scope.regime)
             at = span.start
             for place in sorted((deviation.topk(count).indices + span.start).tolist()):
                 left += [replace(span, start=at, stop=place)] if at < place else []
@@ -256,7 +272,7 @@ class SegmentReuse:
 
     def detach(self, for_good: bool = False) -> None:
         """Forget what is attached: the sequence begins anew. for_good: the request is computed from now on."""
-        self.scope, self.admitted_tokens, self._sources, self._steps = None, 0, [], []
+        self.scope, self.admitted_tokens, self._kernels, self._steps = None, 0, [], []
         self.calibration = None if for_good else self.calibration
 
     def answered(self) -> None:
@@ -266,7 +282,7 @@ class SegmentReuse:
             self._owner.monitor.consider(running, self.calibration)
         if isinstance(running.sequence, PageTable) and running.scope and running.scope.precision == "exact" and self._noted and kept:
             known = [window for window in self._noted if window.stop <= min(kept, running.asked.prompt_tokens)]
-            self._store.note(running.scope, running.ids.array(kept), known, running.received)
+            self._owner.text.note(running.scope, running.ids.array(kept), known, running.received)
 
     def close(self) -> None:
         """End the way of its pages from disk."""

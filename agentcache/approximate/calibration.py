@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import CalibrationError, ReuseWarning
-from .types import Precision, Segment
+from ..errors import CalibrationError, ReuseWarning
+from ..types import Precision, Segment
 
 FORMAT = 1
 LEAST_CASES = 32  # fewer tell little: each answer is a thirtieth of what its bounds were held against

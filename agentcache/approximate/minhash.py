@@ -14,13 +14,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 from ..errors import ConfigError
-from .keys import Scope
+from ..store.keys import Scope
+from .windows import Window
 
 PERMUTATIONS = 128
 SHINGLE = 8  # canonical words that are hashed together
@@ -33,19 +34,6 @@ REMEMBERED = 4096  # signatures of windows that are asked for now and noted soon
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xFF51AFD7ED558CCD)
 _PACKED = struct.Struct("<16s16s32sIiI")
-
-
-class Window(Protocol):
-    """Prompt tokens [start, stop): their canonical words, and those directly before."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def words(self) -> tuple[str, ...]: ...
-    @property
-    def left(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

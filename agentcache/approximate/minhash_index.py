@@ -10,17 +10,18 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from blake3 import blake3
 
+from ..store.deletion import Moment
+from ..store.disk.index import Index
+from ..store.disk.index_metadata import named, tick
+from ..store.disk.schema import guard, unguard
+from ..store.keys import Ids, Scope, chain
 from ..types import PAGE_TOKENS
-from .deletion import Moment
-from .disk.index import Index
-from .disk.index_metadata import named, tick
-from .disk.schema import guard, unguard
-from .keys import Ids, Scope, chain
-from .minhash import MOST, TAU, Kept, LSHIndex, Proposal, Window
+from .minhash import MOST, TAU, Kept, LSHIndex, Proposal
+from .windows import Window
 
 MOST_ROWS = 65_536  # of 0.8 kB each, in all scopes together
 YOUNG_S = 60.0
@@ -137,24 +138,6 @@ class MinHashIndex:
     def clear(self, namespace: str | None = None) -> None:
         """Forget what this process knows until it is asked for again; rows go with the pages of their namespace."""
         self.signatures.clear(namespace)
-
-
-def drop_under(index: Index, namespace: str, fingerprint: str, parents: Collection[bytes]) -> int:
-    """Delete the signatures of all that stands in pages under these; returns how many."""
-    where = "namespace = ? AND fingerprint = ?"
-
-    def drop(connection: sqlite3.Connection) -> int:
-        sql = f"SELECT id, regime, name, packed FROM segments WHERE {where}"
-        gone = []
-        for id, regime, name, packed in connection.execute(sql, (namespace, fingerprint)):
-            plain = unguard(index.folder, packed, named("segment", namespace, fingerprint, regime, name))
-            kept = Kept.unpack(plain) if plain is not None else None
-            if kept is None or kept.parent in parents:
-                gone.append((id,))
-        connection.executemany("DELETE FROM segments WHERE id = ?", gone)
-        return len(gone)
-
-    return index.database.write(drop) if parents and index.folder.writable else 0
 
 
 def exact(ids: Ids, window: Window) -> bytes:
