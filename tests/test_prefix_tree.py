@@ -301,4 +301,4 @@ def test_an_audit_counts_pages_and_pins() -> None:
     assert store.pin(HERE, as_ids(page_of(1, 700))) == store.pin(HERE, as_ids(page_of(1, 700))) == 2
     keep(store, page_of(3))
     held = {"pages": 3, "bytes": 3 * SPEC.page_bytes, "host_bytes": 0, "scopes": 1, "pins": 2, "pinned_pages": 2}
-    assert store.audit() == {**held, "ngrams": 0, "evictions": 1}
+    assert store.audit() == {**held, "indexed": 0, "evictions": 1}
