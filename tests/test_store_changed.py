@@ -185,20 +185,26 @@ def later(running: Engine, wanted: tuple[int, ...]) -> None:
     assert running.generate(PROMPT, **ASK).ids == wanted
 
 
-def test_where_no_folder_can_be_made_an_engine_goes_on_in_memory(model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("why", ["is a symbolic link", "AGENTCACHE_KEY: must be 64 hexadecimal digits"])
+def test_where_no_folder_can_be_made_an_engine_goes_on_in_memory(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     place = tmp_path / "store"
     with engine(model=model, store=place) as running:
         wanted = running.generate(PROMPT, **ASK).ids
         assert running.flush()
         shutil.rmtree(place)
-        (tmp_path / "elsewhere").mkdir()
-        place.symlink_to(tmp_path / "elsewhere")
-        with pytest.warns(StoreWarning, match="nothing is read from disk nor written to it any more: .* is a symbolic link"):
+        if why.startswith("AGENTCACHE_KEY"):
+            monkeypatch.setenv("AGENTCACHE_KEY", "another by now")
+        else:
+            (tmp_path / "elsewhere").mkdir()
+            place.symlink_to(tmp_path / "elsewhere")
+        with pytest.warns(StoreWarning, match=f"nothing is read from disk nor written to it any more: .*{why}"):
             done = running.generate(PROMPT, **ASK)
         assert (done.ids, done.receipt.computed_tokens) == (wanted, 1)
         assert not running.flush()
         assert running.generate(PROMPT, **ASK).ids == wanted
-    assert not list((tmp_path / "elsewhere").iterdir())
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_what_was_deleted_before_the_folder_was_is_not_written_to_the_new_one(tmp_path: Path) -> None:

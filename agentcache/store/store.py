@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from ..errors import ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
+from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import Page
 from ..types import Forgotten, Grade, Reason, StoreOptions
 from .admin.prune import prune
@@ -218,7 +218,7 @@ class Store:
         try:
             self.disk = DiskTier(replace(disk.options, folder=folder), self.deletions, instead=True)
             outcome = "what is used from now on is written to a new one"
-        except StoreError as error:
+        except (AgentCacheError, RuntimeError) as error:  # another key by now, no thread to write on: the request is answered all the same
             outcome = f"nothing is read from disk nor written to it any more: {error}"
         for renewed in self._renewals if self.disk else ():
             renewed()
