@@ -38,7 +38,7 @@ from agentcache.bench.given import (
 )
 from agentcache.bench.quality_cases import recorded
 from agentcache.calibrate import search, shifts, traces
-from agentcache.calibrate.trials import Trials
+from agentcache.calibrate.trials import Trials, rows
 from agentcache.cli_print import report_errors
 from examples.embedded.cases import MADE_UP, selections
 
@@ -117,7 +117,7 @@ def segments(
                 run.keep({**part, "verdicts": segments_verdicts.verdicts({**run.found, **part})})
 
             methods = segments_parts.variations(trials, known) if ablations else {"bare": trials.calibration(0), "ours": known}
-            keep({"rows": [row.plain() for row in trials.run(found_cases, methods, off, run.say)]})
+            keep({"rows": rows(trials.run(found_cases, methods, off, run.say))})
             if find:
                 told = finding(workload or (), tools_dir, find, drawn if made else [])
                 keep({"find": segments_parts.finding(told, run.engine.tokenizer, run.say)})

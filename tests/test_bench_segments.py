@@ -17,7 +17,7 @@ from agentcache.approximate.calibration import Calibration
 from agentcache.bench.quality_cases import made_up
 from agentcache.calibrate import search, shifts
 from agentcache.calibrate.traces import Call, Episode, read
-from agentcache.calibrate.trials import Row, Trials, bound, first_unsure
+from agentcache.calibrate.trials import Served, Trials, bound, first_unsure, row, rows
 from agentcache.cli import app
 from agentcache.errors import ConfigError, ReuseWarning
 from agentcache.types import Precision
@@ -148,9 +148,9 @@ def test_where_nothing_repeats_there_is_nothing_to_find(workload: Path, model: P
     threads(1)
     with Engine(str(model), store=None) as engine:
         bench = Trials(engine, 2)
-        rows = bench.run(shifts.cases(list(read(workload)), 1, (shifts.NOTHING,)), {"ours": bench.calibration(8)}, False, lambda _: None)
-    [row] = [row.plain() for row in rows if row.method == "ours"]
-    assert (row["bound_tokens"], row["reused_tokens"], row["kl_mean"]) == (0, 0, 0.0)
+        served = bench.run(shifts.cases(list(read(workload)), 1, (shifts.NOTHING,)), {"ours": bench.calibration(8)}, False, lambda _: None)
+    [one] = [one for one in served if one.method == "ours"]
+    assert (one.bound_tokens, one.reused_tokens, one.kl) == (0, 0, 0.0)
 
 
 def test_the_bound_counts_every_repeat_of_at_least_so_many_tokens() -> None:
@@ -172,14 +172,14 @@ def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, t
         bench = Trials(engine, 4)
         tried = variations(bench, bench.calibration(16))
         methods = {name: tried[name] for name in ("bare", "ours", "halo 32", *SOME)}
-        rows = [row.plain() for row in bench.run(cases, methods, True, lambda _: None)]
-        again = [row.plain() for row in bench.run(cases, dict(reversed(methods.items())), False, lambda _: None)]
+        found = rows(bench.run(cases, methods, True, lambda _: None))
+        again = rows(bench.run(cases, dict(reversed(methods.items())), False, lambda _: None))
         assert len(engine.store) == 0, "each case takes its pages with it"
-    assert {row["method"] for row in rows} == {*methods, "exact", "off"}
-    by_name = {(row["family"], row["method"]): row for row in rows}
-    for row in rows:
-        assert row["prefix_tokens"] + row["reused_tokens"] + row["computed_tokens"] == row["prompt_tokens"]
-        assert row["reused_tokens"] <= row["bound_tokens"]
+    assert {one["method"] for one in found} == {*methods, "exact", "off"}
+    by_name = {(one["family"], one["method"]): one for one in found}
+    for one in found:
+        assert one["prefix_tokens"] + one["reused_tokens"] + one["computed_tokens"] == one["prompt_tokens"]
+        assert one["reused_tokens"] <= one["bound_tokens"]
     for family in families:
         exact, bare, off = (by_name[family, name] for name in ("exact", "bare", "off"))
         assert exact["kl_mean"] == off["kl_mean"] == 0.0
@@ -193,7 +193,7 @@ def test_rows_add_up_and_no_method_helps_the_next(workload: Path, model: Path, t
         assert 0 < eight["kl_mean"] < four["kl_mean"]
         resumed = by_name[family, "halo 8, from layer 2 to 64"]
         assert resumed["work_tokens"] < resumed["computed_tokens"]
-    other = {(row["family"], row["method"]): row for row in again}
+    other = {(one["family"], one["method"]): one for one in again}
     for key in other:
         for name in ("reused_tokens", "computed_tokens", "kl_mean", "top1"):
             assert other[key][name] == by_name[key][name], (key, name)
@@ -218,10 +218,9 @@ def test_times_are_medians_of_interleaved_askings(
             return found
 
         monkeypatch.setattr(bench, "ask", timed)
-        rows = {row.method: row for row in bench.run([case], {"ours": bench.calibration(8)}, True, lambda _: None)}
+        served = {one.method: one for one in bench.run([case], {"ours": bench.calibration(8)}, True, lambda _: None)}
     assert order == ["exact", "ours", "off", "ours", "off", "exact", "off", "exact", "ours"]
-    assert (rows["ours"].step_ms, rows["exact"].step_ms, rows["ours"].exact_step_ms) == ([30.0], [60.0], [60.0])
-    assert rows["ours"].cases == 1
+    assert (served["ours"].step_ms, served["exact"].step_ms, served["ours"].exact_step_ms) == (30.0, 60.0, 60.0)
 
 
 def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path, threads: Callable[[int], None]) -> None:
@@ -235,12 +234,12 @@ def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path,
             assert {name for name, known in found.items() if known.tail != 48} == {"bare", "no tail"}
             assert {found[name].tail for name in ("bare", "no tail")} == {0}
         seen = search.measure(bench, cases, lambda _: None)
-        for _, row, plain in seen:
+        for _, plain in seen:
             assert plain["speedup"] > 0
-            plain["speedup"] = 1000 / row.work_tokens  # as on a machine that does nothing else
+            plain["speedup"] = 1000 / plain["work_tokens"]  # as on a machine that does nothing else
         loose = search.choose(seen, 1e9, 0.0)
         assert loose is not None
-        reused = [plain for _, _, plain in seen if plain["reused_tokens"]]
+        reused = [plain for _, plain in seen if plain["reused_tokens"]]
         assert loose.measured["work_tokens"] == min(plain["work_tokens"] for plain in reused)
         kls = sorted(plain["kl_mean"] for plain in reused)
         tight = search.choose(seen, kls[1], 0.0)
@@ -249,7 +248,7 @@ def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path,
         assert search.choose(seen, kls[0] / 2, 0.0) is None
         assert search.choose(seen, 1e9, 1.1) is None
         sure = search.measure(bench, cases[:1], lambda _: None, {"margin": 1e9})
-        assert all(plain["unsure"] == plain["cases"] and plain["kl_mean"] == 0 for _, _, plain in sure if plain["reused_tokens"])
+        assert all(plain["unsure"] == plain["cases"] and plain["kl_mean"] == 0 for _, plain in sure if plain["reused_tokens"])
         fresh = Call([message("user", 1)], (), message("assistant", 2))
         with pytest.raises(ConfigError, match="no case repeats"):
             search.calibrate(bench, [shifts.Case("x", (), fresh)], search.Bounds(1.0, 0.0), lambda _: None)
@@ -257,9 +256,9 @@ def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path,
 
 def test_the_fastest_setting_is_chosen_and_none_that_is_slower_than_the_exact_prefix() -> None:
     def measured(work: float, ms: list[float], precision: Precision = "exact", exact: float = 100.0) -> search.Seen:
-        row = Row("all", "x", cases=len(ms), reused_tokens=1, work_tokens=work, step_ms=ms, exact_step_ms=[exact] * len(ms))
-        row.kl, row.top1 = [0.0], [1.0]
-        return Calibration("x", 2, ((8, 2),), 32, 1.0, precision=precision), row, {**row.plain(), "work": work}
+        served = [Served("all", "x", 9, 9, 0, 1, 8, 0, 0, work / len(ms), each, exact, 0.0, 1.0) for each in ms]
+        found = {**row(served, "all", "x"), "work": work}
+        return Calibration("x", 2, ((8, 2),), 32, 1.0, precision=precision), found
 
     def chosen(*seen: search.Seen) -> float | None:
         found = search.choose(seen, 1.0, 0.0)

@@ -56,19 +56,19 @@ def segments(
     """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
     with report_errors():
         from ..calibrate import search, shifts
-        from ..calibrate.trials import Trials
+        from ..calibrate import trials as asking
         from . import quality_cases, report
 
         wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
         with report.measuring("segments", Loading(model, shape, dtype, threads), json_file, texts) as run:
-            trials = Trials(run.engine, answer, model is not None, repeats)
+            trials = asking.Trials(run.engine, answer, model is not None, repeats)
             known = search.setting(trials, found_cases, bounds, run.say, calibration, halo, model is None)
             if lacking := sorted(set(wanted) - {case.family for case in found_cases}):
                 run.say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
             about = {"shape": shape.value if shape else None, "repeats": repeats, "lacking": lacking}
             run.keep({**about, "steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin})
-            rows = [row.plain() for row in trials.run(found_cases, {"bare": trials.calibration(0), "ours": known}, off, run.say)]
+            rows = asking.rows(trials.run(found_cases, {"bare": trials.calibration(0), "ours": known}, off, run.say))
             run.keep({"rows": rows})
             run.tables.append(report.segments_table("text at another position", rows))

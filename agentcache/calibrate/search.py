@@ -15,7 +15,7 @@ from typing import Any
 from ..approximate.calibration import PRECISIONS, Calibration
 from ..errors import ConfigError
 from .shifts import NOTHING, Case
-from .trials import Row, Say, Trials
+from .trials import Say, Trials, row
 
 HALOS = (0, 4, 8, 16, 32, 64, 128)
 SHARES = (0.08, 0.16)
@@ -23,7 +23,7 @@ SHARED = (4, 8, 32)  # halos that they are tried with
 PROBES = (0.05, 0.1, 0.2)  # with a halo of 8: what deviates more is computed, and what is left may keep bounds that all of it does not
 WINDOWS = (16, 64)  # distances behind which a token may be resumed, and taken whole
 
-Seen = tuple[Calibration, Row, dict[str, Any]]  # a setting, its row over all families, and the same in plain numbers
+Seen = tuple[Calibration, dict[str, Any]]  # a setting, and its row over all families
 
 
 def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]:
@@ -45,18 +45,6 @@ def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]
     return {name: replace(known, **given) for name, known in found.items()}
 
 
-def together(rows: Sequence[Row], method: str) -> Row:
-    """One row over all families."""
-    whole = Row("all", method)
-    for row in rows:
-        if row.method != method:
-            continue
-        for name in Row.__slots__:
-            if name not in ("family", "method"):
-                setattr(whole, name, getattr(whole, name) + getattr(row, name))
-    return whole
-
-
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What a setting has to keep: mean KL in nats per token, share of equal first choices. margin, tail: given to all settings."""
@@ -75,7 +63,7 @@ class Bounds:
 def calibrate(trials: Trials, cases: Sequence[Case], bounds: Bounds, say: Say) -> tuple[Calibration | None, list[dict[str, Any]]]:
     """The fastest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and what was seen of each."""
     seen = measure(trials, cases, say, bounds.given)
-    return choose(seen, bounds.kl, bounds.top1), [plain for _, _, plain in seen]
+    return choose(seen, bounds.kl, bounds.top1), [row for _, row in seen]
 
 
 def setting(
@@ -94,11 +82,10 @@ def setting(
 def measure(trials: Trials, cases: Sequence[Case], say: Say, given: Mapping[str, Any] = MappingProxyType({})) -> list[Seen]:
     """What each setting does to these cases."""
     tried = settings(trials, given)
-    rows = trials.run(cases, tried, False, say)
-    if not any(row.reused_tokens for row in rows):
+    served = trials.run(cases, tried, False, say)
+    if not any(one.reused_tokens for one in served):
         raise ConfigError("no case repeats text at another position: give a --workload whose prompts do")
-    whole = {name: together(rows, name) for name in tried}
-    return [(known, whole[name], {**whole[name].plain(), "method": name}) for name, known in tried.items()]
+    return [(known, row([one for one in served if one.method == name], "all", name)) for name, known in tried.items()]
 
 
 def choose(seen: Sequence[Seen], kl: float, top1: float) -> Calibration | None:
@@ -108,10 +95,9 @@ def choose(seen: Sequence[Seen], kl: float, top1: float) -> Calibration | None:
     the most.
     """
     best = None
-    for known, row, plain in seen:
-        within = plain["kl_mean"] is not None and plain["kl_mean"] <= kl and plain["top1"] >= top1 and row.reused_tokens > 0
-        within = within and (plain["speedup"] or 0) >= 1
-        rank = (round(1 / (plain["speedup"] or 1), 2), row.work_tokens, -PRECISIONS.index(known.precision))
+    for known, found in seen:
+        within = found["kl_mean"] <= kl and found["top1"] >= top1 and found["reused_tokens"] and (found["speedup"] or 0) >= 1
+        rank = (round(1 / (found["speedup"] or 1), 2), found["work_tokens"], -PRECISIONS.index(known.precision))
         if within and (best is None or rank < best[0]):
-            best = (rank, known, plain)
+            best = (rank, known, found)
     return None if best is None else replace(best[1], kl=max(kl, 1e-9), top1=top1, measured=best[2])

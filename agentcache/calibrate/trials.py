@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,53 +56,57 @@ class Scene:
     bound: int
 
 
-@dataclass(slots=True)
-class Row:
-    """Sums and means over the cases of one family under one method. kl: nats per token; decided: same first choice at every token.
-
-    unsure: cases with a choice closer than the calibration's margin; what follows is computed anew, and alike. work_tokens: what was
-    computed, in tokens through all layers.
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One case under one method. refused: failed probes; unsure: 1 if a choice was closer than the calibration's margin: what follows is
+    computed anew, and alike. work_tokens: computed ones, in tokens through all layers. kl: nats per token; top1: equal first choices.
     """
 
     family: str
     method: str
-    cases: int = 0
-    prompt_tokens: int = 0
-    bound_tokens: int = 0
-    prefix_tokens: int = 0
-    reused_tokens: int = 0
-    computed_tokens: int = 0
-    refused: int = 0
-    unsure: int = 0
-    work_tokens: float = 0.0
-    step_ms: list[float] = field(default_factory=list)
-    exact_step_ms: list[float] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)
-    top1: list[float] = field(default_factory=list)
-    decided: list[float] = field(default_factory=list)
-
-    def plain(self) -> dict[str, Any]:
-        """As the JSON line has it."""
-        pairs = [one / other for one, other in zip(self.exact_step_ms, self.step_ms, strict=True) if other]
-        told = {name: getattr(self, name) for name in self.__slots__ if not isinstance(getattr(self, name), list)}
-        times = {
-            name: statistics.median(each) if each else None
-            for name, each in (("step_ms", self.step_ms), ("exact_step_ms", self.exact_step_ms))
-        }
-        return {
-            **told,
-            **times,
-            "of_bound": self.reused_tokens / self.bound_tokens if self.bound_tokens else None,
-            "speedup": statistics.median(pairs) if pairs else None,
-            "kl_mean": _mean(self.kl),
-            "kl_most": max(self.kl, default=None),
-            "top1": _mean(self.top1),
-            "decision": _mean(self.decided),
-        }
+    prompt_tokens: int
+    bound_tokens: int
+    prefix_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    refused: int
+    unsure: int
+    work_tokens: float
+    step_ms: float
+    exact_step_ms: float
+    kl: float
+    top1: float
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+SUMMED = ("prompt_tokens", "bound_tokens", "prefix_tokens", "reused_tokens", "computed_tokens", "refused", "unsure", "work_tokens")
+
+
+def row(served: Sequence[Served], family: str, method: str) -> dict[str, Any]:
+    """Sums, means and medians over cases, at least one; decision: equal first choices at every token."""
+    sums = {name: sum(getattr(one, name) for one in served) for name in SUMMED}
+    ratios = [one.exact_step_ms / one.step_ms for one in served if one.step_ms]
+    return {
+        "family": family,
+        "method": method,
+        "cases": len(served),
+        **sums,
+        "of_bound": sums["reused_tokens"] / sums["bound_tokens"] if sums["bound_tokens"] else None,
+        "step_ms": statistics.median(one.step_ms for one in served),
+        "exact_step_ms": statistics.median(one.exact_step_ms for one in served),
+        "speedup": statistics.median(ratios) if ratios else None,
+        "kl_mean": statistics.fmean(one.kl for one in served),
+        "kl_most": max(one.kl for one in served),
+        "top1": statistics.fmean(one.top1 for one in served),
+        "decision": statistics.fmean(one.top1 == 1.0 for one in served),
+    }
+
+
+def rows(served: Sequence[Served]) -> list[dict[str, Any]]:
+    """A row per family and method."""
+    groups: dict[tuple[str, str], list[Served]] = {}
+    for one in served:
+        groups.setdefault((one.family, one.method), []).append(one)
+    return [row(some, *key) for key, some in groups.items()]
 
 
 def bound(kept: Iterable[Ids], ids: Ids, since: int, least: int = LEAST) -> int:
@@ -218,9 +222,9 @@ class Trials:
         finally:
             engine.store.clear(namespace)
 
-    def run(self, cases: Sequence[Case], methods: Mapping[str, Calibration], off: bool, say: Say) -> list[Row]:
+    def run(self, cases: Sequence[Case], methods: Mapping[str, Calibration], off: bool, say: Say) -> list[Served]:
         """Each case under each method, and by the exact prefix alone; their order rotates, and none of them leaves anything to the next."""
-        rows: dict[tuple[str, str], Row] = {}
+        served: list[Served] = []
         needed = tuple(sorted({layer for known in methods.values() for layer in known.boundaries}))
         ways: dict[str, Reuse | Calibration] = {"exact": "exact", **methods, **({"off": "off"} if off else {})}
         for number, case in enumerate(cases):
@@ -231,11 +235,8 @@ class Trials:
             except AgentCacheError as error:  # a prompt beyond the context, a template that refuses the messages
                 say(f"left out: {error}")
                 continue
-            for name, asked in found.items():
-                row = rows.setdefault((case.family, name), Row(case.family, name))
-                row.bound_tokens += scene.bound
-                self._count(row, asked, found["exact"], methods.get(name))
-        return list(rows.values())
+            served += [_served(scene, name, asked, found["exact"], methods.get(name)) for name, asked in found.items()]
+        return served
 
     def _asked(self, scene: Scene, ways: Mapping[str, Reuse | Calibration], number: int) -> dict[str, Asked]:
         """Every way's answer, with the median of its times."""
@@ -250,25 +251,28 @@ class Trials:
                         found[name].append(self.ask(scene.case.call, scene.namespace, way, scene.answer))
         return {name: replace(asked[0], ms=statistics.median(each.ms for each in asked)) for name, asked in found.items()}
 
-    def _count(self, row: Row, asked: Asked, exact: Asked, known: Calibration | None) -> None:
-        receipt = asked.receipt
-        row.work_tokens += receipt.computed_tokens - (known.spared(receipt.segments) if known else 0.0)
-        row.cases += 1
-        row.prompt_tokens += receipt.prompt_tokens
-        row.prefix_tokens += receipt.cached_tokens - receipt.segment_tokens
-        row.reused_tokens += receipt.segment_tokens
-        row.computed_tokens += receipt.computed_tokens
-        row.refused += sum(refusal.reason == "PROBE" for refusal in receipt.refusals)
-        row.step_ms.append(asked.ms)
-        row.exact_step_ms.append(exact.ms)
-        pairs = list(zip(exact.logits, asked.logits, strict=True))
-        sure = first_unsure(asked.logits, known.margin if known and receipt.segments else 0.0)
-        if sure < len(pairs):
-            row.unsure += 1
-            row.work_tokens += receipt.prompt_tokens - exact.receipt.cached_tokens
-        row.kl.append(sum(divergence(one, other) for one, other in pairs[:sure]) / len(pairs))
-        row.top1.append(1 - sum(int(one.argmax() != other.argmax()) for one, other in pairs[:sure]) / len(pairs))
-        row.decided.append(float(row.top1[-1] == 1.0))
+
+def _served(scene: Scene, method: str, asked: Asked, exact: Asked, known: Calibration | None) -> Served:
+    receipt = asked.receipt
+    pairs = list(zip(exact.logits, asked.logits, strict=True))
+    sure = first_unsure(asked.logits, known.margin if known and receipt.segments else 0.0)
+    anew = receipt.prompt_tokens - exact.receipt.cached_tokens if sure < len(pairs) else 0
+    return Served(
+        family=scene.case.family,
+        method=method,
+        prompt_tokens=receipt.prompt_tokens,
+        bound_tokens=scene.bound,
+        prefix_tokens=receipt.cached_tokens - receipt.segment_tokens,
+        reused_tokens=receipt.segment_tokens,
+        computed_tokens=receipt.computed_tokens,
+        refused=sum(refusal.reason == "PROBE" for refusal in receipt.refusals),
+        unsure=int(sure < len(pairs)),
+        work_tokens=receipt.computed_tokens - (known.spared(receipt.segments) if known else 0.0) + anew,
+        step_ms=asked.ms,
+        exact_step_ms=exact.ms,
+        kl=sum(divergence(one, other) for one, other in pairs[:sure]) / len(pairs),
+        top1=1 - sum(int(one.argmax() != other.argmax()) for one, other in pairs[:sure]) / len(pairs),
+    )
 
 
 def first_unsure(logits: Logits, margin: float) -> int:
