@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import demo_tasks
-from .demo_tasks import Played, Task
+from .demo_tasks import Replay, Task
 from .engine import Engine
 from .receipt import Receipt
 from .store.tool_group import ToolGroup
@@ -36,26 +35,6 @@ MODES = {
 }
 REUSING = ("cold", "warm", "second")
 SHOWN = ("prompt_tokens", "cached_tokens", "computed_tokens", "ttft_ms", "decode_ms")
-
-
-@dataclass(slots=True)
-class Replay:
-    """What one mode did: a receipt per step, all ids that the modes must agree in, what was said, and what warming cost beforehand."""
-
-    mode: str
-    receipts: list[Receipt] = field(default_factory=list)
-    drawn: tuple[int, ...] = ()
-    lines: list[str] = field(default_factory=list)
-    warm_ms: float = 0.0
-    warm_tokens: int = 0
-
-    @property
-    def disk_tokens(self) -> int:
-        return sum(receipt.disk_tokens for receipt in self.receipts)
-
-    def total(self, name: str) -> float:
-        """Sum of one of the receipts' figures over the steps."""
-        return float(sum(getattr(receipt, name) for receipt in self.receipts))
 
 
 def warm(engine: Engine, task: Task, on_progress: Callable[[int, int], None]) -> ToolGroup:
@@ -75,7 +54,7 @@ def second_process(task: Task, folder: str) -> Replay:
     if ran.returncode:
         raise RuntimeError(f"the second process failed: {ran.stderr[-2000:]}")
     told = json.loads(ran.stdout.splitlines()[-1])
-    return Replay("second", [Receipt(**one) for one in told["receipts"]], tuple(told["drawn"]))
+    return Replay([Receipt(**one) for one in told["receipts"]], tuple(told["drawn"]))
 
 
 def _second(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,23 +76,23 @@ def replay(engine: Engine, task: Task, mode: str, progress: Progress) -> Replay:
         return lambda at, of: progress.update(bar, completed=at, total=of)
 
     options = {"namespace": "warm" if mode == "second" else mode, "reuse": "off" if mode == "off" else "exact"}
-    played: Played = task.play(engine, options, shown)
+    played = task.play(engine, options, shown)
     progress.remove_task(bar)
-    return Replay(mode, played.receipts, played.drawn, played.lines)
+    return played
 
 
-def _check(replays: Mapping[str, Replay]) -> None:
+def _check(replays: Mapping[str, Replay], group_tokens: int) -> None:
     """The modes saw the same prompts, paid what they say, and draw the same tokens behind them."""
     off = replays["off"]
-    for one in replays.values():
-        assert one.drawn == off.drawn, f"{one.mode} draws {one.drawn}, reuse off draws {off.drawn}"
-        assert len(one.receipts) == len(off.receipts), f"{one.mode} took {len(one.receipts)} steps, reuse off {len(off.receipts)}"
+    for mode, one in replays.items():
+        assert one.drawn == off.drawn, f"{mode} draws {one.drawn}, reuse off draws {off.drawn}"
+        assert len(one.receipts) == len(off.receipts), f"{mode} took {len(one.receipts)} steps, reuse off {len(off.receipts)}"
         for mine, base in zip(one.receipts, off.receipts, strict=True):
             assert mine.prompt_tokens == base.prompt_tokens, "modes saw different prompts"
             assert mine.cached_tokens + mine.computed_tokens == mine.prompt_tokens, "a token is missing from the account"
     assert off.total("cached_tokens") == 0, "reuse off reused something"
     if "second" in replays:
-        assert replays["second"].disk_tokens == replays["warm"].warm_tokens, "the second process did not find the whole tool group"
+        assert replays["second"].disk_tokens == group_tokens, "the second process did not find the whole tool group"
 
 
 def _table(replays: Mapping[str, Replay]) -> Table:
@@ -138,13 +117,14 @@ def _table(replays: Mapping[str, Replay]) -> Table:
     return table
 
 
-def _sentence(replays: Mapping[str, Replay], bitwise: bool) -> str:
-    off, cold, warm, second = (replays[mode] for mode in MODES)
+def _sentence(replays: Mapping[str, Replay], group: ToolGroup, bitwise: bool) -> str:
+    off, second = replays["off"], replays["second"]
     waited = {mode: f"{one.total('ttft_ms') / 1e3:.1f} s" for mode, one in replays.items()}
+    warming = f"{group.computed_tokens:,} tokens computed once, in {group.warm_ms / 1e3:.1f} s, before the task came"
     return (
         f"Over {len(off.receipts)} steps the agent waited {waited['off']} for first tokens without reuse, {waited['cold']} from a cold "
-        f"start, {waited['warm']} with its tool group warm ({warm.warm_tokens:,} tokens computed once, in {warm.warm_ms / 1e3:.1f} s, "
-        f"before the task came), and {waited['second']} in a second process that read {second.disk_tokens:,} tokens from disk. All drew "
+        f"start, {waited['warm']} with its tool group warm ({warming}), and "
+        f"{waited['second']} in a second process that read {second.disk_tokens:,} tokens from disk. All drew "
         f"the same {len(off.drawn)} tokens{', from bit-identical state' if bitwise else ''}."
     )
 
@@ -165,27 +145,26 @@ def run(console: Console, task: Task | None = None) -> dict[str, Any]:
         replays = {mode: replay(engine, task, mode, progress) for mode in ("off", "cold")}
         bar = progress.add_task("second process", total=None)
         warm(engine, task, lambda done, total: progress.update(bar, description="warm: tool group", completed=done, total=total))
-        warmed = engine.groups[0]
+        group = engine.groups[0]
         engine.flush()
         progress.update(bar, description="second process", completed=0, total=None)
         second = second_process(task, folder)
         progress.remove_task(bar)
         replays |= {"warm": replay(engine, task, "warm", progress), "second": second}
-        replays["warm"].warm_ms, replays["warm"].warm_tokens = warmed.warm_ms, warmed.computed_tokens
         bitwise = all(r.bitwise for one in replays.values() for r in one.receipts)
-    _check(replays)
+    _check(replays, group.computed_tokens)
     for line in replays["off"].lines:
         console.print(f"  {escape(line)}", highlight=False)
     console.print(_table(replays))
-    console.print(_sentence(replays, bitwise))
+    console.print(_sentence(replays, group, bitwise))
     return {
         "tools": len(task.tools),
         "said": replays["off"].lines,
         "bitwise": bitwise,
         "modes": {
             mode: {
-                "warm_ms": one.warm_ms,
-                "warm_tokens": one.warm_tokens,
+                "warm_ms": group.warm_ms if mode == "warm" else 0.0,
+                "warm_tokens": group.computed_tokens if mode == "warm" else 0,
                 "disk_tokens": one.disk_tokens,
                 "steps": [r.as_dict() for r in one.receipts],
             }

@@ -21,12 +21,20 @@ Shown = Callable[[str], Callable[[int, int], None]]
 
 
 @dataclass(slots=True)
-class Played:
-    """One way through the task: a receipt per step, the ids that all ways must agree in, and what was said and done, line by line."""
+class Replay:
+    """One way through the task: a receipt per step, the ids that all ways must agree in, what was said and done, line by line."""
 
     receipts: list[Receipt] = field(default_factory=list)
     drawn: tuple[int, ...] = ()
     lines: list[str] = field(default_factory=list)
+
+    @property
+    def disk_tokens(self) -> int:
+        return sum(receipt.disk_tokens for receipt in self.receipts)
+
+    def total(self, name: str) -> float:
+        """Sum of one of the receipts' figures over the steps."""
+        return float(sum(getattr(receipt, name) for receipt in self.receipts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +71,9 @@ class Task:
             if bars:
                 logging.enable_progress_bar()
 
-    def play(self, engine: Engine, options: Mapping[str, Any], shown: Shown) -> Played:
+    def play(self, engine: Engine, options: Mapping[str, Any], shown: Shown) -> Replay:
         """Each conversation to its end, with a desk of its own; greedy, so that every way through says the same."""
-        done, drawn, desk = Played(), [0][:0], Desk()
+        done, desk = Replay(), Desk()
         for turns, answers in zip(self.questions, self.answers, strict=True):
             messages = [Message("system", self.system)]
             for turn, answer in zip(turns, answers, strict=True):
@@ -77,7 +85,7 @@ class Task:
                         messages, self.tools, sampling=Sampling(max_tokens=96), on_progress=label, **options
                     ).completion
                     done.receipts.append(completion.receipt)
-                    drawn += completion.ids
+                    done.drawn += completion.ids
                     messages.append(completion.message)
                     if not completion.message.tool_calls:
                         right = completion.message.content == answer
@@ -88,7 +96,6 @@ class Task:
                         given = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
                         done.lines.append(f"  call   {call.name}({given})  ->  {result}")
                         messages.append(Message("tool", result, tool_call_id=call.id, name=call.name))
-        done.drawn = tuple(drawn)
         return done
 
 

@@ -136,10 +136,10 @@ def test_the_embedded_model_answers_every_question_right(tmp_path: Path) -> None
 
 
 def test_another_answer_is_noticed() -> None:
-    replays = {mode: demo.Replay(mode, drawn=(1, 2)) for mode in demo.MODES}
+    replays = {mode: demo.Replay(drawn=(1, 2)) for mode in demo.MODES}
     replays["warm"].drawn = (1, 3)
     with pytest.raises(AssertionError, match="warm draws"):
-        demo._check(replays)
+        demo._check(replays, 0)
 
 
 def test_a_task_is_the_same_in_another_process() -> None:
