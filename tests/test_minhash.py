@@ -287,6 +287,16 @@ def test_rows_go_with_their_namespace_and_age_and_the_longest_unused_go_first(in
     assert index.drop_segments("default") == 2
 
 
+def test_rows_go_with_the_pages_under_which_they_stand(index: Index) -> None:
+    _, windows = noted(index)
+    keys = [SCOPE.root, *chain(SCOPE.root, prompt())]
+    assert index.drop_segments_under("other", "weights", {keys[0]}) == 0
+    assert index.drop_segments_under("default", "weights", {keys[0], keys[2]}) == 3, "two of the first page, one of the third"
+    later = MinHashIndex(index, lambda job: job())
+    later.refresh(SCOPE)
+    assert [bool(later.find(SCOPE, prompt(), window)) for window in windows] == [False, False, True, False]
+
+
 def test_places_whose_pages_are_gone_are_forgotten_unless_they_are_young(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     signed, windows = noted(index)
     places = [signed.find(SCOPE, prompt(), window)[0].kept for window in windows]
