@@ -59,7 +59,7 @@ class Approximation(Protocol):
         ...
 
     def detach(self, for_good: bool = False) -> None:
-        """Forget what is attached: the sequence begins anew. for_good: the request is computed from now on."""
+        """Forget the attached ranges: the sequence begins anew. for_good: the request is computed from now on."""
         ...
 
     def answered(self) -> None:

@@ -364,7 +364,7 @@ class Engine:
         self._end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """The engine itself: whoever copies an object that uses it, uses the same weights and pages."""
+        """Return the engine itself: a copy of an object that uses it uses the same weights and pages."""
         return self
 
     def __reduce__(self) -> str:

@@ -34,7 +34,7 @@ Event = Chunk | Progress | Done | AgentCacheError
 
 
 class Events:
-    """The events of one request: put by the device's thread, taken by its caller, who may ask to be woken instead of waiting."""
+    """The events of one request: put by the device's thread, taken by its caller, which may ask to be woken instead of waiting."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -42,7 +42,7 @@ class Events:
         self._cancelled = threading.Event()
 
     def put(self, event: Event) -> None:
-        """Add an event, and wake who listens."""
+        """Add an event, and wake the listener."""
         self._queue.put(event)
         if (wake := self._wake) is not None:
             wake()

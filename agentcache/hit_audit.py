@@ -86,7 +86,7 @@ class HitAudit:
         except FAULTS:
             outcome = None
         if outcome is None or outcome.error is not None or outcome.moved:
-            self._drop()  # no memory for it, or other weights: another hit will be looked at
+            self._drop()  # no memory for it, or other weights: another hit will be checked
             return
         done = start + count
         if done % PAGE_TOKENS == 0 or done == len(check.ids):

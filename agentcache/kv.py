@@ -117,7 +117,7 @@ class Page:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written to the file that this page lies in since it was verified."""
+        """Whether the file that this page lies in was written to since it was verified."""
         return self.file is not None and self.file.changed()
 
     @property
@@ -141,7 +141,7 @@ class Page:
 
     @property
     def claimed(self) -> bool:
-        """Whether somebody has the right to append."""
+        """Whether a sequence has the right to append."""
         return self._claim is not None
 
     def copy(self, tokens: int, tier: Tier = "device") -> Page:
@@ -220,7 +220,7 @@ class Sequence:
     """The page table of one running request: `length` tokens in `pages`, the last page private or claimed.
 
     exact_until: only tokens before it may be kept as exact or lent to an exact request: approximation is contagious.
-    copied_tokens: slots copied by branching when the sequence was attached. ahead: what lies behind `length` already, in order.
+    copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order.
     """
 
     spec: KVSpec
@@ -261,8 +261,7 @@ class Sequence:
         return sum(span.stop - span.start for span in self.ahead if span.entry is None)
 
     def pieces(self, tokens: int) -> list[Piece]:
-        """The next `tokens` positions to compute, in order: holes, and what resumes at a layer. Leaves out what is whole, ends at what is
-        held."""
+        """Return the next `tokens` positions to compute: holes, and ranges that resume at a layer. A held range ends them."""
         found: list[Piece] = []
         at = self.length
         for span in self.ahead:
@@ -349,7 +348,7 @@ class Sequence:
     def withdraw(self, tokens: int) -> None:
         """Unwrite everything from position `tokens` on, in pages this sequence may write: zeros, so that masked slots stay finite.
 
-        What a forward that failed may have left behind `length` included.
+        That includes slots after `length` which a failed forward may have written.
         """
         for page, slot, count, _ in self.slots(tokens, len(self.pages) * PAGE_TOKENS):
             page.keys[..., slot : slot + count] = 0
@@ -360,7 +359,7 @@ class Sequence:
         self.ahead.clear()
 
     def close(self) -> None:
-        """Give up the right to append. What was written stays valid for whoever shares the pages, which forget this sequence."""
+        """Give up the right to append. Written slots stay valid for all who share the pages, which forget this sequence."""
         for page in self.pages:
             page.release(self)
 

@@ -1,4 +1,4 @@
-"""Memory of pages: zeroed maps, and what is committed before it is needed. Knows nothing of what lies in it.
+"""Memory of pages: zeroed maps, and maps committed before they are needed. Knows nothing of keys and values.
 
 A system finds and zeroes memory only when it is written, and a branch writes all of a page at once: with a virtual machine's untouched
 memory that took longer than the whole forward of a short tail, and a twentieth of a long prefill. So an idle engine keeps the memory of
@@ -25,7 +25,7 @@ USED_BYTES = 512 << 20  # of pages that are gone, kept at most
 
 
 class PagePool:
-    """Maps that nobody refers to any more, by their size, while there is an engine. From any thread."""
+    """Maps without a reader, by their size, while there is an engine. From any thread."""
 
     def __init__(self) -> None:
         self.begin()
@@ -109,7 +109,7 @@ class _Page:
 def _new(shapes: Shapes, dtype: torch.dtype) -> _Page:
     try:
         return _Page(tuple(zeros(shape, dtype, torch.device("cpu"), True) for shape in shapes))
-    except (OSError, MemoryError):  # nobody has asked for it: whoever needs it is told
+    except (OSError, MemoryError):  # it is made in advance: the page that needs it will say so
         return _Page((), sum(prod(shape) for shape in shapes))
 
 

@@ -44,7 +44,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps that cover [0, prompt_tokens) exactly once, in order, and the reasons for what is computed."""
+    """Steps that cover [0, prompt_tokens) exactly once, in order, and the reason why the rest is computed."""
 
     prompt_tokens: int
     steps: tuple[Attach | Compute, ...]

@@ -1,17 +1,12 @@
-"""The account of one request: what was reused, what was computed, why, and what it cost. Knows nothing of how it was done.
+"""The receipt of one request, and its account. Knows nothing of how tokens are reused or computed.
 
-The rest of the engine tells an `Account` facts, and only the account writes the receipt.
+The rest of the engine tells an `Account` facts, and only the account writes the receipt. Token counts are inclusive:
 
-Buckets are inclusive: prompt_tokens = cached_tokens + computed_tokens; copied_tokens (slots copied by branching a shared page) lie inside
-cached_tokens, and so do segment_tokens (taken from other positions, by consent: `segments` says which) and disk_tokens (read from disk for
-this request, disk_bytes of it); halo_tokens (of segments, computed again) lie inside computed_tokens; spliced_tokens (the model's own ids
-put back) lie anywhere in the prompt. missed: why the prompt did not go on from the one before it in its conversation, if it did not.
-moves: what became of text that was declared volatile; ephemeral_tokens, the last ones of the prompt, and repeated_tokens, the completion
-behind them, are its price: what comes next computes them again, or does without. reasoning_tokens lie inside completion_tokens: those that
-spell the thought before the answer, if there is one. Times are milliseconds on a monotonic clock, read after
-the device has finished, one behind the other: layout_ms, load_ms until the pages are there (from disk, or from another process), queue_ms
-until the device takes the request, match_ms, prefill_ms; their sum is ttft_ms, from the call to the first token. decode_ms goes from the
-first token to the last.
+    prompt_tokens    = cached_tokens + computed_tokens
+    cached_tokens    holds copied_tokens, disk_tokens, segment_tokens          computed_tokens    holds halo_tokens
+    ttft_ms          = layout_ms + load_ms + queue_ms + match_ms + prefill_ms
+
+Times are milliseconds on a monotonic clock, read after the device has finished.
 """
 
 from __future__ import annotations
@@ -26,43 +21,68 @@ from .types import FinishReason, Grade, Layout, Missed, Move, Reason, Refusal, S
 
 @dataclass(slots=True)
 class Receipt:
-    """What one request cost and saved. bitwise: these bits equal those of reuse off. JSON-able by `as_dict`."""
+    """The cost and the savings of one request. JSON-able by `as_dict`."""
 
     namespace: str = "default"
+    # name of the model, as the engine was given it
     model: str = ""
     prompt_tokens: int = 0
+    # attached in all layers
     cached_tokens: int = 0
+    # run through the model, in all layers or above one
     computed_tokens: int = 0
+    # cached, and taken from other positions, by consent: `segments` says which
     segment_tokens: int = 0
+    # computed again at the heads of segments
     halo_tokens: int = 0
+    # slots of a shared page that branching it copied
     copied_tokens: int = 0
+    # the model's own ids, put back in place of their text
     spliced_tokens: int = 0
+    # the last tokens of the prompt, from the start of text for this request only: the next prompt does not share them
     ephemeral_tokens: int = 0
+    # tokens of the completion that follow such text: the next prompt computes them again
     repeated_tokens: int = 0
+    # cached, and read from disk for this request
     disk_tokens: int = 0
     disk_bytes: int = 0
     completion_tokens: int = 0
+    # tokens of the completion that spell the thought before the answer
     reasoning_tokens: int = 0
+    # tokens before it are exact
     exact_until: int = 0
+    # whether the bits equal those of reuse off
     bitwise: bool = False
+    # how near the keys and values are to computed ones
     precision: Grade = "exact"
+    # how the layers are run: "stepped", "generic" or "stock"
     path: str = ""
+    # ranges that were not reused, or not as well as they could be, and why
     refusals: tuple[Refusal, ...] = ()
+    # in words, each difference between the prompt and the stock rendering
     differences: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
+    # what became of text that was declared volatile
     moves: tuple[Move, ...] = ()
     segments: tuple[Segment, ...] = ()
+    # why the prompt did not go on from the one before it in its conversation, if it did not
     missed: Missed | None = None
     finish_reason: FinishReason | None = None
     layout_ms: float = 0.0
+    # until the pages are there, from disk or from another process
     load_ms: float = 0.0
+    # until the device takes the request
     queue_ms: float = 0.0
     match_ms: float = 0.0
     prefill_ms: float = 0.0
+    # from the call to the first token
     ttft_ms: float = 0.0
+    # from the first token to the last
     decode_ms: float = 0.0
+    # time and work that computing the cached tokens would have cost
     saved_ms: float = 0.0
     saved_flops: float = 0.0
+    # whether `as_dict` leaves out names of tools
     redacted: bool = False
     notes: list[str] = field(default_factory=list)
 

@@ -239,7 +239,7 @@ class Runner:
             w.sequence.reserve_to(planned[-1][1].start + planned[-1][1].count)
         final = {id(w): piece for w, piece, _ in planned}
         parts, last, at = [], {}, 0
-        rows = sorted(planned, key=lambda known: known[1].entry)  # who comes in further up stands behind the others
+        rows = sorted(planned, key=lambda known: known[1].entry)  # pieces that resume at a higher layer come last
         for w, piece, _ in rows:
             assert isinstance(w.sequence, Sequence)
             parts.append(Part(w.sequence, piece.start, piece.count, at, piece.entry, piece.states))

@@ -1,8 +1,8 @@
 """Who goes into the next forward: one thread owns the device, many requests share it. Knows no prompts, only token ids.
 
-Each round: requests that decode get one token each; then prompts are filled, short ones first, with what is left of the row budget. While
-somebody decodes, that budget is what fits in about STEP_MS, so a long prefill does not stall others. A long prompt waits while another long
-one is filled: it may find its own prefix computed when its turn comes.
+Each round: requests that decode get one token each; then prompts are filled, short ones first, with the rest of the row budget. While a
+request decodes, that budget is what fits in about STEP_MS, so a long prefill does not stall others. A long prompt waits while another
+long one is filled: it may find its own prefix computed when its turn comes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .store.store import Store
 from .types import FinishReason
 
 STEP_MS = 330.0  # a round that also decodes should take about this long: nineteen of twenty then stay below half a second
-POLL_S = 0.002  # how often a request whose pages are on their way is looked at while nothing else runs
+POLL_S = 0.002  # between two looks at a request whose pages are on their way, while nothing else runs
 MIN_FILL = 4  # tokens of a prompt that go along in any case
 PATIENCE = 4  # rounds that a prompt gives way to shorter ones
 MAX_DECODING = MAX_ROWS // 2  # requests that get a token in one round; with more, they take turns
@@ -97,7 +97,7 @@ class Scheduler:
         try:
             while not self._closed.is_set():
                 self._turn()
-        finally:  # also if a fault nobody foresaw ends this thread: no caller may wait forever
+        finally:  # also if an unforeseen fault ends this thread: no caller may wait forever
             with self._gate:
                 self._closed.set()
             if spec := self.runner.model.spec:
@@ -254,5 +254,5 @@ class Scheduler:
 
 
 def _turn_of(request: Running) -> tuple[int, int]:
-    """Short prompts first, but before them whoever has given way too often, the longest first."""
+    """Order short prompts first, but before them those that have given way too often, the longest first."""
     return (-request.skipped if request.skipped >= PATIENCE else 0, request.remaining)

@@ -24,7 +24,7 @@ class Completion:
     """What a request produced. `message` is the assistant turn to send back; unchanged, it costs nothing the next time.
 
     invalid_calls: calls that it began and that are none. cut: max_tokens or a stop string ended it inside an object, a call, or a thought
-    with no answer behind it: nothing in it is a result but the whole calls of `message`. logprobs: one for each of `ids`, if the sampling
+    with no answer after it: nothing in it is a result but the whole calls of `message`. logprobs: one for each of `ids`, if the sampling
     asked for them.
     """
 
@@ -100,12 +100,12 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
             def wake(loop: asyncio.AbstractEventLoop = loop, there: asyncio.Event = there) -> None:
                 try:
                     loop.call_soon_threadsafe(there.set)
-                except RuntimeError:  # the loop was closed: nobody will read on
+                except RuntimeError:  # the loop was closed: no reader is left
                     self._request.events.cancel()
 
             events.listen(wake)
             try:
-                if (event := events.take()) is not None:  # it came before anybody listened
+                if (event := events.take()) is not None:  # it came before there was a listener
                     break
                 await there.wait()
             finally:
@@ -113,7 +113,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         return event
 
     def _abandoned(self, loop: asyncio.AbstractEventLoop) -> None:
-        """While nobody waits: whoever read last cannot read on if its loop was closed meanwhile."""
+        """Cancel the request if the loop of its last reader was closed, while no other reader waits."""
         if loop.is_closed():
             self._request.events.cancel()
 
@@ -164,7 +164,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
 
     @property
     def completion(self) -> Completion:
-        """The whole result; runs what is left of the stream."""
+        """The whole result; runs the rest of the stream."""
         for _ in self:
             pass
         if self._completion is None:

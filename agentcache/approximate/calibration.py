@@ -1,14 +1,14 @@
 """What `agentcache calibrate` found out about one model: how near to a junction stored keys and values can be trusted. Knows no torch.
 
-A token of a repeated run stands behind `distance` equal tokens: those of the run before it. The nearer to the junction, the more its state
+A token of a repeated run follows `distance` equal tokens: those of the run before it. The nearer to the junction, the more its state
 depends on what stood before the run. So it is computed anew up to a layer that falls with the distance:
 
     distance   0 ......... steps[0] ............ steps[1] ................... end of the run
     taken      nothing     below that layer      in all layers
     computed   all (halo)  from that layer on    nothing
 
-The end of the prompt is another matter: what is asked last has read all that stands before it, and the answer is read off it. So the last
-turn is computed anew however far it stands behind a junction, or its end (tail) if it is long.
+The end of the prompt is another matter: the last question has read the whole prompt, and the answer is read off it. So the last turn is
+computed anew however far it is from a junction, or its end (tail) if it is long.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Calibration:
     """When segments of one model may be attached, and how they are repaired.
 
     fingerprint: of the weights. layers: how many the model has. steps: (distance, layer), both ascending, the last layer is `layers`.
-    least: shortest run that is attached. tail: so many tokens at most, of the last turn and what is behind it, are never attached. share:
+    least: shortest run that is attached. tail: so many tokens at most, of the last turn and after it, are never attached. share:
     of a run's whole tokens, how many are computed again: those whose values differ most in layer 1. probe: largest relative difference of
     the halo's last keys, as stored and as computed, in the middle layer; 0: no probe.
-    margin: a greedy choice that is ahead of the next best by less (nats) is not made behind moved text: the prompt is computed; 0: it is.
+    margin: a greedy choice that is ahead of the next best by less (nats) is not made after moved text: the prompt is computed; 0: it is.
     kl, top1: mean KL (nats per token) allowed, and share of equal first choices asked for. watch_one_in: one in so many requests served
     with segments is computed again in idle time. precision: the fewest bits of stored pages that a segment may come from. tau: least
     similarity of text on disk that is proposed, of an engine's own calibration; it moves no answer. measured: what was seen.
@@ -171,7 +171,7 @@ Given = Calibration | str | os.PathLike[str] | None
 def find(given: Given, folder: str | os.PathLike[str] | None, fingerprint: str, model: str, dtype: str) -> Calibration:
     """The calibration to use: the one given, else the one in the store's folder. CalibrationError says how to make it.
 
-    dtype: of the loaded weights, which is part of their fingerprint: in another one, what is found out would be of other weights.
+    dtype: of the loaded weights, which is part of their fingerprint: in another one, the findings would be of other weights.
     """
     there = "--out CALIBRATION" if folder is None else f"--store {shlex.quote(os.fspath(folder))}"
     then = "and pass calibration=CALIBRATION" if folder is None else "or pass calibration="

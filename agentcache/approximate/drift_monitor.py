@@ -1,6 +1,6 @@
 """Segment reuse under observation: one in N requests that were served with segments is computed again in idle time. Knows no text.
 
-Compared are the distributions of the last tokens of its prompt, behind the pages that served it and behind exact ones. Where they drift
+Compared are the distributions of the last tokens of its prompt, after the pages that served it and after exact ones. Where they drift
 beyond what the calibration allows, segment reuse is switched off for this engine, and says so.
 """
 
@@ -108,12 +108,12 @@ class DriftMonitor:
         self.runner.follow_threads()
         try:
             done = self._go_on(check)
-        except FAULTS:  # no memory for it, or other weights: another request will be looked at
+        except FAULTS:  # no memory for it, or other weights: another request will be checked
             self._drop()
             return
         if done:
             self._conclude(check)
-            self._drop()  # last: who sees that nothing is pending knows what came of it
+            self._drop()  # last: once nothing is pending, the result is there
 
     def _go_on(self, check: _Check) -> bool:
         last = len(check.ids) - COMPARED

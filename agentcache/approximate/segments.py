@@ -1,4 +1,4 @@
-"""Segments of one request: found in kept prompts, attached where consent and calibration allow, repaired, looked at, refused.
+"""Segments of one request: found in kept prompts, attached where consent and calibration allow, repaired, checked, refused.
 
 windows   the new text of a prompt; stored pages that say the same are asked for, and this prompt's are noted for later
 propose   repeated runs after the exact prefix, in the same namespace and under the same weights
@@ -132,7 +132,7 @@ class SegmentReuse:
 
     def _near(self, scope: Scope) -> Scope | None:
         """Under which scope pages after segments lie; None if the request takes no such pages."""
-        return None if self._owner.off or self.calibration is None else behind(scope, self.calibration)
+        return None if self._owner.off or self.calibration is None else near_scope(scope, self.calibration)
 
     def known_tokens(self, scope: Scope) -> int:
         """How much of a waiting prompt is in memory, exact or as near as the request accepts."""
@@ -190,7 +190,7 @@ class SegmentReuse:
         return self._steps
 
     def _attachable(self, calibration: Calibration) -> Ids:
-        """The prompt up to its tail, and one token more: of what is looked up, the last one is always computed.
+        """The prompt up to its tail, and one token more: the last one of a lookup is always computed.
 
         The tail begins with the last turn, or in it; somewhere in a prompt whose turns are not known.
         """
@@ -271,7 +271,7 @@ class SegmentReuse:
         return f"first choices behind token {len(running.ids)} are {gap:.3f} nats apart, asked for are {margin:.3f}"
 
     def detach(self, for_good: bool = False) -> None:
-        """Forget what is attached: the sequence begins anew. for_good: the request is computed from now on."""
+        """Forget the attached ranges: the sequence begins anew. for_good: the request is computed from now on."""
         self.scope, self.admitted_tokens, self._kernels, self._steps = None, 0, [], []
         self.calibration = None if for_good else self.calibration
 
@@ -290,7 +290,7 @@ class SegmentReuse:
             self._prefetch.close()
 
 
-def behind(scope: Scope, calibration: Calibration) -> Scope:
+def near_scope(scope: Scope, calibration: Calibration) -> Scope:
     """Under which scope the pages that were computed after segments lie.
 
     Each repair has its own, as each rotary regime has: what one calibration lets pass may be too far off for another.

@@ -1,6 +1,6 @@
 """Windows of a rendered prompt: runs of tokens that may come again elsewhere, and what they say in canonical words. Knows no stores.
 
-Windows start at anchors, and every `stride` tokens behind one up to the next: equal text behind equal anchors has equal windows, wherever
+Windows start at anchors, and every `stride` tokens after one up to the next: equal text after equal anchors has equal windows, wherever
 it stands. Words are canonical for finding only (case, white space; times, ids, long numbers masked); what is reused is compared by token.
 
     anchors     messages · tools, each schema · Thought / Action / Action Input / Observation · tool results · documents · paragraphs
@@ -29,7 +29,7 @@ BACK = 512  # how far before new text its anchor is looked for
 LEFT = 16  # words directly left of a window that are kept with it
 MARGIN = 96  # tokens that are sure to hold so many words
 NAMESPACES = 16  # whose tokens' texts are remembered: some megabytes each for a large vocabulary
-CLOSE = 8  # an anchor so near behind another one is none
+CLOSE = 8  # an anchor so near after another one is none
 
 _ANCHORS: tuple[tuple[Kind, str], ...] = (
     ("action input", r"^[ \t]*Action Input[ \t]*\d*[ \t]*:"),
@@ -114,7 +114,7 @@ def _masked(word: str) -> str:
 def windows(layout: Layout, texts: Texts, since: int = 0, *, size: int = WINDOW, stride: int = STRIDE) -> list[Window]:
     """Windows of `size` tokens that hold a token from `since` on, in order; none reaches into text that is for this prompt only.
 
-    Those of two prompts with a common start are the same there, so what was signed for the shorter one need not be looked at again.
+    Those of two prompts with a common start are the same there, so the windows of the shorter one need not be signed again.
     """
     assert 0 < stride <= size
     limit = len(layout.ids) - layout.ephemeral_tokens
@@ -148,12 +148,12 @@ def _begin(layout: Layout, since: int, size: int) -> int:
 
 
 def _starts(found: Sequence[Anchor], first: int, limit: int, stride: int) -> Iterator[tuple[int, Kind]]:
-    """Anchors, and every `stride` tokens behind each until the next one is near."""
+    """Anchors, and every `stride` tokens after each until the next one is near."""
     if not found or found[0].token > first:  # no anchor within sight: places that do not depend on where one began to look
         found = [Anchor(-(-first // stride) * stride, "paragraph"), *found]
-    for anchor, behind in zip(found, [*(a.token for a in found[1:]), limit + stride], strict=True):
+    for anchor, after in zip(found, [*(a.token for a in found[1:]), limit + stride], strict=True):
         yield anchor.token, anchor.kind
-        for start in range(anchor.token + stride, behind - stride // 2, stride):
+        for start in range(anchor.token + stride, after - stride // 2, stride):
             yield start, anchor.kind
 
 
