@@ -19,7 +19,7 @@ from rich.console import Console
 
 from . import __version__, cli_lint, cli_store, cli_tend
 from .bench.cli import app as bench_app
-from .bench.given import to_write, write
+from .bench.options import to_write, write
 from .cli_calibrate import calibrate
 from .cli_print import facts, report_errors, say_json
 
@@ -92,7 +92,7 @@ def doctor(
 
 def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | None] | None) -> dict[str, Any]:
     """conflict: tells what is in the way of this package, given by the module that stands outside it."""
-    from .bench.load import versions
+    from .bench.machine import versions
     from .model.machine import describe
 
     report: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .bench.given import (
+from .bench.options import (
     AllowedKl,
     Answer,
     Dtype,

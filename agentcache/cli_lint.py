@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .bench.given import write
+from .bench.options import write
 from .cli_print import bar, report_errors, shown
 from .errors import ConfigError
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .bench.given import Dtype
+from .bench.options import Dtype
 from .cli_print import bar, facts, listing, report_errors, say_json, shown, size
 from .errors import ConfigError, StoreError
 

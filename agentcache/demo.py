@@ -58,7 +58,7 @@ def second_process(task: Task, folder: str) -> Replay:
 
 
 def _second(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """What that process does."""
+    """The second process: play the task and tell its figures."""
     task, options = demo_tasks.made(spec), StoreOptions(spec["folder"], write_bytes_per_hour=0, check_one_in=0, refuse_slow=False)
     with task.build(options) as engine:
         first_breath(engine)
@@ -82,7 +82,7 @@ def replay(engine: Engine, task: Task, mode: str, progress: Progress) -> Replay:
 
 
 def _check(replays: Mapping[str, Replay], group_tokens: int) -> None:
-    """The modes saw the same prompts, paid what they say, and draw the same tokens behind them."""
+    """The modes saw the same prompts, paid what they say, and draw the same tokens after them."""
     off = replays["off"]
     for mode, one in replays.items():
         assert one.drawn == off.drawn, f"{mode} draws {one.drawn}, reuse off draws {off.drawn}"

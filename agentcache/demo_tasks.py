@@ -1,4 +1,4 @@
-"""What the demo asks the embedded model, and the conversations with real tools. Knows no tables."""
+"""The demo's questions to the embedded model, and the conversations with real tools. Knows no tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Task:
         return f"A harbour town's visitors' desk: {len(self.tools)} real tools, {asked} questions, the embedded model decides."
 
     def spec(self) -> dict[str, Any]:
-        """What another process needs to make the same task."""
+        """JSON values from which `made` makes the same task in another process."""
         return {"questions": self.questions, "answers": self.answers}
 
     def build(self, store: StoreOptions) -> Engine:
@@ -122,7 +122,7 @@ def described(method: Callable[..., str]) -> Tool:
 
 
 def run(desk: Desk, call: ToolCall) -> str:
-    """What a call gives. A model may call anything with anything: what is wrong is said to it."""
+    """The result of a call. A model may call anything with anything: a wrong call gets an error as its result."""
     known = {name for name, _ in inspect.getmembers(Desk, inspect.isfunction) if not name.startswith("_")}
     if call.name not in known:
         return json.dumps({"error": "no such tool"})

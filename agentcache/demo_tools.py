@@ -52,7 +52,7 @@ def plain(number: float) -> str:
 
 
 class Desk:
-    """What the desk knows and keeps. Each method named in TOOLS is a tool: its docstring is what the model reads."""
+    """A desk's texts, notes and tickets. Each method named in TOOLS is a tool: its docstring is what the model reads."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = json.loads(files("agentcache").joinpath("demo_data", "town.json").read_text("utf-8"))["texts"]

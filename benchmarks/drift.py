@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from agentcache.bench import catalog, report
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption
 from agentcache.bench.report import number, table
 from agentcache.calibrate.trials import lossy_copy
 from agentcache.cli_print import report_errors

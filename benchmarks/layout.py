@@ -9,8 +9,8 @@ import torch
 import typer
 
 from agentcache.bench import report
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption, numbers
-from agentcache.bench.load import machine, versions
+from agentcache.bench.machine import machine, versions
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption, numbers
 from agentcache.calibrate import traces
 from agentcache.cli_print import report_errors
 from agentcache.engine import Engine

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from agentcache.bench.given import JsonOption
+from agentcache.bench.options import JsonOption
 from agentcache.bench.report import Progress, finish, table
 from agentcache.calibrate.traces import Episode, read
 from agentcache.cli_print import report_errors

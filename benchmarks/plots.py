@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import matplotlib
 import typer
 
-from agentcache.bench.given import to_write
+from agentcache.bench.options import to_write
 from agentcache.cli_print import report_errors
 from agentcache.errors import ConfigError
 

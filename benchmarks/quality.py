@@ -17,11 +17,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from agentcache.bench import quality, quality_play, report
+from agentcache.bench import quality, quality_asking, report
 from agentcache.bench import quality_cases as kept
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, Loading, ThreadsOption, ToolsDir, names, numbers
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ThreadsOption, ToolsDir, names, numbers
+from agentcache.bench.quality_asking import Ask, all_solved, asking
 from agentcache.bench.quality_cases import SPLITS, Episode
-from agentcache.bench.quality_play import Ask, all_solved, asking
 from agentcache.bench.quality_score import Said
 from agentcache.cli_print import report_errors
 from agentcache.engine import Engine
@@ -93,7 +93,7 @@ def _clock(ask: Ask, found: quality.Found, plain: Sequence[Episode], agents: int
 def _speed(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say) -> dict[str, Any]:
     tools, times = parts.tools, parts.speed
     cases = source.selections("unseen tools", tools, kept.PER_CATALOG * times)[:: kept.PER_CATALOG]
-    calm = Sampling(max_tokens=quality_play.ANSWER_TOKENS)
+    calm = Sampling(max_tokens=quality_asking.ANSWER_TOKENS)
     found = [engine.generate(case.prompt, case.tools, sampling=calm, reuse="off").receipt for case in cases]
     say("speed")
     rates = [1e3 * (one.completion_tokens - 1) / one.decode_ms for one in found if one.decode_ms]

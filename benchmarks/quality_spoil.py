@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from agentcache.bench.quality_asking import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_cases import Case
-from agentcache.bench.quality_play import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_score import Said, figures
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError

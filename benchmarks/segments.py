@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from agentcache.bench import report
-from agentcache.bench.given import (
+from agentcache.bench.options import (
     AllowedKl,
     Answer,
     CalibrationFile,

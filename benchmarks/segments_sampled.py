@@ -16,7 +16,7 @@ import torch
 
 from agentcache.approximate.calibration import Calibration
 from agentcache.approximate.segments import near_scope
-from agentcache.bench.quality_play import ANSWER_TOKENS
+from agentcache.bench.quality_asking import ANSWER_TOKENS
 from agentcache.calibrate.trials import nothing_kept
 from agentcache.engine import Engine
 from agentcache.kv import PAGE_TOKENS, Page

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from agentcache.bench import disk, report
-from agentcache.bench.given import (
+from agentcache.bench.options import (
     Dtype,
     DtypeOption,
     JsonOption,

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig
 
 from agentcache import toy
-from agentcache.bench import catalog, disk, ours, stock
-from agentcache.bench.load import Samples, Watch
-from agentcache.bench.ours import common
+from agentcache.bench import baselines, catalog, disk, engine_timing
+from agentcache.bench.engine_timing import common
+from agentcache.bench.machine import Samples, Watch
 from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
 from agentcache.engine import Engine, Stream
 from agentcache.errors import CancelledError
@@ -50,26 +50,26 @@ def later_step(engine: Engine, repeats: int) -> dict[str, Any]:
     tools, namespace = catalog.tools(_TOOLS), "later-step"
     opening = _fitted(engine, [Message("system", catalog.SYSTEM)], tools, 0, HISTORY_TOKENS)
     forced = tuple(engine.tokenizer("I will look that up.", add_special_tokens=False)["input_ids"]) + (engine.tokenizer.eos_token_id,)
-    answer = engine.generate(opening, tools, sampling=ours.greedy(len(forced), forced), namespace=namespace)
+    answer = engine.generate(opening, tools, sampling=engine_timing.greedy(len(forced), forced), namespace=namespace)
     history = [*opening, answer.message]
     steps = [_fitted(engine, history, tools, number + 1, LATER_TOKENS) for number in range(repeats + 1)]
     prompts = [list(engine.renderer.render(step, tools, namespace=namespace).ids) for step in steps]
     known = common(prompts[0], prompts[1])  # the step before, and what the template writes between turns
     assert known >= answer.receipt.prompt_tokens, f"only {known} tokens are shared with the step before"
-    ours.ask(engine, steps[0], tools, 1, namespace=namespace)
-    sequence = ours.resident(engine, namespace, prompts[0][: known + 1])
-    cache = stock.cache_of(engine.model.model, sequence, known)
+    engine_timing.ask(engine, steps[0], tools, 1, namespace=namespace)
+    sequence = engine_timing.resident(engine, namespace, prompts[0][: known + 1])
+    cache = baselines.cache_of(engine.model.model, sequence, known)
     sequence.close()
-    stock.kept(engine.model.model, cache, prompts[0][known:])
+    baselines.kept(engine.model.model, cache, prompts[0][known:])
     samples = Samples()
     for number in range(1, repeats + 1):
         drawn = []
         for name in ("ours", "kept") if number % 2 else ("kept", "ours"):
             with Watch() as load:
                 if name == "kept":
-                    done = stock.kept(engine.model.model, cache, prompts[number][known:])
+                    done = baselines.kept(engine.model.model, cache, prompts[number][known:])
                 else:
-                    done, receipt = ours.ask(engine, steps[number], tools, 1, namespace=namespace)
+                    done, receipt = engine_timing.ask(engine, steps[number], tools, 1, namespace=namespace)
                     assert receipt.cached_tokens == known, f"{known} tokens were known, {receipt.cached_tokens} were reused"
             drawn.append(done.ids[0])
             samples.add(name, done.ttft_ms)
@@ -98,7 +98,7 @@ def _filled(engine: Engine, namespace: str, tokens: int) -> str:
         fill(page.values, block, start=number * 7919 + 31)
     sequence.advance(len(ids))
     sequence.close()
-    engine.store.admit(ours.scope_of(engine, namespace, len(ids)), as_ids(ids), sequence.pages, frozenset({numerics.digest}))
+    engine.store.admit(engine_timing.scope_of(engine, namespace, len(ids)), as_ids(ids), sequence.pages, frozenset({numerics.digest}))
     return text
 
 
@@ -111,7 +111,7 @@ def decode_at(engine: Engine, context: int, tokens: int, repeats: int) -> dict[s
         for name in ("stock", "static", "ours") if number % 2 else ("ours", "static", "stock"):
             if name == "ours":
                 with Watch() as load:
-                    done, receipt = ours.ask(engine, text, (), tokens + 1, namespace=namespace)
+                    done, receipt = engine_timing.ask(engine, text, (), tokens + 1, namespace=namespace)
                 assert receipt.computed_tokens == 1, f"{receipt.computed_tokens} prompt tokens were computed: the pages were not used"
                 took = done.decode_ms
             else:
@@ -151,11 +151,11 @@ def mixed(engine: Engine, prefill_tokens: int = 3000) -> dict[str, Any]:
     while len(engine.renderer.render(long).ids) > prefill_tokens:
         long = long[: int(len(long) * 0.99)]
     with Watch() as load:
-        decoding = _Reader(engine.stream(asks, tools, sampling=ours.greedy(100_000), namespace=namespace))
+        decoding = _Reader(engine.stream(asks, tools, sampling=engine_timing.greedy(100_000), namespace=namespace))
         while len(decoding.stamps) < 9 and decoding.is_alive():
             time.sleep(0.005)
         began = time.perf_counter()
-        done, receipt = ours.ask(engine, long, (), 1, namespace="mixed-other", reuse="off")
+        done, receipt = engine_timing.ask(engine, long, (), 1, namespace="mixed-other", reuse="off")
         ended = time.perf_counter()
         decoding.stream.close()
         decoding.join()
@@ -180,7 +180,7 @@ def _rate(engine: Engine, count: int, tokens: int, namespace: str, first: int) -
     tools = catalog.tools(_TOOLS)
     system = [Message("system", catalog.SYSTEM)]
     asks = [_fitted(engine, system, tools, first + number, 40) for number in range(count)]
-    readers = [_Reader(engine.stream(each, tools, sampling=ours.greedy(tokens), namespace=namespace)) for each in asks]
+    readers = [_Reader(engine.stream(each, tools, sampling=engine_timing.greedy(tokens), namespace=namespace)) for each in asks]
     for reader in readers:
         reader.join()
     start, stop = max(r.stamps[0] for r in readers), min(r.stamps[-1] for r in readers)
@@ -227,12 +227,12 @@ def overhead(sizes: Seq[int] = (3_000, 37_000), steps: int = 5) -> dict[str, Any
             while len(engine.renderer.render(history, tools, generation=False, namespace=namespace).ids) < size - LATER_TOKENS * steps:
                 history = _grown(engine, history, tools, number, 900)
                 number = (number + 1) % len(catalog.OPENINGS)
-            engine.generate(history, tools, sampling=ours.greedy(1), namespace=namespace)
+            engine.generate(history, tools, sampling=engine_timing.greedy(1), namespace=namespace)
             receipts = []
             for _ in range(steps):
                 history = _grown(engine, history, tools, number, LATER_TOKENS)
                 number = (number + 1) % len(catalog.OPENINGS)
-                _, receipt = ours.ask(engine, history, tools, 1, namespace=namespace)
+                _, receipt = engine_timing.ask(engine, history, tools, 1, namespace=namespace)
                 assert receipt.computed_tokens < 2 * LATER_TOKENS, f"{receipt.computed_tokens} computed: the step before was not reused"
                 receipts.append(receipt)
             both = [r.layout_ms + r.match_ms for r in receipts]
@@ -262,10 +262,10 @@ def memory(engine: Engine, tokens: int = 8) -> dict[str, Any]:
 
     def work() -> None:
         engine.warm(catalog.SYSTEM, tools, name="memory", namespace=namespace)
-        _, receipt = ours.ask(engine, asks, tools, tokens, namespace=namespace)
+        _, receipt = engine_timing.ask(engine, asks, tools, tokens, namespace=namespace)
         lengths.append(receipt.prompt_tokens + tokens)
 
-    engine.generate("Warming up.", sampling=ours.greedy(2), namespace="warm-up", reuse="off")
+    engine.generate("Warming up.", sampling=engine_timing.greedy(2), namespace="warm-up", reuse="off")
     before, peak = peak_bytes(work)
     engine.release("memory", namespace=namespace)
     engine.store.clear(namespace)
@@ -292,7 +292,7 @@ def admitting(engine: Engine, repeats: int) -> dict[str, Any]:
             messages = [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": catalog.OPENINGS[number]}]
             disk.allow_writing(engine, writing)
             with Watch() as load:
-                done, receipt = ours.ask(engine, messages, tools, 16, namespace=namespace)
+                done, receipt = engine_timing.ask(engine, messages, tools, 16, namespace=namespace)
             assert receipt.cached_tokens == 0, f"{receipt.cached_tokens} tokens of a cold prompt were known"
             disk.allow_writing(engine, False)
             assert bool(disk.blobs(engine, namespace)) == writing, "pages were written, or were not, against what was measured"

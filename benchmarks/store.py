@@ -21,8 +21,8 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from agentcache.bench import report, store
-from agentcache.bench.given import Dtype, DtypeOption, JsonOption, Shape
-from agentcache.bench.load import Samples, machine, versions
+from agentcache.bench.machine import Samples, machine, versions
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Shape
 from agentcache.cli_print import report_errors
 from agentcache.kv import PAGE_TOKENS, KVSpec
 from agentcache.store.disk.disk_tier import DiskTier

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.bench import ours
+from agentcache.bench import engine_timing
 from agentcache.bench.react import Oracle
 from agentcache.calibrate.traces import Episode, Json
 from agentcache.engine import Engine
@@ -153,7 +153,7 @@ def timed(engine: Engine, session: Session, strategy: str, namespace: str) -> As
     """The same through an engine, with the time to each first token; the counts are the engine's own."""
     done = Asked(ttft_ms=0.0)
     for messages, volatile in requests(session, strategy):
-        answer, receipt = ours.ask(engine, messages, session.tools, 1, namespace=namespace, volatile=volatile)
+        answer, receipt = engine_timing.ask(engine, messages, session.tools, 1, namespace=namespace, volatile=volatile)
         assert receipt.cached_tokens + receipt.computed_tokens == receipt.prompt_tokens, "a token is missing from the account"
         done.prompt_tokens += receipt.prompt_tokens
         done.computed_tokens += receipt.computed_tokens

@@ -12,7 +12,8 @@ import torch
 import typer
 
 from agentcache.bench import report
-from agentcache.bench.given import (
+from agentcache.bench.machine import machine, versions
+from agentcache.bench.options import (
     Dtype,
     DtypeOption,
     JsonOption,
@@ -23,7 +24,6 @@ from agentcache.bench.given import (
     ThreadsOption,
     to_write,
 )
-from agentcache.bench.load import machine, versions
 from agentcache.cli_print import report_errors
 from agentcache.errors import ConfigError
 

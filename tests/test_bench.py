@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import toy
-from agentcache.bench import catalog, disk, latency, load, ours, react, report, shapes, stock
+from agentcache.bench import baselines, catalog, disk, engine_timing, latency, machine, react, report, shapes
 from agentcache.bench.cli import app
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError, StoreError
@@ -107,8 +107,8 @@ def test_a_repeated_tail_is_noticed(engine: Engine) -> None:
         latency.methods(scene, 0, 1)["hit"]()
 
 
-def answer(*ids: int) -> stock.Timed:
-    return stock.Timed(1.0, 1.0, 2.0, ids)
+def answer(*ids: int) -> baselines.Timed:
+    return baselines.Timed(1.0, 1.0, 2.0, ids)
 
 
 def test_other_tokens_are_noticed(engine: Engine) -> None:
@@ -171,9 +171,9 @@ def test_store_bench_reads_what_it_wrote(tmp_path: Path) -> None:
 def test_floor_leaves_the_group_as_it_was(engine: Engine) -> None:
     scene = scene_of(engine)
     ids, prefix = scene.prompts[0], scene.group.prefix_tokens
-    first, second = (ours.floor(engine, scene.namespace, ids, prefix)[1] for _ in range(2))
+    first, second = (engine_timing.floor(engine, scene.namespace, ids, prefix)[1] for _ in range(2))
     assert torch.equal(first, second)
-    hit, receipt = ours.ask(engine, scene.turns[0], scene.tools, 1, namespace=scene.namespace)
+    hit, receipt = engine_timing.ask(engine, scene.turns[0], scene.tools, 1, namespace=scene.namespace)
     assert receipt.cached_tokens == prefix
     assert hit.ids == (int(first.argmax()),)
 
@@ -239,7 +239,7 @@ def test_tool_sizes_are_as_described() -> None:
 
 
 def test_load_of_this_process_is_not_foreign() -> None:
-    with load.Watch() as seen:
+    with machine.Watch() as seen:
         sum(range(2_000_000))
     assert seen.wall_ms > 0
     assert 0 <= seen.foreign <= 1

@@ -182,7 +182,7 @@ def test_a_second_copy_of_a_group_is_noticed(traces: Path, engine: Engine) -> No
     replay = react.Replay(engine, off=False)
     first, second = trace_files.read(traces / "chat.jsonl")
     replay.episode(first)
-    kept = engine.store.match(react.ours.scope_of(engine, replay.namespace, 2000), react.as_ids(_ids(engine, first)))
+    kept = engine.store.match(react.engine_timing.scope_of(engine, replay.namespace, 2000), react.as_ids(_ids(engine, first)))
     engine.store.clear()
     with pytest.raises(AssertionError, match="holds its own copy"):
         replay.episode(second)

@@ -52,7 +52,7 @@ def _tool(verb: str, noun: str, draw: Random) -> dict[str, Any]:
 
 
 def training_texts() -> Iterator[str]:
-    """What a tokenizer for these prompts is trained on: the catalog, the turns, and a recorded task as ordinary text."""
+    """Texts to train a tokenizer for these prompts: the catalog, the turns, and a recorded task as ordinary text."""
     from importlib.resources import files
 
     yield SYSTEM

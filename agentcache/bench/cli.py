@@ -13,7 +13,7 @@ from ..cli_print import report_errors
 from ..errors import ConfigError
 from ..types import StoreOptions
 from .cli_segments import segments
-from .given import (
+from .options import (
     Dtype,
     DtypeOption,
     JsonOption,
@@ -27,7 +27,7 @@ from .given import (
     numbers,
 )
 
-app = typer.Typer(help="Measure against what is used today; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Measure a model of yours; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
 app.command()(segments)
 
 
@@ -36,12 +36,12 @@ def latency(
     model: ModelOption = None,
     shape: ShapeOption = None,
     tools: Annotated[str, typer.Option(help="Tool counts, with commas.")] = "5,10,20,50,100",
-    tail: Annotated[int, typer.Option(min=1, help="Tokens behind the tools: user turn and generation prompt.")] = 70,
+    tail: Annotated[int, typer.Option(min=1, help="Tokens after the tools: user turn and generation prompt.")] = 70,
     repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 9,
     slow_repeats: Annotated[
         int | None, typer.Option(min=1, help="The same for what takes long: stock, static, off, a second process.")
     ] = None,
-    decode: Annotated[int, typer.Option(min=1, help="Tokens decoded behind the first.")] = 8,
+    decode: Annotated[int, typer.Option(min=1, help="Tokens decoded after the first.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
     second: Annotated[bool, typer.Option("--second-process/--no-second-process", help="Also ask a second process.")] = True,
@@ -107,7 +107,7 @@ def store(
     with report_errors():
         from . import report
         from . import store as bench
-        from .load import machine, versions
+        from .machine import machine, versions
 
         with tempfile.TemporaryDirectory(dir=store_dir) as folder, report.Progress() as say:
             about = {"bench": "store", "machine": machine(), "versions": versions(("torch", "blake3"))}
@@ -133,7 +133,7 @@ def quality(
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """How well a model chooses tools and fills arguments, by greedy decoding: unseen tools and words, episodes, intervals, baselines."""
+    """Choice of tools and their arguments, by greedy decoding: unseen tools and words, episodes, intervals, baselines."""
     with report_errors():
         from . import quality as bench
         from . import quality_cases, report

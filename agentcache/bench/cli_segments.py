@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..cli_print import report_errors
-from .given import (
+from .options import (
     AllowedKl,
     Answer,
     CalibrationFile,

@@ -1,7 +1,7 @@
 """Tool groups read back from disk: what a hit costs a process that has the model but none of the pages. Knows no stock methods.
 
-Physics: the group's bytes are read once, from disk or from the system's page cache, each is hashed once, and then the tail runs as behind
-resident pages. So a hit is the floor plus the time to read; hashing hides behind reading where cores are free.
+Physics: the group's bytes are read once, from disk or from the system's page cache, each is hashed once, and then the tail runs as after
+resident pages. So a hit is the floor plus the time to read; hashing costs nothing where cores are free.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from ..engine import Engine
 from ..errors import ConfigError
 from ..store.policy import WriteBudget
-from . import ours
-from .stock import Timed
+from . import engine_timing
+from .baselines import Timed
 
 PIECE = 16 << 20  # bytes read at once by the raw reader
 
@@ -68,7 +68,7 @@ def read_ms(paths: Sequence[Path]) -> dict[str, float]:
 
 
 def allow_writing(engine: Engine, allowed: bool) -> None:
-    """Whether pages may be written from now on: not while others are timed."""
+    """Let pages be written from now on, or stop it: nothing is written while something is timed."""
     disk = engine.store.disk
     assert disk is not None
     engine.flush(120.0)
@@ -80,6 +80,6 @@ def hit(engine: Engine, namespace: str, messages: Any, tools: Any, new: int, col
     engine.store.clear(namespace)
     if cold:
         drop_caches(blobs(engine, namespace))
-    done, receipt = ours.ask(engine, messages, tools, new, namespace=namespace)
+    done, receipt = engine_timing.ask(engine, messages, tools, new, namespace=namespace)
     assert receipt.disk_tokens == receipt.cached_tokens > 0, f"{receipt.disk_tokens} of {receipt.cached_tokens} came from disk"
     return done, receipt

@@ -13,8 +13,8 @@ from typing import Any
 from ..engine import Engine
 from ..errors import ConfigError
 from ..store.tool_group import ToolGroup
-from . import catalog, disk, ours, stock
-from .load import Samples, Watch
+from . import baselines, catalog, disk, engine_timing
+from .machine import Samples, Watch
 
 METHODS = ("stock", "static", "recipe", "kept", "off", "disk_cold", "disk_warm", "hit", "floor")
 SLOW = frozenset({"stock", "static", "off"})  # these compute the whole prompt
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure: tool counts, tokens behind the prefix, medians of how many (of the slow methods: slow_repeats), tokens to decode."""
+    """Settings of a run. tail: tokens after the prefix; repeats: values of a median (slow_repeats: of slow methods); decode: tokens."""
 
     tools: tuple[int, ...] = (5, 10, 20, 50, 100)
     tail: int = 70
@@ -61,7 +61,7 @@ class Scene:
 def prepare(engine: Engine, count: int, options: Options) -> Scene | None:
     """Warm the group of `count` tools and make as many different turns as there are repeats; None if the context is too short."""
     tools = catalog.tools(count)
-    made = [ours.prompt_of(engine, tools, number, options.tail) for number in range(options.repeats + 1)]
+    made = [engine_timing.prompt_of(engine, tools, number, options.tail) for number in range(options.repeats + 1)]
     prompts = [ids for _, ids in made]
     if max(map(len, prompts)) + options.decode + 1 > engine.model.context_tokens:
         return None
@@ -69,7 +69,7 @@ def prepare(engine: Engine, count: int, options: Options) -> Scene | None:
     disk.allow_writing(engine, True)
     group = engine.warm(catalog.SYSTEM, tools, name="bench", namespace=namespace)
     disk.allow_writing(engine, False)
-    prefix = ours.common(prompts[0], prompts[1])
+    prefix = engine_timing.common(prompts[0], prompts[1])
     assert group.prefix_tokens <= prefix <= group.prefix_tokens + 2, f"turns share {prefix} tokens, the group holds {group.prefix_tokens}"
     return Scene(engine, namespace, tools, group, [messages for messages, _ in made], prompts, prefix)
 
@@ -79,42 +79,42 @@ def resume(scene: Scene) -> None:
     scene.engine.store.clear(scene.namespace)
     group = scene.engine.warm(catalog.SYSTEM, scene.tools, name="bench", namespace=scene.namespace)
     assert group.computed_tokens <= 1, f"{group.computed_tokens} tokens of the group were not on disk"
-    ours.ask(scene.engine, scene.turns[0], scene.tools, 2, namespace=scene.namespace)
+    engine_timing.ask(scene.engine, scene.turns[0], scene.tools, 2, namespace=scene.namespace)
 
 
-def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], stock.Timed]]:
+def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], baselines.Timed]]:
     """Each way to answer turn `number` with `new` tokens (kept and floor: with one)."""
     engine, ids, model = scene.engine, scene.prompts[number], scene.engine.model.model
 
-    def off() -> stock.Timed:
-        done, receipt = ours.ask(engine, scene.turns[number], scene.tools, new, namespace=scene.namespace, reuse="off")
+    def off() -> baselines.Timed:
+        done, receipt = engine_timing.ask(engine, scene.turns[number], scene.tools, new, namespace=scene.namespace, reuse="off")
         assert receipt.cached_tokens == 0, f"reuse off reused {receipt.cached_tokens} tokens"
         return done
 
-    def hit() -> stock.Timed:
-        done, receipt = ours.ask(engine, scene.turns[number], scene.tools, new, namespace=scene.namespace)
+    def hit() -> baselines.Timed:
+        done, receipt = engine_timing.ask(engine, scene.turns[number], scene.tools, new, namespace=scene.namespace)
         known = scene.prefix if number else scene.group.prefix_tokens
         assert not receipt.disk_tokens, f"a hit of {known} tokens in memory was to be timed, {receipt.disk_tokens} came from disk"
         assert receipt.cached_tokens == known, f"a hit of {known} tokens was to be timed, the receipt says {receipt.cached_tokens}"
         assert receipt.computed_tokens == len(ids) - known, f"{receipt.computed_tokens} computed, the tail has {len(ids) - known}"
         return done
 
-    def floor() -> stock.Timed:
-        done, logits = ours.floor(engine, scene.namespace, ids, scene.prefix)
+    def floor() -> baselines.Timed:
+        done, logits = engine_timing.floor(engine, scene.namespace, ids, scene.prefix)
         best, second = logits.topk(2).values.tolist()
         scene.gaps.append(best - second)
         return done
 
-    def from_disk(cold: bool) -> stock.Timed:
+    def from_disk(cold: bool) -> baselines.Timed:
         done, _ = disk.hit(engine, scene.namespace, scene.turns[number], scene.tools, new, cold)
         resume(scene)
         return done
 
     return {
-        "stock": lambda: stock.dynamic(model, ids, new),
-        "static": lambda: stock.static(model, ids, new),
-        "recipe": lambda: stock.recipe(model, scene.cache, ids, new),
-        "kept": lambda: stock.kept(model, scene.cache, ids[scene.prefix :]),
+        "stock": lambda: baselines.dynamic(model, ids, new),
+        "static": lambda: baselines.static(model, ids, new),
+        "recipe": lambda: baselines.recipe(model, scene.cache, ids, new),
+        "kept": lambda: baselines.kept(model, scene.cache, ids[scene.prefix :]),
         "off": off,
         "disk_cold": lambda: from_disk(True),
         "disk_warm": lambda: from_disk(False),
@@ -123,7 +123,7 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], stock
     }
 
 
-def check(scene: Scene, done: dict[str, stock.Timed], dtype: str) -> None:
+def check(scene: Scene, done: dict[str, baselines.Timed], dtype: str) -> None:
     """Our ways draw the same tokens; the stock ways the same first token, unless the two best logits are a tie. Notes each agreement."""
     assert done["floor"].ids[0] == done["hit"].ids[0], "the floor drew another token than the hit"
     for name, said in (("disk_cold", "the hit from disk"), ("disk_warm", "the hit from disk"), ("off", "reuse off")):
@@ -142,8 +142,8 @@ def measure(scene: Scene, options: Options, say: Say) -> Samples:
     samples, dtype, new = Samples(), str(scene.engine.model.dtype).removeprefix("torch."), 1 + options.decode
     first = methods(scene, 0, 2)
     first["hit"]()  # the first call of each path allocates; it also makes turn 0 known, so that later hits are `prefix` long
-    sequence = ours.resident(scene.engine, scene.namespace, scene.prompts[0][: scene.prefix + 1])
-    scene.cache = stock.cache_of(scene.engine.model.model, sequence, scene.prefix)
+    sequence = engine_timing.resident(scene.engine, scene.namespace, scene.prompts[0][: scene.prefix + 1])
+    scene.cache = baselines.cache_of(scene.engine.model.model, sequence, scene.prefix)
     sequence.close()
     for name in ("recipe", "kept", "floor"):
         first[name]()
@@ -160,7 +160,7 @@ def measure(scene: Scene, options: Options, say: Say) -> Samples:
             for figure in ("ttft_ms", "decode_ms", "total_ms"):
                 samples.add(f"{name}_{figure}", getattr(one, figure))
         check(scene, done, dtype)
-        scene.engine.store.clear(scene.namespace)  # what is mapped cannot be dropped from the page cache
+        scene.engine.store.clear(scene.namespace)  # mapped files cannot be dropped from the page cache
         for name, ms in disk.read_ms(disk.blobs(scene.engine, scene.namespace)).items():
             samples.add(name, ms)
         resume(scene)
@@ -205,9 +205,9 @@ def row(scene: Scene, samples: Samples) -> dict[str, Any]:
 def warm_up(engine: Engine) -> None:
     """Run each path once on a short prompt: kernels are chosen and buffers made on first use."""
     ids = list(engine.renderer.render([{"role": "user", "content": catalog.SYSTEM}]).ids)
-    stock.dynamic(engine.model.model, ids, 2)
-    stock.static(engine.model.model, ids, 2)
-    engine.generate([{"role": "user", "content": catalog.SYSTEM}], sampling=ours.greedy(2), namespace="warm-up", reuse="off")
+    baselines.dynamic(engine.model.model, ids, 2)
+    baselines.static(engine.model.model, ids, 2)
+    engine.generate([{"role": "user", "content": catalog.SYSTEM}], sampling=engine_timing.greedy(2), namespace="warm-up", reuse="off")
 
 
 def run(

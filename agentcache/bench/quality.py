@@ -1,6 +1,6 @@
 """`agentcache bench quality`: how well a model chooses tools and fills their arguments. Knows no options of a command line.
 
-Why cases are generated: nobody can have learnt them by heart, and what is unseen is known (examples/embedded/world splits words, tools
+Cases are generated, so that no model has learnt them by heart and unseen ones are known (examples/embedded/world splits words, tools
 and values by hashing). The embedded model's training saw the split "seen" and the forms of requests; other models saw none of it.
 Word overlap can solve many single requests, so BM25 over the same requests stands beside each figure.
 """
@@ -18,8 +18,8 @@ from rich.table import Table
 
 from ..engine import Engine
 from ..errors import ConfigError, GenerationError
+from .quality_asking import Ask, all_of, all_solved, asking
 from .quality_cases import EPISODE_TOOLS, SPLITS, STYLES, Case, Episode, read
-from .quality_play import Ask, all_of, all_solved, asking
 from .quality_score import FIGURES, Ratio, Said, figures
 from .report import table
 
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 class Source(Protocol):
-    """Where cases come from: the frozen ones (the module quality_cases), or a generator."""
+    """A source of cases: the frozen ones (the module quality_cases), or a generator."""
 
     def selections(self, split: str, tools: int, count: int) -> list[Case]: ...
 
@@ -38,7 +38,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked. agents: requests at a time; part_tools: tools of the requests of `paired`.
+    """Parts of a run. agents: requests at a time; part_tools: tools of the requests of `paired`.
 
     paired: so many requests with reuse and without.
     """
@@ -62,7 +62,7 @@ class Options:
 
 @dataclass(slots=True)
 class Found:
-    """What the report has so far."""
+    """The rows of a report so far, by part."""
 
     keep: Keep
     parts: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
@@ -170,7 +170,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """Rows, shares, episodes, files of cases; nothing for what was not asked."""
-    caption = "95 % intervals; fpr of requests that no tool fits, the others of those that one fits; behind them, tsa of the baselines"
+    caption = "95 % intervals; fpr of requests that no tool fits, the others of those that one fits; then tsa of the baselines"
     rows = [[row["split"], str(row["tools"]), *cells(row)] for row in found["rows"]]
     shares = [[row["split"], str(row["tools"]), row["share"], *cells(row)] for row in found["shares"]]
     files = [[row["file"], *cells(row), str(row["too_long"])] for row in found["selection"]]

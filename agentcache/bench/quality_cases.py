@@ -1,9 +1,9 @@
-"""What a model is asked in `agentcache bench quality`, and what is right: frozen cases that come with the package, and files of cases.
+"""Cases of `agentcache bench quality` with their right answers: frozen ones that come with the package, and files.
 
     Case      messages, tools, the call that is right (None: no call), which catalog it shares with others
-    Episode   the requests of a dialogue's steps in order, each with what is right there
+    Episode   the requests of a dialogue's steps in order, each with its right answer
 
-Knows no engine: quality_play.py asks, quality_score.py counts. examples/embedded/cases.py draws the frozen cases.
+Knows no engine: quality_asking.py asks, quality_score.py counts. examples/embedded/cases.py draws the frozen cases.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Case:
     kind: str = ""
     style: str = "hermes"
     says: str = ""  # what the answer has to say where no call is right: words that come from results
-    wants: bool = True  # whether anything is asked for: nobody calls a tool for a greeting
+    wants: bool = True  # whether anything is asked for: a greeting needs no tool
     rivals: bool = False  # whether another tool is about the same thing, so that its name alone does not lead to the right one
     volatile: tuple[Message, ...] = ()
 
@@ -176,5 +176,5 @@ def recorded(cases: Sequence[Case]) -> list[traces.Episode]:
 
 
 def made_up(tools: int, count: int) -> list[traces.Episode]:
-    """So many requests on tools nobody was trained on: what the embedded model is at home with."""
+    """Requests of the embedded model's world, on tools that its training never saw."""
     return recorded(selections("unseen tools", tools, count)) if count else []

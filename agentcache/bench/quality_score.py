@@ -1,4 +1,4 @@
-"""Counts what a model said against what is right, with intervals, and the baselines BM25 (twice) and first tool. Knows no model.
+"""Counts answers against the right ones, with intervals, and the baselines BM25 (twice) and first tool. Knows no model.
 
 tsa   tool selection accuracy: of the requests that a tool fits, how often the right one was called
 pf1   F1 over arguments (name and value), pooled; a wrong tool has none right
@@ -24,7 +24,7 @@ FIGURES = ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "bm25_params_tsa", "fir
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a model answered: the call, if it made one, and its text. failed: why there is no answer at all.
+    """A model's answer: the call, if it made one, and its text. failed: why there is no answer at all.
 
     ids: the tokens it drew; cached: tokens of the prompt that were not computed for it.
     """
@@ -41,7 +41,7 @@ class Said:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two argument values mean the same: 5 is 5.0, "a " is "a", but "5" is not 5."""
+    """Compare two argument values by meaning: 5 is 5.0, "a " is "a", but "5" is not 5."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
@@ -56,7 +56,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def fits(value: Any, options: Sequence[Any]) -> bool:
-    """Whether a value is one of those that will do. An object's options hold, for each key, the values that will do there."""
+    """Look for a value among those that will do. An object's options hold, for each key, the values that will do there."""
     for option in options:
         if isinstance(option, Mapping) and isinstance(value, Mapping):
             known = value.keys() <= option.keys() and all(_listed(value[key], option[key]) for key in value)
@@ -184,7 +184,7 @@ def figures(cases: Sequence[Case], said: Sequence[Said]) -> dict[str, Any]:
 
 
 def right(case: Case, answer: Said) -> bool:
-    """Whether a step of an episode is right: the same call, or no call and an answer that says what the last result says."""
+    """Judge a step of an episode: the same call, or no call and an answer that says what the last result says."""
     if answer.failed:
         return False
     if case.right is None:

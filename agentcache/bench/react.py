@@ -1,6 +1,6 @@
 """`agentcache bench react`: recorded episodes replayed call by call; what was computed, against what was new at all.
 
-Physics: an agent's prompts repeat themselves; only tokens behind the longest prefix seen before are new. An oracle that remembers every
+Physics: an agent's prompts repeat themselves; only tokens after the longest prefix seen before are new. An oracle that remembers every
 token sequence counts those; the engine must compute them, one more per call (logits need a forward), and as good as nothing else.
 """
 
@@ -22,8 +22,8 @@ from ..kv import PAGE_TOKENS, Page
 from ..receipt import Receipt
 from ..store.keys import as_ids
 from ..types import Sampling
-from . import ours, stock
-from .load import Watch
+from . import baselines, engine_timing
+from .machine import Watch
 
 SLACK = 1.02  # computed tokens may exceed new ones by this factor, and by one per call
 Say = Callable[[str], None]
@@ -36,7 +36,7 @@ class Oracle:
         self._seen: list[bytes] = []  # sorted: the longest common prefix is with a neighbour
 
     def known(self, ids: list[int]) -> int:
-        """How many first tokens of ids some earlier sequence began with."""
+        """Length of the longest prefix of ids that an earlier sequence began with."""
         key = _key(ids)
         at = bisect.bisect_left(self._seen, key)
         return max((_common(key, other) for other in self._seen[max(0, at - 1) : at + 1]), default=0)
@@ -118,13 +118,13 @@ class Replay:
         """Free tokens first, if more than the first are timed; then the recorded answer, which is what the next prompt continues."""
         engine, forced, prompt = self.engine, tuple(self.answers.ids(call)), []
         if self.decode > 1:
-            timed, receipt = ours.ask(engine, call.prompt, call.tools, self.decode, namespace=self.namespace)
+            timed, receipt = engine_timing.ask(engine, call.prompt, call.tools, self.decode, namespace=self.namespace)
             done.ms = timed.total_ms
             prompt = self._account(call, list(timed.ids), receipt, done)
         began = time.perf_counter()
         sampling = Sampling(max_tokens=max(1, len(forced)), forced=forced, ignore_eos=True)
         stream = engine.stream(call.prompt, call.tools, sampling=sampling, namespace=self.namespace)
-        seen = ours.stamps_of(stream)
+        seen = engine_timing.stamps_of(stream)
         drawn = [token for _, token in seen]
         assert not forced or drawn == list(forced[: len(drawn)]), "the recorded answer was not what was decoded"
         if self.decode == 1:
@@ -147,21 +147,21 @@ class Replay:
         return prompt
 
     def _off(self, call: Call, done: Sums) -> None:
-        timed, receipt = ours.ask(self.engine, call.prompt, call.tools, self.decode, namespace=self.namespace, reuse="off")
+        timed, receipt = engine_timing.ask(self.engine, call.prompt, call.tools, self.decode, namespace=self.namespace, reuse="off")
         assert receipt.cached_tokens == 0, f"reuse off reused {receipt.cached_tokens} tokens"
         done.off_ms = timed.total_ms
 
     def _stock(self, call: Call, done: Sums) -> None:
         ids = list(self.engine.renderer.render(call.prompt, call.tools, namespace=self.namespace).ids)
-        done.stock_ms = stock.dynamic(self.engine.model.model, ids, self.decode).total_ms
+        done.stock_ms = baselines.dynamic(self.engine.model.model, ids, self.decode).total_ms
 
     def hold_once(self, one: Episode) -> int:
-        """How many whole pages of the episode's tool group are kept; asserts that they are the pages of all episodes before it."""
+        """Count the cached whole pages of the episode's tool group; AssertionError unless they are those of all episodes before it."""
         call = one.calls[0]
         layout = self.engine.renderer.render(call.prompt, call.tools, namespace=self.namespace)
         whole = layout.prefix_tokens // PAGE_TOKENS
         ids = list(layout.ids)
-        found = self.engine.store.match(ours.scope_of(self.engine, self.namespace, len(ids)), as_ids(ids)).pages[:whole]
+        found = self.engine.store.match(engine_timing.scope_of(self.engine, self.namespace, len(ids)), as_ids(ids)).pages[:whole]
         held = self.groups.setdefault(_key(ids[: layout.prefix_tokens]), [])
         for before, page in zip(held, found):
             first = before()  # None: evicted meanwhile
@@ -188,7 +188,7 @@ def run(
 ) -> dict[str, Any]:
     """Replay all families, each in a namespace of its own. Sums over all, per family and per episode; pages held at each family's end."""
     total, reports = Sums(), {}
-    engine.generate("Warming up.", sampling=ours.greedy(2), namespace="warm-up", reuse="off")
+    engine.generate("Warming up.", sampling=engine_timing.greedy(2), namespace="warm-up", reuse="off")
     for family, episodes in families.items():
         replay, sums, rows, longest = Replay(engine, decode, off, stock, namespace=f"react {family}"), Sums(), [], 0
         with Watch() as load:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
-from .given import Loading, described, write
+from .options import Loading, described, write
 
 WIDTH = 170
 _TTFT = ("stock", "static", "recipe", "kept", "off", "disk_cold", "disk_warm", "hit")
@@ -126,7 +126,7 @@ def segments_table(title: str, rows: Sequence[Row]) -> Table:
     columns |= {"computed": of("work_tokens"), "step ms": of("step_ms"), "exact/step": of("speedup", 2)}
     columns |= {"KL": lambda row: "-" if row["kl_mean"] is None else f"{row['kl_mean']:.2g}", "top-1": of("top1", 3)}
     columns |= {"same": of("decision", 3), "refused": of("refused")}
-    caption = "could: tokens behind the prefix that stand in a kept prompt; computed: in tokens through all layers; KL: nats per token"
+    caption = "could: tokens after the prefix that stand in a cached prompt; computed: in tokens through all layers; KL: nats per token"
     return drawn(title, columns, rows, caption)
 
 
@@ -150,11 +150,11 @@ def finish(report: Mapping[str, Any], tables: Sequence[Table], json_file: Path |
             console.print(each)
     print(line, flush=True)
     if json_file is not None:
-        write(json_file, line + "\n")  # behind what is printed: a full disk loses nothing
+        write(json_file, line + "\n")  # after the printed line: a full disk loses nothing
 
 
 class Progress:
-    """What runs, on standard error: one line that is rewritten, or a line each where that is not a terminal."""
+    """Progress on standard error: one line that is rewritten, or a line each where that is not a terminal."""
 
     def __call__(self, text: str) -> None:
         rewritten = sys.stderr.isatty()

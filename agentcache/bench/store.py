@@ -22,7 +22,7 @@ from ..store.disk.index import Index, Row
 from ..store.keys import Scope, page_key
 from . import shapes
 from .disk import PIECE, drop_caches, raw_ms
-from .load import Samples, Watch
+from .machine import Samples, Watch
 
 Say = Callable[[str], None]
 
@@ -47,7 +47,7 @@ def pages_of(spec: KVSpec, tokens: int) -> list[Page]:
 
 
 def rows_of(spec: KVSpec, tokens: int, scope: Scope, seed: int = 0) -> list[Row]:
-    """What the index would say of them."""
+    """Index rows of such pages."""
     ids = np.random.default_rng(seed).integers(0, 1 << 16, tokens, dtype=np.uint32)
     rows, parent = [], scope.root
     for place, start in enumerate(range(0, tokens, PAGE_TOKENS)):
@@ -83,7 +83,7 @@ class Files:
 
     @property
     def bytes(self) -> int:
-        """Of the pages' blobs."""
+        """Sum over the pages' blobs."""
         return sum(row.bytes for row in self.rows)
 
     def close(self) -> None:
@@ -113,12 +113,12 @@ class Files:
         assert torch.equal(pages[0].keys[0], self.pages[0].keys[0]), "other numbers came back"
 
     def verify(self) -> None:
-        """As `agentcache verify` does."""
+        """Authenticate each blob, as `agentcache verify` does."""
         for row in self.rows:
             blob_io.verify(self.folder, row)
 
     def ways(self) -> dict[str, tuple[list[Path], Callable[[], Any]]]:
-        """What reads: the files, and how. Each ends with every byte touched."""
+        """Readers by name: their files, and the call that touches every byte."""
         blobs = [self.folder.blobs / row.blob[:2] / f"{row.blob}.safetensors" for row in self.rows]
         buffer = bytearray(max(path.stat().st_size for path in blobs))
         return {
@@ -128,7 +128,7 @@ class Files:
         }
 
     def writes(self) -> dict[str, Callable[[], Any]]:
-        """What writes."""
+        """Writers by name."""
         return {"agentcache": self.write, "raw": self.write_raw}
 
     def check(self) -> None:

@@ -1,1 +1,1 @@
-"""Which repair of repeated text keeps a model's answers: traces, the shifts made from them, trials, and the search. Knows no tables."""
+"""Search for the repair of repeated text that keeps a model's answers: traces, shifts made from them, trials. Knows no tables."""

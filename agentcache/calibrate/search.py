@@ -21,13 +21,13 @@ HALOS = (0, 4, 8, 16, 32, 64, 128)
 SHARES = (0.08, 0.16)
 SHARED = (4, 8, 32)  # halos that they are tried with
 PROBES = (0.05, 0.1, 0.2)  # with a halo of 8: what deviates more is computed, and what is left may keep bounds that all of it does not
-WINDOWS = (16, 64)  # distances behind which a token may be resumed, and taken whole
+WINDOWS = (16, 64)  # distances after which a token may be resumed, and taken whole
 
 Seen = tuple[Calibration, dict[str, Any]]  # a setting, and its row over all families
 
 
 def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]:
-    """What is tried: halos; some of them behind pages stored with fewer bits, or with the most deviating tokens computed again; a probe;
+    """Settings to try: halos; some of them with pages stored with fewer bits, or with the most deviating tokens computed again; a probe;
     resuming at a quarter, half, three quarters of the layers. All of them with what is given: margin, and tail, of which a mean over a few
     cases does not tell how seldom it is missed, and how badly. Not tau, by which text on disk is proposed: it moves no answer."""
     spec = trials.engine.model.spec
@@ -47,7 +47,7 @@ def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a setting has to keep: mean KL in nats per token, share of equal first choices. margin, tail: given to all settings."""
+    """Bounds of a setting: mean KL in nats per token, share of equal first choices. margin, tail: given to all settings."""
 
     kl: float = 0.02
     top1: float = 0.98
@@ -56,7 +56,7 @@ class Bounds:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is not looked for."""
+        """The parameters that are not searched."""
         return {"margin": self.margin, "tail": self.tail}
 
 
@@ -80,7 +80,7 @@ def setting(
 
 
 def measure(trials: Trials, cases: Sequence[Case], say: Say, given: Mapping[str, Any] = MappingProxyType({})) -> list[Seen]:
-    """What each setting does to these cases."""
+    """Run each setting on these cases; ConfigError if none of them repeats text."""
     tried = settings(trials, given)
     served = trials.run(cases, tried, False, say)
     if not any(one.reused_tokens for one in served):

@@ -2,13 +2,13 @@
 
 edited history      as recorded: a call whose history is not the one before it continued; something in it was cut short (elided results)
 inserted message    as recorded: a message came into the middle of the history, or went out again
-held-out tool       as recorded: tools that came later in an episode, behind the others
+held-out tool       as recorded: tools that came later in an episode, after the others
 added tool          one tool in the middle of the list was not there before
 changed tool        one in the middle is described in other words; removed tool, moved tool: alike
 dated system        the system prompt begins with another date
 second agent        the transcript is handed to an agent with another system prompt
 trimmed history     the oldest turns were cut off to save tokens
-other preamble      a text agent's prompt behind other instructions
+other preamble      a text agent's prompt after other instructions
 nothing repeats     a prompt of as many words in another order, without tools: what looking for repeats costs where there are none
 context N % other   so many of the words of the system prompt (or of the start of a text) are others: left context spoilt by degrees
 """
@@ -61,7 +61,7 @@ def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAM
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which shifts of which traces. count: at most so many per family; most_tokens: of a prompt, estimated; made: further episodes."""
+    """Selection of shifts and traces. count: at most so many per family; most_tokens: of a prompt, estimated; made: further episodes."""
 
     workload: Sequence[Path] = ()
     families: Sequence[str] = FAMILIES
@@ -127,7 +127,7 @@ def estimated(call: Call) -> int:
 
 
 def _recorded(before: Call, call: Call) -> str:
-    """What happened between two calls of an episode: one of RECORDED; empty if the second only goes on, or is another conversation."""
+    """The change between two calls of an episode: one of RECORDED; empty if the second only goes on, or is another conversation."""
     if not isinstance(before.prompt, list) or not isinstance(call.prompt, list) or before.prompt[:1] != call.prompt[:1]:
         return ""
     if before.tools != call.tools:
@@ -149,12 +149,12 @@ def _mixed(call: Call, rng: random.Random) -> list[Json] | str:
 
 def _tools(call: Call, at: int) -> Iterator[Case]:
     """One tool, the one at this place, was added, removed, described otherwise, or moved to the front."""
-    before, one, behind = call.tools[:at], call.tools[at], call.tools[at + 1 :]
-    without = replace(call, tools=(*before, *behind))
+    before, one, after = call.tools[:at], call.tools[at], call.tools[at + 1 :]
+    without = replace(call, tools=(*before, *after))
     yield Case("added tool", (without,), call)
     yield Case("removed tool", (call,), without)
-    yield Case("changed tool", (call,), replace(call, tools=(*before, changed(one), *behind)))
-    yield Case("moved tool", (call,), replace(call, tools=(one, *before, *behind)))
+    yield Case("changed tool", (call,), replace(call, tools=(*before, changed(one), *after)))
+    yield Case("moved tool", (call,), replace(call, tools=(one, *before, *after)))
 
 
 def changed(tool: Json) -> Json:
@@ -189,7 +189,7 @@ def _reworded(text: str, share: float, rng: random.Random) -> str:
 
 
 def _trimmed(messages: list[Json]) -> list[Json]:
-    """Without the first turns behind the system prompt, up to the second message of a user; empty if there is none."""
+    """Without the first turns after the system prompt, up to the second message of a user; empty if there is none."""
     users = [at for at, message in enumerate(messages) if message["role"] == "user"]
     if len(users) < 2:
         return []

@@ -47,7 +47,7 @@ class Answers:
         self.tokenizer, self._renderer = tokenizer, Renderer(tokenizer)
 
     def ids(self, call: Call) -> list[int]:
-        """What the template writes for the answer, up to and with its end token; ConfigError if it rewrites the prompt."""
+        """Ids of the template's text for the answer, up to and with its end token; ConfigError if it rewrites the prompt."""
         if isinstance(call.answer, str):
             return list(self.tokenizer(call.answer, add_special_tokens=False)["input_ids"])
         assert not isinstance(call.prompt, str)
@@ -61,9 +61,9 @@ class Answers:
 
 
 def read(path: Path, tools_dir: Path | None = None, *, episodes: int | None = None, calls: int | None = None) -> Iterator[Episode]:
-    """The episodes of a trace file, at most so many, each cut behind its first `calls` calls.
+    """The episodes of a trace file, at most so many, each cut after its first `calls` calls.
 
-    Recorded requests are one episode per conversation, behind the others; those without an answer are left out. tools_dir: where
+    Recorded requests are one episode per conversation, after the others; those without an answer are left out. tools_dir: where
     `tools_ref` catalogs lie; by default `tools` beside the trace's own folder.
     """
     if not path.is_file():
@@ -161,7 +161,7 @@ def _catalog(tools_dir: Path, name: str) -> dict[str, Json]:
 
 
 def texts(episodes: list[Episode], most_chars: int = 400_000) -> list[str]:
-    """What these episodes say, for training a tokenizer on it: the last prompt of each, up to so many characters in all."""
+    """Texts of these episodes to train a tokenizer on: the last prompt of each, up to so many characters in all."""
     found, left = [], most_chars
     for one in episodes:
         if left <= 0 or not one.calls:

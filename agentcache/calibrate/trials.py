@@ -1,7 +1,7 @@
 """Text that stands at another position, served from what was kept of it: how much, how fast, how far off. Draws no tables.
 
 Physics: attaching a token copies its KV (about 100 kB for a 0.6B model), computing it costs 2 FLOPs per weight. What is copied was computed
-behind other text, so it is near what computing would give, not equal: the halo, what is resumed and what is computed again bring it nearer.
+after other text, so it is near what computing would give, not equal: the halo, what is resumed and what is computed again bring it nearer.
 
     off       nothing is reused                             exact     the longest exact prefix
     bound     every token that was kept anywhere, counted   bare      every run as it is, re-indexed, no repair
@@ -110,7 +110,7 @@ def rows(served: Sequence[Served]) -> list[dict[str, Any]]:
 
 
 def bound(kept: Iterable[Ids], ids: Ids, since: int, least: int = LEAST) -> int:
-    """How many tokens of ids[since:-1] lie in runs of `least` that stand in one of the kept texts: what any method could reuse.
+    """Count the tokens of ids[since:-1] in runs of `least` that stand in one of the cached texts: any method could reuse them.
 
     Every place of every text is looked at: the oracle for what the index finds.
     """
@@ -130,7 +130,7 @@ def _rows(ids: Ids, width: int) -> np.ndarray:
 
 @contextmanager
 def nothing_kept(engine: Engine) -> Iterator[None]:
-    """What is kept stays and serves; nothing is added: a memory without a budget takes nothing."""
+    """Cached pages stay and serve; none is added: a tree without a budget admits nothing."""
     tree = engine.store.tree
     before, tree.budget_bytes = tree.budget_bytes, 0
     try:
@@ -151,7 +151,7 @@ def lossy_copy(page: Page, precision: str) -> Page:
 
 @contextmanager
 def stored_as(engine: Engine, namespace: str, precision: Precision) -> Iterator[None]:
-    """What a namespace keeps, the exact prefix too, is as it would come back from a store of this precision."""
+    """Cached pages of a namespace, the exact prefix too, are as they would come back from a store of this precision."""
     whole = [(entry, entry.page) for entry in engine.store.tree.entries(namespace) if entry.page is not None and precision != "exact"]
     try:
         for entry, page in whole:
@@ -201,7 +201,7 @@ class Trials:
 
     @contextmanager
     def scene(self, case: Case, boundaries: tuple[int, ...]) -> Iterator[Scene]:
-        """What went before is answered and kept; it is forgotten afterwards."""
+        """Answer and cache the calls before the case; their pages go afterwards."""
         engine, namespace = self.engine, f"segments {self._number}"
         self._number += 1
         engine.model.keep_boundaries(boundaries)

@@ -1,4 +1,4 @@
-"""Asks a model, by real greedy decoding through the engine, and reads what it calls. Knows nothing of what is right but for its shape."""
+"""Asks a model, by real greedy decoding through the engine, and reads what it calls. Knows of right answers only their shape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Ask = Callable[[Case], Said]
 
 
 def asking(engine: Engine, reuse: Reuse | None = None) -> Ask:
-    """How cases are put to an engine."""
+    """A function that puts a case to an engine."""
     calm = Sampling(max_tokens=ANSWER_TOKENS)
     until = Sampling(max_tokens=ANSWER_TOKENS, stop=("\nObservation:",))
 
@@ -76,7 +76,7 @@ def all_of(ask: Ask, cases: Sequence[Case], agents: int, say: Callable[[int], No
 
 
 def solved(ask: Ask, episode: Episode) -> int:
-    """How many steps were right before the first wrong one: all, if it is solved."""
+    """Count the steps that were right before the first wrong one: all, if it is solved."""
     for number, step in enumerate(episode.steps):
         if not right(step, ask(step)):
             return number
@@ -84,7 +84,7 @@ def solved(ask: Ask, episode: Episode) -> int:
 
 
 def all_solved(ask: Ask, episodes: Sequence[Episode], agents: int, say: Callable[[int], None]) -> list[int]:
-    """How many steps of each episode were right before the first wrong one; so many episodes at a time."""
+    """Count the right steps before the first wrong one of each episode, `agents` episodes at a time."""
     out = []
     with ThreadPoolExecutor(agents) as pool:
         for number, steps in enumerate(pool.map(lambda one: solved(ask, one), episodes), 1):

@@ -1,4 +1,4 @@
-"""What the commands of `agentcache bench` are given: options that they share, and models. Loads torch only when asked for one."""
+"""Options that the commands of the bench share, and the models they name. Loads torch only when asked for one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Dtype(str, Enum):
 
 
 def to_write(path: Path | None) -> Path | None:
-    """For an option that names a file to write: one that cannot be is refused before anything is computed, not behind it."""
+    """For an option that names a file to write: one that cannot be is refused before anything is computed."""
     if path is not None:
         folder = path.absolute().parent
         if path.is_dir() or not folder.is_dir():
@@ -63,7 +63,7 @@ ToolsDir = Annotated[Path | None, typer.Option(help="Folder of the catalogs that
 Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: see docs/segments.md.")]
 Answer = Annotated[int, typer.Option("--answer", min=1, help="Tokens of the recorded answer that are compared.")]
 Margin = Annotated[
-    float, typer.Option(min=0.0, help="A greedy choice closer than this (nats) is made behind everything computed; 0: never.")
+    float, typer.Option(min=0.0, help="A greedy choice closer than this (nats) is made after computing everything; 0: never.")
 ]
 Tail = Annotated[int, typer.Option(min=0, help="At most so many tokens of the last turn are always computed; a --calibration has its own.")]
 MostTokens = Annotated[int, typer.Option(min=0, help="Leave out recorded prompts of more tokens (estimated); 0: none.")]
@@ -93,7 +93,7 @@ def names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Which model a command measures, and how it is loaded: a folder or id, or a shape with random weights."""
+    """The model that a command measures, and its loading: a folder or id, or a shape with random weights."""
 
     model: str | None
     shape: Shape | None
@@ -128,7 +128,7 @@ def described(engine: Any) -> dict[str, Any]:
     """Machine, versions, model and numerics: what the figures depend on."""
     import torch
 
-    from .load import machine, versions
+    from .machine import machine, versions
 
     numerics = engine.model.numerics
     return {

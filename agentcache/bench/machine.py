@@ -1,4 +1,4 @@
-"""What stood beside a measurement: the machine, its versions, and what other processes took from it meanwhile. Knows no engine."""
+"""The machine under a measurement, its versions, and the load by other processes meanwhile. Knows no engine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Samples:
 
     @property
     def repeats(self) -> dict[str, int]:
-        """How many values each median has."""
+        """The number of values of each median."""
         return {name: len(values) for name, values in self.values.items()}
 
     def report(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What users run today, timed: transformers' generate, its caches, the documented prefix recipe, and a cache kept by hand.
+"""Baselines that users run today, timed: transformers' generate, its caches, the documented prefix recipe, and a cache kept by hand.
 
 Gets token ids, so tokenising is not in these times (it is in ours). Knows no engine; pages only as a source of keys and values.
 """
@@ -67,7 +67,7 @@ def generate(model: Any, ids: Seq[int], new: int, cache: Any = None, began: floa
 
 
 def dynamic(model: Any, ids: Seq[int], new: int) -> Timed:
-    """generate as everybody calls it: a fresh DynamicCache."""
+    """generate as called by default: a fresh DynamicCache."""
     return generate(model, ids, new)
 
 

@@ -17,7 +17,7 @@ from ..runner import Work
 from ..store.keys import Scope, as_ids
 from ..types import Sampling
 from . import catalog
-from .stock import Timed, timed
+from .baselines import Timed, timed
 
 
 def greedy(new: int, forced: tuple[int, ...] = ()) -> Sampling:
@@ -40,7 +40,7 @@ def ask(engine: Engine, messages: Any, tools: Any, new: int, **options: Any) -> 
 
 
 def prompt_of(engine: Engine, tools: tuple[dict[str, Any], ...], number: int, tail: int) -> tuple[list[dict[str, str]], list[int]]:
-    """Messages and ids of turn `number` behind the tools, with about `tail` tokens behind the stable prefix."""
+    """Messages and ids of turn `number` after the tools, with about `tail` tokens after the stable prefix."""
 
     def messages(text: str) -> list[dict[str, str]]:
         return [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": text}]
@@ -59,7 +59,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 def scope_of(engine: Engine, namespace: str, tokens: int) -> Scope:
-    """Where the store keeps a prompt of so many tokens."""
+    """The scope under which the store caches a prompt of so many tokens."""
     rotary, fingerprint = engine.model.rotary, engine.fingerprint
     regime = rotary.regime(tokens) if rotary else None
     if fingerprint is None or regime is None:
@@ -68,7 +68,7 @@ def scope_of(engine: Engine, namespace: str, tokens: int) -> Scope:
 
 
 def resident(engine: Engine, namespace: str, ids: Seq[int]) -> Sequence:
-    """A sequence attached to what is kept of ids. Close it."""
+    """A sequence attached to the cached pages of ids. Close it."""
     assert engine.model.spec is not None
     scope = scope_of(engine, namespace, len(ids))
     found = engine.store.match(scope, as_ids(ids))
@@ -78,7 +78,7 @@ def resident(engine: Engine, namespace: str, ids: Seq[int]) -> Sequence:
 
 
 def floor(engine: Engine, namespace: str, ids: Seq[int], prefix: int) -> tuple[Timed, torch.Tensor]:
-    """Bare forward of ids[prefix:] behind the resident KV of ids[:prefix], lm_head and one greedy token included; also the logits [vocab].
+    """Bare forward of ids[prefix:] after the resident KV of ids[:prefix], lm_head and one greedy token included; also the logits [vocab].
 
     Only while the engine is idle: it runs the model in this thread.
     """
