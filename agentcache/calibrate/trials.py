@@ -131,12 +131,12 @@ def _rows(ids: Ids, width: int) -> np.ndarray:
 @contextmanager
 def nothing_kept(engine: Engine) -> Iterator[None]:
     """Cached pages stay and serve; none is added: a tree without a budget admits nothing."""
-    tree = engine.store.tree
-    before, tree.budget_bytes = tree.budget_bytes, 0
+    eviction = engine.store.tree.eviction
+    before, eviction.budget_bytes = eviction.budget_bytes, 0
     try:
         yield
     finally:
-        tree.budget_bytes = before
+        eviction.budget_bytes = before
 
 
 def lossy_copy(page: Page, precision: str) -> Page:

@@ -8,22 +8,22 @@ Pages hang in a tree: a child continues its parent's tokens. Keys are chain hash
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from ...errors import ConfigError
-from ...kv import PAGE_TOKENS, Page, Tier
+from ...kv import PAGE_TOKENS, Page
 from ...types import Grade, Reason
 from ..deletion import Deletion
 from ..entry import Entry, EntryIndex, Match, best_child
 from ..keys import Ids, PinName, Role, Scope, page_key
+from .eviction import Eviction
 from .eviction_log import EvictionLog
 from .pins import Pins
 
 CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the kept prompt ended
 OTHER = "kept prompts go on differently from here"
+Key = bytes  # inside the class that name is a property
 
 
 class PrefixTree:
@@ -37,20 +37,31 @@ class PrefixTree:
     def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
         if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
             raise ConfigError(f"memory_bytes={budget_bytes!r}: must be 0 (keep nothing) or a larger whole number of bytes")
-        self.budget_bytes = budget_bytes
-        self.host_budget_bytes = host_bytes
-        self.bytes = 0
-        self.host_bytes = 0
+        self.eviction = Eviction(budget_bytes, host_bytes, lambda entry: self._drop_tree(entry, Reason.EVICTED))
         self.changes = 0
         self.lock = threading.RLock()
         self._roots: dict[Scope, Entry] = {}
-        self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always after its children
         self._pins = Pins()
-        self._evictions = EvictionLog()
+        self._log = EvictionLog()
         self.index: EntryIndex | None = None
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.eviction)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Budget of pages on the device."""
+        return self.eviction.budget_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of pages on the device."""
+        return self.eviction.bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pages that wait in the computer's own memory, where the device is another one."""
+        return self.eviction.host_bytes
 
     # -- looking up ------------------------------------------------------------------------------------------------
 
@@ -64,8 +75,8 @@ class PrefixTree:
                 self.drop_changed(scope, ids)
             path, at = self._walk(scope, ids, len(ids) - 1)
             if not peek:
-                self._touch(path)
-                self._promote(path)
+                self.eviction.touch(path)
+                self.eviction.promote(path)
             reason, detail = self._why(scope, path, ids, at)
             if not peek:
                 path, at = self._ready(path, at)
@@ -77,8 +88,8 @@ class PrefixTree:
         with self.lock:
             if any(entry.page is None or entry.page.changed for entry in entries):
                 return ()
-            self._touch(list(entries))
-            self._promote(list(entries))
+            self.eviction.touch(list(entries))
+            self.eviction.promote(list(entries))
             pages = tuple(entry.page for entry in entries if entry.page is not None)
             return pages if len(pages) == len(entries) else ()
 
@@ -86,7 +97,7 @@ class PrefixTree:
         """Tell an index of every page, of those that are there first."""
         with self.lock:
             self.index = index
-            for entry in self._order.values():
+            for entry in self.eviction:
                 index.add(entry)
 
     def _index(self, entry: Entry) -> None:
@@ -101,7 +112,7 @@ class PrefixTree:
     def entries(self, namespace: str | None = None) -> list[Entry]:
         """The cached pages of a namespace (None: of all), the least recently used first."""
         with self.lock:
-            return [entry for entry in self._order.values() if namespace in (None, entry.scope.namespace)]
+            return [entry for entry in self.eviction if namespace in (None, entry.scope.namespace)]
 
     def drop_changed(self, scope: Scope, ids: Ids) -> None:
         """Drop pages of this prompt whose files were written to, and what continues them: they have to be verified again."""
@@ -135,7 +146,7 @@ class PrefixTree:
             return Reason.LAST_TOKEN, ""
         inside = at % PAGE_TOKENS
         parent = scope.root if at < PAGE_TOKENS else path[at // PAGE_TOKENS - 1].key
-        gone = self._evictions.why(parent, ids[at - inside : at - inside + PAGE_TOKENS], inside, scope.fingerprint)
+        gone = self._log.why(parent, ids[at - inside : at - inside + PAGE_TOKENS], inside, scope.fingerprint)
         if gone not in (None, Reason.FINGERPRINT):
             return gone, ""
         for other in self._roots:
@@ -149,22 +160,18 @@ class PrefixTree:
         ended = len(path[-1].ids) == (inside or PAGE_TOKENS) and not path[-1].children
         return Reason.DIVERGED, LONGER if ended else OTHER
 
-    def _touch(self, path: list[Entry]) -> None:
-        for entry in reversed(path):  # parents last: the oldest is always a leaf
-            self._order.move_to_end(id(entry))
-
     def audit(self) -> dict[str, int]:
         """Counts of what memory holds; pins count every pin of a prefix, pinned_pages every page once."""
         with self.lock:
             return {
-                "pages": len(self._order),
+                "pages": len(self.eviction),
                 "bytes": self.bytes,
                 "host_bytes": self.host_bytes,
                 "scopes": len(self._roots),
                 "pins": len(self._pins),
-                "pinned_pages": sum(entry.pins > 0 for entry in self._order.values()),
+                "pinned_pages": sum(entry.pins > 0 for entry in self.eviction),
                 "indexed": 0 if self.index is None else len(self.index),
-                "evictions": len(self._evictions),
+                "evictions": len(self._log),
             }
 
     # -- keeping ---------------------------------------------------------------------------------------------------
@@ -189,9 +196,9 @@ class PrefixTree:
                 path.append(entry)
                 if start < prefix_tokens:
                     entry.role = max(entry.role, Role.PREFIX)
-            self._touch(path)
+            self.eviction.touch(path)
             if evict:
-                self._evict()
+                self.eviction.make_room()
             return path
 
     def _keep(self, parent: Entry, ids: Ids, page: Page, numerics: frozenset[str]) -> Entry:
@@ -200,20 +207,18 @@ class PrefixTree:
             return child  # known already, perhaps longer
         if child is not None and run == len(child.ids):
             self._rename(child, ids.copy())  # a longer page takes its place, its pins and its children (it has none: it was not full)
-            self._count(child.page, -1)
-            self._count(page, 1)
-            child.page, child.numerics, child.role = page, numerics, min(child.role, Role.PREFIX)
+            self.eviction.replace(child, page)
+            child.numerics, child.role = numerics, min(child.role, Role.PREFIX)
             self._index(child)
             return child
         child = Entry(page_key(parent.key, ids), parent.scope, ids.copy(), page, parent, numerics)
         parent.children[child.key] = child
-        self._order[id(child)] = child
+        self.eviction.add(child)
         self._index(child)
-        self._count(page, 1)
         self.changes += 1
-        self._evictions.discard(child.key)
+        self._log.discard(child.key)
         if len(parent.children) > CHILDREN:
-            self._drop_oldest([c for c in self._order.values() if c.parent is parent and c is not child])
+            self.eviction.drop_oldest([c for c in self.eviction if c.parent is parent and c is not child])
         return child
 
     def _rename(self, entry: Entry, ids: Ids) -> None:
@@ -222,10 +227,10 @@ class PrefixTree:
         del entry.parent.children[entry.key]
         entry.key, entry.ids, entry.row = page_key(entry.parent.key, ids), ids, 0
         entry.parent.children[entry.key] = entry
-        self._evictions.discard(entry.key)
+        self._log.discard(entry.key)
         self.changes += 1
 
-    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[bytes]:
+    def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> list[Key]:
         """Take back what a failed request admitted: tokens of `ids` after the first `since`, where they lie in its own `pages`.
 
         Returns the keys of what is gone.
@@ -239,7 +244,7 @@ class PrefixTree:
                 return self._shorten(entry, max(0, since - start), Reason.NON_FINITE)
         return []
 
-    def drop(self, scope: Scope, ids: Ids, reason: Reason) -> list[bytes]:
+    def drop(self, scope: Scope, ids: Ids, reason: Reason) -> list[Key]:
         """Drop the page in which `ids` end and what continues it, pinned or not; returns the keys of what is gone."""
         with self.lock:
             path, at = self._walk(scope, ids, len(ids))
@@ -260,7 +265,7 @@ class PrefixTree:
         """
         with self.lock:
             pages, size = len(self), self.bytes + self.host_bytes
-            for entry in [entry for entry in self._order.values() if deletion.takes(entry)]:
+            for entry in [entry for entry in self.eviction if deletion.takes(entry)]:
                 kept = self._pins.tokens(entry) if deletion.group is not None else 0
                 if entry.page is not None and kept < len(entry.ids):
                     self._shorten(entry, kept, Reason.DELETED)
@@ -272,11 +277,11 @@ class PrefixTree:
         with self.lock:
             return self._pins.paths
 
-    def _shorten(self, entry: Entry, kept: int, reason: Reason) -> list[bytes]:
+    def _shorten(self, entry: Entry, kept: int, reason: Reason) -> list[Key]:
         """Keep the first `kept` tokens of a page, and nothing that continues it; returns the keys of what is gone."""
         if not kept:
             return self._drop_tree(entry, reason)
-        gone: list[bytes] = []
+        gone: list[Key] = []
         for child in list(entry.children.values()):
             gone += self._drop_tree(child, reason)
         assert entry.parent is not None
@@ -295,76 +300,19 @@ class PrefixTree:
             path, at = self._walk(scope, ids, len(ids))
             if at < len(ids):
                 return 0
-            self._touch(path)
+            self.eviction.touch(path)
             self._pins.add(scope.pin_name(ids), path, len(ids))
-            self._evict()
+            self.eviction.make_room()
             return len(path)
 
     def release_pin(self, name: PinName) -> bool:
         """Take back one pin of that name; False if there is none."""
         with self.lock:
             released = self._pins.release(name)
-            self._evict()
+            self.eviction.make_room()
             return released
 
-    def _evict(self) -> None:
-        # Writes nothing: the writer was offered each page when it was admitted (Store.admit), and holds those that still wait.
-        while self.bytes > self.budget_bytes and (self._demote() or self._drop_oldest(self._order.values())):
-            pass
-
-    def _drop_oldest(self, among: Iterable[Entry]) -> bool:
-        """Drop the least recently used leaf, one of a tool group only if there is no other."""
-        group = None
-        for entry in among:
-            if entry.children or entry.pins:
-                continue
-            if entry.role < Role.GROUP:
-                self._drop_tree(entry, Reason.EVICTED)
-                return True
-            group = group or entry
-        if group is not None:
-            self._drop_tree(group, Reason.EVICTED)
-        return group is not None
-
-    # -- the second tier -------------------------------------------------------------------------------------------
-
-    def _count(self, page: Page | None, sign: int) -> None:
-        assert page is not None
-        if page.tier == "host":
-            self.host_bytes += sign * page.spec.page_bytes
-        else:
-            self.bytes += sign * page.spec.page_bytes
-
-    def _move(self, entry: Entry, tier: Tier) -> None:
-        assert entry.page is not None
-        page = entry.page.copy(len(entry.ids), tier)
-        self._count(entry.page, -1)
-        self._count(page, 1)
-        entry.page = page
-
-    def _demote(self) -> bool:
-        """Copy the least recently used page that no sequence appends to from the device to the host, if there is room or can be made."""
-        if not self.host_budget_bytes:
-            return False
-        found = next((e for e in self._order.values() if not e.pins and e.page and e.page.tier == "device" and not e.page.claimed), None)
-        if found is None or found.page is None:
-            return False
-        need = found.page.spec.page_bytes
-        while self.host_bytes + need > self.host_budget_bytes:
-            waiting = [e for e in self._order.values() if e.page and e.page.tier == "host"]
-            if not self._drop_oldest(waiting):
-                return False
-        self._move(found, "host")
-        return True
-
-    def _promote(self, path: list[Entry]) -> None:
-        waiting = [entry for entry in path if entry.page is not None and entry.page.tier == "host"]
-        for entry in waiting:
-            self._move(entry, "device")
-        if waiting:
-            self._evict()
-
-    def _drop_tree(self, entry: Entry, reason: Reason) -> list[bytes]:
+    def _drop_tree(self, entry: Entry, reason: Reason) -> list[Key]:
         """Drop a page and what hangs under it; the deepest first. Returns their keys."""
         below = [entry]
         for known in below:
@@ -373,10 +321,9 @@ class PrefixTree:
             assert gone.page is not None and gone.parent is not None
             if self.index is not None:
                 self.index.drop(gone)
-            self._evictions.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
-            self._count(gone.page, -1)
+            self._log.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
+            self.eviction.remove(gone)
             self.changes += 1
-            del self._order[id(gone)]
             del gone.parent.children[gone.key]
             gone.page = None
             if gone.parent.parent is None and not gone.parent.children:

@@ -1,0 +1,107 @@
+"""Eviction of cached pages: the order of their use, and the byte budgets of device and host. Knows no keys and no prompts.
+
+over the device's budget    the page used longest ago moves to the host, where that is other memory; else such a leaf is dropped
+over the host's budget      such a leaf there is dropped
+
+Leaves of turns and prefixes go first, tool groups last, pinned pages never. Eviction writes nothing: the writer was offered each page when
+it was admitted (Store.admit), and holds those that still wait. The owner's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ...kv import Page, Tier
+from ..entry import Entry
+from ..keys import Role
+
+
+class Eviction:
+    """Counts pages with all their bytes, however full. drop: takes a leaf out of the tree, and out of here by `remove`."""
+
+    def __init__(self, budget_bytes: int, host_budget_bytes: int, drop: Callable[[Entry], object]) -> None:
+        self.budget_bytes, self.host_budget_bytes = budget_bytes, host_budget_bytes
+        self.bytes = self.host_bytes = 0
+        self._drop = drop
+        self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always after its children
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All pages, the least recently used first."""
+        return iter(self._order.values())
+
+    def add(self, entry: Entry) -> None:
+        """Count a new page as the last one used."""
+        self._order[id(entry)] = entry
+        self._count(entry.page, 1)
+
+    def remove(self, entry: Entry) -> None:
+        """Count a page no more."""
+        self._count(entry.page, -1)
+        del self._order[id(entry)]
+
+    def replace(self, entry: Entry, page: Page) -> None:
+        """Give an entry another page."""
+        self._count(entry.page, -1)
+        self._count(page, 1)
+        entry.page = page
+
+    def touch(self, path: Sequence[Entry]) -> None:
+        """Count the pages of a path, root first, as used now."""
+        for entry in reversed(path):  # parents last: the oldest is always a leaf
+            self._order.move_to_end(id(entry))
+
+    def promote(self, path: Iterable[Entry]) -> None:
+        """Move pages that wait on the host to the device."""
+        waiting = [entry for entry in path if entry.page is not None and entry.page.tier == "host"]
+        for entry in waiting:
+            self._move(entry, "device")
+        if waiting:
+            self.make_room()
+
+    def make_room(self) -> None:
+        """Evict until the device's budget holds."""
+        while self.bytes > self.budget_bytes and (self._demote() or self.drop_oldest(self)):
+            pass
+
+    def drop_oldest(self, among: Iterable[Entry]) -> bool:
+        """Drop the least recently used leaf, one of a tool group only if there is no other; False if there is none."""
+        group = None
+        for entry in among:
+            if entry.children or entry.pins:
+                continue
+            if entry.role < Role.GROUP:
+                self._drop(entry)
+                return True
+            group = group or entry
+        if group is not None:
+            self._drop(group)
+        return group is not None
+
+    def _demote(self) -> bool:
+        """Copy the least recently used page that no sequence appends to from the device to the host, if there is room or can be made."""
+        if not self.host_budget_bytes:
+            return False
+        found = next((e for e in self if not e.pins and e.page and e.page.tier == "device" and not e.page.claimed), None)
+        if found is None or found.page is None:
+            return False
+        need = found.page.spec.page_bytes
+        while self.host_bytes + need > self.host_budget_bytes:
+            if not self.drop_oldest([e for e in self if e.page and e.page.tier == "host"]):
+                return False
+        self._move(found, "host")
+        return True
+
+    def _move(self, entry: Entry, tier: Tier) -> None:
+        assert entry.page is not None
+        self.replace(entry, entry.page.copy(len(entry.ids), tier))
+
+    def _count(self, page: Page | None, sign: int) -> None:
+        assert page is not None
+        if page.tier == "host":
+            self.host_bytes += sign * page.spec.page_bytes
+        else:
+            self.bytes += sign * page.spec.page_bytes
