@@ -86,7 +86,7 @@ def test_a_request_in_a_forked_child_is_refused_with_the_way_out(parent: Engine,
 
 def test_no_lock_of_the_parent_is_waited_for(parent: Engine) -> None:
     """Another thread may hold any of them while the process forks."""
-    with parent.renderer._lock, parent.renderer._memory._lock, parent.scheduler._gate, parent.store.disk.writer._changed:  # type: ignore[union-attr]
+    with parent.renderer._prefixes._lock, parent.renderer._memory._lock, parent.scheduler._gate, parent.store.disk.writer._changed:  # type: ignore[union-attr]
         assert isinstance(told(lambda: parent.generate("hello")), EngineForkedError)
         assert told(lambda: (parent.flush(), parent.release("clerk"), parent.close(), parent.closed)) == (False, False, None, True)
 
