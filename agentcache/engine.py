@@ -162,7 +162,6 @@ class Engine:
         tools_order: ToolOrder = "given",
         group: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        context_tokens: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         on_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> Stream:
@@ -171,10 +170,9 @@ class Engine:
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
         stands at the tail, and is taken out of the system prompt if it stands there. turn: names this turn of its conversation: the calls'
         ids depend on it, where a shortened history makes one prompt of two turns. reuse: as of the engine; a calibration means
-        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. context_tokens: the most
-        that prompt and completion may have together, where that is less than the model's context. on_progress(done, total):
+        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total):
         prompt tokens so far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on the
-        device's thread with what each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
+        device's thread with the logits that each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
         """
         self.check_open()
         called, received = time.perf_counter(), self.store.heed()
@@ -189,7 +187,7 @@ class Engine:
             template_kwargs=template_kwargs,
             volatile=volatile,
         )
-        sampling = self._fit(layout, sampling, context_tokens)
+        sampling = self._fit(layout, sampling)
         consent = reuse or self.reuse
         given = None if isinstance(consent, str) else consent
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
@@ -211,9 +209,9 @@ class Engine:
         """The whole answer at once; options as of `stream`."""
         return self.stream(messages, tools, **options).completion
 
-    def _fit(self, layout: Layout, sampling: Sampling, asked: int | None = None) -> Sampling:
+    def _fit(self, layout: Layout, sampling: Sampling) -> Sampling:
         """Refuse a prompt that leaves no room for a token; shorten max_tokens to the room there is."""
-        prompt, context = len(layout.ids), self.model.context_tokens
+        prompt, context, asked = len(layout.ids), self.model.context_tokens, sampling.context_tokens
         if asked is not None and asked < context:
             context = asked
         if prompt + 1 > context:

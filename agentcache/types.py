@@ -234,6 +234,7 @@ class Sampling:
     `forced` are completion ids (or text, tokenised without special tokens) that are decoded instead of sampled ones, then
     sampling goes on: replays of recorded episodes use it. With `ignore_eos` only max_tokens and `stop` end a completion.
     logprobs: the completion says how likely each of its tokens was, beside so many of the likeliest; None for no such account.
+    context_tokens: the most that prompt and completion may have together, where that is less than the model's context.
     """
 
     max_tokens: int = 256
@@ -247,6 +248,7 @@ class Sampling:
     forced: tuple[int, ...] | str = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    context_tokens: int | None = None
 
     def __post_init__(self) -> None:
         def refuse(name: str, rule: str) -> None:
@@ -272,6 +274,8 @@ class Sampling:
             refuse("forced", "a text or token ids")
         if self.logprobs is not None and not (_whole(self.logprobs) and self.logprobs >= 0):
             refuse("logprobs", "None or how many of the likeliest tokens to tell, 0 for the chosen one alone")
+        if self.context_tokens is not None and not (_whole(self.context_tokens) and self.context_tokens > 0):
+            refuse("context_tokens", "None or an integer of at least 1")
 
 
 @dataclass(frozen=True, slots=True)

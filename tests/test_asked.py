@@ -60,16 +60,19 @@ def test_nothing_is_told_unasked(engine: Engine) -> None:
 
 def test_a_context_holds_prompt_and_completion(engine: Engine) -> None:
     prompt = engine.generate(PROMPT, sampling=Sampling(max_tokens=1)).receipt.prompt_tokens
-    done = engine.generate(PROMPT, sampling=Sampling(max_tokens=50, ignore_eos=True), context_tokens=prompt + 3)
+    done = engine.generate(PROMPT, sampling=Sampling(max_tokens=50, ignore_eos=True, context_tokens=prompt + 3))
     assert (len(done.ids), done.finish_reason) == (3, "length")
     with pytest.raises(
         ContextOverflowError, match=f"exceeds context_tokens={prompt}, which counts both, by 1: raise context_tokens"
     ) as caught:
-        engine.stream(PROMPT, context_tokens=prompt)
+        engine.stream(PROMPT, sampling=Sampling(context_tokens=prompt))
     assert (caught.value.context_tokens, caught.value.over_tokens) == (prompt, 1)
     whole = engine.model.context_tokens
     with pytest.raises(ContextOverflowError, match=f"exceeds the context of {whole} tokens by .*: shorten the history"):
-        engine.stream("tide " * whole, context_tokens=whole + 1)
+        engine.stream("tide " * whole, sampling=Sampling(context_tokens=whole + 1))
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ConfigError, match=f"context_tokens={wrong!r}: must be None or an integer of at least 1"):
+            Sampling(context_tokens=wrong)  # type: ignore[arg-type]
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

@@ -249,7 +249,8 @@ class Settings(BaseLanguageModel):
         if not isinstance(ends, (str, list, tuple)):
             raise ModelInvalidRequestError(f"stop={ends!r:.200}: must be a text or a list of texts")
         fields = {"max_tokens": 1024, **{name: value for name, value in given.items() if value is not None}}
-        return Sampling(stop=(ends,) if isinstance(ends, str) else tuple(ends), logprobs=logprobs, **fields)
+        texts = (ends,) if isinstance(ends, str) else tuple(ends)
+        return Sampling(stop=texts, logprobs=logprobs, context_tokens=self.num_ctx, **fields)
 
     def _template_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = kwargs.get("template_kwargs") or {}

@@ -169,7 +169,6 @@ class ChatAgentCache(ChatSettings):
                 **self._rendering(kwargs),
                 "volatile": kwargs.get("volatile") or (),
                 "turn": turn(messages),
-                "context_tokens": self.num_ctx,
                 "reuse": self.reuse,
             }
             pins = [

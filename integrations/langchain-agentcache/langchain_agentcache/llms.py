@@ -178,7 +178,6 @@ class AgentCacheLLM(Settings, BaseLLM):
             "constraint": constraint((), response_format=self._form({})),
             "namespace": self.namespace,
             "template_kwargs": self._template_kwargs({}),
-            "context_tokens": self.num_ctx,
             "reuse": self.reuse,
         }
         with ExitStack() as opened:
