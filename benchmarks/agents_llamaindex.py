@@ -3,8 +3,9 @@
     python -m benchmarks.agents_llamaindex --runs 300
 
 A run is one question, or a conversation of two, with values of its own. It ends in an answer of the kind's form, in a typed error, or in a
-loop: LIMIT steps where two or three would do. "solved" needs the right call and an answer that says what it found. Ends with one JSON line,
-and 1 if one looped.
+loop: LIMIT steps where two or three would do. "solved" needs the right call and an answer that says what it found; "misread" is an answer
+that does not, though the model was shown it; "not shown" would be a fault of the prompt. A workflow's questions that need a handoff are
+counted apart. Ends with one JSON line, and 1 if one looped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.workflow import Context, WorkflowRuntimeError
 from pydantic import BaseModel, Field
@@ -31,10 +35,18 @@ from .integrations import integration
 
 OURS = integration("llamaindex")
 AgentCacheLLM, AppendOnlyMemory, SharedAgentWorkflow = OURS.AgentCacheLLM, OURS.AppendOnlyMemory, OURS.SharedAgentWorkflow
-StableReActAgent, answer_at_tail = OURS.StableReActAgent, OURS.answer_at_tail
+ReceiptEvent, StableReActAgent, answer_at_tail = OURS.ReceiptEvent, OURS.StableReActAgent, OURS.answer_at_tail
 
 LIMIT = 12  # steps of a run
 SYSTEM = "You are a helpful assistant."
+NOTES = {
+    "AgentWorkflow": "the embedded model was not trained on handoffs: it says that it has no tool for that. With the handoff tool in its "
+    "prompt it also leaves the amount out of its answers, under stock transformers on the same ids too. Each run has a Context of its own, "
+    "so the memory that LlamaIndex loses between runs with pydantic 2.14 is not at stake",
+    "SharedAgentWorkflow": "the model wants the other agent's tool, which the mask forbids, and calls its own instead of handing off",
+    "output_cls": "LlamaIndex writes the conversation as XML into one user turn, which the embedded model was not trained to read; "
+    "answer_at_tail asks for the same at the end of the conversation",
+}
 
 
 class Invoice(BaseModel):
@@ -44,44 +56,61 @@ class Invoice(BaseModel):
     amount: int = Field(ge=0, le=99999)
 
 
+Call = tuple[str, str]  # a tool and its argument
+
+
 class Desk:
     """Tools that remember what they were asked."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.asked: list[Call] = []
 
     def get_invoice(self, invoice_id: str) -> str:
         """Get an invoice."""
-        self.asked.append(invoice_id)
+        self.asked.append(("get_invoice", invoice_id))
         return '{"status": "open", "amount": 240}'
 
     def cancel_order(self, order_id: str) -> str:
         """Cancel an order."""
-        self.asked.append(order_id)
+        self.asked.append(("cancel_order", order_id))
         return '{"status": "accepted"}'
 
 
+class Shown(BaseEventHandler):
+    """The last prompt that a model was given."""
+
+    text: str = ""
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        if isinstance(event, ReceiptEvent):
+            self.text = str(event.prompt)
+
+
+shown = Shown()
 Run = Callable[[Any, random.Random], Awaitable[str]]
 
 
-def question(rng: random.Random) -> tuple[str, str, str]:
-    """(question, the value that the call must carry, a word of the answer)."""
+def question(rng: random.Random) -> tuple[str, Call, str]:
+    """(question, the call that it needs, a word of the answer)."""
     number = str(rng.randrange(100, 99999))
-    return rng.choice(((f"Get the invoice A-{number}.", f"A-{number}", "240"), (f"Cancel the order {number}.", number, "accepted")))
+    invoice = f"Get the invoice A-{number}.", ("get_invoice", f"A-{number}"), "240"
+    return rng.choice((invoice, (f"Cancel the order {number}.", ("cancel_order", number), "accepted")))
 
 
-def judged(desk: Desk, wanted: list[str], answer: Any, word: str) -> str:
+def judged(desk: Desk, wanted: list[Call], answer: Any, word: str) -> str:
     text = str(answer).strip()
     if desk.asked != wanted:
         return "no call" if not desk.asked else "another call"
-    return "solved" if word in text else "another answer" if text else "no answer"
+    if word in text or not text:
+        return "solved" if text else "no answer"
+    return "misread" if word in shown.text else "not shown"
 
 
 def alone(kind: Any, **options: Any) -> Run:
     async def run(llm: Any, rng: random.Random) -> str:
-        desk, (text, value, word) = Desk(), question(rng)
+        desk, (text, call, word) = Desk(), question(rng)
         agent = kind(tools=[desk.get_invoice, desk.cancel_order], llm=llm, system_prompt=SYSTEM, **options)
-        return judged(desk, [value], await agent.run(text, max_iterations=LIMIT), word)
+        return judged(desk, [call], await agent.run(text, max_iterations=LIMIT), word)
 
     return run
 
@@ -95,7 +124,7 @@ def conversation(kind: Any) -> Run:
         context, memory = Context(agent), AppendOnlyMemory.from_defaults(llm=llm)
         for text, _, _ in asked:
             answer = await agent.run(text, ctx=context, memory=memory, max_iterations=LIMIT)
-        return judged(desk, [value for _, value, _ in asked], answer, asked[-1][2])
+        return judged(desk, [call for _, call, _ in asked], answer, asked[-1][2])
 
     return run
 
@@ -104,11 +133,12 @@ def workflow(kind: Any) -> Run:
     """Two agents, each with a tool."""
 
     async def run(llm: Any, rng: random.Random) -> str:
-        desk, (text, value, word) = Desk(), question(rng)
+        desk, (text, call, word) = Desk(), question(rng)
         shared: dict[str, Any] = {"llm": llm, "system_prompt": SYSTEM}
         books = FunctionAgent(name="books", description="Knows invoices.", tools=[desk.get_invoice], can_handoff_to=["desk"], **shared)
         orders = FunctionAgent(name="desk", description="Cancels orders.", tools=[desk.cancel_order], can_handoff_to=["books"], **shared)
-        return judged(desk, [value], await kind([books, orders], root_agent="books").run(text, max_iterations=LIMIT), word)
+        answer = await kind([books, orders], root_agent="books").run(text, max_iterations=LIMIT)
+        return f"{'own tool' if 'invoice' in text else 'handoff'}: {judged(desk, [call], answer, word)}"
 
     return run
 
@@ -124,7 +154,7 @@ def formed(at_tail: bool) -> Run:
         if output.structured_response is None:
             return "no object"
         made = Invoice.model_validate(output.structured_response)
-        return judged(desk, [f"A-{number}"], made.amount, "240")
+        return judged(desk, [("get_invoice", f"A-{number}")], made.amount, "240")
 
     return run
 
@@ -179,6 +209,7 @@ def main() -> int:
     if unknown := [name for name in wanted if name not in KINDS]:
         given.error(f"--kinds: {unknown[0]!r} is none of {sorted(KINDS)!r}")
     found: dict[str, dict[str, int]] = {}
+    get_dispatcher().add_event_handler(shown)
     warnings.simplefilter("ignore")  # LlamaIndex makes a warning of an object that is none; here it is counted
     with AgentCacheLLM(model="embedded", max_tokens=said.max_tokens, store=None) as llm:
         for name in wanted:
@@ -186,7 +217,12 @@ def main() -> int:
             found[name] = dict(Counter(outcome(llm, name, number) for number in range(said.runs)))
             print(f"{name:30} {found[name]}  {time.perf_counter() - began:.0f} s", file=sys.stderr)
     loops = sum(each.get("loop", 0) for each in found.values())
-    print(json.dumps({"bench": "agents_llamaindex", "model": "embedded", "runs": said.runs, "loops": loops, "kinds": found}))
+    notes = {name: note for name, note in NOTES.items() if name in found}
+    for name, note in notes.items():
+        print(f"{name}: {note}.", file=sys.stderr)
+    print(
+        json.dumps({"bench": "agents_llamaindex", "model": "embedded", "runs": said.runs, "loops": loops, "kinds": found, "notes": notes})
+    )
     return int(loops > 0)
 
 

@@ -57,7 +57,29 @@ def test_calibrate_reads_it(tmp_path: Path, names: tuple[str | None, str | None]
     assert [one.id for one in read(tmp_path / "log.jsonl", episodes=1)] == [first.id]
 
 
-def test_threads_do_not_mix_lines(tmp_path: Path) -> None:
+def test_a_line_is_a_request_in_openais_shape(tmp_path: Path) -> None:
+    for _ in range(2):  # what is there stays
+        with Recorder(tmp_path / "log.jsonl") as recorder, Recorder(tmp_path / "log.jsonl") as other:
+            recorder.record(
+                "Where\ud800?", answer=" At the pier.", conversation="a", model="m", finish_reason="stop", usage={"prompt_tokens": 7}
+            )
+            other.record([Message("user", "x")], [TOOLS[0]])
+    first, second, *again = map(json.loads, (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    said = {"choices": [{"index": 0, "text": " At the pier.", "finish_reason": "stop"}], "usage": {"prompt_tokens": 7}}
+    assert first == {"conversation_id": "a", "model": "m", "prompt": "Where??", "tools": [], "response": said}
+    tool = {"name": "tide", "description": "When is high water?", "parameters": dict(TOOLS[0].parameters)}
+    assert second == {
+        "conversation_id": None,
+        "model": "",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": tool}],
+    }
+    assert again == [first, second]
+
+
+def test_threads_do_not_mix_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr("agentcache.recorder.os.write", lambda file, line: write(file, line[:500]))  # as on a disk that is nearly full
     with Recorder(tmp_path / "log.jsonl") as recorder:
         writers = [threading.Thread(target=lambda: [conversation(recorder, "x", ("a" * 5000, "b")) for _ in range(20)]) for _ in range(4)]
         for each in writers:

@@ -15,6 +15,7 @@ from langchain.agents.middleware import dynamic_prompt
 from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache, _missed, _told
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
+from agentcache import Missed
 from agentcache.lint.values import Cause
 
 KEEPER = "You are the keeper of a lighthouse. Write down wind, tide and every ship that passes. " * 3
@@ -102,6 +103,14 @@ def test_the_middleware_says_it_with_a_name_instead(model: ChatAgentCache) -> No
     (text,) = heard(lambda: ask("warn"))
     assert text.startswith("timed changed the system prompt")
     assert heard(lambda: ask("ignore")) == []
+
+
+def test_a_redacted_account_names_nobody() -> None:
+    missed = Missed("clock", "system prompt of alice", 3, 10, 200, "alice's clock goes to the end")
+    (text,) = heard(lambda: _missed.tell_missed(missed, redacted=True))
+    assert text.startswith("200 prompt tokens were computed again: clock ((redacted)).")
+    assert "alice" not in text
+    assert _missed.HINTS["clock"] in text
 
 
 def test_every_hint_is_about_a_cause() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ async def test_agents_are_recorded(model: ChatAgentCache, tmp_path: Path) -> Non
         await steady.ainvoke(asked(), {"callbacks": [recorder], "configurable": {"thread_id": "b"}})
         for _ in steady.stream(asked("Hello"), {"callbacks": [recorder], "configurable": {"thread_id": "b"}}, stream_mode="messages"):
             pass
+    recorder.recorder.record("after its end")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert "after its end" not in lines[-1], "its own file was closed with it"
+    first = json.loads(lines[0])["response"]
+    assert first["choices"][0]["finish_reason"] == "tool_calls"
+    assert first["usage"]["input_tokens"] > 0
     report = lint(path)
     assert not report.problems
     assert {(found.conversation, str(found.cause), found.writer) for found in report.findings} == {("a", "clock", "system")}
@@ -71,8 +78,13 @@ def test_text_models_other_providers_and_failures(model: ChatAgentCache, model_f
         GenericFakeChatModel(messages=iter([AIMessage("A ship.")])).invoke([HumanMessage([picture])], told)
         with pytest.raises(AgentCacheError):
             model.invoke([HumanMessage([picture])], told)
+        callback.close()
+        assert not callback._asked, "nothing is remembered of what has ended"
+        recorder.record("It is the caller's: still open")
     lines = (tmp_path / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    assert ['"prompt": "Wind and tide"' in line for line in lines] == [True, False, False]
+    assert ['"prompt": "Wind and tide"' in line for line in lines] == [True, False, False, False]
+    assert lines.pop().startswith('{"conversation_id": null'), "a Recorder that was given is its owner's to close"
     assert ['"response"' in line for line in lines] == [True, True, False]
+    assert [json.loads(line)["model"] for line in lines] == [model_folder, "", model_folder]
     (episode,) = read(tmp_path / "requests.jsonl")
     assert [type(call.prompt) for call in episode.calls] == [str, list]
