@@ -141,7 +141,7 @@ def test_a_page_that_goes_before_it_is_read_is_told_as_what_it_is(
 # -- the folder is deleted -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["deleted", "emptied", "made anew", "made anew, then closed"])
+@pytest.mark.parametrize("how", ["deleted", "deleted bit by bit", "emptied", "made anew", "made anew, then closed"])
 def test_an_engine_whose_folder_was_deleted_goes_on_in_the_new_one(model: Any, tmp_path: Path, how: str) -> None:
     place = tmp_path / "store"
     with engine(model=model, store=place) as running:
@@ -153,6 +153,9 @@ def test_an_engine_whose_folder_was_deleted_goes_on_in_the_new_one(model: Any, t
             for path in place.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
+            if how == "deleted bit by bit":
+                (place / "generation").unlink()
+                assert running.generate(PROMPT, **ASK).ids == wanted
             shutil.rmtree(place)
         if how.startswith("made anew"):
             with engine(model=model, store=place) as fresh:
@@ -199,12 +202,20 @@ def test_where_no_folder_can_be_made_an_engine_goes_on_in_memory(
         else:
             (tmp_path / "elsewhere").mkdir()
             place.symlink_to(tmp_path / "elsewhere")
-        with pytest.warns(StoreWarning, match=f"nothing is read from disk nor written to it any more: .*{why}"):
+        with pytest.warns(StoreWarning, match=f"nothing is read from disk nor written to it for now: .*{why}"):
             done = running.generate(PROMPT, **ASK)
         assert (done.ids, done.receipt.computed_tokens) == (wanted, 1)
         assert not running.flush()
         assert running.generate(PROMPT, **ASK).ids == wanted
-    assert not list(tmp_path.rglob("*.safetensors"))
+        assert not list(tmp_path.rglob("*.safetensors"))
+        monkeypatch.delenv("AGENTCACHE_KEY", raising=False)
+        place.unlink(missing_ok=True)
+        assert running.generate(PROMPT, **ASK).ids == wanted
+        assert not running.flush(), "not tried with every request"
+        monkeypatch.setattr(running.store, "_renew_at", 0.0)
+        assert running.generate(PROMPT, **ASK).ids == wanted
+        assert running.flush()
+        assert list(place.rglob("*.safetensors"))
 
 
 def test_what_was_deleted_before_the_folder_was_is_not_written_to_the_new_one(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from .page_prefetch import PagePrefetch, PageQuery
 from .tool_group import ToolGroup
 
 DEFAULT = StoreOptions()
+RENEW_S = 30.0  # how often a folder is opened in the place of a lost one, where that has failed
 Key = bytes  # inside the class that name is a property
 
 
@@ -55,6 +56,7 @@ class Store:
         self._listeners: list[Callable[[Deletion], None]] = []
         self._renewals: list[Callable[[], None]] = []
         self._lost: list[DiskTier] = []  # whose folder was deleted while it was used
+        self._renew_at = 0.0  # by time.monotonic()
 
     @classmethod
     def open(cls, budget_bytes: int, host_bytes: int, store: StoreOptions | str | os.PathLike[str] | None) -> Store:
@@ -188,7 +190,11 @@ class Store:
     def heed(self) -> Moment:
         """Let go of what any process has deleted; returns the moment up to which that was known. A look at one file, mostly."""
         disk = self.disk
-        if disk is not None and disk.folder.generation != disk.seen:
+        if disk is None and self._lost and time.monotonic() >= self._renew_at:
+            with self.deletions.lock:
+                if self.disk is None:  # else another thread has renewed it
+                    self._renew()
+        elif disk is not None and disk.folder.generation != disk.seen:
             with self.deletions.lock:
                 if disk is self.disk:  # else another thread has noticed, too
                     self._heed(disk)
@@ -205,7 +211,7 @@ class Store:
             return
         except StoreError:  # the next request looks again
             return
-        disk.seen = seen
+        disk.seen = seen or disk.seen  # without the file the folder may be on its way out: the next request looks again
 
     def _lose(self, disk: DiskTier) -> None:
         """The folder was deleted: go on with the one that is there now, made anew if none is, or else in memory. Under the lock."""
@@ -214,17 +220,21 @@ class Store:
         disk.writer.abandon()
         for entry in self.tree.entries():
             entry.row = 0  # is written again once it is used, or flushed while it is pinned
-        folder = disk.folder.path
-        try:
-            self.disk = DiskTier(replace(disk.options, folder=folder), self.deletions, instead=True)
-            outcome = "what is used from now on is written to a new one"
-        except (AgentCacheError, RuntimeError) as error:  # another key by now, no thread to write on: the request is answered all the same
-            outcome = f"nothing is read from disk nor written to it any more: {error}"
-        for renewed in self._renewals if self.disk else ():
-            renewed()
+        outcome = self._renew()
         with suppress(StoreWarning):  # an error where warnings are errors: the request is right all the same
-            said = f"the store {str(folder)!r} was deleted, or made anew, while it was in use: {outcome}"
+            said = f"the store {str(disk.folder.path)!r} was deleted, or made anew, while it was in use: {outcome}"
             warnings.warn(said, StoreWarning, stacklevel=5)
+
+    def _renew(self) -> str:
+        """Open the folder in the place of the one that was lost; says what becomes of pages from now on."""
+        lost, self._renew_at = self._lost[-1], time.monotonic() + RENEW_S
+        try:
+            self.disk = DiskTier(replace(lost.options, folder=lost.folder.path), self.deletions, instead=True)
+        except (AgentCacheError, RuntimeError) as error:  # another key by now, no thread to write on: the request is answered all the same
+            return f"nothing is read from disk nor written to it for now: {error}"
+        for renewed in self._renewals:
+            renewed()
+        return "what is used from now on is written to a new one"
 
     def _let_go(self, done: Deletion) -> tuple[int, int]:
         """Drop pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
