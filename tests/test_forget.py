@@ -14,6 +14,7 @@ import pytest
 
 from agentcache import Constraint, Engine, Forgotten, Reason
 from agentcache.errors import ConfigError, EngineClosedError, GenerationError
+from agentcache.store import store as stores
 from agentcache.store.admin.prune import prune
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.folder import Folder
@@ -210,6 +211,30 @@ def test_a_request_that_runs_keeps_nothing_of_what_is_forgotten(running: Engine)
     done = stream.completion
     longer = [*TURNS, done.message, {"role": "user", "content": "Go on."}]
     assert running.generate(longer, **ALICE).receipt.spliced_tokens == 0
+
+
+@pytest.mark.parametrize("ends", ["later", "while the disk deletes"])
+def test_a_request_that_runs_on_old_pages_keeps_nothing_when_they_are_forgotten(
+    running: Engine, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    done = running.generate(TURNS, **ALICE)
+    assert running.flush()
+    for entry in running.store.tree.entries("alice"):
+        entry.made -= 3600
+    longer = [*TURNS, done.message, {"role": "user", "content": "Go on. " + long_text(20, 2)}]
+    stream = running.stream(longer, namespace="alice", sampling=decode(200))
+    next(stream)
+    assert stream.receipt.cached_tokens > 512
+
+    def end() -> None:
+        assert len(stream.completion.ids) == 200
+        assert until(lambda: running.scheduler.live == 0)
+
+    if ends == "while the disk deletes":
+        monkeypatch.setattr(stores, "prune", lambda *given, **more: (end(), prune(*given, **more))[1])
+    assert running.forget(older_than=1800).memory_pages
+    end()
+    assert running.store.tree.entries("alice") == [], "what it computed continues what is gone"
 
 
 def test_what_waits_to_be_written_is_not_written_after_it_was_pruned(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -368,6 +368,31 @@ def test_noting_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.Mon
     assert store.disk.index.stats()["segments"] == len(windows(KEPT))
 
 
+@pytest.mark.parametrize("when", ["before it is noted", "before it is signed", "while it is signed"])
+def test_what_is_deleted_meanwhile_is_not_noted(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    store = opened(folder)
+    assert store.disk is not None
+    index, received, deleted = index_of(store), store.heed(), []
+
+    def delete() -> None:
+        deleted.append(store.delete(SCOPE.namespace, None, None))
+
+    if when == "before it is noted":
+        delete()
+    else:
+        part, name = (index, "note_now") if when == "before it is signed" else (index.signatures.signer, "sign")
+        called = getattr(part, name)
+        monkeypatch.setattr(part, name, lambda *given: (deleted or delete(), called(*given))[1])
+    said(store).note(SCOPE, KEPT, windows(KEPT), received)
+    assert store.flush(20)
+    assert len(deleted) == 1
+    assert store.disk.index.stats()["segments"] == 0
+    assert len(index.signatures) == 0
+    said(store).note(SCOPE, KEPT, windows(KEPT))
+    assert store.flush(20)
+    assert store.disk.index.stats()["segments"] == len(windows(KEPT)), "what comes later is noted"
+
+
 # -- alignment -----------------------------------------------------------------------------------------------------------
 
 

@@ -50,8 +50,6 @@ class MinHashIndex:
 
     def note_now(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> int:
         """The same at once; returns how many were new."""
-        if received is not None and any(done.meets(scope, ids, received.made) for done in self._index.deletions(received.generation)):
-            return 0
         keys = [scope.root, *chain(scope.root, ids)]
         new = []
         for window in windows:
@@ -61,17 +59,18 @@ class MinHashIndex:
             kept = Kept(signature, exact(ids, window), keys[page], page, window.start - page * PAGE_TOKENS, window.stop - window.start)
             if self.signatures.add(scope, kept):
                 new.append(kept)
-        self._put(scope, new, received)
+        self._put(scope, ids, new, received)
         return len(new)
 
-    def _put(self, scope: Scope, new: Sequence[Kept], received: Moment | None) -> None:
+    def _put(self, scope: Scope, ids: Ids, new: Sequence[Kept], received: Moment | None) -> None:
         folder, key = self._index.folder, _key(scope)
         names = [self._name(kept) for kept in new]
         sealed = [(name, guard(folder, kept.pack(), named("segment", *key, name))) for name, kept in zip(names, new, strict=True)]
 
         def put(connection: sqlite3.Connection) -> None:
             gone = self._index.deletions_in(connection, received.generation) if received is not None else ()
-            if received is not None and any(done.covers(scope.namespace, received.made) for done in gone):
+            if received is not None and any(done.meets(scope, ids, received.made) for done in gone):
+                self.clear(scope.namespace)  # its process let go before these were added
                 return
             first = tick(connection, len(sealed))
             connection.executemany(

@@ -51,9 +51,8 @@ class StoredText:
 
     def note(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> None:
         """Remember the windows of an admitted prompt, after the answer; no effect before `sign`, nor if it was deleted since."""
-        received = received or self._store.heed()
-        if (index := self.index) and scope.precision == "exact" and not self._store.deletions.meet(scope, ids, received):
-            index.note(scope, ids, windows, received)
+        if (index := self.index) and scope.precision == "exact":
+            index.note(scope, ids, windows, received or self._store.heed())
 
     def prefetch(self, wanted: SegmentQuery, wake: Callable[[], None]) -> SegmentPrefetch | None:
         """Bring pages into memory that repeat some of a prompt's text, if there may be any; None before `sign`."""

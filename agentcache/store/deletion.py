@@ -11,7 +11,8 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,6 +112,18 @@ class Deletions:
         self.lock = threading.RLock()
         self.generation = 0
         self._heard: deque[Deletion] = deque(maxlen=MOST)
+        self._under_way: list[Deletion] = []
+
+    @contextmanager
+    def under_way(self, deletion: Deletion) -> Iterator[None]:
+        """Count a deletion of this process as one of any moment, from before it is recorded on disk until it is heard."""
+        with self.lock:
+            self._under_way.append(deletion)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._under_way.remove(deletion)
 
     def hear(self, deletion: Deletion) -> None:
         """It is let go of."""
@@ -118,11 +131,11 @@ class Deletions:
         self.generation = deletion.generation
 
     def since(self, generation: int) -> list[Deletion]:
-        """Those after a generation."""
+        """Those after a generation, and those under way."""
         if generation == self.generation:
-            return []
+            return self._under_way
         found = [deletion for deletion in self._heard if deletion.generation > generation]
-        return found if len(found) >= self.generation - generation > 0 else [EVERYTHING]
+        return found + self._under_way if len(found) >= self.generation - generation > 0 else [EVERYTHING]
 
     def cover(self, namespace: str, received: Moment) -> bool:
         """Tell whether all that was received then in this namespace has been deleted since."""

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -261,22 +261,25 @@ class Store:
         others = [one for one in known.values() if one not in named]
         before = None if older_than is None else time.time() - older_than
         wanted = [Deletion(namespace, before)] if group is None else [Deletion.of_group(one, others, forced=True) for one in named]
-        pages = size = 0
-        for one in wanted:
-            with self.deletions.lock:
-                more, bytes = self._let_go(one)
-                if self.disk is None:
-                    self.deletions.hear(replace(one, generation=self.deletions.generation + 1))
-            pages, size = pages + more, size + bytes
-        found = Forgotten(pages, size, groups=tuple(one.name for one in named))
-        if self.disk is None:
+        with ExitStack() as under_way:
+            pages = size = 0
+            for one in wanted:
+                with self.deletions.lock:
+                    more, bytes = self._let_go(one)
+                    if self.disk is None:
+                        self.deletions.hear(replace(one, generation=self.deletions.generation + 1))
+                    else:  # until it is heard, what runs on pages that are gone would admit them anew
+                        under_way.enter_context(self.deletions.under_way(one))
+                pages, size = pages + more, size + bytes
+            found = Forgotten(pages, size, groups=tuple(one.name for one in named))
+            if self.disk is None:
+                return found
+            for which in (None,) if group is None else named:
+                done = prune(self.disk.folder, self.disk.index, namespace=namespace, older_than=older_than, group=which, force=True)
+                groups = found.groups if which else tuple(done.groups)
+                found = Forgotten(pages, size, found.pages + done.pages, found.bytes + done.bytes, groups, found.splices + done.splices)
+            self.heed()
             return found
-        for which in (None,) if group is None else named:
-            done = prune(self.disk.folder, self.disk.index, namespace=namespace, older_than=older_than, group=which, force=True)
-            groups = found.groups if which else tuple(done.groups)
-            found = Forgotten(pages, size, found.pages + done.pages, found.bytes + done.bytes, groups, found.splices + done.splices)
-        self.heed()
-        return found
 
     def clear(self, namespace: str | None = None, grade: Grade | None = None) -> None:
         """Free all pages in memory, or those of one namespace or grade; what is on disk stays."""
