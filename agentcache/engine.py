@@ -138,7 +138,8 @@ class Engine:
         self._process, self._closed, self.redact = os.getpid(), False, redact
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
-        self.store.on_deletion(self._groups.let_go, self._forget_texts)
+        self._texts = (self.renderer, self.grammars, self._completions)  # the store listens to these, and holds no engine
+        self.store.on_deletion(self._groups.let_go, *(part.forget for part in self._texts))
 
     @classmethod
     def shared(cls, model: Any, tokenizer: Any = None, *, lease: EngineLease, **options: Any) -> Engine:
@@ -332,7 +333,7 @@ class Engine:
 
     def _forget_texts(self, deletion: Deletion) -> None:
         """Forget prompts, and what became of them."""
-        for part in (self.renderer, self.grammars, self._completions):
+        for part in self._texts:
             part.forget(deletion)
 
     def flush(self, timeout_s: float | None = None) -> bool:
