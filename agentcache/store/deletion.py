@@ -103,7 +103,7 @@ EVERYTHING = Deletion()  # for who has missed some
 
 
 class Deletions:
-    """Those that this process has heard of. Thread safe. lock: held while it lets go, and while something is kept that may have to go.
+    """Those that this process has heard of. Thread safe. lock: held while it lets go, and while pages are admitted that may have to go.
 
     generation: up to which deletion it has let go.
     """
@@ -175,7 +175,7 @@ def since(connection: sqlite3.Connection, generation: int) -> list[Deletion]:
 
 
 def _decode(record: tuple[Any, ...]) -> Deletion:
-    """A damaged one is of everything: what was kept is computed again."""
+    """Read a row; a damaged one is of everything, whose pages are computed again."""
     namespace, before, forced, name, fingerprint, keys, tokens, generation = record
     kinds = (type(namespace), type(before), type(name)) in _KINDS
     if not kinds or (type(fingerprint), type(keys), type(tokens)) != (str, bytes, int) or len(keys) % KEY_BYTES:

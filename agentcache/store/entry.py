@@ -1,4 +1,4 @@
-"""One kept page as the tree holds it, and what a look into the tree finds. Knows no budgets."""
+"""One cached page as the tree holds it, and the match that a look into the tree finds. Knows no budgets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # who only looks into the index needs no torch
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One kept page, or the root of a tree (without page and ids).
+    """One cached page, or the root of a tree (without page and ids).
 
     ids: its valid tokens. numerics: digests of all kernels that had a part in it, those of the pages before it included.
     role: what it serves. row: its row in the index of the store on disk, 0 if it is not there. made: when it was, by time.time().

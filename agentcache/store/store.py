@@ -43,7 +43,7 @@ class TextIndex(Protocol):
 
 
 class Store:
-    """All kept pages. options: where and how on disk, None for memory only. Thread safe.
+    """All cached pages. options: where and how on disk, None for memory only. Thread safe.
 
     budget_bytes, host_bytes: of pages on the device, and of those that wait in the computer's memory where that is another one.
     """
@@ -97,7 +97,7 @@ class Store:
     # -- looking up ------------------------------------------------------------------------------------------------
 
     def match(self, scope: Scope, ids: Ids, *, peek: bool = False) -> Match:
-        """The longest kept prefix of ids[:-1] in memory."""
+        """The longest cached prefix of ids[:-1] in memory."""
         with self.deletions.lock:
             found = self.tree.match(scope, ids, peek=peek)
             if self.disk and not peek and scope.precision == "exact":

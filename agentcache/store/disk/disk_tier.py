@@ -297,7 +297,7 @@ class DiskTier:
                 blob_io.remove(self.folder, row)
 
     def forget(self, keys: Sequence[bytes], fingerprint: str) -> None:
-        """Remove pages that should never have been kept."""
+        """Remove pages that should never have been admitted."""
         self._unlink(self.index.remove([row.id for row in self._rows(keys, fingerprint)], force=True))
 
     def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:

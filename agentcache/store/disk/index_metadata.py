@@ -253,7 +253,7 @@ class IndexMetadata:
             self._db.write(put)
 
     def splice(self, namespace: str, key: bytes) -> bytes | None:
-        """The ids kept under that key; None if there are none, or they are damaged."""
+        """The ids under that key; None if there are none, or they are damaged."""
         found = self._db.read(lambda c: c.execute("SELECT ids FROM splices WHERE namespace = ? AND key = ?", (namespace, key)).fetchone())
         return None if found is None else unguard(self.folder, found[0], named("splice", namespace, key))
 

@@ -23,7 +23,7 @@ HEAD_TOKENS = 8  # ids by which continuations of a page are told apart before th
 TAG_BYTES = 16
 
 # bad: why a page is never served. used: of a counter that only grows, because clocks jump. created: wall clock, for ages.
-# totals are kept by triggers: counting 100,000 rows at every write would read all their ids.
+# triggers keep the totals: counting 100,000 rows at every write would read all their ids.
 SEGMENTS = """
 CREATE TABLE segments (
     id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL, regime TEXT NOT NULL, name BLOB NOT NULL,

@@ -1,4 +1,4 @@
-"""Pages kept in memory: which prompts' keys and values, and the longest exact prefix of a new one. Knows neither models nor disks.
+"""Pages cached in memory: the keys and values of prompts, and the longest exact prefix of a new one. Knows neither models nor disks.
 
 Pages hang in a tree: a child continues its parent's tokens. Keys are chain hashes over token ids, and the ids are compared on a hit.
 
@@ -20,14 +20,14 @@ from .eviction import Eviction
 from .eviction_log import EvictionLog
 from .pins import Pins
 
-CHILDREN = 256  # continuations kept under one page; the oldest unpinned leaf goes first
-LONGER = "new behind all that is kept"  # the kept prompt ended
+CHILDREN = 256  # continuations of one page; the oldest unpinned leaf goes first
+LONGER = "new behind all that is kept"  # the cached prompt ended
 OTHER = "kept prompts go on differently from here"
 Key = bytes  # inside the class that name is a property
 
 
 class PrefixTree:
-    """Kept pages in memory under a byte budget: least recently used leaves go first, tool groups last, pinned ones never. Thread safe.
+    """Cached pages in memory under a byte budget: least recently used leaves go first, tool groups last, pinned ones never. Thread safe.
 
     A page counts with all its bytes, however full. changes: counts admissions and removals, so that a caller can tell whether a match may
     have become longer. host_bytes: where pages lie on another device, how much of them may wait in the computer's own memory. lock: guards
@@ -66,7 +66,7 @@ class PrefixTree:
     # -- looking up ------------------------------------------------------------------------------------------------
 
     def match(self, scope: Scope, ids: Ids, *, peek: bool = False) -> Match:
-        """The longest kept prefix of ids[:-1] (the last token is always computed). Pages stay valid by reference.
+        """The longest cached prefix of ids[:-1] (the last token is always computed). Pages stay valid by reference.
 
         What is found counts as used, unless it is only peeked at.
         """
@@ -123,12 +123,12 @@ class PrefixTree:
                     return
 
     def path(self, scope: Scope, ids: Ids) -> list[Entry]:
-        """The entries that hold the longest kept prefix of all these ids."""
+        """The entries that hold the longest cached prefix of all these ids."""
         with self.lock:
             return self._walk(scope, ids, len(ids))[0]
 
     def _walk(self, scope: Scope, ids: Ids, limit: int) -> tuple[list[Entry], int]:
-        """The entries that hold the longest kept prefix of ids[:limit], and its length."""
+        """The entries that hold the longest cached prefix of ids[:limit], and its length."""
         entry, at, path = self._roots.get(scope), 0, []
         while entry is not None and at < limit:
             best, run = best_child(entry, ids[at : min(at + PAGE_TOKENS, limit)])
