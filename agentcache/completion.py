@@ -40,4 +40,7 @@ class Completions:
         repeated = len(generated) if layout.ephemeral_tokens else 0
         account.record_saving(cached * self._scheduler.ms_per_token, self._model.flops(cached), repeated, missed)
         cut, logprobs = cut_short(running, message, invalid), tuple(running.decoding.logprobs)
-        return Completion(text.text, generated, message, running.receipt, invalid, cut, logprobs)
+        shortened = running.decoding.guide is not None and running.decoding.guide.shortened
+        if shortened:
+            account.record_note(f"a text or a list of the answer ended early, to fit into max_tokens={asked.sampling.max_tokens}: raise it")
+        return Completion(text.text, generated, message, running.receipt, invalid, cut, shortened, logprobs)

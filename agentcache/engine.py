@@ -24,7 +24,8 @@ from .completion import Completions
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
 from .events import Chunk, Done
 from .layout import Renderer, Volatile
-from .model.grammar import Grammars, Guide
+from .model.grammar import Grammars
+from .model.guide import Guide
 from .model.hf import HFModel, load
 from .model.sampling import Sampler, TextStream, forced_ids
 from .receipt import Account

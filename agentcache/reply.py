@@ -13,7 +13,8 @@ from typing import Any
 
 from .errors import AgentCacheError
 from .model.call_stream import CallStream, Delta
-from .model.grammar import Grammars, Guide
+from .model.grammar import Grammars
+from .model.guide import LONGEST, Guide
 from .model.response import ResponseStream, reads, template_for, template_of
 from .model.tool_calls import CUT, MALFORMED, THINK, InvalidCall, Made, read, split_thought
 from .receipt import Account
@@ -54,13 +55,14 @@ def expect(
     if constraint is None and grammars.strict and listed and not forced:
         try:
             constraint = Constraint()
-            guide = grammars.guide(constraint, listed, layout.text, namespace)
+            guide = grammars.guide(constraint, listed, layout.text, namespace, max_tokens=sampling.max_tokens)
         except AgentCacheError as error:  # nobody asked for it: the request goes on without
             constraint = None
             why = "(redacted)" if account.receipt.redacted else str(error)  # it names a tool, and shows its schema
             account.record_note(f"calls are not held to their schemas: {why}")
     elif constraint is not None:
-        guide = grammars.guide(constraint, listed, layout.text, namespace, thinks=thinks)
+        room = LONGEST if forced else sampling.max_tokens
+        guide = grammars.guide(constraint, listed, layout.text, namespace, max_tokens=room, thinks=thinks)
     if constraint is not None and (constraint.tool_choice == "none" or (constraint.structured and not listed)):
         names = None
     held = constraint is not None and not forced
@@ -135,7 +137,7 @@ def cut_short(request: Running, message: Message, invalid: tuple[InvalidCall, ..
     """Whether the completion ended inside what was asked for: an object, a call, or a thought with no answer behind it."""
     out_of_tokens = request.receipt.finish_reason == "length"
     guide, formed, stopped = request.decoding.guide, request.asked.expected.formed, request.decoding.text.stopped
-    if guide is not None and (not guide.accepting or (formed and out_of_tokens and not guide.over)):
+    if guide is not None and (guide.cut or not guide.accepting or (formed and out_of_tokens and not guide.over)):
         return True
     if formed and stopped:
         return True

@@ -13,7 +13,7 @@ from .approximation import Approximation
 from .errors import ConfigError
 from .events import Events
 from .kv import Sequence
-from .model.grammar import Guide
+from .model.guide import Guide
 from .model.response import ResponseStream
 from .model.sampling import Sampler, TextStream
 from .plan import Plan

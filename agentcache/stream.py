@@ -24,8 +24,8 @@ class Completion:
     """What a request produced. `message` is the assistant turn to send back; unchanged, it costs nothing the next time.
 
     invalid_calls: calls that it began and that are none. cut: max_tokens or a stop string ended it inside an object, a call, or a thought
-    with no answer after it: nothing in it is a result but the whole calls of `message`. logprobs: one for each of `ids`, if the sampling
-    asked for them.
+    with no answer after it: nothing in it is a result but the whole calls of `message`. shortened: under a constraint a text or a list
+    ended early, so that the whole fits into max_tokens; it is valid. logprobs: one for each of `ids`, if the sampling asked for them.
     """
 
     text: str
@@ -34,6 +34,7 @@ class Completion:
     receipt: Receipt
     invalid_calls: tuple[InvalidCall, ...] = ()
     cut: bool = False
+    shortened: bool = False
     logprobs: tuple[Logprob, ...] = ()
 
     @property

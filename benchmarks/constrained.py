@@ -136,7 +136,7 @@ def ask(engine: Engine, kind: str, name: str, schema: Schema, text: str, samplin
         print(f"{kind} {name!r}: {type(error).__name__}: {error}")
         return "refused"
     if done.cut:
-        print(f"{kind} {name!r}: cut: {done.text[-100:]!r}")
+        print(f"{kind} {name!r}: cut: {done.text[-160:]!r} {done.finish_reason} {done.receipt.completion_tokens}")
         return "refused"
     try:
         if kind == "object":

@@ -144,16 +144,29 @@ def test_length_is_told_and_leaves_no_half_call() -> None:
         size = next(n for n in range(len(whole.ids)) if "\n</tool" in running.tokenizer.decode(whole.ids[:n]))
         ends = set()
         for count in (1, 5, size // 2, size - 12, size - 4):
-            stream = running.stream(ASKED, TOOLS, sampling=hot(2, count), constraint=Constraint("get_weather"))
+            stream = running.stream(ASKED, TOOLS, sampling=Sampling(count, forced=whole.ids[:count]))
             told = list(stream.deltas())
             done = stream.completion
             assert done.finish_reason == "length"
             assert done.message.tool_calls == ()
             assert done.message.content == done.text.strip(), "nothing is lost"
             ends.add(told[-1].kind)
+            if count <= 5:
+                with pytest.raises(ConfigError, match=f"max_tokens={count}: the shortest answer of the prescribed form that was found has"):
+                    running.stream(ASKED, TOOLS, sampling=hot(2, count), constraint=Constraint("get_weather"))
         assert ends == {"text", "cut"}
-        broken = running.generate(ASKED, sampling=hot(0, 4), constraint=Constraint(schema=SHIP))
-        assert broken.finish_reason == "length"
+
+
+def test_a_shortened_answer_is_told() -> None:
+    long = {"type": "object", "properties": {"ship": {"type": "string"}, "seen": {"type": "boolean"}}, "required": ["ship", "seen"]}
+    with engine() as running:
+        tries = (running.generate(ASKED, sampling=hot(seed, 30), constraint=Constraint(schema=long)) for seed in range(20))
+        done = next(done for done in tries if done.shortened)
+        assert json.loads(done.text).keys() == {"ship", "seen"}
+        assert (done.finish_reason, done.cut) == ("stop", False)
+        assert any("ended early, to fit into max_tokens=30: raise it" in note for note in done.receipt.notes)
+        whole = running.generate(ASKED, sampling=hot(0), constraint=Constraint(schema=SHIP))
+        assert (whole.shortened, whole.receipt.notes) == (False, [])
 
 
 def test_packs_keep_requests_apart() -> None:

@@ -12,51 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from ..errors import ConfigError, PromptError, ToolSchemaError
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Constraint, Layout, Message, Tool, ToolCall
 from .grammar_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm, Thinking, arguments_schema, form_of, grammar
+from .guide import LONGEST, Compiled, Guide, Vocabulary
 
 PATTERNS = 8  # that allOf puts on one value
 COMPILED = 64  # remembered grammars; making one takes some milliseconds, more with many tools
 
 # Tokens that are part of what is written, whatever the tokenizer calls them; all other special tokens never appear in a completion.
 _WRITTEN = (b"<tool_call>", b"</tool_call>", b"<think>", b"</think>", b"[TOOL_CALLS]")
-
-
-class Guide:
-    """The constraint of one request on its way: which tokens may come next. One thread at a time."""
-
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher = matcher
-        self._vocab = vocab
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing can follow."""
-        return bool(self._matcher.is_stopped())
-
-    @property
-    def accepting(self) -> bool:
-        """Whether the completion may end here."""
-        return bool(self._matcher.is_accepting() or self._matcher.is_stopped())
-
-    def mask(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Logits [vocab] with those of other tokens at minus infinity; None if the completion can only end."""
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(packed, bitorder="little")[: self._vocab].astype(bool))
-        if not bool(allowed.any()):
-            return None
-        return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
-
-    def accept(self, token: int) -> str:
-        """Note the token that was chosen; what went wrong, if something did."""
-        if self._matcher.consume_token(token):
-            return ""
-        return str(self._matcher.get_error()) or f"token {token} is not allowed here"
 
 
 class Grammars:
@@ -74,8 +40,8 @@ class Grammars:
         self._render = render
         self._lock = threading.Lock()
         self._form: CallForm | None = None
-        self._tokens: Any = None
-        self._compiled: NamespaceLRU[str, Any] = NamespaceLRU(COMPILED)
+        self._tokens: tuple[Any, Vocabulary] | None = None
+        self._compiled: NamespaceLRU[str, Compiled] = NamespaceLRU(COMPILED)
 
     def forget(self, deletion: Covering) -> None:
         """Forget the grammars, and tools in them, of namespaces of which something was deleted on purpose."""
@@ -101,25 +67,40 @@ class Grammars:
         prompt: str,
         namespace: str = "default",
         *,
+        max_tokens: int = LONGEST,
         thinks: bool = False,
     ) -> Guide:
         """The guide of a new request after this prompt. Only what the same namespace has asked for is found compiled.
 
-        thinks: a thought was asked for. Raises ConfigError or ToolSchemaError if nothing could satisfy the constraint.
+        thinks: a thought was asked for. Raises ConfigError or ToolSchemaError if nothing could satisfy the constraint, or nothing of at
+        most `max_tokens`.
         """
         library = _library()
         callable_tools = _callable(constraint, tools)
         formed = constraint.structured or constraint.calls
-        key = self._made(constraint, callable_tools, self._thinking(prompt, thinks or not formed), library)
-        matcher = self._compiled.get(namespace, key)
-        if matcher is None:
-            self._check_patterns(constraint, callable_tools)
-            matcher = library.LLMatcher(self._tokens_of(library), key, log_level=0)
-            if matcher.is_error():
-                raise self._refused(constraint, callable_tools, matcher.get_error(), library)
-            self._compiled.put(namespace, key, matcher)
+        thinking = self._thinking(prompt, thinks or not formed)
+        key = self._made(constraint, callable_tools, thinking, library)
+        found = self._compiled.get(namespace, key)
+        if found is None:
+            found = self._compile(key, constraint, callable_tools, library)
+            self._compiled.put(namespace, key, found)
+        if found.need > max_tokens:
+            raise ConfigError(
+                f"max_tokens={max_tokens!r}: the shortest answer of the prescribed form that was found has {found.need} tokens"
+                if found.need <= LONGEST
+                else f"max_tokens={max_tokens!r}: no answer of the prescribed form was found that ends; simplify the schema or the grammar"
+            )
         with self._lock:
-            return Guide(matcher.deep_copy(), self._vocab)
+            return Guide(found, self._vocab, max_tokens, calls=constraint.calls, thinks=formed and thinking != "none")
+
+    def _compile(self, grammar: str, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], library: Any) -> Compiled:
+        self._check_patterns(constraint, tools)
+        tokenizer, vocabulary = self._tokens_of(library)
+        matcher = library.LLMatcher(tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise self._refused(constraint, tools, matcher.get_error(), library)
+        ending = vocabulary.ending(matcher, shortest=True)
+        return Compiled(matcher, vocabulary, LONGEST + 1 if ending is None else len(ending[0]), len(vocabulary.encode(grammar)))
 
     def _made(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], thinking: Thinking, library: Any) -> str:
         regex = library.regex_to_lark(constraint.regex, "") if constraint.regex is not None else ""
@@ -159,7 +140,7 @@ class Grammars:
         shown = ", ".join(f"{name}={value!r:.200}" for name, value in given.items()) or "these tools"
         return ConfigError(f"{shown}: cannot be enforced: {_short(why)}; simplify it, or ask without a constraint")
 
-    def _tokens_of(self, library: Any) -> Any:
+    def _tokens_of(self, library: Any) -> tuple[Any, Vocabulary]:
         with self._lock:
             if self._tokens is None:
                 self._tokens = _tokens(library, self.tokenizer, self._vocab, self._stop_ids)
@@ -213,7 +194,7 @@ class _Tokens:
         return self._encode(text)
 
 
-def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int]) -> Any:
+def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int]) -> tuple[Any, Vocabulary]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(f"constraint=...: needs a fast tokenizer, and {type(tokenizer).__name__} is none")
@@ -227,7 +208,7 @@ def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int]) -> An
         return list(backend.encode(text, add_special_tokens=False).ids)
 
     wrapped = library.TokenizerWrapper(_Tokens(encode, tokens, sorted({*never, *ends}), ends[0]))
-    return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=ends)
+    return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=ends), Vocabulary(tokens, encode, ends)
 
 
 def _patterns(schema: Any) -> Counter[str]:

@@ -35,9 +35,11 @@ def usage_of(receipt: Receipt, draft: Receipt | None = None) -> UsageMetadata:
     )
 
 
-def metadata_of(receipt: Receipt, label: str | None, draft: Receipt | None = None, cut: bool = False) -> dict[str, Any]:
+def metadata_of(done: Completion, label: str | None, draft: Receipt | None = None) -> dict[str, Any]:
     """What LangChain's callbacks and middleware look for, and the receipt, with that of the draft if there is one."""
-    account = _account(receipt) | ({"draft": _account(draft)} if draft else {}) | ({"cut": True} if cut else {})
+    receipt = done.receipt
+    account = _account(receipt) | ({"draft": _account(draft)} if draft else {})
+    account |= {name: True for name in ("cut", "shortened") if getattr(done, name)}
     said: dict[str, Any] = {"model_name": receipt.model, "model_provider": PROVIDER, "finish_reason": receipt.finish_reason}
     if label:
         said["prompt_cache_key"] = label
@@ -60,7 +62,7 @@ def message_of(done: Completion, label: str | None = None, draft: Receipt | None
             invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=call.error) for call in done.invalid_calls
         ],
         usage_metadata=usage_of(done.receipt, draft),
-        response_metadata=metadata_of(done.receipt, label, draft, done.cut),
+        response_metadata=metadata_of(done, label, draft),
     )
 
 
@@ -80,6 +82,6 @@ def last_chunk(done: Completion, label: str | None = None, draft: Receipt | None
     return AIMessageChunk(
         content="",
         usage_metadata=usage_of(done.receipt, draft),
-        response_metadata=metadata_of(done.receipt, label, draft, done.cut),
+        response_metadata=metadata_of(done, label, draft),
         chunk_position="last",
     )

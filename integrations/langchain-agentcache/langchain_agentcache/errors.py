@@ -61,7 +61,8 @@ class OutputCutError(theirs.OutputParserException, own.GenerationError):
     """An object or a call was not whole when the completion ended; `llm_output` is what there is of it."""
 
     def __init__(self, finish_reason: str | None, tokens: int, text: str) -> None:
-        why = f"max_tokens={tokens} ended it: raise max_tokens" if finish_reason == "length" else "a stop string, or the model, ended it"
+        no_room = f"it had no room after {tokens} tokens: raise max_tokens"
+        why = no_room if finish_reason == "length" else "a stop string, or the model, ended it"
         said = f"the answer is not whole, {why}; there is {text!r:.200}"
         theirs.OutputParserException.__init__(self, said, llm_output=text)
 

@@ -219,7 +219,7 @@ class AgentCacheLLM(Settings, BaseLLM):
         """What is known of a completion beside its text: finish reason, usage, receipt, thought, probabilities."""
         if done.cut and self._form({}) is not None:
             raise OutputCutError(done.finish_reason, done.receipt.completion_tokens, done.text)
-        info = {**metadata_of(done.receipt, None), "usage_metadata": usage_of(done.receipt)}
+        info = {**metadata_of(done, None), "usage_metadata": usage_of(done.receipt)}
         if self.apply_chat_template and done.message.reasoning:
             info["reasoning_content"] = done.message.reasoning
         if self.logprobs:

@@ -10,10 +10,12 @@ import pytest
 from cases import tools, user
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
 from llama_index.llms.agentcache import AgentCacheLLM, NoToolCallError, StableReActAgent, StructuredOutputError, answer_at_tail
 from pydantic import BaseModel, RootModel
 
 from agentcache import Engine
+from agentcache.errors import ConfigError
 
 pytest.importorskip("llguidance", reason="constrained decoding needs the extra `constrain`")
 
@@ -22,6 +24,12 @@ Make = Callable[..., Any]
 
 class Amount(RootModel[int]):
     """How much."""
+
+
+class Payment(BaseModel):
+    """How much."""
+
+    amount: int
 
 
 class Pay(BaseModel):
@@ -45,29 +53,44 @@ def short(shared_engine: Engine, request: pytest.FixtureRequest) -> Iterator[Cal
         one.close()
 
 
-def _cut_call(llm: Make, short: Any, demanded: dict[str, Any]) -> Any:
-    return short(9).chat_with_tools(tools(), user_msg="Tide?", **demanded)
+def _cut_call(short: Any, demanded: dict[str, Any]) -> tuple[Any, int]:
+    """A call that was cut in its number, and its max_tokens."""
+    for max_tokens in range(25, 90):
+        try:
+            response = short(max_tokens).chat_with_tools([pay()], user_msg="Pay?", **demanded)
+        except ConfigError as error:
+            assert f"max_tokens={max_tokens}: the shortest answer" in str(error)  # noqa: PT017
+        else:
+            if response.raw.get("cut"):
+                return response, max_tokens
+    raise AssertionError("random weights seldom write a number of one digit")
 
 
-@pytest.mark.parametrize("demanded", [{"tool_required": True}, {"tool_choice": "tide"}])
+def pay() -> FunctionTool:
+    return FunctionTool.from_defaults(lambda amount: amount, name="pay", description="Pay.", fn_schema=Payment)
+
+
+@pytest.mark.parametrize("demanded", [{"tool_required": True}, {"tool_choice": "pay"}])
 @pytest.mark.parametrize("error_on_no_tool_call", [True, False])
 def test_a_demanded_call_that_was_cut_says_so_and_not_that_it_should_be_demanded(
     llm: Make, short: Any, demanded: dict[str, Any], error_on_no_tool_call: bool
 ) -> None:
-    response = _cut_call(llm, short, demanded)
-    assert response.raw["cut"] is True
-    assert "max_tokens=9" in response.raw["invalid_calls"][0]["error"]
-    with pytest.raises(NoToolCallError, match="cut short.*max_tokens=9: raise it") as caught:
+    response, max_tokens = _cut_call(short, demanded)
+    assert f"max_tokens={max_tokens}" in response.raw["invalid_calls"][0]["error"]
+    with pytest.raises(NoToolCallError, match=f"cut short.*max_tokens={max_tokens}: raise it") as caught:
         llm().get_tool_calls_from_response(response, error_on_no_tool_call=error_on_no_tool_call)
     assert "demand a call" not in str(caught.value)
 
 
 def test_a_call_that_was_cut_is_no_answer_of_an_agent(short: Any, run: Make) -> None:
-    async def ask() -> Any:
-        return await FunctionAgent(tools=tools(), llm=short(9), initial_tool_choice="tide").run("Tide?")
+    async def ask(max_tokens: int) -> Any:
+        return await FunctionAgent(tools=[pay()], llm=short(max_tokens), initial_tool_choice="pay").run("Pay?")
 
-    with pytest.raises(NoToolCallError, match="max_tokens=9"):
-        run(ask())
+    with pytest.raises(ConfigError, match="max_tokens=9: the shortest answer"):
+        run(ask(9))
+    _, max_tokens = _cut_call(short, {"tool_choice": "pay"})
+    with pytest.raises((NoToolCallError, ConfigError), match="max_tokens="):
+        run(ask(max_tokens))
 
 
 def test_a_malformed_call_is_named_where_a_call_was_demanded(llm: Make) -> None:
@@ -79,7 +102,7 @@ def test_a_malformed_call_is_named_where_a_call_was_demanded(llm: Make) -> None:
     assert model.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []  # free decoding: it is text
 
 
-@pytest.mark.parametrize(("wanted", "max_tokens"), [(Amount, 1), (Pay, 3)])
+@pytest.mark.parametrize(("wanted", "max_tokens"), [(Amount, 1), (Amount, 3)])
 def test_an_object_that_was_cut_is_none_even_where_it_fits(short: Any, run: Make, wanted: Any, max_tokens: int) -> None:
     """One token of a number is a number, too."""
     model, prompt = short(max_tokens), PromptTemplate("How much?")
@@ -105,7 +128,7 @@ def test_an_object_at_the_tail_that_was_cut_is_told(llm: Make, run: Make, short:
     async def ask() -> Any:
         return (await agent.run("Pay?")).structured_response
 
-    with pytest.warns(UserWarning, match="cut off after 3 tokens; raise max_tokens"):
+    with pytest.warns(UserWarning, match="max_tokens=3: the shortest answer"):
         assert run(ask()) is None
 
 
@@ -128,3 +151,9 @@ def test_a_step_that_was_cut_is_not_completed(llm: Make, run: Make, streaming: b
 
     with pytest.raises(NoToolCallError, match="cut off after .* raise max_tokens"):
         run(ask())
+
+
+def test_a_shortened_answer_is_told(short: Any) -> None:
+    response = short(30).chat([user("Whose?")], response_format={"type": "json_object"})
+    assert response.raw["shortened"] is True
+    assert "cut" not in response.raw

@@ -62,8 +62,7 @@ class Answer:
         if calls:  # where LlamaIndex's streams of objects look for calls; a message that comes back is read by its blocks
             response.message.additional_kwargs["tool_calls"] = [_openai(call) for call in calls]
         response.raw = raw(completion.receipt, self.notes)
-        if completion.cut:
-            response.raw["cut"] = True
+        response.raw.update({name: True for name in ("cut", "shortened") if getattr(completion, name)})
         if self.calls and completion.invalid_calls:
             told = [{"name": one.name, "arguments": one.arguments[:SHOWN], "error": one.error} for one in completion.invalid_calls]
             response.raw["invalid_calls"] = told

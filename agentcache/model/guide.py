@@ -1,0 +1,349 @@
+"""A constraint's walk over the tokens of one completion: which may come next, and how it ends in time. Knows nothing of requests' KV.
+
+max_tokens bounds every walk. While many tokens are left, the grammar alone decides. When few are left, texts and lists end early; from
+then on a token is allowed only if an ending that fits follows it:
+
+    left > need + room          the grammar alone
+    left <= need + room         a text gives way to its end after some tokens; a list and an object take no further part
+    left <= need                the ending itself, token by token
+
+need: length of an ending that is known to fit; room: some tokens for each value that is still to be written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ending = tuple[list[int], int]  # tokens, and the room that its values may take
+Bits = npt.NDArray[np.bool_]
+
+TEXT = 8  # tokens that each value still to be written may have when the end is near
+DIGITS = 24  # the longest number: as long as the longest double and the longest integer of 64 bits can be
+REPEATED = 12  # digits of a number that say nothing new
+LIKELY = 6  # next tokens of which each is looked at when the end is near
+LONGEST = 4096  # tokens of an ending
+TURNS = 3  # tries to find one
+FEW = 16  # bytes that may come next after a value: its digits, a separator, a closer
+KNOWN = 256  # places in patterns whose ways on are remembered
+
+_CLOSERS, _NUMERIC = b'}]",', b"0123456789.-+eE"
+_NUMBER = re.compile(rb"-?[0-9][0-9.eE+-]*$")
+_EASY, _LATE = b"n0123456789ft", b"\\[{ \n\t"  # which bytes an ending tries first and last
+_STRUCTURE = re.compile(rb'[",]')
+_TAGS = ("</think>", "\n</parameter>\n")
+
+
+class Vocabulary:
+    """A tokenizer's ids as endings need them. tokens: bytes of each id. encode: ids of a literal text. ends: ids that end a turn."""
+
+    def __init__(self, tokens: Sequence[bytes], encode: Any, ends: Sequence[int]) -> None:
+        self.tokens = tokens
+        first = np.array([token[0] if token else -1 for token in tokens])
+        self.numeric = np.isin(first, list(_NUMERIC))
+        self.separators = first == ord(",")
+        self.closers = np.isin(first, list(b"}]"))
+        self._after_number = np.isin(first, list(b",}]\n"))
+        self.closes = np.isin(np.arange(len(tokens)), list(ends))
+        single = {token[0]: number for number, token in enumerate(tokens) if len(token) == 1}
+        late = [byte for byte in _LATE if byte in single]
+        order = dict.fromkeys((*_CLOSERS, *_EASY, *(byte for byte in range(256) if byte not in _LATE), *late))
+        self.bytes = np.array([single[byte] for byte in order if byte in single], dtype=np.int64)
+        self._number = [single[byte] for byte in b"-19" if byte in single]
+        self._letter = single.get(ord("x"), 0)
+        self.closing = frozenset(single[byte] for byte in _CLOSERS if byte in single)
+        self._known: dict[bytes, list[int]] = {}
+        self.encode = encode
+        self.thought = list(encode(_TAGS[0]))
+        self.exits = [[single[ord('"')]] if ord('"') in single else list(encode('"')), *(list(encode(text)) for text in _TAGS)]
+
+    def allowed(self, matcher: Any) -> Bits:
+        """Which ids may come next."""
+        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        return np.unpackbits(packed, count=len(self.tokens), bitorder="little").astype(bool)
+
+    def starts_number(self, allowed: Bits) -> bool:
+        """Whether a number may begin here, and no text."""
+        return bool(allowed[self._number].all()) and not allowed[self._letter]
+
+    def goes_on_as_number(self, allowed: Bits) -> bool:
+        """Whether what may come next are more digits of a JSON number, or of a pattern that needs them."""
+        others = allowed & ~self.numeric
+        return bool((allowed & self.numeric).any()) and not free(allowed) and bool((others & self._after_number).any() or not others.any())
+
+    def exit(self, matcher: Any, exits: Sequence[list[int]]) -> list[int]:
+        """The first of these literals with which a free text ends here; [] if none does."""
+        for literal in exits:
+            if matcher.validate_tokens(literal) == len(literal):
+                after = matcher.deep_copy()
+                after.consume_tokens(literal)
+                if after.is_accepting() or after.is_stopped() or not self.allowed(after)[self._letter]:
+                    return literal
+        return []
+
+    def ending(self, matcher: Any, longest: int = LONGEST, *, shortest: bool = False) -> Ending | None:
+        """Tokens with which the completion can end, at most `longest`; None if none are found. shortest: of several tries."""
+        best: Ending | None = None
+        for turn in range(TURNS):
+            walk = _Walk(self, matcher, turn)
+            if walk.ends(longest) and (best is None or len(walk.path) < len(best[0])):
+                best = walk.path, walk.room
+            if best and not (shortest and walk.turned):
+                break
+        return best
+
+    def ends(self, matcher: Any, path: list[int]) -> bool:
+        """Whether exactly these tokens end the completion."""
+        if matcher.validate_tokens(path) < len(path):
+            return False
+        after = matcher.deep_copy()
+        after.consume_tokens(path)
+        return bool(after.is_accepting() or after.is_stopped())
+
+    def leading(self, walk: Any, allowed: Bits) -> list[int]:
+        """The bytes that may come next, those first of which something else may follow."""
+        choices = self.bytes[allowed[self.bytes]].tolist() or np.flatnonzero(allowed).tolist()
+        if len(choices) <= FEW:
+            return choices
+        key = allowed.tobytes()
+        leading = self._known.get(key)  # from many threads: those who find nothing compute the same
+        if leading is None:
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            leading = self._known[key] = [token for token in choices if self.after(walk, token).tobytes() != key]
+        return leading or choices
+
+    def after(self, matcher: Any, token: int) -> Bits:
+        """Which ids may follow this one."""
+        walk = matcher.deep_copy()
+        walk.consume_token(token)
+        return self.allowed(walk)
+
+
+class _Walk:
+    """One try to end a completion. turn: which of several ways on it takes first; the last turn takes no closer for the better way."""
+
+    def __init__(self, vocabulary: Vocabulary, matcher: Any, turn: int) -> None:
+        self.path, self.room, self.turned = list[int](), 0, False
+        self._vocabulary, self._matcher, self._turn = vocabulary, matcher.deep_copy(), turn
+        self._closers = vocabulary.closing if turn < TURNS - 1 else frozenset[int]()
+        self._taken = Counter[bytes]()
+        self._in_text = False
+
+    def ends(self, longest: int) -> bool:
+        """Whether `path` leads to an end within so many tokens."""
+        while not (self._matcher.is_accepting() or self._matcher.is_stopped()):
+            step = self._matcher.compute_ff_tokens() or self._choice(self._vocabulary.allowed(self._matcher))
+            self.path += step
+            if len(self.path) > longest or not self._matcher.consume_tokens(step):
+                return False
+        return True
+
+    def _choice(self, allowed: Bits) -> list[int]:
+        """The next tokens. Where nothing closes what is open, every way on gets its turn: one of them leads to an end."""
+        in_text, self._in_text = self._in_text, free(allowed)
+        self.room += TEXT + 2 if self._in_text and not in_text else DIGITS + 1 if self._vocabulary.starts_number(allowed) else 0
+        if self._in_text and (literal := self._vocabulary.exit(self._matcher, self._vocabulary.exits)):
+            return literal
+        choices = self._vocabulary.leading(self._matcher, allowed)
+        if choices[0] in self._closers and len(choices) <= FEW:
+            return choices[:1]
+        self.turned = True
+        self._taken[key := allowed.tobytes()] += 1
+        return [choices[(self._taken[key] - 1 + self._turn) % len(choices)]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar that guides start from. need: tokens of its shortest ending, more than LONGEST if none was found. growth: by how many one
+    token may make an ending longer: as all that it can demand is written in the grammar, as many as the grammar itself has.
+    """
+
+    matcher: Any
+    vocabulary: Vocabulary
+    need: int
+    growth: int
+
+
+class Guide:
+    """The constraint of one request on its way: which tokens may come next, of at most `max_tokens`. One thread at a time.
+
+    calls: all of the completion is calls. thinks: a thought may come before an answer of prescribed form, in half of the tokens.
+    shortened: a text or a list ended early, so that the answer fits. cut: there was no room for a value that the model would write, and
+    another is none of its answer.
+    """
+
+    def __init__(self, compiled: Compiled, vocab: int, max_tokens: int, *, calls: bool, thinks: bool) -> None:
+        self.shortened = self.cut = False
+        self._matcher, self._vocabulary, self._vocab = compiled.matcher.deep_copy(), compiled.vocabulary, vocab
+        self._calls = calls
+        self._left = self._due = max_tokens
+        self._growth = compiled.growth
+        self._thought_ends = max_tokens // 2 if thinks else -1
+        self._next: deque[int] = deque()
+        self._endings: dict[int, Ending] = {}  # after tokens that may come next
+        self._known: Ending | None = None
+        self._free = 0  # tokens of the free text that is being written
+        self._met = Counter[int]()  # how often the same tokens might come next within a value
+        self._number = b""  # the number that is being written
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the completion may end here."""
+        return bool(self._matcher.is_accepting() or self._matcher.is_stopped())
+
+    def mask(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Logits [vocab] with those of other tokens at minus infinity; None if the completion can only end, or is cut."""
+        allowed = self._vocabulary.allowed(self._matcher)
+        if not allowed[: self._vocab].any():
+            return None
+        self._bound(allowed, logits)
+        if self.cut:
+            return None
+        return logits.masked_fill(~torch.from_numpy(allowed[: self._vocab]).to(logits.device), float("-inf"))
+
+    def accept(self, token: int) -> str:
+        """Note the token that was chosen; what went wrong, if something did."""
+        if not self._matcher.consume_token(token):
+            return str(self._matcher.get_error()) or f"token {token} is not allowed here"
+        self._left -= 1
+        text = self._vocabulary.tokens[token]
+        if _STRUCTURE.search(text):
+            self._met.clear()
+        number = _NUMBER.search(self._number + text)
+        self._number = number.group() if number else b""
+        self._known = self._endings.get(token)
+        self._endings = {}
+        if self._next and self._next.popleft() != token:
+            self._next.clear()
+        return ""
+
+    def _bound(self, allowed: Bits, logits: torch.Tensor) -> None:
+        """Take from the allowed tokens those after which no ending fits, and when the end is near those that put it off."""
+        in_text = free(allowed)
+        self._met[hash(allowed.tobytes())] += 1
+        self._free = self._free + 1 if in_text else 0
+        if self._next:
+            _only(allowed, [self._next[0]])
+            self._endings = {self._next[0]: (self._known[0][1:], 0)} if self._known and self._known[0][:1] == [self._next[0]] else {}
+            return
+        if in_text and self._left <= self._thought_ends and self._leave([self._vocabulary.thought], allowed):
+            return
+        if not in_text and len(self._number) >= DIGITS:
+            self._end_number(allowed)
+        if self._left > self._due:
+            return
+        ending = self._known
+        if ending is None or self._left <= len(ending[0]) + ending[1] + TEXT:
+            ending = self._vocabulary.ending(self._matcher, self._left) or ending
+        if ending is None:
+            self._due = self._left // 2
+            return
+        spare = self._left - len(ending[0]) - ending[1]
+        self._due = self._left - max(0, spare - self._growth) // 2
+        if spare > (TEXT if in_text else self._growth):
+            return
+        if in_text and ending[0] and self._free > TEXT and self._leave(self._vocabulary.exits, allowed):
+            self.shortened = True
+            return
+        self._narrow(allowed, logits, *ending, near=spare <= TEXT)
+
+    def _end_number(self, allowed: Bits) -> None:
+        """No more digits, or only such with which the number may end."""
+        if (allowed & ~self._vocabulary.numeric).any():
+            allowed &= ~self._vocabulary.numeric
+        else:
+            self._progress(allowed)
+
+    def _progress(self, allowed: Bits) -> None:
+        """Of a part that a pattern repeats: the byte after which something else may follow, and the end is near, if there is one."""
+        ways = dict[int, int]()
+        for token in self._vocabulary.leading(self._matcher, allowed)[:LIKELY]:
+            after = self._matcher.deep_copy()
+            if after.consume_token(token) and (found := self._vocabulary.ending(after, self._left - 1, shortest=True)):
+                ways[token] = len(found[0])
+        if ways:
+            _only(allowed, [min(ways, key=ways.__getitem__)])
+
+    def _leave(self, exits: list[list[int]], allowed: Bits) -> bool:
+        """End the free text that is being written, if one of these literals does."""
+        literal = self._vocabulary.exit(self._matcher, exits)
+        if literal:
+            _only(allowed, literal[:1])
+            self._next = deque(literal)
+            after = self._matcher.deep_copy()
+            after.consume_tokens(literal)
+            rest, room = self._vocabulary.ending(after) or ([], 0)
+            self._endings = {literal[0]: (literal[1:] + rest, room)}
+        return bool(literal)
+
+    def _narrow(self, allowed: Bits, logits: torch.Tensor, ending: list[int], room: int, near: bool) -> None:
+        """Of the likeliest tokens those after which an ending fits. near: without what lists, objects, and patterns would go on with."""
+        best = int(_likeliest(allowed, logits, 1)[0])
+        in_number = bool(self._number) and self._vocabulary.goes_on_as_number(allowed)
+        if near and self._calls and not ending and not in_number and (allowed & self._vocabulary.closes).any():
+            allowed &= self._vocabulary.closes
+        elif near and in_number and _repeats(self._number):
+            self._end_number(allowed)
+        elif near and not in_number and self._met[hash(allowed.tobytes())] > TEXT:
+            self._progress(allowed)
+        elif near and (allowed & self._vocabulary.closers).any():
+            allowed &= ~self._vocabulary.separators
+        likely = _likeliest(allowed, logits, LIKELY)
+        self._endings = {token: found for token in likely if (found := self._after(token, ending, room))}
+        digits = self._vocabulary.numeric if in_number else np.zeros_like(allowed)
+        roomy = [token for token, (rest, room) in self._endings.items() if digits[token] or len(rest) + room < self._left]
+        fitting = roomy or list(self._endings) or ending[:1]
+        _only(allowed, fitting or likely)
+        self.shortened |= not allowed[best]
+        if fitting == ending[:1] and likely[0] not in self._endings:
+            self.cut |= in_number or ending[0] not in self._vocabulary.closing
+        if ending:
+            self._endings.setdefault(ending[0], (ending[1:], room))
+
+    def _after(self, token: int, ending: list[int], room: int) -> Ending | None:
+        """An ending that fits after this token: the same or its rest, where that is one, else another."""
+        if ending[:1] == [token]:
+            return ending[1:], room
+        after = self._matcher.deep_copy()
+        if not after.consume_token(token):
+            return None
+        for path in (ending[1:], ending):
+            if len(path) < self._left and self._vocabulary.ends(after, path):
+                return path, room
+        return self._vocabulary.ending(after, self._left - 1)
+
+
+def free(allowed: Bits) -> bool:
+    """Whether a free text is being written: nearly every token may come next."""
+    return 2 * int(np.count_nonzero(allowed)) > len(allowed)
+
+
+def _repeats(number: bytes) -> bool:
+    """Whether the end of a number says the same few digits again and again."""
+    end = number[-REPEATED:]
+    return len(end) == REPEATED and any(end[period:] == end[:-period] for period in (1, 2, 3, 4))
+
+
+def _only(allowed: Bits, tokens: Sequence[int]) -> None:
+    allowed[:] = False
+    allowed[list(tokens)] = True
+
+
+def _likeliest(allowed: Bits, logits: torch.Tensor, count: int) -> list[int]:
+    """The allowed tokens with the highest logits, best first."""
+    ids = np.flatnonzero(allowed[: len(logits)])
+    order = logits[torch.from_numpy(ids).to(logits.device)].topk(min(count, len(ids))).indices
+    return [int(ids[place]) for place in order.tolist()]
