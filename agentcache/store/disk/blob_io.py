@@ -31,7 +31,7 @@ def write(folder: Folder, row: Row, page: Page) -> Row:
 
 
 def write_layers(folder: Folder, row: Row, stored: Callable[[int], list[memoryview]]) -> Row:
-    """The same from what each layer is stored as, in clear (`container.parts`); asked for in order. If that fails, nothing is left."""
+    """`write` from the stored bytes of each layer, in clear (`blob_format.parts`); asked for in order. If that fails, nothing is left."""
     assert len(row.ids) == row.tokens
     made = plan(row, folder.encrypted)
     with blob_files.new_file(folder) as (name, fd):
