@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .approximate.calibration import Calibration
     from .engine import Chunk, Completion, Engine, Stream
     from .layout.declared import volatile
+    from .miss_warnings import MissWarnings
     from .model.call_stream import Delta
     from .model.tool_calls import InvalidCall
     from .model_facts import ModelFacts
@@ -47,6 +48,7 @@ _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "Delta": "model.call_stream",
     "EngineLease": "shared_engines",
     "InvalidCall": "model.tool_calls",
+    "MissWarnings": "miss_warnings",
     "ModelFacts": "model_facts",
     "Receipt": "receipt",
     "Recorder": "recorder",
@@ -68,6 +70,7 @@ __all__ = [
     "LayoutOptions",
     "Logprob",
     "Message",
+    "MissWarnings",
     "Missed",
     "ModelFacts",
     "Move",

@@ -31,7 +31,7 @@ def _loaded(statement: str) -> set[str]:
 def test_public_names() -> None:
     names = (
         "Calibration Chunk Completion Constraint Delta Engine EngineLease Forgotten InvalidCall Layout LayoutOptions Logprob Message "
-        "Missed ModelFacts Move Reason Receipt Recorder Refusal Sampling Span StoreOptions Stream Tool ToolCall ToolGroup "
+        "MissWarnings Missed ModelFacts Move Reason Receipt Recorder Refusal Sampling Span StoreOptions Stream Tool ToolCall ToolGroup "
         "__version__ embedded errors volatile"
     )
     assert agentcache.__all__ == names.split()

@@ -99,7 +99,7 @@ class Answer:
     def _read(self, done: Completion) -> Completion:
         if self._tell:
             first = self.draft or done.receipt  # the second request goes on from the first
-            tell_missed(first.missed, first.redacted)
+            tell_missed(first.as_dict()["missed"] if first.missed else None)
         if not self._formed:
             return done
         if done.cut or not done.message.tool_calls:

@@ -5,18 +5,15 @@ The engine's receipt knows cause and cure in words for everybody (`missed`); her
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from agentcache import Missed
+from agentcache import MissWarnings
 
 from ._told import tell_once
 
 SELDOM = ("truncated history", "front summary")  # a history that is shortened seldom and much at once is as it should be
-_lock = threading.Lock()
-_causes: deque[str] = deque(maxlen=4)  # of the last requests, "" where there is none
+_warnings = MissWarnings(SELDOM)
 
 _VOLATILE = (
     "AgentCacheMiddleware(volatile=...) shows what changes at the end of the prompt; invoke(..., volatile=...) does without an agent"
@@ -40,19 +37,8 @@ def hinted(missed: Mapping[str, Any]) -> dict[str, Any]:
     return {**missed, "hint": hint} if hint else dict(missed)
 
 
-def tell_missed(missed: Missed | None, redacted: bool = False) -> None:
+def tell_missed(missed: Mapping[str, Any] | None) -> None:
     """Warn of a request that did not go on from the one before it, at the caller's line, where this is the first of its cause."""
-    cause = missed.cause if missed else ""
-    with _lock:
-        _causes.append(cause)
-        often = _causes.count(cause)
-    if missed is None or (cause in SELDOM and often < 2):
-        return
-    writer, fix = ("(redacted)", "") if redacted else (missed.writer, missed.fix)
-    cures = " ".join(f"{text.rstrip('.')}." for text in (fix, HINTS.get(cause)) if text)
-    tell_once(
-        "missed",
-        cause,
-        f"{missed.cost_tokens} prompt tokens were computed again: {cause} ({writer}). {cures} "
-        "response_metadata['agentcache']['missed'] tells it of every answer",
-    )
+    text = _warnings.text(hinted(missed) if missed else None)
+    if missed and text:
+        tell_once("missed", missed["cause"], f"{text} response_metadata['agentcache']['missed'] tells it of every answer")

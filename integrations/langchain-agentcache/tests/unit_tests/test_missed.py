@@ -15,7 +15,7 @@ from langchain.agents.middleware import dynamic_prompt
 from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache, _missed, _told
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
-from agentcache import Missed
+from agentcache import Missed, Receipt
 from agentcache.lint.values import Cause
 
 KEEPER = "You are the keeper of a lighthouse. Write down wind, tide and every ship that passes. " * 3
@@ -25,7 +25,7 @@ KEEPER = "You are the keeper of a lighthouse. Write down wind, tide and every sh
 def nothing_said() -> Iterator[None]:
     """As in a process that begins."""
     said, _told._said = _told._said, set()
-    _missed._causes.clear()
+    _missed._warnings.__init__(_missed.SELDOM)  # type: ignore[misc]
     yield
     _told._said = said
 
@@ -107,7 +107,7 @@ def test_the_middleware_says_it_with_a_name_instead(model: ChatAgentCache) -> No
 
 def test_a_redacted_account_names_nobody() -> None:
     missed = Missed("clock", "system prompt of alice", 3, 10, 200, "alice's clock goes to the end")
-    (text,) = heard(lambda: _missed.tell_missed(missed, redacted=True))
+    (text,) = heard(lambda: _missed.tell_missed(Receipt(missed=missed, redacted=True).as_dict()["missed"]))
     assert text.startswith("200 prompt tokens were computed again: clock ((redacted)).")
     assert "alice" not in text
     assert _missed.HINTS["clock"] in text

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -17,10 +16,10 @@ from llama_index.core.agent.workflow.prompts import DEFAULT_EARLY_STOPPING_PROMP
 from llama_index.core.memory.types import BaseMemory
 from llama_index.core.workflow import Context, JsonSerializer, WorkflowRuntimeError
 
-from agentcache import Message
+from agentcache import Message, MissWarnings
 from agentcache.errors import ReuseWarning
 
-SELDOM = "truncated history"  # AppendOnlyMemory leaves out turns as well, but not twice in a row: one is not worth a warning
+SELDOM = ("truncated history",)  # AppendOnlyMemory leaves out turns as well, but not twice in a row: one is not worth a warning
 LEAST = 32  # tokens, as in the engine's `missed`
 OWN = ("llama_index", "llama_index_instrumentation", "workflows", "agentcache", "asyncio", "contextlib", "concurrent", "threading")
 
@@ -54,24 +53,18 @@ class Hints:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._said: set[str] = set()
-        self._causes: deque[str] = deque(maxlen=4)  # of the last requests, "" where there is none
+        self._missed = MissWarnings(SELDOM)
 
     def tell(self, raw: dict[str, Any], prompt: Sequence[Message] | str, tools: Sequence[str]) -> None:
         """Put the hint of a response's `raw`, if there is one, beside its cause there, and warn of it the first time."""
         receipt = raw["receipt"]
         missed = receipt.get("missed") or _rewritten(receipt, prompt, tools)
-        self._causes.append(missed["cause"] if missed else "")
-        if missed is None:
-            return
-        receipt["missed"] = missed = {**missed, **({"hint": hint} if (hint := _hint(missed, prompt, tools)) else {})}
-        if missed["cause"] == SELDOM and self._causes.count(SELDOM) < 2:
-            return
-        self.warn(
-            missed["cause"],
-            f"{missed['cost_tokens']} prompt tokens were computed again: {missed['cause']} ({missed['writer']}). "
-            f"{' '.join(missed[name].rstrip('.') + '.' for name in ('fix', 'hint') if missed.get(name))} "
-            "Said once per cause; raw['receipt']['missed'] tells it of every response.",
-        )
+        if missed and (hint := _hint(missed, prompt, tools)):
+            missed = {**missed, "hint": hint}
+        if missed:
+            receipt["missed"] = missed
+        if (text := self._missed.text(missed)) and missed:
+            self.warn(missed["cause"], f"{text} Said once per cause; raw['receipt']['missed'] tells it of every response.")
 
     def warn(self, cause: str, text: str) -> None:
         """One warning, at the caller's line, where this is the first of its cause."""
