@@ -112,7 +112,7 @@ class Scheduler:
         self._collect(self._patience())
         self._drop_cancelled()
         self._start_waiting()
-        self.store.note_busy(bool(self._live))
+        self.store.defer_writes(bool(self._live))
         pack = self._compose()
         if pack and not self._closed.is_set():
             self._round(pack)
@@ -121,7 +121,7 @@ class Scheduler:
                 work.step()
             if shape := self._page_to_commit():
                 prepared.step(*shape)
-        self.store.note_busy(bool(self._live))  # before this thread waits for requests
+        self.store.defer_writes(bool(self._live))  # before this thread waits for requests
 
     def _page_to_commit(self) -> tuple[Shapes, torch.dtype] | None:
         """Of what shape and type the next request's page is, as long as its memory is not ready."""

@@ -360,7 +360,7 @@ def test_noting_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.Mon
         return put(*given)
 
     monkeypatch.setattr(index_of(store), "note_now", slow)
-    store.note_busy(True)
+    store.defer_writes(True)
     said(store).note(SCOPE, KEPT, windows(KEPT))
     returned.set()
     assert store.flush(20)

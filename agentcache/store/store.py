@@ -324,8 +324,8 @@ class Store:
         except StoreError:  # as good as not recorded
             return None
 
-    def note_busy(self, busy: bool) -> None:
-        """Say whether requests are being computed: writing gives way to them."""
+    def defer_writes(self, busy: bool) -> None:
+        """Let writing give way while requests are computed."""
         if disk := self.disk:
             quiet = disk.writer.quiet
             if busy == quiet.is_set():
