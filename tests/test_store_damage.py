@@ -14,6 +14,7 @@ import pytest
 
 from agentcache.errors import StoreCorruptError, StoreWarning
 from agentcache.store.admin.check import pages_of, verify
+from agentcache.store.deletion import Deletion
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role, Scope
@@ -124,6 +125,21 @@ def test_what_no_writer_wrote_is_mended(store: Folder, said: str) -> None:
         (group,) = index.groups() or (None,)
         assert group is not None or "name" in said or "groups" in said
         assert group is None or None not in pages_of(index, group)
+
+
+@pytest.mark.parametrize("table", ["pages", "segments", "deletions"])
+@pytest.mark.parametrize("number", [1 << 53, (1 << 63) - 1, -7, "'x'"])
+def test_a_table_that_has_no_number_for_its_next_row_is_mended(store: Folder, table: str, number: int | str) -> None:
+    with Index(store) as index:  # something in every table, and a number given last
+        index.record_deletion(Deletion("nobody"))
+        index.database.write(lambda c: c.execute("INSERT INTO segments VALUES (NULL, 'tests', 'w', '', x'00', x'00', 1.0, 1)"))
+    raw(store, f"UPDATE sqlite_sequence SET seq = {number} WHERE name = '{table}'")
+    assert any(table in problem.why for problem in verify(store).problems)
+    mends(store)
+    with Index(store) as index:
+        assert len(stock(index, ids(700, 3))) == 2
+        index.record_deletion(Deletion("nobody"))
+        assert 0 < index.generation() < 4
 
 
 @pytest.mark.parametrize("said", ["totals of 2^62", "an older version", "a trigger less"])

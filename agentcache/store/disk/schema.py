@@ -200,8 +200,21 @@ def faults(folder: Folder, connection: sqlite3.Connection) -> list[str]:
     for table in _LISTS:
         damaged = sum(not sound(table, record) for record in connection.execute(f"SELECT * FROM {table}"))
         found += [f"{damaged} rows of {table!r} in the index are damaged"] * bool(damaged)
+    found += misnumbered(connection)
     known, right = totals(connection), counted(connection)
     return found if known and known[:3] == right else [*found, f"the totals of the index are {known!r}, not {right!r}"]
+
+
+def misnumbered(connection: sqlite3.Connection) -> list[str]:
+    """Name the tables whose next row can have no number, or one that was used before."""
+    found = []
+    for table, column in (("pages", "id"), ("segments", "id"), ("deletions", "generation")):
+        numbers = f"SELECT coalesce(max({column}), 0), (SELECT seq FROM sqlite_sequence WHERE name = ?) FROM {table}"
+        last, given = connection.execute(numbers, (table,)).fetchone()
+        given = 0 if given is None else given
+        if not (type(last) is type(given) is int and 0 <= last <= given < MOST):
+            found.append(f"the last row of {table!r} in the index has the number {last!r}, and {given!r} was given last")
+    return found
 
 
 def guard(folder: Folder, data: bytes, context: bytes) -> bytes:
