@@ -28,12 +28,12 @@ class Admission:
         self._store = store
 
     def current(self, running: Running) -> bool:
-        """Whether the weights are those that the request was made for."""
+        """Tell whether the weights are those that the request was made for."""
         known = self._runner.model.fingerprint
         return known is None or known.holds(running.provenance.fingerprint)
 
     def holds(self, running: Running) -> bool:
-        """Whether the weights are still those of the request: before anything of it is admitted."""
+        """Tell whether the weights are still those of the request: before anything of it is admitted."""
         if running.provenance.holds and not self.current(running):
             running.provenance.holds = False
             running.account.record_note("weights, adapters or hooks changed while it ran: nothing more of it is kept")

@@ -31,11 +31,11 @@ class Approximation(Protocol):
         ...
 
     def pending(self, scope: Scope | None, ms_per_token: float, wake: Callable[[], None]) -> bool:
-        """Whether pages that the prompt repeats are on their way from disk."""
+        """Tell whether pages that the prompt repeats are on their way from disk."""
         ...
 
     def known_tokens(self, scope: Scope) -> int:
-        """How much of a waiting prompt is in memory, exact or as near as the request accepts."""
+        """Count the tokens of a waiting prompt that are in memory, exact or as near as the request accepts."""
         ...
 
     def match(self, scope: Scope, tokens: int) -> Match | None:

@@ -343,12 +343,12 @@ class Engine:
 
     @property
     def _here(self) -> bool:
-        """Whether this process made it, and has its threads."""
+        """Tell whether this process made it, and has its threads."""
         return self._process == os.getpid()
 
     @property
     def closed(self) -> bool:
-        """Whether requests are refused: it was closed, or this process was forked from the one that made it."""
+        """Tell whether requests are refused: it was closed, or this process was forked from the one that made it."""
         return self._closed or not self._here
 
     def check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""What the device's thread tells the caller of a request, in order. Knows nothing of models, stores and prompts."""
+"""Events of a request, from the device's thread to its caller, in order. Knows nothing of models, stores and prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How many of the prompt's tokens are filled."""
+    """Number of prompt tokens that are filled."""
 
     done: int
     total: int
@@ -68,5 +68,5 @@ class Events:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the caller wants no more events."""
+        """Tell whether the caller wants no more events."""
         return self._cancelled.is_set()

@@ -48,7 +48,7 @@ class HitAudit:
 
     @property
     def pending(self) -> bool:
-        """Whether an idle moment could be used."""
+        """Tell whether an idle moment could be used."""
         return bool(self._waiting)
 
     def consider(self, running: Running) -> None:
@@ -100,7 +100,7 @@ class HitAudit:
             self._drop()
 
     def _holds(self, check: _Check) -> bool:
-        """Whether the weights are still those of the hit: else the pages are right and the comparison is not."""
+        """Tell whether the weights are still those of the hit: else the pages are right and the comparison is not."""
         known = self.runner.model.fingerprint
         with suppress(*FAULTS):
             return known is not None and known.holds(check.scope.fingerprint)

@@ -47,7 +47,7 @@ class KVSpec:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a page's keys and values."""
+        """Shapes of a page's keys and values."""
         return (
             (self.layers, self.kv_heads, self.head_dim, PAGE_TOKENS),
             (self.layers, self.kv_heads, PAGE_TOKENS, self.head_dim),
@@ -73,7 +73,7 @@ class File(Protocol):
     """A file whose memory is mapped."""
 
     def changed(self) -> bool:
-        """Whether it was written to since it was opened."""
+        """Tell whether it was written to since it was opened."""
         ...
 
 
@@ -117,12 +117,12 @@ class Page:
 
     @property
     def changed(self) -> bool:
-        """Whether the file that this page lies in was written to since it was verified."""
+        """Tell whether the file that this page lies in was written to since it was verified."""
         return self.file is not None and self.file.changed()
 
     @property
     def sealed(self) -> bool:
-        """Whether every slot is written."""
+        """Tell whether every slot is written."""
         return self.filled == PAGE_TOKENS
 
     def claim(self, slot: int, owner: object) -> bool:
@@ -141,7 +141,7 @@ class Page:
 
     @property
     def claimed(self) -> bool:
-        """Whether a sequence has the right to append."""
+        """Tell whether a sequence has the right to append."""
         return self._claim is not None
 
     def copy(self, tokens: int, tier: Tier = "device") -> Page:
@@ -257,7 +257,7 @@ class Sequence:
 
     @property
     def ahead_tokens(self) -> int:
-        """How many tokens ahead need no computing at all."""
+        """Number of tokens ahead that need no computing at all."""
         return sum(span.stop - span.start for span in self.ahead if span.entry is None)
 
     def pieces(self, tokens: int) -> list[Piece]:
@@ -325,7 +325,7 @@ class Sequence:
 
     @property
     def junction(self) -> Ahead | None:
-        """What is held, if everything before it is computed."""
+        """The held range, if everything before it is computed."""
         return self.ahead[0] if self.ahead and self.ahead[0].held and self.ahead[0].start == self.length else None
 
     def resolve(self, spans: list[Ahead]) -> None:

@@ -44,7 +44,7 @@ class Lifecycle:
         return None if regime is None or refused else Scope(running.asked.namespace, running.provenance.fingerprint, regime)
 
     def waits(self, running: Running, ms_per_token: float, wake: Callable[[], None]) -> bool:
-        """Whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
+        """Tell whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
         asked = running.asked
         if not running.looked:
             running.looked = True
@@ -58,7 +58,7 @@ class Lifecycle:
         return running.approximation.pending(self.scope(running), ms_per_token, wake) if running.approximation else False
 
     def uncached(self, running: Running) -> int:
-        """How much of a waiting prompt would be computed if it started now."""
+        """Count the tokens of a waiting prompt that would be computed if it started now."""
         if running.peeked[0] != self.store.changes:
             scope, known = self.scope(running), 0
             if scope and running.asked.reuse != "off":
@@ -131,7 +131,7 @@ class Lifecycle:
         self._record_grade(running)
 
     def _unpaged(self) -> tuple[Reason, str]:
-        """Why a sequence cannot be paged."""
+        """The reason why a sequence cannot be paged."""
         model = self.runner.model
         if model.fingerprint is not None and model.fingerprint.refusal:
             return Reason.FINGERPRINT, model.fingerprint.refusal

@@ -1,4 +1,4 @@
-"""Why a prompt did not go on from the one before it in its conversation: what lint says of a log, said while it happens. Computes nothing.
+"""Report of misses: why a prompt did not go on from the one before it in its conversation, as lint says of a log. Computes nothing.
 
 Holds the last prompt of each open conversation, and compares once a request is answered: no first token waits for it.
 """
@@ -53,7 +53,7 @@ class MissReport:
                 del self._open[known]
 
     def explain(self, namespace: str, layout: Layout) -> Missed | None:
-        """Why this prompt does not go on from the last one of its conversation, whose last it is now. None: it does, or little was lost."""
+        """Say why this prompt does not go on from the last one of its conversation. None: it does, or little was lost."""
         if not isinstance(layout, Rendered) or layout.request is None or not layout.encoded.ends:
             return None  # raw text, or a tokenizer that tells no offsets
         new = tokens_of(layout.encoded, layout.spans)
@@ -76,7 +76,7 @@ class MissReport:
 
 
 def _request(number: int, rendered: Any) -> Request:
-    """What was rendered, in lint's words: canonical, without what was there for one prompt only."""
+    """A rendered prompt in lint's words: canonical, without what was there for one prompt only."""
     said = [_said(turn.source, turn.data) for turn in rendered.turns]
     leading = next((at for at, one in enumerate(said) if one.role != "system"), len(said))
     tools = tuple(

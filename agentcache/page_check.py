@@ -10,7 +10,7 @@ CLOSE = 0.05  # relative error that kernels which round differently may have; wr
 
 
 def finite(sequence: Sequence, start: int, stop: int) -> bool:
-    """Whether positions [start, stop) are free of NaN and infinity. The last layer tells: the residual stream carries them there."""
+    """Tell whether positions [start, stop) are free of NaN and infinity. The last layer tells: the residual stream carries them there."""
     for page, slot, count, _ in sequence.slots(start, stop):
         keys, values = page.layer_keys[-1][..., slot : slot + count], page.layer_values[-1][:, slot : slot + count]
         if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
@@ -19,7 +19,7 @@ def finite(sequence: Sequence, start: int, stop: int) -> bool:
 
 
 def alike(own: Page, kept: Page, tokens: int, close: float) -> bool:
-    """Whether a kept page is what was computed, in its first tokens. close: relative error allowed, 0 for equal bits."""
+    """Tell whether a kept page is what was computed, in its first tokens. close: relative error allowed, 0 for equal bits."""
     pairs = (
         (own.keys[..., :tokens], kept.keys[..., :tokens]),
         (own.values[..., :tokens, :], kept.values[..., :tokens, :]),

@@ -139,13 +139,13 @@ class PreparedPages:
                 at -= tensor.numel()
 
     def lacks(self, shapes: Shapes, dtype: torch.dtype) -> bool:
-        """Whether there is something to commit."""
+        """Tell whether there is something to commit."""
         with self._lock:
             page = self._kept.get((shapes, dtype))
             return page is None or page.committed < sum(prod(shape) for shape in shapes)
 
     def take(self, shapes: Shapes, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
-        """What there is for this shape, however much of it is committed: all of it is zero. None: nothing was begun."""
+        """Return the memory for this shape, however much of it is committed: all of it is zero. None: nothing was begun."""
         with self._lock:
             page = self._kept.pop((shapes, dtype), None)
         return page.tensors or None if page is not None else None

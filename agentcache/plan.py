@@ -52,17 +52,17 @@ class Plan:
 
     @property
     def prefix_tokens(self) -> int:
-        """How many tokens the longest exact prefix gives."""
+        """Length of the longest exact prefix."""
         return next((step.stop for step in self.steps if isinstance(step, Attach) and step.run is None), 0)
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens are attached in all layers."""
+        """Number of tokens attached in all layers."""
         return sum(step.stop - step.start for step in self.steps if isinstance(step, Attach) and step.layers is None)
 
     @property
     def computed_tokens(self) -> int:
-        """How many tokens are computed, in all layers or above one."""
+        """Number of tokens computed, in all layers or above one."""
         return self.prompt_tokens - self.cached_tokens
 
 

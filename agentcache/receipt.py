@@ -210,7 +210,7 @@ class Account:
             self.record_note(note)
 
     def record_recompute(self, refusals: Iterable[Refusal]) -> None:
-        """What came from disk is not used: the prompt is computed."""
+        """Pages from disk are not used: the prompt is computed."""
         self.record_refusals(refusals)
         self.receipt.disk_tokens = 0
 

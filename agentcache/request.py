@@ -28,7 +28,7 @@ from .types import Grade, Layout, Logprob, Reuse, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a completion may be, and what reads it."""
+    """Form of a completion, and its parser."""
 
     # names that may be called; None: no text is a call
     tools: frozenset[str] | None = frozenset()
@@ -42,7 +42,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """What the caller wants."""
+    """The request as the caller made it."""
 
     layout: Layout
     namespace: str
@@ -110,7 +110,7 @@ class Decoding:
 
 @dataclass(slots=True)
 class Provenance:
-    """Where the keys and values of a sequence come from."""
+    """Origin of a sequence's keys and values."""
 
     # digest of the weights
     fingerprint: str
@@ -128,7 +128,7 @@ class Provenance:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """What the device has done so far for one request. Its one thread owns everything but the events."""
+    """The state of one request on the device. Its one thread owns everything but the events."""
 
     asked: Asked
     account: Account
@@ -169,7 +169,7 @@ class Running:
 
     @property
     def completion_tokens(self) -> int:
-        """How many tokens were decoded."""
+        """Number of decoded tokens."""
         return len(self.ids) - self.asked.prompt_tokens
 
     @property
@@ -179,12 +179,12 @@ class Running:
 
     @property
     def filling(self) -> bool:
-        """Whether more than the token chosen last is to be run."""
+        """Tell whether more than the token chosen last is to be run."""
         return not self.filled or self.remaining > 1
 
     @property
     def grade(self) -> Grade:
-        """How near the sequence's keys and values are to computed ones."""
+        """Grade of the sequence: how near its keys and values are to computed ones."""
         if self.approximation is not None and self.approximation.scope is not None:
             return "approximate"
         return self.scope.precision if self.scope else "exact"

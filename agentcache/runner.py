@@ -63,7 +63,7 @@ class Work:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one piece of work: logits [vocab] in fp32 if they were wanted, or the error that hit it alone.
+    """Result of one piece of work: logits [vocab] in fp32 if they were wanted, or the error that hit it alone.
 
     retried: why it ran alone after its pack had failed; empty if it did not. moved: weights are not those of its fingerprint, or changed
     while it ran: nothing of it may be used.
@@ -108,7 +108,7 @@ def _bare(error: BaseException) -> BaseException:
 
 
 def process_threads() -> int:
-    """What `torch.set_num_threads` was last given anywhere: OpenMP tells only threads that start afterwards, so one is asked."""
+    """The number that `torch.set_num_threads` was last given anywhere: OpenMP tells only threads that start afterwards, so one is asked."""
     told: list[int] = []
     asked = threading.Thread(target=lambda: told.append(torch.get_num_threads()), name="agentcache-threads")
     asked.start()

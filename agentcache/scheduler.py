@@ -34,11 +34,11 @@ Pack = list[tuple[Running, Work]]
 
 
 class IdleWork(Protocol):
-    """What the device does, a little at a time, while no request runs."""
+    """Work that the device does, a little at a time, while no request runs."""
 
     @property
     def pending(self) -> bool:
-        """Whether an idle moment could be used."""
+        """Tell whether an idle moment could be used."""
         ...
 
     def step(self) -> None:
@@ -72,7 +72,7 @@ class Scheduler:
 
     @property
     def live(self) -> int:
-        """How many requests hold pages now."""
+        """Number of requests that hold pages now."""
         return len(self._live)
 
     def submit(self, request: Running) -> None:
@@ -124,7 +124,7 @@ class Scheduler:
         self.store.defer_writes(bool(self._live))  # before this thread waits for requests
 
     def _page_to_commit(self) -> tuple[Shapes, torch.dtype] | None:
-        """Of what shape and type the next request's page is, as long as its memory is not ready."""
+        """Shape and type of the next request's page, as long as its memory is not ready."""
         spec = self.runner.model.spec
         if spec is None or spec.device.type != "cpu" or not prepared.lacks(spec.shapes, spec.dtype):
             return None

@@ -1,4 +1,4 @@
-"""What a caller holds of a running request: its chunks, its receipt, its completion. Knows nothing of how they come about."""
+"""A running request, as its caller holds it: its chunks, its receipt, its completion. Knows nothing of how they come about."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .types import Logprob, Message
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a request produced. `message` is the assistant turn to send back; unchanged, it costs nothing the next time.
+    """The result of a request. `message` is the assistant turn to send back; unchanged, it costs nothing the next time.
 
     invalid_calls: calls that it began and that are none. cut: max_tokens or a stop string ended it inside an object, a call, or a thought
     with no answer after it: nothing in it is a result but the whole calls of `message`. shortened: under a constraint a text or a list
@@ -39,7 +39,7 @@ class Completion:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended: stop, length or tool_calls."""
+        """Reason of its end: stop, length or tool_calls."""
         return self.receipt.finish_reason
 
     @property
@@ -133,7 +133,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         raise event
 
     def deltas(self) -> Iterator[Delta]:
-        """What is left of the stream, taken apart: reasoning, text, calls and their arguments, each as soon as it is certain."""
+        """The rest of the stream, taken apart: reasoning, text, calls and their arguments, each as soon as it is certain."""
         reader = Reader(self._request)
         for chunk in self:
             yield from reader.push(chunk.text)

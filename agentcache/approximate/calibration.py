@@ -1,4 +1,4 @@
-"""What `agentcache calibrate` found out about one model: how near to a junction stored keys and values can be trusted. Knows no torch.
+"""Calibration of one model by `agentcache calibrate`: how near to a junction stored keys and values can be trusted. Knows no torch.
 
 A token of a repeated run follows `distance` equal tokens: those of the run before it. The nearer to the junction, the more its state
 depends on what stood before the run. So it is computed anew up to a layer that falls with the distance:
@@ -91,17 +91,17 @@ class Calibration:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Of stored pages that segments may come from, the most exact first."""
+        """Precisions of stored pages that segments may come from, the most exact first."""
         return PRECISIONS[: PRECISIONS.index(self.precision) + 1]
 
     @property
     def repair(self) -> str:
-        """What decides how near to exact its pages are: calibrations that share this may share them."""
+        """The settings that decide how near to exact its pages are: calibrations that share this may share them."""
         return repr((self.steps, self.least, self.tail, self.share, self.probe, self.precision))
 
     @property
     def doubt(self) -> str:
-        """Why its bounds are not to be relied on: it was measured on few cases; empty if it was not, or was made by hand."""
+        """The reason why its bounds are not to be relied on: it was measured on few cases; empty if it was not, or was made by hand."""
         cases = self.measured.get("cases")
         if not isinstance(cases, int) or cases >= LEAST_CASES:
             return ""
@@ -124,7 +124,7 @@ class Calibration:
                 yield min(start, tokens), min(stop, tokens), layer
 
     def spared(self, segments: Sequence[Segment]) -> float:
-        """Of what a receipt counts as computed of these, how much was not, in tokens through all layers: resumed above some layer, or
+        """Count tokens, through all layers, that a receipt counts as computed of these and that were not: resumed above some layer, or
         looked at in two layers more."""
         spared = 0.0
         for segment in segments:
@@ -161,7 +161,7 @@ class Calibration:
 
 
 def place(folder: str | os.PathLike[str], fingerprint: str) -> Path:
-    """Where a model's calibration lies in a store's folder."""
+    """Path of a model's calibration in a store's folder."""
     return Path(folder) / "calibrations" / f"{fingerprint}.json"
 
 

@@ -72,7 +72,7 @@ class DriftMonitor:
 
     @property
     def pending(self) -> bool:
-        """Whether an idle moment could be used."""
+        """Tell whether an idle moment could be used."""
         return bool(self._waiting)
 
     @property

@@ -1,4 +1,4 @@
-"""What a junction tells: how far stored keys and values are from those that this context gives. Decides nothing.
+"""Junctions: the distance of stored keys and values from those that this context gives. Decides nothing.
 
 Before a junction the head of a run (halo) is computed; from it on, stored keys and values are attached.
 """
@@ -14,7 +14,7 @@ from ..runner import Runner
 
 @torch.inference_mode()
 def difference(runner: Runner, sequence: Sequence, step: Attach, start: int, stop: int, regime: str) -> float:
-    """How far the keys computed for positions [start, stop) are from the stored ones, re-indexed: relative, in the middle layer."""
+    """Distance of the keys computed for positions [start, stop) from the stored ones, re-indexed: relative, in the middle layer."""
     layer = sequence.spec.layers // 2
     computed = sequence.read(layer, start, stop)[0].permute(1, 2, 0).float()
     return float((computed - runner.stored_keys(step, layer, start, stop, regime)).norm() / computed.norm())
@@ -22,7 +22,7 @@ def difference(runner: Runner, sequence: Sequence, step: Attach, start: int, sto
 
 @torch.inference_mode()
 def deviations(runner: Runner, sequence: Sequence, ids: list[int], start: int, regime: str) -> torch.Tensor:
-    """How far layer 1's values of the tokens ahead from `start` on are from those that this context gives: relative, [tokens].
+    """Distance of layer 1's values, of tokens ahead from `start` on, from those that this context gives: relative, [tokens].
 
     Runs two layers over them, which leaves the true keys and values there.
     """

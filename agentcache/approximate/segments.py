@@ -36,7 +36,7 @@ PROBED = 4  # tokens of a halo, the last ones, that are compared with what was s
 
 
 def ranges(runs: Sequence[tuple[Run, frozenset[int]]], calibration: Calibration) -> tuple[list[Attach], list[Segment]]:
-    """How much of each run is taken, and from which layer on the rest is computed. With each run: layers whose inputs it holds."""
+    """Decide how much of each run is taken, and from which layer on the rest is computed. With each run: layers whose inputs it holds."""
     steps, segments = [], []
     for number, (run, kept) in enumerate(runs):
         counts = {"whole": 0, "resumed": 0, "halo": 0}
@@ -120,7 +120,7 @@ class SegmentReuse:
 
     @property
     def admissible(self) -> bool:
-        """Whether pages after attached segments may be kept."""
+        """Tell whether pages after attached segments may be kept."""
         return not self._owner.off
 
     @property
@@ -135,12 +135,12 @@ class SegmentReuse:
         return None if self._owner.off or self.calibration is None else near_scope(scope, self.calibration)
 
     def known_tokens(self, scope: Scope) -> int:
-        """How much of a waiting prompt is in memory, exact or as near as the request accepts."""
+        """Count the tokens of a waiting prompt that are in memory, exact or as near as the request accepts."""
         ids = self._running.ids.array()
         return max(self._store.match(each, ids, peek=True).tokens for each in filter(None, (scope, self._near(scope))))
 
     def pending(self, scope: Scope | None, ms_per_token: float, wake: Callable[[], None]) -> bool:
-        """Whether pages that the prompt repeats are on their way from disk."""
+        """Tell whether pages that the prompt repeats are on their way from disk."""
         spec, calibration = self._runner.model.spec, self.calibration
         if not self.windows or scope is None or spec is None or self._owner.off or calibration is None:
             return False

@@ -14,7 +14,7 @@ from .windows import Window
 
 
 class StoredText:
-    """What prompts of one store say. index: of their windows, None before `sign` and without a disk."""
+    """Text of one store's prompts. index: of their windows, None before `sign` and without a disk."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -30,7 +30,7 @@ class StoredText:
 
     @property
     def index(self) -> MinHashIndex | None:
-        """What finds windows; None where there is no disk, or none any more."""
+        """The index that finds windows; None where there is no disk, or none any more."""
         return self._index if self._store.disk is not None else None
 
     def clear(self, namespace: str | None) -> None:

@@ -75,7 +75,7 @@ class Window:
 
 
 class TokenTexts:
-    """What single tokens of a tokenizer say; each is decoded once in a namespace. Safe to use from many threads."""
+    """Texts of single tokens of a tokenizer; each is decoded once in a namespace. Safe to use from many threads."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -132,14 +132,14 @@ def windows(layout: Layout, texts: Texts, since: int = 0, *, size: int = WINDOW,
 
 
 def anchors(layout: Layout, texts: Texts, since: int = 0) -> list[Anchor]:
-    """Where something starts that may come again, from token `since` on."""
+    """Places where something starts that may come again, from token `since` on."""
     limit = len(layout.ids) - layout.ephemeral_tokens
     part = _Part(layout, texts, _begin(layout, since, 0), limit)
     return [anchor for anchor in part.anchors() if anchor.token >= since]
 
 
 def _begin(layout: Layout, since: int, size: int) -> int:
-    """Where to look from, so that the windows with tokens from `since` on are those that a look from the start would find."""
+    """Find where to look from, so that the windows with tokens from `since` on are those that a look from the start would find."""
     back = max(0, since - size)
     span = next((span for span in reversed(layout.spans) if span.start <= back), None)
     if span is None:
