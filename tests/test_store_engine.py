@@ -177,6 +177,21 @@ def test_a_prefix_that_becomes_a_group_later_is_a_group_on_disk(model: Any, tmp_
         assert written <= 1, "only the group's last page is new"
 
 
+def test_an_audit_counts_what_is_held_in_memory_and_on_disk(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        assert not any(running.store.audit().values())
+        group = running.warm(SYSTEM + long_text(200), TOOLS, name="tools")
+        assert running.flush()
+        audit = running.store.audit()
+        assert audit["pages"] == audit["pinned_pages"] == audit["disk_pages"] == audit["disk_pins"] == group.pages
+        assert (audit["pins"], audit["groups"], audit["quarantined"], audit["leases"], audit["waiting_pages"]) == (1, 1, 0, 0, 0)
+        assert audit["disk_bytes"] == sum(row.bytes for row in rows(running))
+        running.release("tools")
+        assert running.flush()
+        audit = running.store.audit()
+        assert (audit["pins"], audit["pinned_pages"], audit["disk_pins"], audit["disk_pages"]) == (0, 0, 0, group.pages)
+
+
 def test_two_engines_of_one_process_keep_their_own_pins(tmp_path: Path) -> None:
     with engine(store=tmp_path / "store") as first, engine(store=tmp_path / "store") as second:
         group = first.warm(SYSTEM + long_text(150), TOOLS, name="a")

@@ -1,0 +1,1 @@
+"""Cached pages: in memory, on disk, and their administration. Knows no models."""

@@ -1,0 +1,1 @@
+"""The tier on disk: folder, index, blobs, writer, leases. Knows no tier above it."""

@@ -1,0 +1,1 @@
+"""The tier in memory: prefix tree, pins, eviction. Knows no disk."""
