@@ -28,9 +28,10 @@ class Admission:
         self._store = store
 
     def current(self, running: Running) -> bool:
-        """Tell whether the weights are those that the request was made for."""
+        """Tell whether the weights are those that the request was made for, if that matters to it."""
         known = self._runner.model.fingerprint
-        return known is None or known.holds(running.provenance.fingerprint)
+        careless = running.asked.reuse == "off" or running.restless
+        return careless or known is None or known.holds(running.provenance.fingerprint)
 
     def holds(self, running: Running) -> bool:
         """Tell whether the weights are still those of the request: before anything of it is admitted."""

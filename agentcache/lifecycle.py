@@ -14,7 +14,7 @@ from .events import Chunk, Done, Progress
 from .kv import Sequence
 from .model.sampling import logprob_of
 from .plan import make
-from .request import Provenance, Running
+from .request import RENEWALS, Provenance, Running
 from .runner import Outcome, Runner, StockSequence
 from .store.entry import Match
 from .store.keys import Scope
@@ -22,7 +22,6 @@ from .store.page_prefetch import PageQuery
 from .store.store import Store
 from .types import FinishReason, Precision, Reason, Refusal
 
-RENEWALS = 5  # a request begins anew so often because weights changed
 OF_BITS = (Reason.APPROXIMATE, Reason.LOSSY, Reason.NUMERICS, Reason.NOT_ROW_PURE)  # refusals that say how near a prompt is to exact
 
 
@@ -41,7 +40,9 @@ class Lifecycle:
         model = self.runner.model
         regime = model.rotary.regime(len(running.ids)) if model.rotary and model.support.paged else None
         refused = model.fingerprint is not None and model.fingerprint.refusal
-        return None if regime is None or refused else Scope(running.asked.namespace, running.provenance.fingerprint, regime)
+        if regime is None or refused or running.restless:
+            return None
+        return Scope(running.asked.namespace, running.provenance.fingerprint, regime)
 
     def waits(self, running: Running, ms_per_token: float, wake: Callable[[], None]) -> bool:
         """Tell whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
@@ -68,13 +69,13 @@ class Lifecycle:
         return len(running.ids) - running.peeked[1]
 
     def renew(self, running: Running) -> AgentCacheError | None:
-        """Begin a request anew under the weights of now. The error instead, if some of its answer is out, or weights do not rest."""
+        """Begin a request anew under the weights of now: without reuse, if they do not rest. The error instead, if some answer is out."""
         known, answered = self.runner.model.fingerprint, running.completion_tokens
         assert known is not None
         running.provenance.holds = False  # whatever the sequence holds
         running.renewals += 1
-        if answered or running.renewals > RENEWALS:
-            when = f"after {answered} tokens of the answer" if answered else f"{RENEWALS} times"
+        if answered:
+            when = f"after {answered} tokens of the answer"
             return WeightsChangedError(f"weights, adapters or hooks changed {when}: ask again, and change them between requests")
         self.admission.withdraw(running)
         self._release(running)
@@ -107,7 +108,7 @@ class Lifecycle:
         if near is not None:
             near.detach()
         if running.scope is None:
-            running.sequence, running.plan = StockSequence(), make(length, 0, *self._unpaged())
+            running.sequence, running.plan = StockSequence(), make(length, 0, *self._unpaged(running))
             running.account.record_stock(length)
             return
         assert model.spec is not None and model.numerics is not None
@@ -130,9 +131,11 @@ class Lifecycle:
             near.attach()
         self._record_grade(running)
 
-    def _unpaged(self) -> tuple[Reason, str]:
+    def _unpaged(self, running: Running) -> tuple[Reason, str]:
         """The reason why a sequence cannot be paged."""
         model = self.runner.model
+        if running.restless:
+            return Reason.FINGERPRINT, f"weights, adapters or hooks changed {RENEWALS} times while it waited or was filled"
         if model.fingerprint is not None and model.fingerprint.refusal:
             return Reason.FINGERPRINT, model.fingerprint.refusal
         if model.support.paged:
@@ -190,6 +193,9 @@ class Lifecycle:
             if running.asked.on_progress:
                 running.events.put(Progress(running.sequence.length, running.asked.prompt_tokens))
             if not running.remaining:
+                if running.scope is not None and not self.admission.current(running):  # before a token of an answer is out
+                    outcome.moved = True
+                    return None
                 self.admission.quarantine_suspects(running)
             if not self.admission.admit(running, whole_only=running.remaining > 0):
                 return self._non_finite(running, "keys or values")
@@ -215,6 +221,9 @@ class Lifecycle:
         if numerics is not None and isinstance(running.sequence, Sequence):
             known.add(numerics.digest)
         running.account.record_forward(len(known) == 1, outcome.retried)
+        if outcome.moved and running.provenance.holds:
+            running.provenance.holds = False
+            running.account.record_note("weights, adapters or hooks changed while it ran: the answer may be of both")
 
     def _filled(self, running: Running) -> FinishReason:
         running.filled = True

@@ -25,6 +25,8 @@ from .store.keys import Ids, Scope, as_ids
 from .store.page_prefetch import PagePrefetch
 from .types import Grade, Layout, Logprob, Reuse, Sampling
 
+RENEWALS = 5  # a request begins anew so often because weights changed
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -168,6 +170,11 @@ class Running:
         return self.account.receipt
 
     @property
+    def restless(self) -> bool:
+        """Whether weights changed so often that the request is answered without reuse."""
+        return self.renewals > RENEWALS
+
+    @property
     def completion_tokens(self) -> int:
         """Number of decoded tokens."""
         return len(self.ids) - self.asked.prompt_tokens
@@ -205,4 +212,5 @@ class Running:
         pieces = self.sequence.pieces(min(count, self.remaining))
         ids = [token for piece in pieces for token in self.ids.all[piece.start : piece.start + piece.count]]
         regime, weights = (self.scope.regime, self.scope.fingerprint) if self.scope else ("", "")
+        weights = "" if self.asked.reuse == "off" else weights  # it keeps nothing, and goes on under whatever weights there are
         return Work(self.sequence, ids, regime, len(ids) == self.remaining and not self.asked.fill_only, weights, pieces)

@@ -66,7 +66,7 @@ class Outcome:
     """Result of one piece of work: logits [vocab] in fp32 if they were wanted, or the error that hit it alone.
 
     retried: why it ran alone after its pack had failed; empty if it did not. moved: weights are not those of its fingerprint, or changed
-    while it ran: nothing of it may be used.
+    while it ran: nothing of it may be kept.
     """
 
     logits: torch.Tensor | None = None
@@ -186,17 +186,17 @@ class Runner:
         return [outcomes[id(w)] for w in work]
 
     def _unmoved(self, work: list[Work]) -> list[Outcome]:
-        """Run work whose weights are there, and say so if they change meanwhile."""
+        """Run work whose weights are there, and say so if they change meanwhile. Work of no fingerprint runs in any case."""
         known = self.model.fingerprint
-        if known is None or not any(w.fingerprint for w in work):
+        if known is None:
             return self._pack(work)
         token = known.token
-        if token is None or token.adapters_moved():
-            return [Outcome(moved=True) for _ in work]
-        current = [w for w in work if w.fingerprint in ("", known.known)]
+        here = token is not None and not token.adapters_moved()
+        current = [w for w in work if not w.fingerprint or (here and w.fingerprint == known.known)]
         outcomes = {id(w): o for w, o in zip(current, self._pack(current), strict=True)}
-        if known.token is not token or token.tensors_moved():
-            outcomes = {}
+        if token is None or not here or known.token is not token or token.tensors_moved():
+            for outcome in outcomes.values():
+                outcome.moved = True
         return [outcomes.get(id(w)) or Outcome(moved=True) for w in work]
 
     def _pack(self, work: list[Work]) -> list[Outcome]:

@@ -228,8 +228,9 @@ class Scheduler:
 
     def _deliver(self, request: Running, outcome: Outcome) -> None:
         try:
-            ended = None if outcome.moved else self.lifecycle.deliver(request, outcome)
-            if outcome.moved:
+            stale = outcome.moved and request.asked.reuse != "off"
+            ended = None if stale else self.lifecycle.deliver(request, outcome)
+            if outcome.moved and request.asked.reuse != "off":  # seen around the forward, or once the prompt is filled
                 self._renew(request)
             if isinstance(ended, str):
                 self._remove(request)

@@ -16,7 +16,9 @@ import torch
 from agentcache import Engine, StoreOptions
 from agentcache.errors import ModelError, WeightsChangedError
 from agentcache.model import steps
+from agentcache.model.fingerprint import Fingerprint
 from agentcache.store.disk.disk_tier import DiskTier
+from agentcache.types import Reason
 from tests import models
 from tests.changes import adapted
 from tests.engines import chat, decode, engine, long_text
@@ -128,12 +130,17 @@ def run(changes: int, folder: Path, seed: int) -> tuple[Counter[str], Counter[st
         def ask(running: Engine, own: random.Random, enough: Callable[[], bool]) -> None:
             while not enough():
                 number = own.randrange(len(PROMPTS))
+                logits: list[torch.Tensor] = []
                 try:
-                    got = answer(running, PROMPTS[number])
+                    done = running.generate(PROMPTS[number], sampling=decode(3), on_logits=logits.append)
                 except WeightsChangedError:
                     outcome["by name"] += 1
                     continue
+                if done.receipt.path == "stock":  # weights did not rest, and the receipt says so
+                    outcome["without reuse"] += 1
+                    continue
                 outcome["answered"] += 1
+                got = done.ids, logits[0]
                 if not matches(number, got):
                     wrong.append(f"prompt {number}: an answer of no state")
 
@@ -243,20 +250,91 @@ def test_edits_that_torch_does_not_count_end_nothing_but_reuse() -> None:
         torch.testing.assert_close(answer(running, PROMPTS[0])[1], first[1])
 
 
-def test_weights_that_never_rest_end_a_request_by_name() -> None:
+@contextmanager
+def restless(model: Any, running: Engine) -> Iterator[None]:
+    """Every forward of an engine meets another change of a weight."""
+    inner = running.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.0)
+        return inner(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running.model, "forward", forward)
+        yield
+
+
+def test_weights_that_never_rest_end_reuse_by_name() -> None:
     model = models.build("llama")
     with engine(model=model) as running:
-        inner = running.model.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad():
-                model.model.norm.weight.mul_(1.0)
-            return inner(*args, **kwargs)
-
-        running.model.forward = forward  # type: ignore[method-assign]
-        with pytest.raises(WeightsChangedError, match="5 times"):
-            running.generate(PROMPTS[0], sampling=decode(3))
+        expected = answer(running, PROMPTS[0])[0]
+        running.store.clear()
+        with restless(model, running):
+            done = running.generate(PROMPTS[0], sampling=decode(3))
+        assert done.ids == expected
+        assert [refusal.detail for refusal in done.receipt.refusals if refusal.reason is Reason.FINGERPRINT]
+        assert "5 times" in done.receipt.refusals[0].detail
         assert len(running.store) == 0
+        assert running.generate(PROMPTS[0], sampling=decode(3)).receipt.path == "stepped", "it stayed refused once they rested"
+
+
+def test_a_request_without_reuse_goes_on_whatever_moves() -> None:
+    model = models.build("llama")
+    with engine(model=model) as running:
+        expected = answer(running, PROMPTS[0], "off")[0]
+        with restless(model, running):
+            done = running.generate(PROMPTS[0], sampling=decode(3), reuse="off")
+        assert done.ids == expected
+        assert [note for note in done.receipt.notes if "may be of both" in note] == [done.receipt.notes[-1]]
+
+
+def test_weights_that_never_rest_while_they_are_hashed_end_reuse_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    with engine(model=model) as running:
+        inner, moves = running.fingerprint._digest, 3
+
+        def digest(tensor: torch.Tensor) -> bytes:
+            nonlocal moves
+            found = inner(tensor)
+            if tensor is model.model.layers[2].input_layernorm.weight and moves:
+                moves -= 1
+                with torch.no_grad():
+                    model.model.layers[0].mlp.up_proj.weight.mul_(-1.0)
+            return found
+
+        monkeypatch.setattr(running.fingerprint, "_digest", digest)
+        whole = running.fingerprint.whole
+        assert not moves
+        assert whole == Fingerprint(model, running.model.numerics.kernel).whole, "the digest of weights that were already others"
+        moves = 1000
+        running.fingerprint.invalidate()
+        done = running.generate(PROMPTS[0], sampling=decode(3))
+        assert "while they were hashed" in done.receipt.refusals[0].detail
+        assert len(done.ids) == 3
+
+
+def test_a_prompt_of_two_models_is_never_answered() -> None:
+    """Hooks come onto two layers while the prompt is filled, one of them computed already; the answer has one token."""
+    model, handles, armed = models.build("llama"), [], False
+    layers = model.model.layers
+
+    def between(module: Any, args: Any, output: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            handles.extend(layers[at].mlp.register_forward_hook(lambda module, args, output: output * 3) for at in (0, 2))
+
+    layers[1].register_forward_hook(between)
+    with engine(model=model, store=None) as running:
+        running.generate(PROMPTS[0], sampling=decode(1))
+        running.store.clear()
+        armed, logits = True, []
+        got = running.generate(PROMPTS[0], sampling=decode(1), on_logits=logits.append)
+        assert len(handles) == 2
+        assert any("begun anew" in note for note in got.receipt.notes)
+        running.generate(PROMPTS[0], sampling=decode(1), reuse="off", on_logits=logits.append)
+        assert torch.equal(logits[0], logits[1])
 
 
 def test_an_adapter_that_starts_at_its_own_tokens_is_refused() -> None:

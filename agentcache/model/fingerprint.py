@@ -17,7 +17,6 @@ import transformers
 from blake3 import blake3
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import WeightsChangedError
 from . import behaviour
 from .state_token import StateToken, tensors_of
 
@@ -61,14 +60,15 @@ class Fingerprint:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Cumulative digests of all layers, of now. WeightsChangedError: weights do not rest; ModelError: an adapter cannot be used."""
+        """Cumulative digests of all layers, of now; none while weights do not rest. ModelError: an adapter cannot be used."""
         self._look(sampled=False)
         return self._layers
 
     @property
     def whole(self) -> str:
-        """The digest of the last layer: what whole pages need."""
-        return self.layers[-1]
+        """The digest of the last layer: what whole pages need. Empty while weights do not rest."""
+        self._look(sampled=False)
+        return self.known
 
     def holds(self, whole: str) -> bool:
         """Whether this is the digest of now, a sample of all values included. 1 ms for 28 layers."""
@@ -95,7 +95,8 @@ class Fingerprint:
                     if not token.moved() and not token.edited():
                         self.token = token
                         return
-            raise WeightsChangedError(f"weights of {type(self._model).__name__!r} changed {TRIES} times while they were hashed: ask again")
+            self.token, self._layers, self.known = None, (), ""
+            self.refusal = f"weights of {type(self._model).__name__!r} changed {TRIES} times while they were hashed"
 
     def _hash(self) -> StateToken:
         try:
