@@ -24,6 +24,7 @@ from tests.changes import adapted
 from tests.engines import chat, decode, engine, long_text
 
 PROMPTS = [chat(long_text(90 + 45 * salt, salt)) for salt in range(4)]
+SHORT = chat("The wind turns to the north and the tide is high at three. What did the keeper write down?")  # filled in one forward
 Answer = tuple[tuple[int, ...], torch.Tensor]
 
 
@@ -284,7 +285,7 @@ def test_a_request_without_reuse_goes_on_whatever_moves() -> None:
     with engine(model=model) as running:
         expected = answer(running, PROMPTS[0], "off")[0]
         with restless(model, running):
-            done = running.generate(PROMPTS[0], sampling=decode(3), reuse="off")
+            done = running.generate(PROMPTS[0], sampling=decode(3), reuse="off", on_logits=lambda row: running.fingerprint.invalidate())
         assert done.ids == expected
         assert [note for note in done.receipt.notes if "may be of both" in note] == [done.receipt.notes[-1]]
 
@@ -327,13 +328,12 @@ def test_a_prompt_of_two_models_is_never_answered() -> None:
 
     layers[1].register_forward_hook(between)
     with engine(model=model, store=None) as running:
-        running.generate(PROMPTS[0], sampling=decode(1))
-        running.store.clear()
+        running.generate("The wind turns.", sampling=decode(1))
         armed, logits = True, []
-        got = running.generate(PROMPTS[0], sampling=decode(1), on_logits=logits.append)
+        got = running.generate(SHORT, sampling=decode(1), on_logits=logits.append)
         assert len(handles) == 2
         assert any("begun anew" in note for note in got.receipt.notes)
-        running.generate(PROMPTS[0], sampling=decode(1), reuse="off", on_logits=logits.append)
+        running.generate(SHORT, sampling=decode(1), reuse="off", on_logits=logits.append)
         assert torch.equal(logits[0], logits[1])
 
 
