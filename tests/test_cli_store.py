@@ -21,8 +21,8 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role, Scope
 from tests.engines import TOOLS, chat, decode, long_text
-from tests.stocked import ids, intact, stock
-from tests.stored import edit, path
+from tests.stocked_store import ids, intact, stock
+from tests.stored_pages import edit, path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = ids(1200)

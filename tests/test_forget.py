@@ -21,7 +21,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.index_metadata import IndexMetadata
 from agentcache.store.keys import Role
-from tests import models, stored
+from tests import models, stored_pages
 from tests.chat_templates import TOOL_TEMPLATES
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, tool, until
 
@@ -253,7 +253,7 @@ def test_what_waits_to_be_written_is_not_written_after_it_was_pruned(model: Any,
         go.set()
         assert spaces(running) == set()
         assert running.store.disk.index.stats()["splices"] == 0
-        assert stored.left(running.store.disk.folder) == []
+        assert stored_pages.left(running.store.disk.folder) == []
         assert running.store.disk.writer.counts["deleted"] >= 1
         assert running.generate(TURNS, **ALICE).receipt.cached_tokens == 0
         assert spaces(running) == {"alice"}, "what was received later is written"

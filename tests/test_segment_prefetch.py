@@ -24,7 +24,7 @@ from agentcache.store.keys import Ids, Scope, chain
 from agentcache.store.policy import Rate
 from agentcache.store.store import Store
 from agentcache.types import Reason, StoreOptions
-from tests.stored import edit, page, path, same
+from tests.stored_pages import edit, page, path, same
 from tests.test_minhash import Said
 
 SPEC = KVSpec(2, 1, 16, torch.float32)

@@ -28,8 +28,8 @@ from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Role, Scope, chain
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Precision
-from tests.stocked import contents, everything, group, ids, intact, rows_of, stock
-from tests.stored import edit, fill, path, same
+from tests.stocked_store import contents, everything, group, ids, intact, rows_of, stock
+from tests.stored_pages import edit, fill, path, same
 
 PROMPT = ids(1200)
 PRECISIONS: tuple[Precision, ...] = ("exact", "int8", "int4")

@@ -21,7 +21,7 @@ from agentcache.errors import BlobError, StoreError, StoreFullError, StorePermis
 from agentcache.kv import KVSpec, Page
 from agentcache.store.disk import blob, blob_files, blob_format, blob_io, page_fill, process_identity
 from agentcache.store.disk.folder import Folder
-from tests.stored import SPEC, edit, fill, left, page, path, refused, row, same
+from tests.stored_pages import SPEC, edit, fill, left, page, path, refused, row, same
 
 KINDS = {"sealed": 512, "partial": 100}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -17,7 +17,7 @@ from agentcache.errors import BlobError, StoreError
 from agentcache.kv import KVSpec, Page
 from agentcache.store.disk import blob, blob_files, blob_format, blob_io
 from agentcache.store.disk.folder import Folder
-from tests.stored import SPEC, edit, fill, left, page, path, refused, row, same
+from tests.stored_pages import SPEC, edit, fill, left, page, path, refused, row, same
 
 KINDS = {"sealed": 512, "partial": 100}
 

@@ -21,7 +21,7 @@ from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope, as_ids
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
-from tests import models, stored
+from tests import models, stored_pages
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text
 
 PROMPT = chat(long_text(300))
@@ -125,7 +125,7 @@ def test_a_page_that_goes_before_it_is_read_is_told_as_what_it_is(
                 elif how == "deleted":
                     prune(folder, index, namespace="default")
             if how == "lost":
-                for file in stored.left(folder):
+                for file in stored_pages.left(folder):
                     file.unlink()
             return read_many(folder, jobs, **more)
 
@@ -228,14 +228,14 @@ def test_what_was_deleted_before_the_folder_was_is_not_written_to_the_new_one(tm
         with pytest.warns(StoreWarning):
             store.heed()
         assert store.disk is not None
-        store.admit(scope, ids, [stored.page()], "n", received=received)
+        store.admit(scope, ids, [stored_pages.page()], "n", received=received)
         assert len(store) == 0, "received under a store that is gone: nobody knows what was deleted since"
         kept = store.heed()
         other.record_deletion(Deletion("alice"))
         store.heed()
-        store.admit(scope, ids, [stored.page()], "n", received=kept)
+        store.admit(scope, ids, [stored_pages.page()], "n", received=kept)
         assert len(store) == 0, "deleted in the new one since"
-        store.admit(scope, ids, [stored.page()], "n", received=store.heed())
+        store.admit(scope, ids, [stored_pages.page()], "n", received=store.heed())
         assert len(store) == 1
         assert store.flush()
         assert other.total()[0] == 1
@@ -337,14 +337,14 @@ def test_a_changed_page_is_never_written_as_if_it_were_right(read: Any) -> None:
 def test_a_page_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder.open(tmp_path / "store")
     monkeypatch.setattr(blob_files, "local", lambda path: True)
-    row = blob_io.write(folder, stored.row(), stored.page())
+    row = blob_io.write(folder, stored_pages.row(), stored_pages.page())
     bring_in = blob_files.bring_in
 
     def late(*given: Any) -> None:
         bring_in(*given)
-        over(stored.path(folder, row), stored.path(folder, row).read_bytes())
+        over(stored_pages.path(folder, row), stored_pages.path(folder, row).read_bytes())
 
     with monkeypatch.context() as patch:
         patch.setattr(blob_files, "bring_in", late)
-        assert "was written to while it was read" in str(stored.refused(folder, row))
-    assert stored.same(stored.fill(folder, row), stored.page(), 512)
+        assert "was written to while it was read" in str(stored_pages.refused(folder, row))
+    assert stored_pages.same(stored_pages.fill(folder, row), stored_pages.page(), 512)

@@ -20,8 +20,8 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Role, Scope
-from tests.stocked import DEAD, contents, everything, group, ids, intact, rows_of, stock
-from tests.stored import edit, path
+from tests.stocked_store import DEAD, contents, everything, group, ids, intact, rows_of, stock
+from tests.stored_pages import edit, path
 
 SCOPE = Scope("tests", "weights")
 PROMPT = ids(1200)

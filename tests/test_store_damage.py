@@ -21,9 +21,9 @@ from agentcache.store.keys import Role, Scope
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests.engines import chat, decode, engine
-from tests.rows import raw
-from tests.stocked import DEAD, ids, intact, stock
-from tests.stored import page
+from tests.index_rows import raw
+from tests.stocked_store import DEAD, ids, intact, stock
+from tests.stored_pages import page
 
 FLIPS = 48  # a tenth of a second each: a store is opened, verified, mended and verified
 

@@ -21,7 +21,7 @@ from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role, Scope, as_ids
 from agentcache.store.memory.prefix_tree import PrefixTree
 from agentcache.types import StoreOptions
-from tests import models, stored
+from tests import models, stored_pages
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, until
 
 TURNS = chat(long_text(150), "North, four.", "And the tide? " + long_text(60, 1))
@@ -474,7 +474,7 @@ def test_the_host_tier_gives_back_what_it_took() -> None:
     prompts: list[tuple[Any, Page]] = []
     for i in range(5):
         ids = as_ids(list(range(1000 * i, 1000 * i + 300)))
-        prompts.append((ids, stored.page(spec, 300, seed=i)))
+        prompts.append((ids, stored_pages.page(spec, 300, seed=i)))
         tree.admit(scope, ids, [prompts[-1][1]], "n")
     assert (tree.bytes, tree.host_bytes) == (2 * spec.page_bytes, 3 * spec.page_bytes)
     for _ in range(2):
@@ -482,10 +482,10 @@ def test_the_host_tier_gives_back_what_it_took() -> None:
             found = tree.match(scope, as_ids([*ids.tolist(), 9]))
             assert found.tokens == 300
             assert found.pages[0].tier == "device"
-            assert stored.same(found.pages[0], page, 300)
+            assert stored_pages.same(found.pages[0], page, 300)
             assert tree.bytes <= 2 * spec.page_bytes
             assert tree.host_bytes <= 3 * spec.page_bytes
-    tree.admit(scope, as_ids(list(range(9000, 9100))), [stored.page(spec, 100, seed=9)], "n")
+    tree.admit(scope, as_ids(list(range(9000, 9100))), [stored_pages.page(spec, 100, seed=9)], "n")
     assert len(tree) == 5, "both tiers are full: the oldest went"
 
 
@@ -494,7 +494,7 @@ def test_a_match_longer_than_the_device_ends_where_the_device_does() -> None:
     tree = PrefixTree(2 * spec.page_bytes, 4 * spec.page_bytes)
     scope = Scope("a", "weights")
     ids = as_ids(list(range(4 * 512)))
-    tree.admit(scope, ids, [stored.page(spec, 512, seed=i) for i in range(4)], "n")
+    tree.admit(scope, ids, [stored_pages.page(spec, 512, seed=i) for i in range(4)], "n")
     for _ in range(3):
         found = tree.match(scope, as_ids([*ids.tolist(), 1]))
         assert found.tokens == 512 * len(found.pages)

@@ -16,7 +16,7 @@ from agentcache.errors import BlobError, ConfigError, StoreCorruptError, StoreEr
 from agentcache.private import default_path
 from agentcache.store.disk import folder as module
 from agentcache.store.disk.folder import Folder, default_key
-from tests.rows import FORK, forks
+from tests.index_rows import FORK, forks
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 

@@ -18,8 +18,8 @@ from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
-from tests.stocked import DEAD, ids, stock
-from tests.stored import SPEC, page
+from tests.stocked_store import DEAD, ids, stock
+from tests.stored_pages import SPEC, page
 
 PAGE = SPEC.page_bytes + 8192  # on disk, at most
 

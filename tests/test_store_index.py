@@ -20,7 +20,7 @@ from agentcache.store.disk.database import alone
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import CHILDREN, Index, Row
 from agentcache.store.keys import Ids, Role, Scope, as_ids, chain
-from tests.rows import DEAD, ME, SCOPE, kept, pages, raw, some
+from tests.index_rows import DEAD, ME, SCOPE, kept, pages, raw, some
 
 
 @pytest.fixture

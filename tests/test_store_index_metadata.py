@@ -21,7 +21,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
 from agentcache.store.tool_group import ToolGroup
-from tests.rows import DEAD, ME, SCOPE, forks, kept, pages, raw, run, some
+from tests.index_rows import DEAD, ME, SCOPE, forks, kept, pages, raw, run, some
 
 FOREIGN = "1.2.0123456789ab"
 OTHER = Scope("other", "fp", "")

@@ -30,7 +30,7 @@ from agentcache.store.page_prefetch import PagePrefetch, PageQuery, State
 from agentcache.store.policy import HUNG_MS, LEAST_TRUST_MS, LOOK_S, RETRY_S, Rate, WriteBudget, give_up, too_slow
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
-from tests import models, stored
+from tests import models, stored_pages
 from tests.engines import SYSTEM, chat, decode, engine, long_text, until
 
 MB = 1 << 20
@@ -201,7 +201,7 @@ def reader(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> tuple[threadi
 def shelf(tmp_path: Path, clock: list[float]) -> Iterator[Store]:
     """A store that has WANTED on disk, and reads a page in a millisecond."""
     store = Store(1 << 26, options=StoreOptions(tmp_path / "store"))
-    store.admit(Scope("tests", "weights"), WANTED, [stored.page(SHAPE), stored.page(SHAPE)], "n")
+    store.admit(Scope("tests", "weights"), WANTED, [stored_pages.page(SHAPE), stored_pages.page(SHAPE)], "n")
     assert store.flush()
     store.clear()
     assert store.disk
@@ -427,7 +427,7 @@ def tamper(model: Any, folder: Path, place: int) -> None:
     blob_io.read(disk.folder, row, page, tokens=row.tokens)
     page.values[-1, 0, 3, 0] += 1
     wrong = blob_io.write(disk.folder, row, page)
-    stored.path(disk.folder, wrong).replace(stored.path(disk.folder, row))
+    stored_pages.path(disk.folder, wrong).replace(stored_pages.path(disk.folder, row))
     disk.close()
 
 

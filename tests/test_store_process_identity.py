@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.store.disk import process_identity
-from tests.rows import forks, run
+from tests.index_rows import forks, run
 
 
 def sleeper() -> subprocess.Popen[bytes]:

@@ -14,7 +14,7 @@ from agentcache.errors import BlobError, StoreError
 from agentcache.kv import KVSpec, Page
 from agentcache.store.disk import blob_io, quantize
 from agentcache.store.disk.folder import Folder
-from tests.stored import SPEC, left, page, path, row
+from tests.stored_pages import SPEC, left, page, path, row
 
 ULP = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 FLOOR = {torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}  # below, rounding is absolute

@@ -16,7 +16,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import VERSION
 from agentcache.store.tool_group import ToolGroup
-from tests.rows import SCOPE, forks, kept, pages, raw, run, some
+from tests.index_rows import SCOPE, forks, kept, pages, raw, run, some
 
 GROUP = ToolGroup("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
 

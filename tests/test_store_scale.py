@@ -12,7 +12,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import COLUMNS
 from agentcache.store.keys import chain
-from tests.rows import ME, SCOPE, pages, raw, some
+from tests.index_rows import ME, SCOPE, pages, raw, some
 
 
 def fill(folder: Folder, count: int) -> None:

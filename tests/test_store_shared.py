@@ -18,7 +18,7 @@ from agentcache.store.disk import database
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.tool_group import ToolGroup
-from tests.rows import FORK, ME, SCOPE, forks, kept, pages, run, some
+from tests.index_rows import FORK, ME, SCOPE, forks, kept, pages, run, some
 
 GROUP = ToolGroup("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
 

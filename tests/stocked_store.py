@@ -17,7 +17,7 @@ from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Ids, Role, Scope, chain
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import PAGE_TOKENS
-from tests.stored import SPEC, fill, page, row, same
+from tests.stored_pages import SPEC, fill, page, row, same
 
 DEAD = f"1.1.{process_identity.token().rpartition('.')[2]}"  # pid 1 did not start then
 
