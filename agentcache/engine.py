@@ -54,6 +54,7 @@ from .types import (
     StoreOptions,
     Tool,
     ToolOrder,
+    check_name,
     check_reuse,
 )
 
@@ -275,6 +276,9 @@ class Engine:
         name is `name` and a digest, so that timed pins of one name stand beside each other.
         """
         self.check_open()
+        check_name("namespace", namespace)
+        if name is not None:
+            check_name("name", name)
         shown: dict[str, Any] = {"tools_order": tools_order, "template_kwargs": template_kwargs}
         if ttl_s is not None:
             asked_for = {"messages": messages, "tools": tools, "group": group, **shown}
@@ -311,6 +315,8 @@ class Engine:
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""
+        check_name("namespace", namespace)
+        check_name("name", name)
         return self._here and self._groups.release(namespace, name)
 
     @property

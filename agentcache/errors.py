@@ -35,6 +35,7 @@ way out.
 from __future__ import annotations
 
 import os
+import reprlib
 
 __all__ = [
     "AgentCacheError",
@@ -70,6 +71,18 @@ __all__ = [
 
 # What code of models, tokenizers and disks may raise. A fault must reach its own request, not the thread that serves the others.
 FAULTS = (Exception,)
+
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxdict, _short.maxlist = 3, 120, 120, 4, 4
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: repr(), at most 200 characters, whatever it is."""
+    try:
+        return _short.repr(value)[:200]
+    except (ValueError, RecursionError):  # a number too long to write
+        return f"<{type(value).__name__}>"
 
 
 class AgentCacheError(Exception):

@@ -14,7 +14,7 @@ from .store.deletion import Deletion
 from .store.keys import Scope, as_ids, chain
 from .store.store import Store
 from .store.tool_group import ToolGroup
-from .types import Layout, Reason
+from .types import Layout, Reason, check_name
 
 
 class ToolGroups:
@@ -32,6 +32,8 @@ class ToolGroups:
 
     def tools(self, namespace: str, name: str) -> tuple[str, ...]:
         """The recorded tool order of a group, of this or an earlier process."""
+        check_name("namespace", namespace)
+        check_name("group", name)
         if (namespace, name) in self._held:
             return self._held[namespace, name].tools
         kept = self._store.recorded(namespace, name, self._fingerprint.whole) if self._fingerprint else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, get_args
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
 Role = Literal["system", "user", "assistant", "tool"]
 ToolOrder = Literal["given", "sorted", "sticky"]
@@ -30,6 +30,12 @@ def check_reuse(reuse: Reuse) -> Reuse:
     if reuse not in get_args(Reuse):
         raise ConfigError(f"reuse={reuse!r}: must be one of {', '.join(map(repr, get_args(Reuse)))}")
     return reuse
+
+
+def check_name(setting: str, value: object) -> None:
+    """Refuse what cannot name a namespace or a tool group: ConfigError."""
+    if not isinstance(value, str) or any("\ud800" <= char <= "\udfff" for char in value):
+        raise ConfigError(f"{setting}={shown(value)}: must be a string that UTF-8 can write")
 
 
 PAGE_TOKENS = 512  # one page: the key block of the attention loop, one matrix product; here, so that it is known without torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long
 
 TURNS = chat(long_text(150), "North, four.", "And the tide? " + long_text(60, 1))
 ALICE = {"namespace": "alice", "sampling": decode(4)}
+NO_NAMES: list[Any] = [[], {}, 5, ["a"], "a\ud800", 10**5000]
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +141,36 @@ def test_nothing_is_forgotten_by_mistake(running: Engine) -> None:
         {"older_than": True},
         {"older_than": float("nan")},
         {"group": "a", "older_than": 1},
+        {"older_than": "1h"},
+        {"older_than": [1]},
+        *({name: value} for name in ("namespace", "group") for value in NO_NAMES),
+        *({"namespace": value, "older_than": 0} for value in NO_NAMES),
     ]
+    running.generate(TURNS, **ALICE)
+    pages = len(running.store)
     for options in wrong:
-        with pytest.raises(ConfigError, match="forget|older_than"):
+        with pytest.raises(ConfigError, match=r"forget|older_than=|(namespace|group)=.* a string"):
             running.forget(**options)
+    assert len(running.store) == pages
     running.close()
     with pytest.raises(EngineClosedError):
         running.forget(namespace="alice")
+
+
+@pytest.mark.parametrize("value", NO_NAMES, ids=lambda value: type(value).__name__)
+def test_what_cannot_name_a_group_or_a_namespace_is_refused_by_name(running: Engine, value: Any) -> None:
+    asked: list[tuple[str, Callable[[], Any]]] = [
+        ("group", lambda: running.generate(TURNS, group=value, sampling=decode(1))),
+        ("namespace", lambda: running.generate(TURNS, namespace=value, sampling=decode(1))),
+        ("namespace", lambda: running.generate(TURNS, namespace=value, group="a", sampling=decode(1))),
+        ("name", lambda: running.warm(SYSTEM, name=value)),
+        ("namespace", lambda: running.pin(TURNS, namespace=value, ttl_s=1.0)),
+        ("name", lambda: running.release(value)),
+        ("namespace", lambda: running.release("a", namespace=value)),
+    ]
+    for setting, ask in asked:
+        with pytest.raises(ConfigError, match=f"^{setting}=.*: must be a string"):
+            ask()
 
 
 def test_what_another_group_has_pinned_of_a_page_stays_and_no_more(running: Engine) -> None:
@@ -362,7 +386,7 @@ def test_no_text_of_a_forgotten_namespace_stays_in_the_process(model: Any, tmp_p
     options = {"chat_template": TOOL_TEMPLATES["chatml"], "store": store and tmp_path / store}
     with engine(model=model, **options) as running:
         for word in ("one", "two"):
-            running.generate(*secrets(word), constraint=Constraint(tool_choice="any"), **ALICE)
+            running.generate(*secrets(word), constraint=Constraint(tool_choice="any"), namespace="alice", sampling=decode(120))
         spent = running.renderer.render(*secrets("three"), namespace="bob").tokenised_chars
         running.flush()
         assert remembered(running), "it is found where it is"

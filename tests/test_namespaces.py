@@ -104,7 +104,7 @@ def test_nothing_that_another_namespace_sent_is_worked_out_already(monkeypatch: 
             turns = chat(f"{salt}?", system=f"{SYSTEM}{salt} {volatile(salt)}")
             tools = [{**tool, "function": {**tool["function"], "description": salt}} for tool in TOOLS]
             constraint = Constraint("none", schema={"type": "object", "properties": {salt: {"type": "integer"}}})
-            running.stream(turns, tools, namespace=namespace, constraint=constraint, sampling=decode(1)).close()
+            running.stream(turns, tools, namespace=namespace, constraint=constraint, sampling=decode(32)).close()
             return Counter(done)
 
         work("other", "gale")  # what is found out once per engine

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
+
+from ..errors import shown
 
 LEVELS = 128  # of lists and objects in each other: schemas have some ten, and what reads them recurses
 DIGITS = 4_000  # of a whole number: Python writes no longer ones
 _BITS = int(DIGITS * 3.3)
 _PLACE = 160  # characters of a place that an error shows
-
-_short = reprlib.Repr()
-_short.maxlevel, _short.maxstring, _short.maxother, _short.maxdict, _short.maxlist = 3, 120, 120, 4, 4
-
-
-def shown(value: object) -> str:
-    """A value as an error shows it: repr(), at most 200 characters, whatever it is."""
-    try:
-        return _short.repr(value)[:200]
-    except (ValueError, RecursionError):  # a number too long to write
-        return f"<{type(value).__name__}>"
 
 
 def fault(value: Any, place: str) -> str | None:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import MessageError
+from ..errors import MessageError, shown
 from ..types import Message, ToolCall
-from .json_values import fault, shown
+from .json_values import fault
 
 ROLES = ("system", "user", "assistant", "tool")
 Plain = dict[str, Any]

@@ -17,11 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ConfigError, MessageError, TemplateError
+from ..errors import ConfigError, MessageError, TemplateError, shown
 from ..namespace_lru import Covering, NamespaceLRU
-from ..types import Layout, LayoutOptions, Message, Rendering, Span, Tool, ToolOrder
+from ..types import Layout, LayoutOptions, Message, Rendering, Span, Tool, ToolOrder, check_name
 from .declared import Declarations, brought, read_rules
-from .json_values import shown
 from .memory import Generated, Kept, Memory, chain, link
 from .opening import cut, opening
 from .plain import check_list
@@ -346,8 +345,7 @@ class _Frame:
 
 
 def _check_options(rendering: str, order: str, namespace: str) -> None:
-    if not isinstance(namespace, str):
-        raise ConfigError(f"namespace={shown(namespace)}: must be a string")
+    check_name("namespace", namespace)
     if rendering not in ("canonical", "stock"):
         raise ConfigError(f"rendering={rendering!r}: must be 'canonical' or 'stock'")
     if order not in ("given", "sorted", "sticky"):

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, TemplateError
+from ..errors import ConfigError, TemplateError, shown
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Message, Rendering, Tool, ToolOrder
 from .canonical import ABSENT, Canon, Turn, digest_of
-from .json_values import shown
 from .memory import chain
 from .plain import Plain, plain_messages
 from .schemas import canonical_tools, check_values, order_tools, plain_tools, said, tool_name

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import ToolSchemaError
+from ..errors import ToolSchemaError, shown
 from ..types import Tool, ToolOrder
 from .canonical import mapped
-from .json_values import fault, shown
+from .json_values import fault
 from .plain import Plain
 
 

@@ -16,9 +16,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Protocol
 
-from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
+from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning, shown
 from ..kv import Page
-from ..types import Forgotten, Grade, Reason, StoreOptions
+from ..types import Forgotten, Grade, Reason, StoreOptions, check_name
 from .admin.prune import prune
 from .deletion import Deletion, Deletions, Moment
 from .disk.disk_tier import DiskTier
@@ -253,8 +253,12 @@ class Store:
         """
         if namespace is None and group is None and older_than is None:
             raise ConfigError("forget(): name what is to be forgotten: namespace=, group= or older_than= (0 for everything)")
-        if older_than is not None and (group is not None or isinstance(older_than, bool) or not 0 <= older_than < math.inf):
-            raise ConfigError(f"older_than={older_than!r}: must be seconds, at least 0, and no group beside it")
+        for setting, value in (("namespace", namespace), ("group", group)):
+            if value is not None:
+                check_name(setting, value)
+        number = isinstance(older_than, (int, float)) and not isinstance(older_than, bool)
+        if older_than is not None and (group is not None or not number or not 0 <= older_than < math.inf):
+            raise ConfigError(f"older_than={shown(older_than)}: must be seconds as a number, at least 0, and no group beside it")
         namespace = "default" if group is not None and namespace is None else namespace
         known = {(one.name, one.namespace, one.fingerprint): one for one in (*(self.disk.index.groups() if self.disk else ()), *held)}
         named = [one for one in known.values() if (one.namespace, one.name) == (namespace, group)]
