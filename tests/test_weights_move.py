@@ -315,6 +315,42 @@ def test_weights_that_never_rest_while_they_are_hashed_end_reuse_by_name(monkeyp
         assert len(done.ids) == 3
 
 
+@contextmanager
+def amid(monkeypatch: pytest.MonkeyPatch, first: Callable[[], Any], then: Callable[[], Any]) -> Iterator[None]:
+    """Act once as the first layer of one forward attends, and once two layers later, as another thread could."""
+    inner, calls = steps.mix, 0
+
+    def mix(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 3):
+            (first if calls == 1 else then)()
+        return inner(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "mix", mix)
+        yield
+
+
+@pytest.mark.parametrize("kind", ["adapter off", "adapter scaled", "a hook"])
+def test_a_change_that_is_taken_back_within_one_forward_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with changeable() as model, engine(model=model.wrapped, store=None) as running:
+        layer, handles = model.model.model.layers[1], list[Any]()
+        scaling = layer.self_attn.v_proj.scaling
+        first, then = {
+            "adapter off": (model.wrapped.base_model.disable_adapter_layers, model.wrapped.base_model.enable_adapter_layers),
+            "adapter scaled": (lambda: scaling.update(one=scaling["one"] * 5), lambda: scaling.update(one=scaling["one"] / 5)),
+            "a hook": (lambda: handles.append(layer.mlp.register_forward_hook(lambda m, i, out: out * 3)), lambda: handles[0].remove()),
+        }[kind]
+        running.generate("The wind turns.", sampling=decode(1))
+        with amid(monkeypatch, first, then):
+            done = running.generate(SHORT, sampling=decode(1))
+        assert any("begun anew" in note for note in done.receipt.notes)
+        (ids, logits), (expected, wanted) = answer(running, SHORT), answer(running, SHORT, "off")
+        assert ids == expected
+        assert torch.equal(logits, wanted), "pages of two models were kept"
+
+
 def test_a_prompt_of_two_models_is_never_answered() -> None:
     """Hooks come onto two layers while the prompt is filled, one of them computed already; the answer has one token."""
     model, handles, armed = models.build("llama"), [], False

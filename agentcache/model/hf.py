@@ -53,6 +53,8 @@ def _register(before: str) -> None:
         if batch is None:
             return _stock_attention(eager, module)(module, query, key, value, mask, **kw)
         _running.layers += 1
+        if _running.token is not None:
+            _running.token.glance_layer(module.layer_idx)
         scale = kw.get("scaling") or query.shape[-1] ** -0.5
         q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
         return steps.mix(batch, module.layer_idx, q, k, v, scale, kw.get("sliding_window") or 0)[None], None
@@ -212,9 +214,11 @@ class HFModel:
         if later or layers is not None:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
-        _running.tables, _running.layers = tables, 0
+        token = self.fingerprint.token if self.fingerprint is not None else None
+        _running.tables, _running.layers, _running.token = tables, 0, token
+        head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
-            with RowPureLinear(batch.numerics.kernel, getattr(self.model.get_output_embeddings(), "weight", None)):
+            with RowPureLinear(batch.numerics.kernel, head, token.glance if token is not None else None):
                 logits = self._generic(ids, positions, batch, wanted)
         finally:
             _running.tables = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -129,15 +129,20 @@ def by_itself(kernel: Kernel, weight: torch.Tensor, rows: int) -> bool:
 
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):
-    """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel. head: the weight of the model's."""
+    """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel. head: the weight of the model's.
 
-    def __init__(self, kernel: Kernel, head: torch.Tensor | None = None) -> None:
+    glance: called with the weight of each product.
+    """
+
+    def __init__(self, kernel: Kernel, head: torch.Tensor | None = None, glance: Callable[[torch.Tensor], None] | None = None) -> None:
         super().__init__()
-        self.kernel, self.head = kernel, head
+        self.kernel, self.head, self.glance = kernel, head, glance
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
             given = dict(zip(("x", "weight", "bias"), args)) | {"x" if name == "input" else name: v for name, v in (kwargs or {}).items()}
+            if self.glance is not None:
+                self.glance(given["weight"])
             return linear(self.kernel, **given, head=given["weight"] is self.head)
         return func(*args, **(kwargs or {}))
 
