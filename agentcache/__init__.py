@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .shared_engines import EngineLease
     from .store.tool_group import ToolGroup
 
-from . import embedded, errors
+from . import embedded, errors, foreign_settings
 from .types import (
     Constraint,
     Forgotten,
@@ -88,6 +88,7 @@ __all__ = [
     "__version__",
     "embedded",
     "errors",
+    "foreign_settings",
     "volatile",
 ]
 

@@ -32,7 +32,7 @@ def test_public_names() -> None:
     names = (
         "Calibration Chunk Completion Constraint Delta Engine EngineLease Forgotten InvalidCall Layout LayoutOptions Logprob Message "
         "MissWarnings Missed ModelFacts Move Reason Receipt Recorder Refusal Sampling Span StoreOptions Stream Tool ToolCall ToolGroup "
-        "__version__ embedded errors volatile"
+        "__version__ embedded errors foreign_settings volatile"
     )
     assert agentcache.__all__ == names.split()
     assert dir(agentcache) == sorted(agentcache.__all__)

@@ -7,24 +7,23 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from agentcache import foreign_settings
+
 from ._told import tell_once
 
 # Words of ChatOllama, OllamaLLM, ChatHuggingFace, HuggingFacePipeline, ChatOpenAI and transformers with the same meaning here.
 SAME = {
+    **foreign_settings.SAME,
     "model_name": "model",
     "model_id": "model",
     "repo_id": "model",
-    "num_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "max_length": "num_ctx",  # prompt and completion together
     "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
     "stop_sequence": "stop",
     "stop_strings": "stop",
     "timeout_s": "timeout",
     "request_timeout": "timeout",
-    "torch_dtype": "dtype",
     "hf_token": "token",
     "huggingfacehub_api_token": "token",
 }
@@ -109,24 +108,22 @@ def _sampled(out: dict[str, Any], standing: Mapping[str, Any]) -> None:
         case True:
             if (said := out.get("temperature")) is not None and not said:
                 raise ValueError(f"do_sample=True and temperature={said!r}: 0 is greedy; give a positive one, or do_sample=False")
-            out["temperature"] = said or standing.get("temperature") or 1.0
+            out["temperature"] = said or standing.get("temperature") or foreign_settings.DO_SAMPLE["temperature"]
             if out.get("top_k") is None:
-                out["top_k"] = 50 if standing.get("top_k") is None else standing["top_k"]
+                out["top_k"] = foreign_settings.DO_SAMPLE["top_k"] if standing.get("top_k") is None else standing["top_k"]
         case False:
             out["temperature"] = 0.0
 
 
 def _placed(out: dict[str, Any]) -> None:
     """`device_map` and numbered devices as a device."""
-    place = out.pop("device_map", None)
-    if isinstance(place, Mapping) and set(place) == {""}:
-        place = place[""]
-    if isinstance(place, (str, int)) and place not in ("auto", "balanced", "balanced_low_0", "sequential"):
+    place = foreign_settings.device_of(out.pop("device_map", None))
+    if place == "auto":
+        raise ValueError("device_map='auto': the weights lie on one device; say device='cuda', or device='cpu'")
+    if place is not None:
         out.setdefault("device", place)
-    elif place is not None:
-        raise ValueError(f"device_map={place!r:.100}: the weights lie on one device; say device='cuda', or device='cpu'")
-    if type(number := out.get("device")) is int:
-        out["device"] = "cpu" if number < 0 else f"cuda:{number}"
+    if type(out.get("device")) is int:
+        out["device"] = foreign_settings.device_of(out["device"])
 
 
 def _hint(name: str, known: Collection[str]) -> str:

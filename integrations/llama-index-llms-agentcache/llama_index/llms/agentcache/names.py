@@ -10,20 +10,13 @@ from typing import Any
 
 from llama_index.core.bridge.pydantic import BaseModel
 
+from agentcache import foreign_settings
 from agentcache.errors import ConfigError
 
 from .structured import schema_of
 
 _UNSET: tuple[Any, ...] = (None, False, "", [], {}, "{query_str}")  # what stands there by default
-SAMPLED = {"temperature": 1.0, "top_k": 50}  # what transformers' do_sample=True means where these are not given
-
-SAME = {
-    "max_new_tokens": "max_tokens",
-    "num_output": "max_tokens",
-    "num_predict": "max_tokens",
-    "stop_sequences": "stop",
-    "torch_dtype": "dtype",
-}
+SAME = {**foreign_settings.SAME, "num_output": "max_tokens"}
 LOAD = "load the model yourself, with from_pretrained(...), and give it as model= with its tokenizer="
 NO_SERVER = "nothing: the model runs in this process, and no server is asked"
 INSTEAD = {
@@ -60,7 +53,7 @@ def said(given: Mapping[str, Any]) -> dict[str, Any]:
     if (sample := given.get("do_sample")) is not None:
         if not isinstance(sample, bool):
             raise ConfigError(f"do_sample={sample!r:.100}: must be True or False")
-        out = {**SAMPLED, **out} if sample else {**out, "temperature": 0.0}
+        out = {**foreign_settings.DO_SAMPLE, **out} if sample else {**out, "temperature": 0.0}
     return out
 
 

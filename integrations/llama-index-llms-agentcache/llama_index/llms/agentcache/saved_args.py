@@ -10,7 +10,7 @@ from typing import Any
 
 from llama_index.core.bridge.pydantic import ValidationError
 
-from agentcache import Engine
+from agentcache import Engine, foreign_settings
 from agentcache.errors import ConfigError
 
 from .names import joined, mapping, said
@@ -71,16 +71,12 @@ def renamed(model: Any, given: Mapping[str, Any], fields: Collection[str]) -> tu
 
 def _device(asked: Any) -> dict[str, Any]:
     """The one device that a device_map names, as far as it does."""
-    place = asked[""] if isinstance(asked, Mapping) and set(asked) == {""} else asked
-    if place is None or place == "auto":  # from_pretrained's "auto" takes the GPU where there is one
+    place = foreign_settings.device_of(asked)
+    if place == "auto":  # from_pretrained's takes the GPU where there is one
         import torch
 
-        return {"device": "cuda"} if place == "auto" and torch.cuda.is_available() else {}
-    if isinstance(place, int) and not isinstance(place, bool):
-        return {"device": f"cuda:{place}"}
-    if isinstance(place, Mapping) or str(place) in ("balanced", "balanced_low_0", "sequential"):
-        raise ConfigError(f"device_map={asked!r:.200}: the weights must be on one device; give device='cuda:0' or another one")
-    return {"device": str(place)}
+        place = "cuda" if torch.cuda.is_available() else None
+    return {} if place is None else {"device": place}
 
 
 def saved_args(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, Any]) -> SavedArgs:

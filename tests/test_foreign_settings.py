@@ -1,0 +1,31 @@
+"""Settings of other packages: the device that a device_map names."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from agentcache import Engine, Sampling, foreign_settings
+from agentcache.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("place", "device"),
+    [(None, None), ("auto", "auto"), ("cuda:1", "cuda:1"), (0, "cuda:0"), (-1, "cpu"), ({"": 1}, "cuda:1"), ({"": "cpu"}, "cpu")],
+)
+def test_one_device(place: Any, device: str | None) -> None:
+    assert foreign_settings.device_of(place) == device
+
+
+@pytest.mark.parametrize("place", ["balanced", "sequential", {"lm_head": 0}, {"": 0, "lm_head": 1}, {}, True])
+def test_several_devices_are_refused(place: Any) -> None:
+    with pytest.raises(ConfigError, match="device_map=.*: the weights lie on one device; say device="):
+        foreign_settings.device_of(place)
+
+
+def test_every_name_is_a_setting_here() -> None:
+    known = {field.name for field in fields(Sampling)} | set(Engine.__init__.__annotations__)
+    assert {*foreign_settings.SAME.values(), *foreign_settings.DO_SAMPLE} <= known
+    assert not known & foreign_settings.SAME.keys()

@@ -1,0 +1,59 @@
+"""ModelFacts: what is known of a model from its files, or from a running engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from agentcache import Engine, ModelFacts, embedded
+from agentcache.layout import rendering
+from agentcache.toy import CHAT_TEMPLATE
+from tests.chat_templates import CHATML
+
+NO_TOOLS = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+
+
+def test_of_a_folder_and_of_its_engine(model_folder: Path) -> None:
+    found = ModelFacts.of_files(str(model_folder))
+    assert found.context_tokens == json.loads((model_folder / "config.json").read_text())["max_position_embeddings"]
+    assert (found.reasoning, found.tool_calling) == (False, True)
+    with Engine(str(model_folder), store=None) as engine:
+        assert ModelFacts.of_engine(engine) == found
+        assert ModelFacts.of_engine(engine, chat_template=NO_TOOLS).tool_calling is False
+
+
+def test_of_a_chat_template_that_is_given(model_folder: Path) -> None:
+    of = lambda template: ModelFacts.of_files(str(model_folder), chat_template=template)  # noqa: E731
+    assert of(NO_TOOLS).tool_calling is False
+    assert of(CHAT_TEMPLATE + "{%- if enable_thinking is defined %}{{- '<think>' }}{%- endif %}").reasoning is True
+    assert of(CHATML).later_system is True
+    assert of("{% for %}").tool_calling is False, "it shows nothing"
+
+
+def test_of_a_chat_template_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "LIMIT_S", 0.05)
+    loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    assert ModelFacts.of_files("", chat_template=loops) == ModelFacts(reasoning=False), "it cannot be tried out"
+
+
+def test_a_response_template_with_a_place_for_thoughts(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "copy")
+    config = tmp_path / "copy" / "tokenizer_config.json"
+    said = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**said, "response_template": {"fields": {"thinking": {"open": "<|a|>", "close": "<|b|>"}}}}))
+    assert ModelFacts.of_files(str(tmp_path / "copy")).reasoning is True
+    config.write_text("{broken")
+    assert ModelFacts.of_files(str(tmp_path / "copy")).context_tokens == ModelFacts.of_files(str(model_folder)).context_tokens
+
+
+@pytest.mark.parametrize("name", ["", "nobody/has-this", "no such name"])
+def test_what_is_not_here_is_unknown(name: str) -> None:
+    assert ModelFacts.of_files(name) == ModelFacts()
+
+
+def test_of_the_embedded_model() -> None:
+    found = ModelFacts.of_files(embedded.NAME)
+    assert (found.context_tokens, found.tool_calling) == (8192, True)
