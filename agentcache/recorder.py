@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,17 @@ class Recorder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
+        self._file: int | None = None
         try:
-            self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            self._regular = stat.S_ISREG(os.fstat(self._file).st_mode)
+            if self._regular:  # one that was there may be open to others
+                os.fchmod(self._file, 0o600)
         except OSError as error:
-            raise ConfigError(f"Recorder({str(path)!r}): {error.strerror or error}; name a file in a folder that may be written") from error
+            self.close()
+            raise ConfigError(
+                f"Recorder({str(path)!r}): {error.strerror or error}; name a file of your own, in a folder that may be written"
+            ) from error
 
     def record(
         self,
@@ -69,6 +77,9 @@ class Recorder:
 
     def _append(self, line: bytes) -> None:
         with self._lock:
+            if self._file is not None and self._regular and (size := os.fstat(self._file).st_size):
+                if os.pread(self._file, 1, size - 1) != b"\n":  # half a line, of a process that found the disk full
+                    line = b"\n" + line
             while line and self._file is not None:
                 line = line[os.write(self._file, line) :]
 

@@ -109,3 +109,47 @@ def test_what_cannot_be_written_fails_no_request(tmp_path: Path, monkeypatch: py
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
     with pytest.raises(ConfigError, match="nowhere"):
         Recorder(tmp_path / "nowhere" / "log.jsonl")
+
+
+def test_a_request_begins_a_line_after_half_a_line_that_a_full_disk_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, write = tmp_path / "log.jsonl", os.write
+    with Recorder(file) as full, Recorder(file) as running:
+        full.record("first")
+
+        def half(fd: int, content: bytes) -> int:
+            monkeypatch.setattr(os, "write", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            return write(fd, content[:20])
+
+        monkeypatch.setattr(os, "write", half)
+        with pytest.warns(StoreWarning, match="No space left"):
+            full.record("second")
+        monkeypatch.undo()
+        running.record("third")
+    with Recorder(file) as later:
+        later.record("fourth")
+    lines = file.read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in (lines[0], *lines[2:])] == ["first", "third", "fourth"]
+    assert len(lines[1]) == 20
+    assert len(lint(file).problems) == 1, "what is lost is the request that met the full disk"
+
+
+def test_a_file_that_was_there_is_closed_to_others(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.touch()
+    file.chmod(0o644)
+    with Recorder(file) as recorder:
+        recorder.record("a secret")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with Recorder(os.devnull) as nowhere:
+        nowhere.record("a secret")
+
+
+def test_a_file_that_cannot_be_closed_to_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, mode: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="not permitted; name a file of your own"):
+        Recorder(tmp_path / "log.jsonl")
+    assert len(os.listdir("/proc/self/fd")) == before
