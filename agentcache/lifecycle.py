@@ -240,8 +240,13 @@ class Lifecycle:
         if asked.on_logits is not None:
             asked.on_logits(logits)
         if masked is None:
-            return "length" if guide and guide.cut else "stop"
+            return "stop"
         token = decoding.forced.popleft() if decoding.forced else decoding.sampler(masked, running.ids.all)
+        if guide and not guide.fits(token):
+            masked = guide.narrow(logits, token)
+            if masked is None:
+                return "length"
+            token = decoding.sampler(masked, running.ids.all)
         if guide and (wrong := guide.accept(token)):
             return GenerationError(f"the constraint cannot be followed behind token {len(running.ids)}: {wrong}; simplify it")
         running.filled = True

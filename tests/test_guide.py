@@ -39,9 +39,15 @@ def written(made: Grammars, guide: Guide, max_tokens: int, seed: int = 0, likes:
     for token in made.tokenizer(likes, add_special_tokens=False)["input_ids"]:
         bias[token] = 20.0
     while len(ids) < max_tokens and not guide.over and (masked := guide.mask(bias)) is not None:
-        ids.append(int(torch.multinomial(torch.softmax(masked, -1), 1, generator=generator)))
-        assert guide.accept(ids[-1]) == ""
-    if ids[-1] == made.tokenizer.eos_token_id:
+        token = int(torch.multinomial(torch.softmax(masked, -1), 1, generator=generator))
+        if not guide.fits(token):
+            masked = guide.narrow(bias, token)
+            if masked is None:
+                break
+            token = int(torch.multinomial(torch.softmax(masked, -1), 1, generator=generator))
+        ids.append(token)
+        assert guide.accept(token) == ""
+    if ids and ids[-1] == made.tokenizer.eos_token_id:
         ids.pop()
     text = str(made.tokenizer.decode(ids))
     assert guide.accepting or guide.cut, text
@@ -103,7 +109,11 @@ def test_a_number_is_whole_or_cut() -> None:
         guide = made.guide(constraint, [], "", max_tokens=least + room)
         rest, text = '{"n": 1250}', ""
         while not guide.over:
-            masked = guide.mask(torch.tensor([9.0 if piece and rest.startswith(piece) else 0.0 for piece in pieces]))
+            likes = torch.tensor([9.0 if piece and rest.startswith(piece) else 0.0 for piece in pieces])
+            masked = guide.mask(likes)
+            assert masked is not None
+            if not guide.fits(int(masked.argmax())):
+                masked = guide.narrow(likes, int(masked.argmax()))
             if masked is None:
                 break
             piece = pieces[int(masked.argmax())]
@@ -124,6 +134,17 @@ def test_lists_and_recursion_take_no_further_part() -> None:
             guide = made.guide(Constraint(schema=schema), [], "", max_tokens=max_tokens)
             jsonschema.validate(json.loads(written(made, guide, max_tokens, likes=likes)), schema)
             assert not guide.cut
+
+
+def test_what_fits_is_drawn_as_ever() -> None:
+    """All tokens after which an ending fits may be drawn, however unlikely."""
+    made, names = grammars(), [f"{letter}{letter}" for letter in "abcdefghijkl"]
+    constraint, drawn = Constraint(schema=thing(kind={"enum": names})), set()
+    for seed in range(80):
+        guide = made.guide(constraint, [], "", max_tokens=30)
+        drawn.add(json.loads(written(made, guide, 30, seed))["kind"])
+        assert not guide.shortened
+    assert drawn == set(names)
 
 
 def test_a_thought_leaves_half_of_the_tokens() -> None:

@@ -28,7 +28,7 @@ Bits = npt.NDArray[np.bool_]
 TEXT = 8  # tokens that each value still to be written may have when the end is near
 DIGITS = 24  # the longest number: as long as the longest double and the longest integer of 64 bits can be
 REPEATED = 12  # digits of a number that say nothing new
-LIKELY = 6  # next tokens of which each is looked at when the end is near
+LIKELY = 8  # next tokens that are looked at where the one that was drawn does not fit
 LONGEST = 4096  # tokens of an ending
 TURNS = 3  # tries to find one
 FEW = 16  # bytes that may come next after a value: its digits, a separator, a closer
@@ -193,6 +193,9 @@ class Guide:
         self._free = 0  # tokens of the free text that is being written
         self._met = Counter[int]()  # how often the same tokens might come next within a value
         self._number = b""  # the number that is being written
+        self._allowed: Bits = np.zeros(0, dtype=bool)
+        self._near_the_end: Ending | None = None  # the ending that fits, where the next token may be one after which none does
+        self._in_number = False
 
     @property
     def over(self) -> bool:
@@ -205,14 +208,42 @@ class Guide:
         return bool(self._matcher.is_accepting() or self._matcher.is_stopped())
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Logits [vocab] with those of other tokens at minus infinity; None if the completion can only end, or is cut."""
+        """Logits [vocab] with those of other tokens at minus infinity; None if the completion can only end."""
         allowed = self._vocabulary.allowed(self._matcher)
         if not allowed[: self._vocab].any():
             return None
+        self._near_the_end = None
         self._bound(allowed, logits)
-        if self.cut:
-            return None
-        return logits.masked_fill(~torch.from_numpy(allowed[: self._vocab]).to(logits.device), float("-inf"))
+        self._allowed = allowed
+        return self._masked(logits)
+
+    def fits(self, token: int) -> bool:
+        """Whether an ending fits after this token, with room for the values that it leaves."""
+        if self._near_the_end is None:
+            return True
+        found = self._after(token, *self._near_the_end)
+        if found is None:
+            return False
+        self._endings[token] = found
+        return (self._in_number and bool(self._vocabulary.numeric[token])) or len(found[0]) + found[1] < self._left
+
+    def narrow(self, logits: torch.Tensor, refused: int) -> torch.Tensor | None:
+        """The mask without a token that does not fit: of the likeliest others those that do. None if the completion is cut."""
+        assert self._near_the_end is not None
+        ending = self._near_the_end[0]
+        likely = _likeliest(self._allowed, logits, LIKELY)
+        roomy = [token for token in likely if self.fits(token)]
+        fitting = roomy or list(self._endings) or ending[:1]
+        if ending and fitting == ending[:1] and refused not in self._endings:
+            self.cut = self._in_number or ending[0] not in self._vocabulary.closing
+        if ending:
+            self._endings.setdefault(ending[0], (ending[1:], self._near_the_end[1]))
+        _only(self._allowed, fitting)
+        self.shortened |= refused not in fitting
+        return None if self.cut else self._masked(logits)
+
+    def _masked(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.masked_fill(~torch.from_numpy(self._allowed[: self._vocab]).to(logits.device), float("-inf"))
 
     def accept(self, token: int) -> str:
         """Note the token that was chosen; what went wrong, if something did."""
@@ -258,7 +289,26 @@ class Guide:
         if in_text and ending[0] and self._free > TEXT and self._leave(self._vocabulary.exits, allowed):
             self.shortened = True
             return
-        self._narrow(allowed, logits, *ending, near=spare <= TEXT)
+        self._near_the_end, self._in_number = ending, bool(self._number) and self._vocabulary.goes_on_as_number(allowed)
+        if spare <= TEXT:
+            best = _likeliest(allowed, logits, 1)[0]
+            self._go_no_further(allowed, ending[0])
+            self.shortened |= not allowed[best]
+
+    def _go_no_further(self, allowed: Bits, ending: list[int]) -> None:
+        """Take away what calls, numbers, patterns, lists and objects would go on with."""
+        vocabulary = self._vocabulary
+        if self._in_number:
+            if _repeats(self._number):
+                self._end_number(allowed)
+            elif (allowed & vocabulary.closers).any():
+                allowed &= ~vocabulary.separators
+        elif self._calls and not ending and (allowed & vocabulary.closes).any():
+            allowed &= vocabulary.closes
+        elif self._met[hash(allowed.tobytes())] > TEXT:
+            self._progress(allowed)
+        elif (allowed & vocabulary.closers).any():
+            allowed &= ~vocabulary.separators
 
     def _end_number(self, allowed: Bits) -> None:
         """No more digits, or only such with which the number may end."""
@@ -288,30 +338,6 @@ class Guide:
             rest, room = self._vocabulary.ending(after) or ([], 0)
             self._endings = {literal[0]: (literal[1:] + rest, room)}
         return bool(literal)
-
-    def _narrow(self, allowed: Bits, logits: torch.Tensor, ending: list[int], room: int, near: bool) -> None:
-        """Of the likeliest tokens those after which an ending fits. near: without what lists, objects, and patterns would go on with."""
-        best = int(_likeliest(allowed, logits, 1)[0])
-        in_number = bool(self._number) and self._vocabulary.goes_on_as_number(allowed)
-        if near and self._calls and not ending and not in_number and (allowed & self._vocabulary.closes).any():
-            allowed &= self._vocabulary.closes
-        elif near and in_number and _repeats(self._number):
-            self._end_number(allowed)
-        elif near and not in_number and self._met[hash(allowed.tobytes())] > TEXT:
-            self._progress(allowed)
-        elif near and (allowed & self._vocabulary.closers).any():
-            allowed &= ~self._vocabulary.separators
-        likely = _likeliest(allowed, logits, LIKELY)
-        self._endings = {token: found for token in likely if (found := self._after(token, ending, room))}
-        digits = self._vocabulary.numeric if in_number else np.zeros_like(allowed)
-        roomy = [token for token, (rest, room) in self._endings.items() if digits[token] or len(rest) + room < self._left]
-        fitting = roomy or list(self._endings) or ending[:1]
-        _only(allowed, fitting or likely)
-        self.shortened |= not allowed[best]
-        if fitting == ending[:1] and likely[0] not in self._endings:
-            self.cut |= in_number or ending[0] not in self._vocabulary.closing
-        if ending:
-            self._endings.setdefault(ending[0], (ending[1:], room))
 
     def _after(self, token: int, ending: list[int], room: int) -> Ending | None:
         """An ending that fits after this token: the same or its rest, where that is one, else another."""
