@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,17 @@ def test_what_others_may_write_is_refused_and_said(place: Path, process: Process
     product()
     assert len(compiled) == 1
     assert sorted(place.iterdir()) == before
+
+
+def test_where_warnings_are_errors_a_refused_folder_costs_a_compilation(place: Path, process: Process) -> None:
+    process()
+    product()
+    os.chmod(place.parent, 0o755)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StoreWarning)
+        _, compiled = process()
+    product()
+    assert len(compiled) == 1
 
 
 def test_a_folder_that_cannot_be_made_costs_a_compilation(tmp_path: Path, process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,20 @@ def test_what_no_row_names_takes_room(tmp_path: Path, suffix: str) -> None:
     assert others.exists()
     assert store.disk is not None
     assert 0 < store.disk.index.total()[1] <= 3 * PAGE
+    store.close()
+
+
+def test_files_that_leave_no_room_for_a_page_are_told(tmp_path: Path) -> None:
+    options = StoreOptions(tmp_path / "store", disk_bytes=2 * PAGE)
+    folder = Folder.open(options.folder)
+    Index(folder).close()
+    left = leave(folder, process_identity.token(), 3 * PAGE, blob_files.PART)
+    store = Store(1 << 26, options=options)
+    admit(store, 0)
+    store.flush()
+    assert store.disk is not None
+    said = rf"disk_bytes={2 * PAGE}: one page takes \d+ bytes, files that no row of the index names take {left.stat().st_size}"
+    assert re.fullmatch(said, store.disk.writer.failure)
     store.close()
 
 

@@ -39,7 +39,8 @@ class Objects:
         try:
             self._open(store.absolute())
         except StorePermissionError as error:
-            warnings.warn(f"compiled code is not kept on disk: {error}", StoreWarning, stacklevel=2)
+            with suppress(StoreWarning):  # an error where warnings are errors: the engine computes all the same
+                warnings.warn(f"compiled code is not kept on disk: {error}", StoreWarning, stacklevel=2)
         except OSError:  # nowhere to write: compiled again in each process
             return
 

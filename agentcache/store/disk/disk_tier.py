@@ -274,7 +274,8 @@ class DiskTier:
         if used + need <= budget:
             return True
         if need > budget:
-            self.writer.failure = f"{full}: one page takes {need} bytes"
+            left = f", files that no row of the index names take {self._unnamed_bytes}" if self._unnamed_bytes else ""
+            self.writer.failure = f"{full}: one page takes {need} bytes{left}"
             return False
         self.writer.tell_uses()  # else what was used a moment ago may look old
         above: set[int] = set()
