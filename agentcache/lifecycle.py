@@ -343,3 +343,4 @@ class Lifecycle:
             running.prefetch.close()
         if running.approximation is not None:
             running.approximation.close()
+            running.approximation = None  # it knows the request, and pages: neither is to wait for a collection of garbage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
@@ -19,6 +20,7 @@ from agentcache.approximate.drift_monitor import divergence
 from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import Sequence
 from agentcache.model.hf import HFModel
+from agentcache.request import Running
 from agentcache.runner import Outcome, Runner, Work
 from agentcache.types import StoreOptions
 from tests import models
@@ -69,6 +71,18 @@ def test_sampling_for_truth_compares_no_more_than_the_exact_prefix(tmp_path: Pat
         assert until(lambda: running.scheduler.hit_audit.checked and not running.scheduler.hit_audit.pending)
         audit = running.scheduler.hit_audit
         assert (audit.checked, audit.wrong) == (receipt.cached_tokens - receipt.segment_tokens, 0)
+
+
+def test_an_answered_request_waits_for_no_collection_of_garbage() -> None:
+    with engine() as running:
+        running.generate(FIRST, sampling=GREEDY)
+        gc.collect()
+        gc.disable()
+        try:
+            assert running.generate(OTHER, sampling=GREEDY).receipt.segments
+            assert until(lambda: not any(type(one) is Running for one in gc.get_objects()), seconds=5)
+        finally:
+            gc.enable()
 
 
 # -- who may go on from what ---------------------------------------------------------------------------------------------
