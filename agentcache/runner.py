@@ -194,7 +194,9 @@ class Runner:
         here = token is not None and not token.adapters_moved()
         current = [w for w in work if not w.fingerprint or (here and w.fingerprint == known.known)]
         outcomes = {id(w): o for w, o in zip(current, self._pack(current), strict=True)}
-        if token is None or not here or known.token is not token or token.tensors_moved():
+        if not here or known.moved(token):
+            if any(w.fingerprint for w in current):
+                known.learn(lambda tokens: self.model.stock(torch.zeros(tokens, dtype=torch.long), None))
             for outcome in outcomes.values():
                 outcome.moved = True
         return [outcomes.get(id(w)) or Outcome(moved=True) for w in work]

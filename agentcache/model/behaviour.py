@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -139,8 +139,8 @@ def foreign_hooks(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
         yield from (hook for hook in list(hooks.values()) if not (getattr(hook, "__module__", None) or "").startswith(_OWN))
 
 
-def settings(module: torch.nn.Module) -> dict[str, Any]:
-    """The attributes of a module by which it may compute: no tensors, no children, no notes about loading."""
+def settings(module: torch.nn.Module, written: Collection[str] = ()) -> dict[str, Any]:
+    """The attributes of a module by which it may compute: no tensors, no children, no notes about loading, nothing of `written`."""
     own = module.__dict__
     if own.get("rope_type") in BY_LENGTH:
         return {}  # written by every call
@@ -148,18 +148,18 @@ def settings(module: torch.nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in list(own.items())
-        if name not in INTERNAL and name not in IRRELEVANT and not (library and name.startswith("_"))
+        if name not in INTERNAL and name not in IRRELEVANT and name not in written and not (library and name.startswith("_"))
         and not isinstance(value, (torch.Tensor, torch.nn.Module)) and not hasattr(value, "to_dict")
     }  # fmt: skip
 
 
-def traits(module: torch.nn.Module, names: Names, code: dict[type, str]) -> str:
-    """Everything but tensors by which one module computes, and the order of its children. code: of classes; grows."""
+def traits(module: torch.nn.Module, names: Names, code: dict[type, str], written: Collection[str] = ()) -> str:
+    """All but tensors, and but what it writes itself, by which one module computes; the order of its children. code: of classes; grows."""
     hooks = [f"{getattr(hook, '__qualname__', '')} {names.of(hook)}" for hook in foreign_hooks(module)]
     kind = type(module)
     if kind not in code:
         code[kind] = _code_of(kind, names)
-    return f"{code[kind]} {hooks} {list(module._modules)} {describe(settings(module), names)}"
+    return f"{code[kind]} {hooks} {list(module._modules)} {describe(settings(module, written), names)}"
 
 
 def _code_of(kind: type[torch.nn.Module], names: Names) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -21,7 +23,9 @@ from . import behaviour
 from .state_token import StateToken, tensors_of
 
 REVISION = "2"  # of our own attention and layer code: raise it when their bits change
-TRIES = 5  # of hashing weights that change while they are hashed
+TRIES = 5  # of hashing weights that change while they are hashed, and of learning what a forward writes
+REHEARSED = (1, 2, 3)  # tokens of the forwards that show it
+PAUSE_S = 0.05  # the most that is waited after each
 _IRRELEVANT = frozenset(
     "_name_or_path transformers_version torch_dtype dtype use_cache output_attentions output_hidden_states return_dict architectures "
     "attn_implementation _attn_implementation _attn_implementation_internal eos_token_id bos_token_id pad_token_id task_specific_params "
@@ -51,6 +55,8 @@ class Fingerprint:
         self._names = behaviour.Names()
         self._digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each tensor: its version and address then, and its digest
         self._code: dict[type, str] = {}
+        self._written: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()  # by the model's own forward
+        self._learned = 0  # attempts since a forward left everything as it was
         self._layers: tuple[str, ...] = ()
         self.token: StateToken | None = None
         self.known = ""
@@ -80,7 +86,57 @@ class Fingerprint:
         with self._lock:
             self._digests.clear()
             self._names = behaviour.Names()  # hooks may hold another state
+            self._written, self._learned = WeakKeyDictionary(), 0
             self.token = None
+
+    def moved(self, token: StateToken | None) -> bool:
+        """Whether the model is not what it was at this token, after a forward. Looks at everything where code of others takes part."""
+        if token is None or self.token is not token:
+            return True
+        moved = token.moved() if self.foreign else token.tensors_moved()
+        self._learned = self._learned if moved else 0
+        return moved
+
+    def learn(self, rehearse: Callable[[int], Any]) -> None:
+        """Find out what the model's own forward writes, after one that moved it: the next token and digests leave it out.
+
+        rehearse(tokens): run a forward by itself. What changes in each of them and never between them is the forward's own. A tensor that
+        is written so refuses reuse, and so does a model that goes on moving.
+        """
+        with self._lock:
+            if not self.foreign or self._learned > TRIES:
+                return
+            self._learned += 1
+            found = [self._rehearsed(rehearse, tokens) for tokens in REHEARSED]
+            for module, name in set.intersection(*found):
+                self._written.setdefault(module, set()).add(name)
+            self.token = None
+
+    def _rehearsed(self, rehearse: Callable[[int], Any], tokens: int) -> set[tuple[torch.nn.Module, str]]:
+        """What one forward changes, without what changes when none runs for as long."""
+        before, began = self._notes(), time.perf_counter()
+        rehearse(tokens)
+        after, took = self._notes(), time.perf_counter() - began
+        time.sleep(min(took, PAUSE_S))
+        later = self._notes()
+        return {key for key, note in after.items() if before.get(key) != note and later.get(key) == note}
+
+    def _notes(self) -> dict[tuple[torch.nn.Module, str], Any]:
+        """What modules hold beside parameters, in words or as tensors' identities; adapters of PEFT write nothing of that."""
+        notes: dict[tuple[torch.nn.Module, str], Any] = {}
+        for module in self._model.modules():
+            if behaviour.root(type(module).__module__) != "peft":
+                notes |= {(module, name): behaviour.describe(value, self._names) for name, value in behaviour.settings(module).items()}
+                for name, tensor in tensors_of(module):
+                    notes[module, name] = (id(tensor), 0 if tensor.is_inference() else tensor._version)
+        return notes
+
+    def _refusal(self, token: StateToken) -> str:
+        for module, names in self._written.items():
+            if found := sorted(names & {name for name, _ in tensors_of(module)}):
+                return f"{type(module).__name__}.{found[0]} is a tensor that its own forward writes"
+        restless = f"each forward of {type(self._model).__name__!r} changes it: remove that, or call Engine.invalidate() once it is over"
+        return behaviour.unrepeatable(token.modules) or (restless if self._learned > TRIES else "")
 
     def _look(self, sampled: bool) -> None:
         with self._lock:
@@ -100,9 +156,9 @@ class Fingerprint:
 
     def _hash(self) -> StateToken:
         try:
-            token = StateToken(self._model)
+            token = StateToken(self._model, self._written)
         except RuntimeError:  # a dictionary grew: once more
-            token = StateToken(self._model)
+            token = StateToken(self._model, self._written)
         behaviour.refuse_activated(token.modules)
         if self.token is None or self.token.code_moved():
             self._code = {}
@@ -118,7 +174,8 @@ class Fingerprint:
         self._names.end()
         self._layers, self.known = tuple(digests), digests[-1]
         self.foreign = behaviour.foreign(token.modules)
-        self.refusal = behaviour.unrepeatable(token.modules)
+        self._learned = self._learned if self.foreign else 0
+        self.refusal = self._refusal(token)
         return token
 
     def _base(self) -> str:
@@ -140,8 +197,11 @@ class Fingerprint:
         for path, module in modules:
             if id(module) in skip:
                 continue
-            running.update(f"{path} {behaviour.traits(module, self._names, self._code)}".encode())
+            written = self._written.get(module, ())
+            running.update(f"{path} {behaviour.traits(module, self._names, self._code, written)}".encode())
             for name, tensor in tensors_of(module):
+                if name in written:
+                    continue
                 running.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 running.update(self._digest(tensor))
 

@@ -10,8 +10,9 @@ edited           a sample of every tensor's values, for edits that torch does no
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .rope import BY_LENGTH
 
 SAMPLED = 64  # values of each tensor; all of them change when an adapter is merged
 _SCALES = ("absmax", "code", "offset")  # of a bitsandbytes quantisation
+_HOLDERS = ("_parameters", "_buffers", "_modules")
 _version = operator.attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -53,33 +55,39 @@ def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class StateToken:
     """What decides a model's numbers, as of the making of this token. Keeps references, so that no address or id is given out twice."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, written: Mapping[torch.nn.Module, Collection[str]] = MappingProxyType({})) -> None:
+        """written: what the model's own forward writes, by module; it is not looked at."""
         self._model = model
         self.modules: list[torch.nn.Module] = list(model.modules())
-        self.tensors: list[torch.Tensor] = [tensor for module in self.modules for _, tensor in tensors_of(module)]
+        self.tensors: list[torch.Tensor] = [
+            tensor for module in self.modules for name, tensor in tensors_of(module) if name not in written.get(module, ())
+        ]
         self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._placed = [tensor for tensor in self.tensors if _has_storage(tensor)]
         self._storages = [tensor.untyped_storage() for tensor in self._placed]
         self._versions = list(map(_version, self._counted))
         self._pointers = list(map(torch.Tensor.data_ptr, self._placed))
         owned = [module.__dict__ for module in self.modules]
-        self._holders = [d for own in owned for d in (own["_parameters"], own["_buffers"], own["_modules"]) if d]
+        held = [(own[name], written.get(module, ())) for module, own in zip(self.modules, owned) for name in _HOLDERS if own[name]]
+        self._holders = [holder for holder, names in held if not holder.keys() & names]
         self._held = list(chain.from_iterable(map(dict.values, self._holders)))
         self._ids = list(map(id, self._held))
         hooks = [own[name] for own in owned for name in ("_forward_hooks", "_forward_pre_hooks")]
         hooks += [getattr(torch_module, name) for name in behaviour.EVERY_MODULE]
         self._unhooked = [each for each in hooks if not each]
-        inner = [value for own in owned for value in _inner(own)]
-        adapted = [module.__dict__ for module in self.modules if not behaviour.of_library(module)]
+        seen = [_Rest(own, frozenset(written[m])) if m in written else own for m, own in zip(self.modules, owned)]
+        inner = [value for own in seen for value in _inner(own)]
+        adapted = [own for module, own in zip(self.modules, seen) if not behaviour.of_library(module)]
         self._quick = _Copies([*adapted, *inner])
         self._strayed = False
         self._near: dict[int, _Near] = {}
+        self._written = written
         self._layers = []
         for layer in model.get_decoder().layers:
             inside = list(layer.modules())
-            self._layers.append(_Near(inside, [module for module in inside if not _multiplies_first(module)]))
+            self._layers.append(_Near(inside, [m for m in inside if m not in written and not _multiplies_first(m)]))
             self._surround(layer, ())
-        self._settings = _Copies([*owned, *filter(None, hooks)])
+        self._settings = _Copies([*seen, *filter(None, hooks)])
         kinds = list(dict.fromkeys(map(type, self.modules)))
         bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base is not object)
         self._code = _Copies([*map(vars, bases), *map(vars, behaviour.namespaces(kinds))])
@@ -109,7 +117,7 @@ class StateToken:
         near = None
         for parameter in module._parameters.values():
             if parameter is not None:
-                near = self._near[id(parameter)] = near or _Near(within, within)
+                near = self._near[id(parameter)] = near or _Near(within, [m for m in within if m not in self._written])
         for child in filter(None, list(module._modules.values())):
             self._surround(child, within)
 
@@ -168,7 +176,7 @@ class _Copies:
 
     def __init__(self, containers: list[Any]) -> None:
         self._containers = containers
-        self._copies = [dict(one) if isinstance(one, Mapping) else list(one) for one in containers]
+        self._copies = [one.copy() for one in containers]
 
     def hold(self) -> bool:
         """Whether all equal their copies."""
@@ -194,6 +202,26 @@ class _Near:
 def _multiplies_first(module: torch.nn.Module) -> bool:
     """Whether what this module computes begins with a product that is glanced at: an adapter around a plain linear does."""
     return type(next((part for part in module.modules() if part._parameters), None)) is torch.nn.Linear
+
+
+class _Rest(dict[str, Any]):
+    """A module's attributes but for some of them, as they are whenever it is compared."""
+
+    def __init__(self, own: dict[str, Any], without: frozenset[str]) -> None:
+        self._own, self._without = own, without
+
+    def items(self) -> Any:
+        """The attributes that count, of now."""
+        return [(name, value) for name, value in list(self._own.items()) if name not in self._without]
+
+    def copy(self) -> dict[str, Any]:
+        """The attributes that count, as of now."""
+        return dict(self.items())
+
+    def __eq__(self, other: object) -> bool:
+        return self.copy() == other
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _inner(own: dict[str, Any]) -> Iterator[Any]:
