@@ -745,6 +745,7 @@ def test_a_prefix_that_another_process_waits_for_is_written_while_its_answer_goe
             assert until(lambda: (other.leases.wait(key, fingerprint), disk.index.awaited(key, fingerprint))[1]), "the index may be busy"
             assert until(lambda: disk.index.total()[0] >= 1), "it would have been written behind the answer"
             assert not disk.writer.quiet.is_set()
+            assert until(lambda: not disk.leases.held), "given back once all of it is written"
             other.leases.stop_waiting(key, fingerprint)
             assert until(lambda: disk.index.stats()["leases"] == 0)
         else:
