@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -18,15 +17,13 @@ class MissWarnings:
 
     def __init__(self, seldom: Collection[str] = ()) -> None:
         self._seldom = frozenset(seldom)
-        self._lock = threading.Lock()
         self._causes: deque[str] = deque(maxlen=LAST)  # "" for a request without one
 
     def text(self, missed: Mapping[str, Any] | None) -> str | None:
         """What to say of a request, given `missed` as its receipt's `as_dict` has it, with a "hint" if there is one; None for nothing."""
         cause = missed["cause"] if missed else ""
-        with self._lock:
-            self._causes.append(cause)
-            often = self._causes.count(cause)
+        self._causes.append(cause)  # no lock, which a forked child might find held: appending and counting are one step each
+        often = self._causes.count(cause)
         if missed is None or (cause in self._seldom and often < 2):
             return None
         cures = [missed[name] for name in ("fix", "hint") if missed.get(name) not in (None, "", "(redacted)")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -29,8 +30,12 @@ class _Remembered:
     """Tools in OpenAI's form, by the object they were made from."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._known: OrderedDict[Any, tuple[Any, Formatted]] = OrderedDict()
+        self.begin_child()
+
+    def begin_child(self) -> None:
+        """Take a lock that no thread holds: those of a forked process's parent are not there."""
+        self._lock = threading.Lock()
 
     def __call__(self, tool: ToolLike) -> Formatted:
         key = _identity(tool)
@@ -73,6 +78,7 @@ def _formatted(tool: Any) -> Formatted:
 
 
 _convert = _Remembered()
+os.register_at_fork(after_in_child=_convert.begin_child)
 
 
 def formatted(tools: Sequence[ToolLike]) -> list[Formatted]:

@@ -47,6 +47,18 @@ def _ask(model: AgentCacheLLM, *point: str) -> Any:
 # -- cache points ------------------------------------------------------------------------------------------------------
 
 
+def test_a_point_whose_pages_were_forgotten_is_pinned_again(engine: Engine) -> None:
+    with AgentCacheLLM(engine=engine) as model:
+        _ask(model, "Be brief. ", "1h")
+        (held,) = engine.groups
+        engine.forget(namespace="default")
+        assert engine.groups == ()
+        _ask(model, "Be brief. ", "1h")
+        (again,) = engine.groups
+        assert again.name == held.name
+        assert again.prefix_tokens == held.prefix_tokens
+
+
 def test_closing_lets_go_what_cache_points_held(engine: Engine) -> None:
     for kind in (("Be brief. ", "5m"), ("Be long. ", "5m", "persistent")):
         with AgentCacheLLM(engine=engine) as model:
@@ -231,13 +243,15 @@ def test_a_model_in_a_forked_child_is_refused(engine: Engine, how: str) -> None:
             asyncio.run(model.achat([user("hello")], max_tokens=1))
 
         def ask() -> None:
+            host.counting("another model")
             try:
                 model.chat([user("hello")], max_tokens=1) if how == "chat" else asyncio.run(model.achat([user("hello")], max_tokens=1))
             except EngineForkedError as error:
                 its.send(error)
 
         child = fork.Process(target=ask)
-        child.start()
+        with host._gate:  # as another thread may
+            child.start()
         try:
             assert mine.poll(60), "the child hangs"
             assert "initializer=" in str(mine.recv())

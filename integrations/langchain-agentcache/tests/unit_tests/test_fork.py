@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -40,6 +43,27 @@ def test_a_model_given_by_name_is_loaded_again_in_the_child(model_folder: str) -
     answer = model.invoke("hello").content
     assert told(lambda: (model.invoke("hello").content, model.invoke("hello").content)) == (answer, answer)
     assert model.invoke("hello").content == answer
+
+
+def wind(harbour: str) -> str:
+    """Tell the wind."""
+    return "North."
+
+
+def locks() -> list[Any]:
+    """Those of the package's modules, which any thread of the parent may hold while it forks."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "langchain_agentcache"]
+    found = {id(lock): lock for module in modules for value in vars(module).values() for lock in (value, getattr(value, "_lock", None))}
+    return [lock for lock in found.values() if isinstance(lock, type(threading.Lock()))]
+
+
+def test_no_lock_of_the_parent_is_waited_for(model_folder: str) -> None:
+    model = ChatAgentCache(model=model_folder, max_tokens=2, memory_bytes=35 << 20)
+    model.invoke("hello")
+    with ExitStack() as held:
+        for lock in locks():
+            held.enter_context(lock)
+        assert told(lambda: model.bind_tools([wind]).invoke("hello").usage_metadata["output_tokens"]) == 2
 
 
 def test_a_given_engine_is_refused_in_the_child(model_folder: str) -> None:

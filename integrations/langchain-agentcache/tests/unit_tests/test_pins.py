@@ -105,3 +105,16 @@ def test_what_is_not_answered_is_not_pinned(chat: Any, pins: list[Any]) -> None:
     with pytest.raises(errors.ContextOverflowError):
         chat(num_ctx=10).invoke(ASKED, **PINNED)
     assert pins == []
+
+
+def test_a_pin_that_was_forgotten_is_made_again(chat: Any, pins: list[Any]) -> None:
+    model, messages = chat(max_tokens=2), [SystemMessage("You keep a light. " * 40), HumanMessage("x")]
+    for _ in range(2):
+        model.invoke(messages, **PINNED)
+    engine = model._engine()
+    assert pins[-1] in engine.groups
+    engine.forget(namespace=model.namespace)
+    assert pins[-1] not in engine.groups
+    model.invoke(messages, **PINNED)
+    assert pins[-1] in engine.groups
+    assert pins[-1] is not pins[0]

@@ -7,6 +7,7 @@ loop never waits: a reader gets pieces through the loop, and leaving early ends 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -27,6 +28,15 @@ Piece = tuple[str, str]  # kind and text of one of the engine's deltas
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those of this process
 _gate = threading.Lock()
+
+
+def _begin_child() -> None:
+    """Take a lock that no thread holds: those of a forked process's parent are not there."""
+    global _gate
+    _gate = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def count(engine: Engine, text: str) -> list[int]:
