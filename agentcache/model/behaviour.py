@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,51 +12,14 @@ from blake3 import blake3
 from torch.nn.modules import module as torch_module
 
 from ..errors import ModelError
+from .description import Names, describe, foreign_class, root
 from .rope import BY_LENGTH
 
 INTERNAL = frozenset(torch.nn.Module().__dict__)  # attributes of every module: tensors, children and hooks have rules of their own
 EVERY_MODULE = ("_global_forward_pre_hooks", "_global_forward_hooks")  # hooks that torch calls for all modules
 _OWN = "agentcache."
 _LIBRARIES = frozenset({"torch", "transformers"})  # underscored attributes of their modules are notes about loading
-_INSTALLED = _LIBRARIES | {"accelerate", "bitsandbytes", "huggingface_hub", "peft"} | sys.stdlib_module_names  # told by their releases
 IRRELEVANT = frozenset("name_or_path warnings_issued generation_config loss_type gradient_checkpointing max_seq_len_cached _caches".split())
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_numbers = itertools.count()
-_process = ""
-
-
-def _begin_process() -> None:
-    """Name this process. A forked child is another one, though it has what its parent had."""
-    global _process
-    _process = os.urandom(8).hex()  # objects that have no content to compare are known within one process
-
-
-_begin_process()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_process)
-
-
-class Names:
-    """Numbers for objects that only identity tells apart. Holds each object, so that its id is not given to another one."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}
-        self._used: set[int] = set()
-
-    def of(self, thing: Any) -> str:
-        """The name of an object, new for one that was not named in this pass or the pass before."""
-        self._used.add(id(thing))
-        return self._known.setdefault(id(thing), (thing, f"{_process}-{next(_numbers)}"))[1]
-
-    def end(self) -> None:
-        """End a pass: objects that it did not name are let go."""
-        self._known = {key: known for key, known in self._known.items() if key in self._used}
-        self._used = set()
-
-
-def root(name: str | None) -> str:
-    """The top-level package of a module's name."""
-    return (name or "").partition(".")[0]
 
 
 def of_library(module: torch.nn.Module) -> bool:
@@ -77,60 +37,6 @@ def namespaces(kinds: Iterable[type]) -> list[types.ModuleType]:
     """The Python modules whose functions the forwards of these classes call by name, torch's own left out."""
     names = dict.fromkeys(base.__module__ for kind in kinds for base in kind.__mro__ if {"forward", "__call__"} & vars(base).keys())
     return [sys.modules[name] for name in names if root(name) not in ("torch", "builtins") and name in sys.modules]
-
-
-def describe(thing: Any, names: Names | None, depth: int = 6) -> str:
-    """A function or value in words that are equal in every process where its code and values are, as far as they can be read.
-
-    names: for objects that only identity tells apart; None where their type will do.
-    """
-    if isinstance(thing, _PLAIN):
-        return repr(thing)
-    if isinstance(thing, type):
-        return f"{thing.__module__}.{thing.__qualname__}"
-    if isinstance(thing, (list, tuple, dict, set, frozenset)) and depth:
-        return _container(thing, names, depth - 1)
-    if isinstance(thing, functools.partial) and depth:
-        return f"partial {describe((thing.func, thing.args, thing.keywords), names, depth - 1)}"
-    if isinstance(thing, types.MethodType) and depth:
-        return f"method {describe((thing.__func__, thing.__self__), names, depth - 1)}"
-    if isinstance(thing, types.FunctionType) and depth:
-        return _function(thing, names, depth - 1)
-    kind = type(thing)
-    if names is None or not depth or isinstance(thing, (torch.nn.Module, types.BuiltinFunctionType)) or root(kind.__module__) in _INSTALLED:
-        return f"{kind.__module__}.{kind.__qualname__} {getattr(thing, '__qualname__', '')}"
-    return f"{kind.__module__}.{kind.__qualname__} {names.of(thing)}"
-
-
-def _container(thing: Any, names: Names | None, depth: int) -> str:
-    items = thing.items() if isinstance(thing, dict) else thing
-    told = [describe(item, names, depth) for item in list(items)]
-    return f"{type(thing).__name__}{sorted(told) if isinstance(thing, (set, frozenset)) else told}"
-
-
-def _function(function: types.FunctionType, names: Names | None, depth: int) -> str:
-    source = function.__globals__.get("__name__", "")
-    names = None if root(source) in _INSTALLED else names
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            cells.append("empty")
-    given = (function.__defaults__, function.__kwdefaults__, cells)
-    digest = blake3()
-    _absorb(digest, function.__code__)
-    return f"{source}.{function.__qualname__} {digest.hexdigest(8)} {describe(given, names, depth)}"
-
-
-def _absorb(digest: Any, code: types.CodeType) -> None:
-    """Instructions, names and constants of code; neither its file nor its lines."""
-    digest.update(code.co_code + repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            _absorb(digest, constant)
-        else:
-            digest.update(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode())
 
 
 def foreign_hooks(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
@@ -163,19 +69,32 @@ def traits(module: torch.nn.Module, names: Names, code: dict[type, str], written
 
 
 def _code_of(kind: type[torch.nn.Module], names: Names) -> str:
-    """Digest of a class: its forward, the functions beside it, the release that it comes from."""
+    """Digest of a class: its forward, what else it is made of, the functions beside those of libraries, the release that it comes from."""
     told = [f"{kind.__module__}.{kind.__qualname__} {getattr(sys.modules.get(root(kind.__module__)), '__version__', '')}"]
-    told.append(describe((kind.forward, kind.__call__), names))
-    for space in namespaces([kind]):
+    told.append(describe((kind, kind.forward, kind.__call__), names))
+    for space in [space for space in namespaces([kind]) if root(space.__name__) in _LIBRARIES]:
         functions = {name: value for name, value in list(vars(space).items()) if isinstance(value, types.FunctionType)}
-        told.append(f"{space.__name__} {describe(functions, names, 8)}")
+        told.append(f"{space.__name__} {describe(functions, names)}")
     return blake3("\n".join(told).encode()).hexdigest(16)
 
 
+def own_words(modules: Iterable[torch.nn.Module], names: Names, written: Mapping[torch.nn.Module, Collection[str]]) -> str:
+    """The modules of users' own classes in words, with what their code names and their attributes hold."""
+    own = [module for module in modules if foreign_class(type(module))]
+    code = {kind: _code_of(kind, names) for kind in dict.fromkeys(map(type, own))}
+    return " ".join(f"{code[type(module)]} {describe(settings(module, written.get(module, ())), names)}" for module in own)
+
+
+def patched_functions() -> dict[str, Any]:
+    """Functions in the place of torch's own, which modules of libraries call too."""
+    found = vars(torch.nn.functional).items()
+    return {name: value for name, value in list(found) if isinstance(value, types.FunctionType) and root(value.__module__) != "torch"}
+
+
 def everywhere(names: Names) -> str:
-    """The hooks that torch calls for every module, and its switches."""
+    """The hooks that torch calls for every module, its switches, and patches of its functions."""
     hooks = [hook for name in EVERY_MODULE for hook in getattr(torch_module, name).values()]
-    return f"{[names.of(hook) for hook in hooks]} {switches()}"
+    return f"{[names.of(hook) for hook in hooks]} {switches()} {describe(patched_functions(), names)}"
 
 
 def _precisions() -> tuple[str, ...]:
@@ -228,4 +147,4 @@ def foreign(modules: Iterable[torch.nn.Module]) -> bool:
             return True
         if any(foreign_hooks(module)):
             return True
-    return any(bool(getattr(torch_module, name)) for name in EVERY_MODULE)
+    return bool(patched_functions()) or any(bool(getattr(torch_module, name)) for name in EVERY_MODULE)

@@ -20,6 +20,7 @@ from blake3 import blake3
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import behaviour
+from .description import Names, describe, foreign_class, root
 from .state_token import StateToken, tensors_of
 
 REVISION = "2"  # of our own attention and layer code: raise it when their bits change
@@ -42,7 +43,8 @@ class Fingerprint:
     """A model's layer digests: hashed once; looked at before each request and before pages are kept; what changed is hashed again.
 
     Noticed are edits in place, replaced tensors, adapters, hooks, patched code and changed settings at once; edits through `.data` or NumPy
-    where they meet a sample of each tensor's values. State inside a hook is not seen: call `invalidate`. Safe to use from many threads.
+    where they meet a sample of each tensor's values. State inside a hook, and what a module writes in its own forward, is not seen: call
+    `invalidate`. Safe to use from many threads.
 
     known: the digest of the last look. refusal: why nothing that is computed now can be reused, empty if it can. foreign: code takes part
     whose rows nobody has examined.
@@ -52,7 +54,7 @@ class Fingerprint:
         self._model = model
         self._kernel = kernel
         self._lock = threading.RLock()
-        self._names = behaviour.Names()
+        self._names = Names()
         self._digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each tensor: its version and address then, and its digest
         self._code: dict[type, str] = {}
         self._written: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()  # by the model's own forward
@@ -85,7 +87,7 @@ class Fingerprint:
         """Declare that weights changed in a way that cannot be noticed."""
         with self._lock:
             self._digests.clear()
-            self._names = behaviour.Names()  # hooks may hold another state
+            self._names = Names()  # hooks may hold another state
             self._written, self._learned = WeakKeyDictionary(), 0
             self.token = None
 
@@ -125,8 +127,8 @@ class Fingerprint:
         """What modules hold beside parameters, in words or as tensors' identities; adapters of PEFT write nothing of that."""
         notes: dict[tuple[torch.nn.Module, str], Any] = {}
         for module in self._model.modules():
-            if behaviour.root(type(module).__module__) != "peft":
-                notes |= {(module, name): behaviour.describe(value, self._names) for name, value in behaviour.settings(module).items()}
+            if root(type(module).__module__) != "peft":
+                notes |= {(module, name): describe(value, self._names) for name, value in behaviour.settings(module).items()}
                 for name, tensor in tensors_of(module):
                     notes[module, name] = (id(tensor), 0 if tensor.is_inference() else tensor._version)
         return notes
@@ -162,6 +164,7 @@ class Fingerprint:
         behaviour.refuse_activated(token.modules)
         if self.token is None or self.token.code_moved():
             self._code = {}
+        self._code = {kind: code for kind, code in self._code.items() if not foreign_class(kind)}  # edited in place
         model, decoder = self._model, self._model.get_decoder()
         running = blake3(self._base().encode())
         later = [m for layer in decoder.layers for m in layer.modules()] + list(getattr(decoder, "norm", torch.nn.Module()).modules())

@@ -19,6 +19,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from . import behaviour
+from .description import Names
 from .rope import BY_LENGTH
 
 SAMPLED = 64  # values of each tensor; all of them change when an adapter is merged
@@ -90,7 +91,10 @@ class StateToken:
         self._settings = _Copies([*seen, *filter(None, hooks)])
         kinds = list(dict.fromkeys(map(type, self.modules)))
         bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base is not object)
-        self._code = _Copies([*map(vars, bases), *map(vars, behaviour.namespaces(kinds))])
+        self._code = _Copies([*map(vars, bases), *map(vars, behaviour.namespaces(kinds)), vars(torch.nn.functional)])
+        self._kinds = list(map(type, self.modules))
+        self._names = Names()
+        self._words = behaviour.own_words(self.modules, self._names, written)
         self._switches = behaviour.switches()
         self._config = self._configured()
         self._sampled = [(tensor, sample) for tensor in self._placed if (sample := _sample(tensor)) is not None]
@@ -140,7 +144,9 @@ class StateToken:
             or any(self._unhooked)
             or not self._settings.hold()
             or self.code_moved()
+            or list(map(type, self.modules)) != self._kinds
             or self._configured() != self._config
+            or behaviour.own_words(self.modules, self._names, self._written) != self._words
         )
 
     def code_moved(self) -> bool:

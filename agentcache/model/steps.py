@@ -221,6 +221,7 @@ class Shape:
     def __init__(self, model: Any) -> None:
         self._modules: list[tuple[dict[str, Any], str, Any]] = []
         self._ok = all(self._known(*found) for found in self._walk(model))
+        self._kinds = [type(module) for _, _, module in self._modules]
         self._forwards = forwards(module for _, _, module in self._modules if module is not None)
         self._functions: list[tuple[dict[str, Any], list[str], list[Any]]] = []
         for space in map(vars, namespaces(self._forwards)):
@@ -269,6 +270,8 @@ class Shape:
         if any(kind.forward is not called[0] or kind.__call__ is not called[1] for kind, called in self._forwards.items()):
             return False
         if any(list(map(space.get, names)) != known for space, names, known in self._functions):
+            return False
+        if [type(module) for _, _, module in self._modules] != self._kinds:
             return False
         return self._ok and all(
             held.get(name) is module is not None
