@@ -33,7 +33,7 @@ _DECIDES = ("model", "template_kwargs", "namespace", "num_ctx", "format", *(n fo
 _OF_LANGCHAIN = {"stop", "stream", "ls_structured_output_format"}
 _OF_CALLS = {*SAMPLING, "model", "namespace", "timeout", "format", "response_format", "template_kwargs", "reasoning"}
 
-_named: set[Engine] = set()  # stay loaded until the last model that was not collected is closed: the next one finds them there
+_named: set[Engine] = set()  # engines by name stay loaded while no model uses them; closing the last model ends that
 _identities: weakref.WeakKeyDictionary[Engine, str] = weakref.WeakKeyDictionary()
 
 
