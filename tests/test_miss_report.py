@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentcache import Message, ToolCall, volatile
+from agentcache import Message, ToolCall, miss_report, volatile
 from agentcache.layout import Renderer
 from agentcache.miss_report import CONVERSATIONS, MissReport
 from agentcache.types import Missed
@@ -85,6 +85,16 @@ def test_other_conversations_and_namespaces_are_not_compared() -> None:
         misses.explain("a", renderer.render(chat(long_text(8, number), system="S")))
     assert len(misses._open["a"].prompts) <= CONVERSATIONS
     assert len(misses._open["a"].tracks) <= CONVERSATIONS
+
+
+def test_last_prompts_are_bounded_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(miss_report, "CHARS", 5000)
+    renderer, misses = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"]), MissReport()
+    for number in range(8):
+        misses.explain("a", renderer.render(chat(f"{number} {long_text(200, number)}", system="S")))
+    held = misses._open["a"]
+    assert 0 < sum(len(prompt.encoded.text) for prompt in held.prompts.values()) <= 5000
+    assert len(held.prompts) == len(held.tracks), "a prompt goes with its conversation"
 
 
 def test_arguments_in_another_order_of_keys_are_named() -> None:
