@@ -77,7 +77,6 @@ class Lifecycle:
         if answered:
             when = f"after {answered} tokens of the answer"
             return WeightsChangedError(f"weights, adapters or hooks changed {when}: ask again, and change them between requests")
-        self.admission.withdraw(running)
         self._release(running)
         running.provenance = Provenance(known.whole, running.provenance.made)
         running.scope, running.plan, running.prefetch, running.approximation = None, None, None, None

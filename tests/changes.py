@@ -23,11 +23,16 @@ Apply = Callable[[Any], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """family: of the model that it is made to. refused: reuse is refused meanwhile, by name, because no forward can be repeated."""
+    """family: of the model that it is made to. refused: reuse is refused meanwhile, by name, because no forward can be repeated.
+
+    prepare, act: the change in two halves, where the first would hide the second from an engine that has not seen the model between them.
+    """
 
     family: str
     apply: Apply
     refused: bool = False
+    prepare: Callable[[Any], AbstractContextManager[Any]] | None = None
+    act: Callable[[Any], Any] | None = None
 
 
 CHANGES: dict[str, Change] = {}
@@ -431,18 +436,29 @@ def adapted(model: Any, names: tuple[str, ...] = ("one",), **options: Any) -> It
 
 
 def _lora(name: str, act: Callable[[Any], Any], **options: Any) -> None:
-    for family in ("llama", "granite"):
+    @contextmanager
+    def prepare(model: Any) -> Iterator[Any]:
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        with adapted(model, ("one", "two"), **options) as wrapped:
+            yield wrapped
+            if wrapped.base_model.model.model.layers[0].self_attn.q_proj.merged:
+                wrapped.unmerge_adapter()
+        for name, value in model.state_dict().items():  # merging and unmerging rounds
+            value.data.copy_(weights[name])
 
-        @change(f"LoRA {name}, {family}", family)
-        def apply(model: Any) -> Iterator[None]:
-            weights = {name: value.clone() for name, value in model.state_dict().items()}
-            with adapted(model, ("one", "two"), **options) as wrapped:
-                act(wrapped)
-                yield
-                if wrapped.base_model.model.model.layers[0].self_attn.q_proj.merged:
-                    wrapped.unmerge_adapter()
-            for name, value in model.state_dict().items():  # merging and unmerging rounds
-                value.data.copy_(weights[name])
+    @contextmanager
+    def apply(model: Any) -> Iterator[None]:
+        with prepare(model) as wrapped:
+            act(wrapped)
+            yield
+
+    for family in ("llama", "granite"):
+        halves = {} if act is _nothing else {"prepare": prepare, "act": act}
+        CHANGES[f"LoRA {name}, {family}"] = Change(family, apply, **halves)
+
+
+def _nothing(wrapped: Any) -> None:
+    """The wrapping is the change."""
 
 
 def _deleted(wrapped: Any) -> None:
@@ -471,7 +487,7 @@ def _exchanged(wrapped: Any) -> None:
             del weight
 
 
-_lora("put in", lambda wrapped: None)
+_lora("put in", _nothing)
 _lora("another one active", lambda wrapped: wrapped.set_adapter("two"))
 _lora("both active", lambda wrapped: wrapped.base_model.set_adapter(["one", "two"]))
 _lora("disabled", lambda wrapped: wrapped.base_model.disable_adapter_layers())
@@ -481,7 +497,7 @@ _lora("merged", lambda wrapped: wrapped.merge_adapter())
 _lora("deleted", _deleted)
 _lora("edited through .data", _in_place)
 _lora("its tensors exchanged", _exchanged)
-_lora("with DoRA", lambda wrapped: None, use_dora=True)
+_lora("with DoRA", _nothing, use_dora=True)
 
 
 @change("weights of another model", "llama")

@@ -391,6 +391,24 @@ def test_what_another_thread_writes_is_a_change(monkeypatch: pytest.MonkeyPatch)
         assert running.fingerprint.whole != before
 
 
+def test_what_was_decoded_under_other_weights_is_not_kept() -> None:
+    """The setting of a norm changes after the first token, and is as before once the answer is out."""
+    model = models.build("llama")
+    norm = model.model.layers[0].input_layernorm
+    with engine(model=model, store=None) as running:
+        before = norm.variance_epsilon
+
+        def change(logits: torch.Tensor) -> None:
+            norm.variance_epsilon = 0.5
+
+        first = running.generate(SHORT, sampling=decode(8), on_logits=change)
+        norm.variance_epsilon = before
+        turn = [*SHORT, first.message, *chat("And then?")]
+        second = running.generate(turn, sampling=decode(3))
+        assert 0 < second.receipt.cached_tokens <= first.receipt.prompt_tokens
+        assert second.ids == running.generate(turn, sampling=decode(3), reuse="off").ids
+
+
 @contextmanager
 def amid(monkeypatch: pytest.MonkeyPatch, first: Callable[[], Any], then: Callable[[], Any]) -> Iterator[None]:
     """Act once as the first layer of one forward attends, and once two layers later, as another thread could."""
