@@ -589,6 +589,24 @@ def crowd(folder: Path, processes: int, seconds: float) -> None:
     disk.close()
 
 
+def test_a_page_that_is_evicted_at_once_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(1 << 22, options=StoreOptions(tmp_path / "store"))
+    disk = store.disk
+    assert disk
+    insert = disk._insert
+
+    def evicted(*asked: Any) -> bool:
+        wanted = insert(*asked)
+        disk._unlink(disk.index.remove([row.id for row in disk.index.rows()], force=True))  # as another process does
+        return wanted
+
+    monkeypatch.setattr(disk, "_insert", evicted)
+    admit(store, 1)
+    assert store.flush(60)
+    assert disk.writer.counts == {"evicted": 1, "parent missing": 2}
+    store.close()
+
+
 def test_eight_processes_on_one_store(tmp_path: Path) -> None:
     crowd(tmp_path / "store", 8, 3.0)
 

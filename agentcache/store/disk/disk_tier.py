@@ -222,7 +222,7 @@ class DiskTier:
         if not self._insert(blob_io.write(self.folder, row, page), pending):
             return 0, "deleted"
         found = self.index.row(pending.key, fingerprint, self.precision)
-        return (found.id, "written") if found else (0, "failed")
+        return (found.id, "written") if found else (0, "evicted")  # at once, by another process that needed room
 
     def _row(self, pending: PendingWrite) -> Row:
         entry, scope = pending.entry, pending.entry.scope
