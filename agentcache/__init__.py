@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .answer.call_stream import Delta
+    from .answer.tool_calls import InvalidCall
     from .approximate.calibration import Calibration
     from .engine import Chunk, Completion, Engine, Stream
     from .layout.declared import volatile
     from .miss_warnings import MissWarnings
-    from .model.call_stream import Delta
-    from .model.tool_calls import InvalidCall
     from .model_facts import ModelFacts
     from .receipt import Receipt
     from .recorder import Recorder
@@ -45,9 +45,9 @@ DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from
 
 _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "Calibration": "approximate.calibration",
-    "Delta": "model.call_stream",
+    "Delta": "answer.call_stream",
     "EngineLease": "shared_engines",
-    "InvalidCall": "model.tool_calls",
+    "InvalidCall": "answer.tool_calls",
     "MissWarnings": "miss_warnings",
     "ModelFacts": "model_facts",
     "Receipt": "receipt",

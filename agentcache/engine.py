@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .answer.grammar import Grammars
+from .answer.guide import Guide
 from .completion import Completions
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
 from .events import Chunk, Done
 from .layout import Renderer, Volatile
-from .model.grammar import Grammars
-from .model.guide import Guide
 from .model.hf import HFModel, load
 from .model.sampling import Sampler, TextStream, forced_ids
 from .receipt import Account

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import embedded
+from .answer.response_template import THOUGHTS
+from .answer.tool_calls import THINK
 from .errors import AgentCacheError, ModelLoadError
 from .lint.templates import Bare, probe
-from .model.response import THOUGHTS
-from .model.tool_calls import THINK
 
 if TYPE_CHECKING:
     from .engine import Engine

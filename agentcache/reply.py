@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from .answer.call_stream import CallStream, Delta
+from .answer.grammar import Grammars
+from .answer.guide import LONGEST, Guide
+from .answer.response_template import ResponseStream, reads, template_for, template_of
+from .answer.tool_calls import CUT, MALFORMED, THINK, InvalidCall, Made, read, split_thought
 from .errors import AgentCacheError
-from .model.call_stream import CallStream, Delta
-from .model.grammar import Grammars
-from .model.guide import LONGEST, Guide
-from .model.response import ResponseStream, reads, template_for, template_of
-from .model.tool_calls import CUT, MALFORMED, THINK, InvalidCall, Made, read, split_thought
 from .receipt import Account
 from .request import Expected, Running
 from .store.keys import as_ids

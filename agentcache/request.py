@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .answer.guide import Guide
+from .answer.response_template import ResponseStream
 from .approximation import Approximation
 from .errors import ConfigError
 from .events import Events
 from .kv import Sequence
-from .model.guide import Guide
-from .model.response import ResponseStream
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Account, Receipt

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .answer.call_stream import Delta
+from .answer.tool_calls import InvalidCall
 from .errors import AgentCacheError, CancelledError, EngineForkedError
 from .events import Chunk, Done, Event, Progress
-from .model.call_stream import Delta
-from .model.tool_calls import InvalidCall
 from .receipt import Receipt
 from .reply import Reader
 from .request import Running

@@ -20,10 +20,10 @@ from typing import Any
 
 from rich.table import Table
 
+from agentcache.answer.tool_calls import HERMES, parse
 from agentcache.bench import report
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
-from agentcache.model.tool_calls import HERMES, parse
 from agentcache.receipt import Receipt
 from agentcache.stream import Stream
 from agentcache.types import Sampling

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.model.call_stream import CallStream, Delta
-from agentcache.model.tool_calls import parse
+from agentcache.answer.call_stream import CallStream, Delta
+from agentcache.answer.tool_calls import parse
 from agentcache.types import Message, ToolCall
 
 TOOLS = ("search", "get_weather")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from agentcache.answer.tool_calls import parse
 from agentcache.bench import quality_cases
 from agentcache.layout import Renderer
-from agentcache.model.tool_calls import parse
 from agentcache.types import LayoutOptions, Message, ToolCall
 from examples.embedded import cases, stream
 from examples.embedded import model as models

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from agentcache import Constraint, Tool
+from agentcache.answer.grammar import Grammars
+from agentcache.answer.grammar_rules import CallForm, closed, form_of
+from agentcache.answer.tool_calls import parse
 from agentcache.errors import ConfigError, ToolSchemaError
 from agentcache.layout import Renderer
-from agentcache.model.grammar import Grammars
-from agentcache.model.grammar_forms import CallForm, closed, form_of
-from agentcache.model.tool_calls import parse
 from tests import models
 
 pytest.importorskip("llguidance")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from agentcache import Constraint, Tool
+from agentcache.answer.grammar import Grammars
+from agentcache.answer.guide import Guide
+from agentcache.answer.tool_calls import parse
 from agentcache.errors import ConfigError
-from agentcache.model.grammar import Grammars
-from agentcache.model.guide import Guide
-from agentcache.model.tool_calls import parse
 from benchmarks.constrained import SCHEMAS, SHAPES, TEXT, TREE, WHOLE, many, thing
 from tests import models
 from tests.test_grammar import FAMILIES, grammars

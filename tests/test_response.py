@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache import Engine, Sampling
-from agentcache.model.call_stream import Delta
-from agentcache.model.response import ResponseStream, template_of
+from agentcache.answer.call_stream import Delta
+from agentcache.answer.response_template import ResponseStream, template_of
 from agentcache.types import Message, ToolCall
 from tests import models
 from tests.test_constrain_calls import gathered, kindly

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache import Constraint, Engine, Message, Sampling, Tool, toy
+from agentcache.answer.grammar import Grammars
+from agentcache.answer.grammar_rules import HERMES, TAGS
+from agentcache.answer.response_template import ResponseStream, reads, template_for, template_of
+from agentcache.answer.tag_calls import is_text, value_of
 from agentcache.errors import ToolSchemaError
 from agentcache.layout import Renderer
-from agentcache.model.grammar import Grammars
-from agentcache.model.grammar_forms import HERMES, TAGS
-from agentcache.model.response import ResponseStream, reads, template_for, template_of
-from agentcache.model.tag_calls import is_text, value_of
 from agentcache.types import ToolCall
 from tests import models
 from tests.engines import chat

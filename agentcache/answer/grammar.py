@@ -1,6 +1,6 @@
 """Completions held to a constraint: of the next tokens, only those that can still become what was asked for. Knows nothing of requests' KV.
 
-llguidance (extra `constrain`) reads the grammar that grammar_forms.py writes and says which tokens may come next.
+llguidance (extra `constrain`) reads the grammar that grammar_rules.py writes and says which tokens may come next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import ConfigError, PromptError, ToolSchemaError
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Constraint, Layout, Message, Tool, ToolCall
-from .grammar_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm, Thinking, arguments_schema, form_of, grammar
+from .grammar_rules import PROBE_ARGUMENTS, PROBE_TOOL, CallForm, Thinking, arguments_schema, form_of, grammar
 from .guide import LONGEST, Compiled, Guide, Vocabulary
 
 PATTERNS = 8  # that allOf puts on one value

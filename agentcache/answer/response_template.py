@@ -17,7 +17,7 @@ from typing import Any
 from ..types import Message, ToolCall
 from . import tag_calls
 from .call_stream import CallStream, Delta, DeltaKind
-from .grammar_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm
+from .grammar_rules import PROBE_ARGUMENTS, PROBE_TOOL, CallForm
 from .tool_calls import CUT, HERMES, HERMES_END, MALFORMED, THINK_END, InvalidCall, Made, broken, read, whole
 
 CALLS, TEXT, THOUGHTS = "tool_calls", "content", frozenset({"reasoning_content", "reasoning", "thinking"})
