@@ -5,55 +5,11 @@ Imports in functions and under TYPE_CHECKING count: both tie a file to another f
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping
-from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = (ROOT, ROOT / "integrations" / "langchain-agentcache", ROOT / "integrations" / "llama-index-llms-agentcache")
-FILES = ("agentcache_llm.py", "agentcache", "benchmarks", "examples", "langchain_agentcache", "llama_index")
-Graph = Mapping[str, frozenset[str]]
-
-
-def modules(package: Path) -> Iterator[tuple[str, Path]]:
-    for name in FILES:
-        found = [package / name] if name.endswith(".py") else (package / name).rglob("*.py")
-        for path in (path for path in found if path.exists()):
-            parts = path.relative_to(package).with_suffix("").parts
-            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
-
-
-def imported(name: str, path: Path, known: Mapping[str, Path]) -> frozenset[str]:
-    """The modules among `known` that a file names in its import statements, wherever they stand."""
-    inside = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = inside[: len(inside) - node.level + 1] if node.level else []
-            source = ".".join([*above, *([node.module] if node.module else [])])
-            found.update(child if (child := f"{source}.{alias.name}") in known else source for alias in node.names)
-    return frozenset(found & known.keys()) - {name}
-
-
-@cache
-def graph() -> Graph:
-    known = dict(pair for package in PACKAGES for pair in modules(package))
-    return {name: imported(name, path, known) for name, path in known.items()}
-
-
-def circle(among: Graph) -> list[str]:
-    """One circle of files; empty if there is none."""
-    try:
-        TopologicalSorter(among).prepare()
-    except CycleError as error:
-        return list(reversed(error.args[1]))
-    return []
+from benchmarks.house import circle, graph, imported, modules
 
 
 def importers(of: str) -> set[str]:

@@ -1,0 +1,35 @@
+"""The counts of the code base stay within their bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import house
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, object]:
+    return house.read_counts()
+
+
+def test_no_file_is_over_400_lines(counts: dict[str, object]) -> None:
+    assert counts["files over 400 lines"] == []
+
+
+def test_few_functions_have_over_eight_parameters(counts: dict[str, object]) -> None:
+    many = counts["functions over 8 parameters, without commands"]
+    assert isinstance(many, list)
+    assert len(many) <= 6
+
+
+def test_parameters_are_counted_without_self(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "WHEEL", tmp_path)
+    (tmp_path / "a.py").write_text("class A:\n    def f(self, a, /, b, *, c): ...\nasync def g(): ...\n")
+    assert list(house.parameters(tmp_path / "a.py")) == [(0, "a.py:g"), (3, "a.py:f")]
+
+
+def test_fields_are_those_of_the_class(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class A:\n    x: int\nclass B:\n    x: int\n    y: int = 1\n    def z(self) -> None: ...\n")
+    assert house.fields(tmp_path / "a.py", "B") == 2
