@@ -8,6 +8,21 @@ import pytest
 
 from benchmarks import house
 
+# what an exact request needs none of: loaded by the first request, page or caller that does
+UNUSED = ("approximate", "lint")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> list[Path]:
+    return house.closure("None")
+
+
+@pytest.mark.parametrize("part", UNUSED)
+def test_an_exact_request_loads_no_line_of(part: str, loaded: list[Path]) -> None:
+    found = [str(path) for path in loaded if path.relative_to(house.WHEEL).with_suffix("").is_relative_to(part)]
+    assert len(loaded) > 50
+    assert not found
+
 
 @pytest.fixture(scope="module")
 def counts() -> dict[str, object]:

@@ -83,8 +83,24 @@ def test_other_conversations_and_namespaces_are_not_compared() -> None:
     assert misses.explain("a", renderer.render(changed)) is not None
     for number in range(3 * CONVERSATIONS):
         misses.explain("a", renderer.render(chat(long_text(8, number), system="S")))
-    assert len(misses._open["a"].prompts) <= CONVERSATIONS
-    assert len(misses._open["a"].tracks) <= CONVERSATIONS
+    assert len(misses.prompts("a").compared) <= CONVERSATIONS
+
+
+def test_a_conversation_is_known_by_its_first_and_last_prompt() -> None:
+    """Lint compares from the first prompt on that goes on from no other; what came before counts as if it had always compared."""
+    renderer = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"])
+    grown = [renderer.render(asked(SYSTEM.format("It is 10:33."), count)) for count in (1, 2, 3)]
+    moved = renderer.render(asked(SYSTEM.format("It is 10:34."), 4))
+    lazy, compared = MissReport(), MissReport()
+    compared.explain("default", grown[0])
+    assert len(compared.prompts("default").compared) == 1
+    for one in grown:
+        assert lazy.explain("default", one) is None
+        assert compared.explain("default", one) is None
+    missed = lazy.explain("default", moved)
+    assert missed is not None
+    assert missed == compared.explain("default", moved)
+    assert len(lazy.prompts("default").compared) == 1
 
 
 def test_last_prompts_are_bounded_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +108,7 @@ def test_last_prompts_are_bounded_in_characters(monkeypatch: pytest.MonkeyPatch)
     renderer, misses = Renderer(tokenizer(), chat_template=TOOL_TEMPLATES["chatml"]), MissReport()
     for number in range(8):
         misses.explain("a", renderer.render(chat(f"{number} {long_text(200, number)}", system="S")))
-    held = misses._open["a"]
-    assert 0 < sum(len(prompt.encoded.text) for prompt in held.prompts.values()) <= 5000
-    assert len(held.prompts) == len(held.tracks), "a prompt goes with its conversation"
+    assert 0 < misses.prompts("a").compared.chars <= 5000
 
 
 def test_arguments_in_another_order_of_keys_are_named() -> None:
