@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import typer
 
 from agentcache.cli import app
+from tests.checkout import ROOT
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+PAGE = ROOT / "docs" / "commands.md"
 HEAD = """# Commands
 
 Written by `python -m tests.commands_page` from the commands' own help. Each ends with exit code 1 and one line if something is wrong.

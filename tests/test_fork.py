@@ -22,7 +22,7 @@ from agentcache.page_memory import pool, prepared
 from tests import models
 from tests.engines import MB, chat, decode
 from tests.engines import engine as engine_of
-from tests.index_rows import FORK, forks
+from tests.store.index_rows import FORK, forks
 
 LIMIT_S = 60.0  # a child that waits for a thread of its parent never ends
 LARGE = 700  # rows of a product that PyTorch shares among threads

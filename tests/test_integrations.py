@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 import pytest
 
 import agentcache
+from tests.checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[1] / "integrations"
+INTEGRATIONS = ROOT / "integrations"
 PACKAGES = {
-    "langchain": ROOT / "langchain-agentcache" / "langchain_agentcache",
-    "llama-index": ROOT / "llama-index-llms-agentcache" / "llama_index" / "llms" / "agentcache",
+    "langchain": INTEGRATIONS / "langchain-agentcache" / "langchain_agentcache",
+    "llama-index": INTEGRATIONS / "llama-index-llms-agentcache" / "llama_index" / "llms" / "agentcache",
 }
 # Private names of others that there is no public way to.
 OTHERS = {
@@ -113,7 +113,7 @@ def test_nothing_private_of_what_is_named_as_ours(name: str) -> None:
 def test_no_circle_of_files(name: str) -> None:
     """Type checkers' imports and those inside functions counted."""
     folder = PACKAGES[name]
-    prefix = folder.relative_to(ROOT).parts[1:]
+    prefix = folder.relative_to(INTEGRATIONS).parts[1:]
     modules = {(*prefix, *path.relative_to(folder).with_suffix("").parts): path for path in folder.rglob("*.py")}
     after = {module: set(_inside(module, ast.parse(path.read_text(encoding="utf-8")), modules)) for module, path in modules.items()}
     assert sum(map(len, after.values())) > 20, "the walk sees imports"

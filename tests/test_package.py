@@ -13,8 +13,8 @@ import pytest
 import agentcache
 import agentcache_llm
 from agentcache.errors import ForeignPackageError
+from tests.checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "agentcache").rglob("*.py"), ROOT / "agentcache_llm.py"])
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.checkout import ROOT
+
 PACKAGES = {  # distribution: (its folder here, the folder of its modules in there)
     "agentcache_llm": (".", "agentcache"),
     "langchain_agentcache": ("integrations/langchain-agentcache", "langchain_agentcache"),

@@ -1,0 +1,43 @@
+"""Approximate reuse stands beside the core: an engine whose callers never consent to it loads none of its code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.checkout import ROOT
+from tests.test_imports import importers
+
+WING = "agentcache.approximate"
+PROGRAM = """
+import sys
+from agentcache.errors import CalibrationError
+from tests.engines import chat, decode, engine
+
+def loaded():
+    return sorted(name for name in sys.modules if name.startswith("agentcache.approximate"))
+
+with engine(store=sys.argv[1]) as running:
+    for reuse in ("exact", "exact", "lossy", "off"):
+        running.generate(chat("one"), sampling=decode(2), reuse=reuse)
+    running.flush()
+    running.forget(namespace="default")
+    print(loaded())
+    try:
+        running.generate(chat("one"), sampling=decode(2), reuse="approximate")
+    except CalibrationError:
+        print("agentcache.approximate.segments" in loaded())
+"""
+
+
+def test_without_consent_no_line_of_it_is_imported(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["[]", "True"], done.stderr
+
+
+def test_the_core_names_it_in_one_file() -> None:
+    around = ("agentcache.bench", "agentcache.calibrate", "agentcache.cli")
+    inside = {name for name in importers(WING) if name.startswith("agentcache") and not name.startswith(around)}
+    assert inside == {"agentcache", "agentcache.engine"}, "the package's public names, and the engine of a caller who consents"

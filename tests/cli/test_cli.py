@@ -1,0 +1,134 @@
+"""The command line: answers at once, and says things plainly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import agentcache_llm
+from agentcache import __version__, cli, cli_print
+from agentcache.bench import report
+from agentcache.errors import ConfigError
+from tests.checkout import ROOT
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "120", "TERM": "dumb"})
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def test_help_names_every_verb() -> None:
+    code, said = _run("--help")
+    assert code == 0
+    assert {"demo", "doctor", "bench"} <= set(said.replace("│", " ").split())
+
+
+def test_help_loads_no_torch() -> None:
+    program = (
+        "import sys; sys.argv = ['agentcache', '--help']\n"
+        "import agentcache_llm\n"
+        "try: agentcache_llm.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(*({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "demo" in done.stdout
+    assert done.stderr.strip() == ""
+
+
+def test_version() -> None:
+    assert _run("--version") == (0, f"agentcache {__version__}\n")
+
+
+def test_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "agentcache", "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"agentcache {__version__}\n"
+
+
+def test_doctor_json_says_versions_machine_and_numerics() -> None:
+    code, said = _run("doctor", "--json")
+    report = json.loads(said)
+    assert code == 0
+    assert report["installation"] == "ok"
+    assert report["versions"]["agentcache"] == __version__
+    assert report["machine"]["processors"] >= 1
+    assert report["numerics"]["float32"]["numerics"]
+
+
+def test_doctor_table_shows_nested_rows() -> None:
+    code, said = _run("doctor")
+    assert code == 0
+    assert "  torch " in said
+    assert "bitwise" in said
+    assert "{" not in said
+
+
+def test_doctor_of_a_model(model_folder: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["doctor", "--json", "--model", str(model_folder)])
+    model = json.loads(done.stdout)["model"]
+    assert model["family"] == "qwen3"
+    assert model["reuse"] is True
+
+
+def test_doctor_says_plainly_that_a_model_is_missing() -> None:
+    code, said = _run("doctor", "--model", "/no/such/model")
+    assert code == 1
+    assert said.startswith("agentcache: model '/no/such/model' cannot be loaded")
+
+
+def test_doctor_fails_when_the_installation_is_mixed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("agentcache_llm.conflict", lambda: "something is in the way")
+    monkeypatch.setattr("agentcache_llm._quick_conflict", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["agentcache", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        agentcache_llm.main()
+    assert ended.value.code == 1
+    assert "something is in the way" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["demo", "--json"],
+        ["bench", "store", "--json"],
+        ["bench", "latency", "--json"],
+        ["bench", "segments", "--json"],
+        ["calibrate", "--out"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(command: list[str], tmp_path: Path) -> None:
+    code, said = _run(*command, str(tmp_path / "none" / "x"))
+    assert code == 2
+    assert "is in a folder that is not there" in " ".join(said.replace("│", " ").split())
+    code, said = _run(*command, str(tmp_path))
+    assert code == 2
+    assert "is a folder" in " ".join(said.replace("│", " ").split())
+
+
+def test_what_was_measured_is_printed_though_the_disk_takes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = tmp_path / "gone" / "x.json"
+    report.save({"part": 1}, full)  # more parts are to come
+    assert "cannot be written" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"x\.json' cannot be written: No such file"):
+        report.finish({"part": 2}, [], full)
+    assert json.loads(capsys.readouterr().out) == {"part": 2}
+
+
+def test_calibrate_looks_at_its_store_first(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("no folder")
+    code, said = _run("calibrate", "--made-up", "1", "--model", "/no/such/model", "--store", str(tmp_path / "store"))
+    assert code == 1
+    assert "/no/such/model" not in said
+
+
+def test_rows_of_a_report() -> None:
+    report = {"a": {"b": True, "c_bytes": 2**31, "d": None, "e": ["x", 1], "f": []}}
+    rows = [(label.strip(), value) for label, value in cli_print.lines(report)]
+    assert rows == [("a", ""), ("b", "yes"), ("c", "2.0 GB"), ("d", "unknown"), ("e", "x, 1"), ("f", "none")]

@@ -1,0 +1,128 @@
+"""What no request can be: values that JSON has not, templates without end. Each is refused by a typed error that names the place."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from agentcache.errors import ConfigError, MessageError, TemplateError, ToolSchemaError
+from agentcache.layout import Renderer, rendering, template
+from agentcache.types import Message, Tool, ToolCall
+from tests.chat_templates import tokenizer
+from tests.layout.test_renderer import fresh
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def endless() -> Any:
+    value: dict[str, Any] = {}
+    value["self"] = value
+    return value
+
+
+ODD = {
+    "set": ({1, 2}, "of type set, which JSON has not"),
+    "bytes": (b"x", "of type bytes"),
+    "object": (object(), "of type object"),
+    "cycle": (endless(), "or in itself"),
+    "tuple as a key": ({(1, 2): 3}, r"has the key \(1, 2\), which is no string"),
+    "5,000 digits": (10**5000, "<int> has more than 4000 digits"),
+    "300 levels": (deep(300), "more than 128 levels"),
+    "100,000 levels": (deep(100_000), "more than 128 levels"),
+}
+
+
+@pytest.mark.parametrize("how", ["canonical", "stock"])
+@pytest.mark.parametrize(("odd", "words"), ODD.values(), ids=ODD)
+def test_values_that_are_no_json(odd: Any, words: str, how: Any) -> None:
+    renderer, fine = fresh(), Tool("fine")
+    bad = Tool("search", "", {"type": "object", "properties": {"x": {"default": odd}}})
+    with pytest.raises(ToolSchemaError, match=words) as found:
+        renderer.render([Message("user", "Go")], [fine, bad], rendering=how)
+    assert str(found.value).startswith("tools[1] 'search': tool.function.parameters.properties.x.default")
+    said = [Message("user", "Go"), Message("assistant", "", (ToolCall("fine", {}), ToolCall("search", {"x": [odd]})))]
+    with pytest.raises(MessageError, match=words) as found_too:
+        renderer.render(said, [fine], rendering=how)
+    assert str(found_too.value).startswith("messages[1].tool_calls[1] 'search': arguments.x[0]")
+    for error in (found, found_too):
+        assert len(str(error.value)) < 600
+    assert renderer.render([Message("user", "Go")], [fine], rendering=how).ids  # nothing is left behind
+
+
+@pytest.mark.parametrize("odd", [value for value, _ in ODD.values()], ids=ODD)
+def test_odd_values_in_any_place_are_refused_by_type(odd: Any) -> None:
+    renderer = fresh()
+    user, call = Message("user", "Go"), {"id": "a", "function": {"name": "f", "arguments": {}}}
+    for messages in (
+        [{"role": odd, "content": "x"}],
+        [{"role": "user", "content": odd}],
+        [Message("user", odd)],
+        [user, Message("assistant", "", (ToolCall("f", odd, "a"),))],
+        [user, {"role": "assistant", "tool_calls": odd}],
+        [user, {"role": "assistant", "tool_calls": [odd]}],
+        [user, {"role": "assistant", "tool_calls": [{**call, "id": odd}]}],
+        [user, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "x", "tool_call_id": odd}],
+        [odd],
+    ):
+        for how in ("canonical", "stock"):
+            with pytest.raises(MessageError, match=r"messages\["):
+                renderer.render(messages, rendering=how)  # type: ignore[arg-type]
+    for tools in ([odd], [{"type": "function", "function": odd}], [Tool("f", odd)], [Tool("f", "", odd)]):
+        with pytest.raises(ToolSchemaError, match=r"tools\[0\]"):
+            renderer.render([user], tools)
+
+
+def test_keys_that_json_writes_as_strings_are_strings() -> None:
+    named = {"type": "object", "properties": {"x": {"default": {1: "a", "b": 2, None: 3}}}}
+    plain = {"type": "object", "properties": {"x": {"default": {"1": "a", "b": 2, "null": 3}}}}
+    one, two = (fresh().render([Message("user", "Go")], [Tool("f", "", schema)]) for schema in (named, plain))
+    assert one.ids == two.ids
+
+
+@pytest.mark.parametrize("odd", [[], None, 5, b"x", {"a"}])
+def test_namespaces_are_strings(odd: Any) -> None:
+    with pytest.raises(ConfigError, match="namespace="):
+        fresh().render([Message("user", "Go")], namespace=odd)
+    with pytest.raises(ConfigError, match="namespace="):
+        fresh().render("Go", namespace=odd)
+
+
+@pytest.mark.parametrize("odd", [5, {1: 2, "a": 3}, {"a": endless()}, {"a": 10**5000}])
+def test_arguments_of_the_template(odd: Any) -> None:
+    with pytest.raises(ConfigError, match="template_kwargs="):
+        fresh().render([Message("user", "Go")], template_kwargs=odd)
+
+
+# --- templates -----------------------------------------------------------------------------------------------------------
+
+LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% set c = a * b %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_renders_nothing() -> None:
+    with pytest.raises(TemplateError, match="made '' of 1 messages"):
+        fresh("{% if false %}x{% endif %}").render([Message("user", "Go")])
+
+
+def test_a_template_that_multiplies_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "MOST_CHARS", 10_000)
+    with pytest.raises(TemplateError, match="made 20000 characters of 1 messages"):
+        fresh("{{ messages[0].content * 10000 }}").render([Message("user", "Go")])
+    with pytest.raises(TemplateError, match="MemoryError|OverflowError"):
+        fresh("{{ messages[0].content * 10 ** 18 }}").render([Message("user", "Go")])
+
+
+def test_a_template_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "LIMIT_S", 0.2)
+    for made in (fresh(LOOPS), Renderer(tokenizer("byte_bpe"), chat_template=LOOPS + "{{ messages[0].content }}")):
+        with pytest.raises(TemplateError, match=r"not done after 0\.2 s"):
+            made.render([Message("user", "Go")])
+    for left in [thread for thread in threading.enumerate() if thread.name == "agentcache-template"]:
+        left.join(30)
+        assert not left.is_alive()

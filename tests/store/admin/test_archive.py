@@ -1,0 +1,473 @@
+"""A tool group as one file: what comes out is what went in, and what is not as it should be is refused and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+
+from agentcache.errors import AgentCacheError, BlobError, ConfigError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
+from agentcache.store.admin import archive, archive_file
+from agentcache.store.admin.archive import export_group, import_group
+from agentcache.store.admin.archive_file import open_archive
+from agentcache.store.admin.check import pages_of
+from agentcache.store.disk import blob_format, blob_io
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
+from agentcache.store.disk.schema import Row
+from agentcache.store.keys import Role, Scope, chain
+from agentcache.store.tool_group import ToolGroup
+from agentcache.types import Precision
+from tests.store.stocked_store import contents, everything, group, ids, intact, rows_of, stock
+from tests.store.stored_pages import edit, fill, path, same
+
+PROMPT = ids(1200)
+PRECISIONS: tuple[Precision, ...] = ("exact", "int8", "int4")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """Of a store with the group `harbour`."""
+    monkeypatch.delenv("AGENTCACHE_KEY", raising=False)
+    with Index(Folder.open(tmp_path / "here")) as opened:
+        stock(opened, PROMPT, "harbour")
+        yield opened
+
+
+@pytest.fixture
+def other(tmp_path: Path, index: Index) -> Iterator[Index]:
+    """Of an empty store."""
+    with Index(Folder.open(tmp_path / "there")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def file(tmp_path: Path, index: Index) -> Path:
+    """The group as an archive."""
+    export_group(index.folder, index, index.groups()[0], tmp_path / "harbour.group")
+    return tmp_path / "harbour.group"
+
+
+def untouched(index: Index) -> bool:
+    """Whether a store is as empty as it was made."""
+    return index.total() == (0, 0) and index.groups() == [] and everything(index.folder) == {}
+
+
+# -- there and back --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_imported_is_what_was_exported(index: Index, other: Index, file: Path) -> None:
+    told: list[tuple[int, int]] = []
+    done = import_group(other.folder, other, file, progress=lambda at, total: told.append((at, total)))
+    assert (done.written, done.known, done.bytes) == (3, 0, other.total()[1])
+    assert told[-1][0] <= told[-1][1]
+    here, there = index.groups()[0], other.groups()[0]
+    assert replace(there, created=here.created) == here
+    rows = [row for row in pages_of(other, there) if row]
+    assert intact(other.folder, rows)
+    assert [row.role for row in rows] == [Role.GROUP] * 3
+    for old, new in zip(pages_of(index, here), rows, strict=True):
+        assert old is not None
+        assert (new.page_key, new.parent, new.numerics, new.tokens) == (old.page_key, old.parent, old.numerics, old.tokens)
+        assert new.created > old.created
+    hits = other.longest(Scope("tests", "weights"), PROMPT, len(PROMPT))
+    assert sum(run for _, run in hits) == len(PROMPT)
+
+
+def test_an_archive_is_a_safetensors_file_that_only_its_owner_reads(file: Path) -> None:
+    assert file.stat().st_mode & 0o777 == 0o600
+    with safe_open(file, "pt") as read:
+        page = contents(rows_of(PROMPT, Scope("tests", "weights"))[2])
+        assert torch.equal(read.get_tensor("2.keys.1"), page.keys[1, :, :, :176])
+        assert torch.equal(read.get_tensor("2.values.0"), page.values[0, :, :176])
+        assert read.get_tensor("ids").tolist() == PROMPT.tolist()
+        assert json.loads(read.metadata()["group"])["name"] == "harbour"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kept", [1300, 1401])
+def test_of_a_page_stored_longer_only_the_groups_tokens_leave(
+    index: Index, other: Index, tmp_path: Path, precision: Precision, kept: int
+) -> None:
+    scope, prompt = Scope("longer", "weights", precision=precision), ids(kept, 7)
+    rows = stock(index, prompt, scope=scope)
+    exported = group(prompt[:1171], "harbour", scope)
+    export_group(index.folder, index, exported, tmp_path / "file")
+    import_group(other.folder, other, tmp_path / "file")
+    row = pages_of(other, other.groups()[0])[2]
+    assert row is not None
+    assert (row.tokens, row.precision, row.ids.tolist()) == (147, precision, prompt[1024:1171].tolist())
+    assert same(fill(index.folder, rows[2]), fill(other.folder, row), 147)
+    content = (tmp_path / "file").read_bytes()
+    assert prompt[1171:1200].tobytes() not in content
+
+
+def test_another_name_and_namespace_have_other_keys(other: Index, file: Path) -> None:
+    done = import_group(other.folder, other, file, name="../../etc/passwd", namespace="a/b")
+    assert (done.group.name, done.group.namespace) == ("../../etc/passwd", "a/b")
+    scope = Scope("a/b", "weights")
+    assert list(done.group.page_keys) == [key.hex() for key in chain(scope.root, PROMPT)]
+    assert sum(run for _, run in other.longest(scope, PROMPT, len(PROMPT))) == len(PROMPT)
+    assert other.longest(Scope("tests", "weights"), PROMPT, len(PROMPT)) == []
+    assert intact(other.folder, list(other.rows()))
+    assert {found.relative_to(other.folder.path).parts[0] for found in everything(other.folder)} == {"blobs"}
+
+
+def test_importing_twice_writes_once(other: Index, file: Path) -> None:
+    import_group(other.folder, other, file)
+    before = everything(other.folder)
+    done = import_group(other.folder, other, file)
+    assert (done.written, done.known, done.bytes) == (0, 3, 0)
+    assert everything(other.folder) == before
+    assert len(other.groups()) == 1
+
+
+def test_only_what_is_missing_is_written(other: Index, file: Path) -> None:
+    stock(other, PROMPT[:1024], role=Role.TURN)
+    first, second = other.rows()
+    other.quarantine(second.id, "bad")
+    done = import_group(other.folder, other, file)
+    assert (done.written, done.known) == (2, 1)
+    rows = [row for row in pages_of(other, done.group) if row]
+    assert rows[0].id == first.id
+    assert [row.role for row in rows] == [Role.GROUP] * 3
+    assert len(everything(other.folder)) == other.total()[0] == 3
+    assert intact(other.folder, rows)
+
+
+def test_a_longer_last_page_is_there_already(other: Index, file: Path) -> None:
+    stock(other, ids(1300))
+    assert import_group(other.folder, other, file).written == 0
+
+
+def test_other_contents_under_the_same_name_are_refused(other: Index, file: Path) -> None:
+    stock(other, ids(600, 4), "harbour")
+    before = everything(other.folder)
+    with pytest.raises(ConfigError, match="give --name"):
+        import_group(other.folder, other, file)
+    assert everything(other.folder) == before
+    assert import_group(other.folder, other, file, name="port").written == 3
+    stock(other, ids(600, 4), "port", scope=Scope("tests", "other weights"))
+    assert import_group(other.folder, other, file, name="port").known == 3
+
+
+# -- encryption ------------------------------------------------------------------------------------------------------
+
+
+def test_an_encrypted_store_exports_only_when_told_so(tmp_path: Path, other: Index) -> None:
+    folder = Folder.open(tmp_path / "sealed", key=b"k" * 32)
+    with Index(folder) as index:
+        stock(index, PROMPT, "harbour")
+        with pytest.raises(StoreError, match="--clear"):
+            export_group(folder, index, index.groups()[0], tmp_path / "file")
+        assert not (tmp_path / "file").exists()
+        export_group(folder, index, index.groups()[0], tmp_path / "file", clear=True)
+    import_group(other.folder, other, tmp_path / "file")
+    assert intact(other.folder, list(other.rows()))
+    with Index(Folder.open(tmp_path / "sealed too", key=b"l" * 32)) as third:
+        import_group(third.folder, third, tmp_path / "file")
+        assert intact(third.folder, list(third.rows()))
+        for content in everything(third.folder).values():
+            assert PROMPT[:64].tobytes() not in content
+
+
+# -- exporting what is not whole -------------------------------------------------------------------------------------
+
+
+def test_a_group_with_a_missing_page_is_not_exported(index: Index, tmp_path: Path) -> None:
+    index.remove([list(index.rows())[1].id], force=True)
+    with pytest.raises(StoreError, match="1 of 3 pages are not stored any more"):
+        export_group(index.folder, index, index.groups()[0], tmp_path / "file")
+
+
+def test_a_damaged_page_is_not_exported(index: Index, tmp_path: Path) -> None:
+    edit(path(index.folder, list(index.rows())[1]), lambda content: content.__setitem__(9000, content[9000] ^ 1))
+    with pytest.raises(BlobError, match="was changed"):
+        export_group(index.folder, index, index.groups()[0], tmp_path / "file")
+    assert os.listdir(tmp_path) == ["here"]
+    assert index.stats()["pins"] == 0
+
+
+def test_a_file_that_is_there_is_not_overwritten(index: Index, file: Path) -> None:
+    before = file.read_bytes()
+    with pytest.raises(StoreError, match="is there already"):
+        export_group(index.folder, index, index.groups()[0], file)
+    with pytest.raises(StoreError, match="cannot be written"):
+        export_group(index.folder, index, index.groups()[0], file / "below")
+    assert file.read_bytes() == before
+
+
+def test_pages_are_pinned_while_they_are_exported(index: Index, tmp_path: Path) -> None:
+    def evict(done: int, total: int) -> None:
+        assert index.victims(1 << 40) == []
+
+    export_group(index.folder, index, index.groups()[0], tmp_path / "file", progress=evict)
+    assert len(index.victims(1 << 40)) == 3
+
+
+def test_a_page_that_went_before_it_was_pinned(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Index, "pin", lambda self, ids, holder: list(ids)[:-1])
+    with pytest.raises(StoreError, match="evicted just now"):
+        export_group(index.folder, index, index.groups()[0], tmp_path / "file")
+
+
+# -- hostile archives ------------------------------------------------------------------------------------------------
+
+
+def spots(content: bytes) -> dict[str, int]:
+    """A byte of each class of an archive."""
+    front = 8 + int.from_bytes(content[:8], "little")
+    return {
+        "length": 1, "length, high": 7, "brace": 8, "name of the group": content.index(b"harbour"), "key": content.index(b"page_key") + 16,
+        "offset": content.index(b"data_offsets") + 20, "padding": front - 1, "page 0": front, "page 1": front + 196608 + 77,
+        "page 2": len(content) - 4800 - 4 * 32 - 9, "first id": len(content) - 4800 - 128, "last id": len(content) - 129,
+        "digest": len(content) - 128, "last digest": len(content) - 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", list(range(14)))
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_flipped_bit_is_refused_and_leaves_nothing(other: Index, file: Path, place: int, bit: int) -> None:
+    content = file.read_bytes()
+    name, at = list(spots(content).items())[place]
+    edit(file, lambda changed: changed.__setitem__(at, changed[at] ^ (1 << bit)))
+    with pytest.raises((BlobError, StoreFormatError)):
+        import_group(other.folder, other, file)
+    assert untouched(other), name
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 4096, 10_000, 300_000, -200, -128, -1])
+def test_a_truncated_archive_is_refused(other: Index, file: Path, keep: int) -> None:
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises((BlobError, StoreFormatError)):
+        import_group(other.folder, other, file)
+    assert untouched(other)
+
+
+def test_a_longer_archive_is_refused(other: Index, file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(BlobError, match="bytes instead of"):
+        import_group(other.folder, other, file)
+
+
+def forged(file: Path, change: Callable[[dict], object]) -> None:
+    """The archive with another header; whatever can be made to fit by who has no key, does."""
+    content = file.read_bytes()
+    front = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:front])
+    told = {
+        "group": json.loads(header["__metadata__"]["group"]),
+        "pages": [json.loads(t) for t in json.loads(header["__metadata__"]["pages"])],
+    }
+    told["header"] = header
+    change(told)
+    header["__metadata__"]["group"] = json.dumps(told["group"], sort_keys=True)
+    header["__metadata__"]["pages"] = json.dumps([json.dumps(page, separators=(",", ":")) for page in told["pages"]])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    size = -(-(8 + len(text)) // 4096) * 4096
+    new = (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+    rest = content[front:]
+    digests = rest[-128:-32]
+    file.write_bytes(new + rest[:-32] + blake3(new + rest[-128 - 4800 : -128] + digests).digest())
+
+
+FORGERIES: dict[str, Callable[[dict], object]] = {
+    "another key in the manifest": lambda t: t["group"]["pages"].__setitem__(0, "00" * 32),
+    "another key everywhere": lambda t: (t["group"]["pages"].__setitem__(1, "11" * 32), t["pages"][1].update(page_key="11" * 32)),
+    "another parent": lambda t: t["pages"][2].update(parent="22" * 32),
+    "another namespace": lambda t: t["group"].update(namespace="elsewhere"),
+    "another namespace everywhere": lambda t: (t["group"].update(namespace="x"), [page.update(namespace="x") for page in t["pages"]]),
+    "another regime everywhere": lambda t: (t["group"].update(regime="x"), [page.update(regime="x") for page in t["pages"]]),
+    "a page of another model": lambda t: t["pages"][1].update(fingerprint="other"),
+    "pages in another order": lambda t: t["pages"].reverse(),
+    "another place": lambda t: t["pages"][1].update(place=5),
+    "many layers": lambda t: [page.update(layers=1024) for page in t["pages"]],
+    "large heads": lambda t: [page.update(head_dim=4096) for page in t["pages"]],
+    "too many layers": lambda t: t["pages"][0].update(layers=1 << 40),
+    "no pages": lambda t: (t["pages"].clear(), t["group"].update(pages=[])),
+    "fewer pages": lambda t: (t["pages"].pop(), t["group"]["pages"].pop()),
+    "many tokens": lambda t: t["group"].update(prefix_tokens=1 << 50),
+    "other tokens": lambda t: t["group"].update(prefix_tokens=1199),
+    "a long last page": lambda t: t["pages"][2].update(tokens=512),
+    "another dtype": lambda t: [page.update(dtype="float16") for page in t["pages"]],
+    "another precision": lambda t: [page.update(precision="int8") for page in t["pages"]],
+    "a name that is none": lambda t: t["group"].update(name=5),
+    "an unknown field": lambda t: t["group"].update(path="/etc/passwd"),
+    "another version": lambda t: t["header"]["__metadata__"].update({"agentcache archive": "2"}),
+    "another tensor": lambda t: t["header"].update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
+    "an overlap": lambda t: t["header"]["0.values.0"].update(data_offsets=t["header"]["0.keys.0"]["data_offsets"]),
+    "a huge tensor": lambda t: t["header"]["0.keys.0"].update(shape=[1 << 60]),
+    "more tokens than its pages have": lambda t: t["group"].update(prefix_tokens=1 << 40),
+    "fewer tokens than its pages have": lambda t: t["group"].update(prefix_tokens=1),
+    "heads of no model": lambda t: [page.update(kv_heads=4096, head_dim=4096) for page in t["pages"]],
+    "no metadata": lambda t: t["header"].pop("0.keys.0"),
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_forged_header_is_refused_and_leaves_nothing(other: Index, file: Path, what: str) -> None:
+    forged(file, FORGERIES[what])
+    with pytest.raises((BlobError, StoreFormatError)):
+        import_group(other.folder, other, file)
+    assert untouched(other)
+
+
+def test_no_memory_is_asked_for_by_a_header(other: Index, file: Path) -> None:
+    """A sparse file is as long as it likes."""
+
+    def change(told: dict) -> None:
+        told["group"].update(prefix_tokens=1 << 40)
+        group = ToolGroup.from_json(json.dumps(told["group"]))
+        rows = [blob_format.unpack(json.dumps(page)) for page in told["pages"]]
+        told["header"]["ids"].update(shape=[1 << 40])
+        sizes.append(archive_file.plan(group, rows))
+
+    sizes: list[archive_file.Plan] = []
+    forged(file, change)
+    content = bytearray(file.read_bytes())
+    content[: len(sizes[0].front)] = sizes[0].front
+    file.write_bytes(content)
+    os.truncate(file, sizes[0].bytes)
+    with pytest.raises(BlobError, match="tokens in a group whose pages have"):
+        import_group(other.folder, other, file)
+
+
+def test_what_forged_makes_is_read_if_nothing_is_changed(other: Index, file: Path) -> None:
+    before = file.read_bytes()
+    forged(file, lambda told: told["pages"])
+    assert file.read_bytes() == before
+    forged(file, lambda told: told["group"].update(name="a/../b\x1b[31m", model="/etc/passwd"))
+    assert import_group(other.folder, other, file).group.name == "a/../b\x1b[31m"
+    assert {found.relative_to(other.folder.path).parts[0] for found in everything(other.folder)} == {"blobs"}
+
+
+def test_ids_that_do_not_make_the_keys_are_refused(other: Index, file: Path) -> None:
+    def change(content: bytearray) -> None:
+        content[-128 - 4 : -128] = np.array([7], dtype="<u4").tobytes()
+        front = 8 + int.from_bytes(content[:8], "little")
+        content[-32:] = blake3(bytes(content[:front] + content[-128 - 4800 : -32])).digest()
+
+    edit(file, change)
+    with pytest.raises(BlobError, match="are not those of the tool group"):
+        import_group(other.folder, other, file)
+
+
+@pytest.mark.parametrize("length", [0, 7, 1 << 20, 16 << 20, 1 << 40, 1 << 63, (1 << 64) - 8])
+def test_a_header_of_any_length_is_refused_before_it_is_read(other: Index, file: Path, length: int) -> None:
+    edit(file, lambda content: content.__setitem__(slice(0, 8), length.to_bytes(8, "little")))
+    with pytest.raises((BlobError, StoreFormatError)):
+        import_group(other.folder, other, file)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"null", b"[" * 100_000, b'{"__metadata__":{}}', b"\xff\xfe", b'{"__metadata__":{"agentcache archive":"1"}}']
+)
+def test_a_header_that_is_none_is_refused(other: Index, tmp_path: Path, text: bytes) -> None:
+    size = -(-(8 + len(text)) // 4096) * 4096
+    (tmp_path / "file").write_bytes((size - 8).to_bytes(8, "little") + text.ljust(size - 8) + bytes(1000))
+    with pytest.raises(StoreFormatError, match="no archive of a tool group"):
+        import_group(other.folder, other, tmp_path / "file")
+
+
+def test_the_work_of_checking_a_header_is_bounded_by_its_length(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forged(file, lambda told: [page.update(layers=1024) for page in told["pages"]])
+    monkeypatch.setattr(archive_file, "plan", lambda *_: pytest.fail("the header that belongs to it was made"))
+    with pytest.raises(BlobError, match="entries in its header"), open_archive(file):
+        pass
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_plain_file_is_refused(other: Index, tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "file")
+    with pytest.raises(StoreFormatError, match="no plain file"):
+        import_group(other.folder, other, tmp_path / "file")
+    with pytest.raises(StoreError, match="cannot be opened"):
+        import_group(other.folder, other, tmp_path / "none")
+
+
+# -- a disk that is full, a name that is none --------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_is_said_before_anything_is_written(other: Index, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(StoreFullError, match="do not fit"):
+        import_group(other.folder, other, file)
+    assert untouched(other)
+
+
+def test_a_disk_that_becomes_full_leaves_nothing(other: Index, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, left = archive.blob_io.write_layers, [2]
+
+    def full(*given: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StoreFullError("no room")
+        return write(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(archive.blob_io, "write_layers", full)
+    with pytest.raises(StoreFullError):
+        import_group(other.folder, other, file)
+    assert untouched(other)
+
+
+@pytest.mark.parametrize("given", [{"name": "\ud800"}, {"namespace": "\ud800"}])
+def test_half_a_character_is_no_name(other: Index, file: Path, given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="half a character"):
+        import_group(other.folder, other, file, **given)  # type: ignore[arg-type]
+    forged(file, lambda told: told["group"].update(name="\ud800"))
+    with pytest.raises(ConfigError, match="half a character"):
+        import_group(other.folder, other, file)
+    assert untouched(other)
+
+
+def test_a_namespace_that_no_header_can_hold(other: Index, file: Path) -> None:
+    with pytest.raises(AgentCacheError, match="use shorter names"):
+        import_group(other.folder, other, file, namespace="n" * 70_000)
+    assert untouched(other)
+
+
+def test_a_read_only_store_takes_nothing(other: Index, file: Path) -> None:
+    with pytest.raises(StorePermissionError, match="read-only"):
+        import_group(replace(other.folder, writable=False), other, file)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_is_not_finite_is_not_imported(
+    index: Index, other: Index, tmp_path: Path, precision: Precision, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, scope = ids(700, 5), Scope("tests", "weights", "", precision)
+    [_, wanted] = rows_of(prompt, scope)
+    stock(index, prompt, "spoiled", scope=scope)
+    write = blob_io.write_layers
+
+    def spoil(folder: Folder, row: Row, stored: Any) -> Row:
+        def layer(at: int) -> list[memoryview]:
+            buffers = [memoryview(bytearray(buffer)) for buffer in stored(at)]
+            if row.page_key == wanted.page_key and at == 1:
+                item = torch.bfloat16 if precision == "exact" else torch.float32  # int8 and int4 begin with a scale or a lowest value
+                torch.frombuffer(buffers[0], dtype=item)[3] = value
+            return buffers
+
+        return write(folder, row, layer)
+
+    with monkeypatch.context() as patch:  # as somebody writes it who has the key
+        patch.setattr(blob_io, "write_layers", spoil)
+        [row] = [row for row in index.rows() if row.page_key == wanted.page_key]
+        index.remove([row.id], force=True)
+        index.add([blob_io.write(index.folder, wanted, contents(wanted))])
+    file = tmp_path / "spoiled.group"
+    export_group(index.folder, index, next(one for one in index.groups() if one.name == "spoiled"), file)
+    with pytest.raises(BlobError, match="layer 1 of page 1 holds NaN or infinity"):
+        import_group(other.folder, other, file)
+    assert untouched(other)

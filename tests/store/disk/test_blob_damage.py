@@ -1,0 +1,358 @@
+"""Blobs that were damaged, forged, swapped or replaced by something else: refused, cheaply, and the page stays empty."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache.errors import BlobError, StoreError
+from agentcache.kv import KVSpec, Page
+from agentcache.store.disk import blob, blob_files, blob_format, blob_io
+from agentcache.store.disk.folder import Folder
+from tests.store.stored_pages import SPEC, edit, fill, left, page, path, refused, row, same
+
+KINDS = {"sealed": 512, "partial": 100}
+
+
+@pytest.fixture(params=["mapped", "read"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """A store whose full pages are mapped, or read, wherever these tests run."""
+    monkeypatch.delenv("AGENTCACHE_KEY", raising=False)
+    monkeypatch.setattr(blob_files, "local", lambda path: True)
+    monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: request.param == "mapped")
+    return Folder.open(tmp_path / "store")
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_single_byte_counts(folder: Folder) -> None:
+    """A small blob, each byte flipped in turn: `verify` refuses, and so does `describe` outside the layers."""
+    spec = KVSpec(2, 1, 2, torch.float32)
+    written = blob_io.write(folder, row(spec, 5), page(spec, 5))
+    file = path(folder, written)
+    plan = blob_format.plan(written, False)
+    with open(file, "r+b", buffering=0) as raw:
+        for at in range(plan.bytes):
+            before = os.pread(raw.fileno(), 1, at)
+            os.pwrite(raw.fileno(), bytes([before[0] ^ (1 << at % 8)]), at)
+            with pytest.raises(BlobError):
+                blob_io.verify(folder, written)
+            if not len(plan.front) <= at < plan.ids:
+                with pytest.raises(BlobError):
+                    blob_io.describe(folder, written.blob)
+            os.pwrite(raw.fileno(), before, at)
+    blob_io.verify(folder, written)
+
+
+def positions(plan: blob_format.Plan) -> dict[str, int]:
+    """A byte of each kind."""
+    text = plan.front.rstrip()
+    half = plan.layer_bytes // 2
+    return {
+        "length, low byte": 0,
+        "length, high byte": 7,
+        "header": 8,
+        "metadata": text.index(b"weights"),
+        "shape": text.index(b"shape") + 9,
+        "offsets": text.index(b"data_offsets") + 16,
+        "padding": len(plan.front) - 1,
+        "first key": len(plan.front),
+        "last value of the first layer": plan.at(1) - 1,
+        "a key of the last layer": plan.at(2) + 5,
+        "a value of the last layer": plan.at(2) + half + 5,
+        "first id": plan.ids,
+        "mac of a layer": plan.macs + 3,
+        "mac of the page": plan.bytes - 1,
+    }
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("tokens", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("where", positions(blob_format.plan(row(), False)))
+def test_a_changed_byte_or_a_cut_is_never_served(tmp_path: Path, where: str, tokens: int, encrypted: bool) -> None:
+    folder = Folder.open(tmp_path / "store", key=b"k" * 32 if encrypted else None)
+    written = blob_io.write(folder, row(tokens=tokens), page())
+    file = path(folder, written)
+    at = positions(blob_format.plan(written, encrypted))[where]
+    whole = edit(file, lambda b: b.__setitem__(at, b[at] ^ 0x10))
+    assert repr(written.blob) in str(refused(folder, written))
+    with pytest.raises(BlobError):
+        blob_io.verify(folder, written)
+    file.write_bytes(whole[:at])
+    refused(folder, written)
+    file.write_bytes(whole[:at] + whole[at + 1 :])
+    refused(folder, written)
+    file.write_bytes(whole)
+    assert fill(folder, written).filled == tokens
+
+
+@pytest.mark.parametrize("extra", [b"\0", b"x" * 5000])
+def test_appended_bytes_are_refused(folder: Folder, extra: bytes) -> None:
+    written = blob_io.write(folder, row(), page())
+    edit(path(folder, written), lambda b: b.extend(extra))
+    assert "bytes" in str(refused(folder, written))
+    with pytest.raises(BlobError, match="bytes"):  # without a row to compare with, too
+        blob_io.describe(folder, written.blob)
+
+
+def test_layers_in_another_order_are_refused(folder: Folder) -> None:
+    written = blob_io.write(folder, row(), page())
+    plan = blob_format.plan(written, False)
+    file = path(folder, written)
+
+    def swap(b: bytearray, a: int, c: int, size: int) -> None:
+        b[a : a + size], b[c : c + size] = b[c : c + size], b[a : a + size]
+
+    whole = edit(file, lambda b: swap(b, plan.at(0), plan.at(1), plan.layer_bytes))
+    assert "layer" in str(refused(folder, written))
+    edit(file, lambda b: swap(b, plan.macs, plan.macs + 32, 32))  # their macs along with them
+    refused(folder, written)
+    file.write_bytes(whole)
+    fill(folder, written)
+
+
+def test_the_blob_of_another_row_is_refused(folder: Folder) -> None:
+    one, other = (blob_io.write(folder, row(first=first), page(seed=first)) for first in (0, 1000))
+    refused(folder, replace(one, blob=other.blob))
+    changes: dict[str, Any] = {
+        "parent": bytes(32), "namespace": "x", "fingerprint": "x", "regime": "x", "place": 1, "bytes": one.bytes + 1,
+        "ids": one.ids[::-1].copy(), "precision": "int8",
+    }  # fmt: skip
+    for name, value in changes.items():
+        error = refused(folder, replace(one, **{name: value}))
+        assert name in str(error)
+        with pytest.raises(BlobError, match=name):
+            blob_io.verify(folder, replace(one, **{name: value}))
+    renamed = replace(one, blob=f"{one.blob[:2]}{'0' * 30}{one.blob[32:]}")
+    path(folder, one).rename(path(folder, renamed))
+    assert isinstance(refused(folder, one).__cause__, FileNotFoundError)
+    assert fill(folder, renamed).filled == 512  # a name means nothing
+
+
+def test_a_key_that_its_ids_do_not_make_is_refused(folder: Folder) -> None:
+    forged = blob_io.write(folder, replace(row(), page_key=bytes(32)), page())
+    with pytest.raises(BlobError, match="ids"):
+        blob_io.describe(folder, forged.blob)
+
+
+def test_macs_are_this_stores_own(folder: Folder) -> None:
+    written = blob_io.write(folder, row(), page())
+    refused(replace(folder, key=b"x" * 32), written)
+
+
+def test_the_role_may_change_in_the_index(folder: Folder) -> None:
+    written = blob_io.write(folder, row(), page())
+    assert fill(folder, replace(written, role=2, created=0.0, hits=5)).filled == 512
+
+
+def test_numerics_of_the_index_are_not_believed(folder: Folder) -> None:
+    written = blob_io.write(folder, row(), page())
+    refused(folder, replace(written, numerics=frozenset({"of another machine"})))
+
+
+# -- hostile headers ---------------------------------------------------------------------------------------------------
+
+
+def header(text: str | bytes, length: int | None = None, rest: bytes = b"") -> bytes:
+    raw = text.encode() if isinstance(text, str) else text
+    size = -(-(8 + len(raw)) // 4096) * 4096
+    return (size - 8 if length is None else length).to_bytes(8, "little") + raw.ljust(size - 8) + rest
+
+
+def metadata(**changes: Any) -> str:
+    """A header that says of a row what it likes, well formed."""
+    found = {**json.loads(blob_format.pack(row(tokens=4))), **changes}
+    return json.dumps({"__metadata__": {"agentcache": "1", "row": json.dumps(found)}})
+
+
+BOMBS = {
+    "empty": b"",
+    "seven bytes": b"1234567",
+    "length 2^60": header("{}", 1 << 60),
+    "length 2^64 - 1": header("{}", (1 << 64) - 1),
+    "length of the whole file": header("{}", 8192 - 8),
+    "length not aligned": header("{}", 100, b"\0" * 4096),
+    "length 0": header("{}", 0),
+    "longer than the cap": header(" " * 70000, None, b"\0" * 4096),
+    "deep lists": header("[" * 60000),
+    "deep objects": header('{"a":' * 10000),
+    "deep row": header(json.dumps({"__metadata__": {"row": "[" * 30000}})),
+    "no json": header(b"\xff\xfe" * 100),
+    "a number": header("1e999"),
+    "a huge number": header("9" * 60000),
+    "no metadata": header('{"keys.0":{"dtype":"F32","shape":[1,2,3],"data_offsets":[0,24]}}'),
+    "row of numbers": header('{"__metadata__":{"row":5}}'),
+    "huge layers": header(metadata(layers=1 << 40)),
+    "huge shape": header(metadata(layers=1000, kv_heads=4096, head_dim=4096, tokens=512)),
+    "many tokens": header(metadata(tokens=513)),
+    "no tokens": header(metadata(tokens=0)),
+    "negative": header(metadata(layers=-1)),
+    "true": header(metadata(layers=True)),
+    "dtype": header(metadata(dtype="object")),
+    "precision": header(metadata(precision="pickle")),
+    "created": header(metadata(created=float("nan"))),
+    "keys": header(metadata(page_key="00")),
+    "names": header(metadata(namespace=["x"])),
+    "numerics": header(metadata(numerics=[[]])),
+    "extra": header(metadata(evil=1)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_hostile_headers_are_refused_before_anything_is_allocated(folder: Folder, name: str) -> None:
+    written = blob_io.write(folder, row(tokens=4), page())
+    path(folder, written).write_bytes(BOMBS[name])
+    found = Page(SPEC)
+    tracemalloc.start()
+    try:
+        for attempt in (
+            lambda: blob_io.describe(folder, written.blob),
+            lambda: blob_io.verify(folder, written),
+            lambda: blob_io.read(folder, written, found, tokens=4, threads=1),
+        ):
+            with pytest.raises(BlobError):
+                attempt()
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    finally:
+        tracemalloc.stop()
+    assert found.filled == 0
+
+
+@pytest.mark.parametrize("length", [0, 100, 4087, 4089, 65536 - 8 + 4096, (1 << 20) - 8, (1 << 64) - 8])
+def test_the_length_of_a_header_is_judged_before_it_is_read(length: int) -> None:
+    with pytest.raises(BlobError):
+        blob_format.front_bytes(length.to_bytes(8, "little"), 1 << 40)
+    assert blob_format.front_bytes((65536 - 8).to_bytes(8, "little"), 65536) == 65536
+    with pytest.raises(BlobError):
+        blob_format.front_bytes((65536 - 8).to_bytes(8, "little"), 65535)
+
+
+@pytest.mark.parametrize("name", ["place", "tokens", "role", "layers", "kv_heads", "head_dim"])
+@pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 1 << 40])
+def test_counts_are_counts(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        blob_format.unpack(json.dumps({**json.loads(blob_format.pack(row())), name: value}))
+
+
+def test_a_header_that_differs_from_what_its_row_calls_for_is_refused(folder: Folder) -> None:
+    """Even by the one who has the key: duplicate names, overlaps, gaps, other shapes."""
+    made = row(tokens=4)
+    written = blob_io.write(folder, made, page())
+    file, plan = path(folder, written), blob_format.plan(made, False)
+    good, content = plan.front[8:].rstrip(), file.read_bytes()
+    forged = {
+        "duplicate": good.replace(b'{"__metadata__"', b'{"keys.0":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"__metadata__"'),
+        "overlap": good.replace(b'"data_offsets":[256,', b'"data_offsets":[0,'),
+        "shape": good.replace(b"[2,16,4]", b"[2,4,16]", 1),
+        "dtype": good.replace(b"BF16", b"F16", 1),
+        "order": b" " + good,
+        "more": good.replace(b'"agentcache":"1"', b'"agentcache":"1","format":"pt"'),
+        "version": good.replace(b'"agentcache":"1"', b'"agentcache":"2"'),
+    }
+    for name, text in forged.items():
+        assert text != good, name
+        front = header(text)
+        ids, macs = content[plan.ids : plan.macs], content[plan.macs : -32]
+        tail = blob.mac_of(folder.key, blob_format.tail_context(made, False), front, ids, macs)
+        file.write_bytes(front + content[len(plan.front) : -32] + tail)
+        assert "header" in str(refused(folder, written)), name
+
+
+def test_a_header_too_long_to_be_read_again_is_not_written(folder: Folder) -> None:
+    with pytest.raises(StoreError, match="header"):
+        blob_io.write(folder, row(namespace="n" * 70000), page())
+    assert left(folder) == []
+
+
+# -- files that are not what they seem ---------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["symlink", "fifo", "folder", "socket", "missing", "folder linked", "device"])
+def test_only_plain_files_inside_the_store_are_opened(folder: Folder, tmp_path: Path, kind: str) -> None:
+    written = blob_io.write(folder, row(), page())
+    file = path(folder, written)
+    away = tmp_path / "away"
+    file.rename(away)
+    if kind == "symlink":
+        file.symlink_to(away)
+    elif kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "socket":
+        import socket
+
+        here = os.getcwd()
+        os.chdir(file.parent)  # a socket's path is short
+        try:
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(file.name)
+        finally:
+            os.chdir(here)
+    elif kind == "folder linked":
+        file.parent.rmdir()
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        away.rename(outside / file.name)
+        file.parent.symlink_to(outside)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    refused(folder, written)
+    with pytest.raises(BlobError, match="plain file" if kind in ("fifo", "folder") else None):
+        blob_io.describe(folder, written.blob)
+
+
+@pytest.mark.parametrize("name", ["", "x", "../../etc/passwd", "ab/cd", f"{'0' * 32}-1.2.3", f"../{'0' * 29}-1.2.{'0' * 12}", "\0"])
+def test_a_name_is_never_a_path(folder: Folder, name: str) -> None:
+    with pytest.raises(BlobError, match="no name"):
+        blob_io.describe(folder, name)
+
+
+@pytest.mark.parametrize(("local", "after"), [*((True, n) for n in range(2, 6)), *((False, n) for n in range(2, 9))])
+def test_a_file_that_shrinks_while_it_is_read(folder: Folder, local: bool, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: False)
+    monkeypatch.setattr(blob_files, "local", lambda path: local)
+    written = blob_io.write(folder, row(), page())
+    real, calls = os.preadv, iter(range(1000))
+
+    def shrinking(fd: int, buffers: Any, at: int) -> int:
+        if next(calls) == after:
+            os.truncate(path(folder, written), at + 10)
+        return real(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", shrinking)
+    assert "shorter" in str(refused(folder, written, threads=1))
+
+
+@pytest.mark.parametrize("after", range(9))
+def test_a_disk_that_fails_while_it_is_read(folder: Folder, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: False)
+    written = blob_io.write(folder, row(), page())
+    real, calls = os.preadv, iter(range(1000))
+
+    def failing(fd: int, buffers: Any, at: int) -> int:
+        if next(calls) == after:
+            raise OSError(errno.EIO, "input/output error")
+        return real(fd, [buffers[0][:1000]], at)  # and short reads
+
+    monkeypatch.setattr(os, "preadv", failing)
+    refused(folder, written)
+
+
+def test_short_reads_and_writes_go_on(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: False)
+    write, read = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: write(fd, [buffers[0][:777]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:999]], at))
+    original = page()
+    assert same(fill(folder, blob_io.write(folder, row(), original)), original, 512)
