@@ -16,9 +16,8 @@ from .model.sampling import logprob_of
 from .plan import make
 from .request import RENEWALS, Provenance, Running
 from .runner import Outcome, Runner, StockSequence
-from .store.entry import Match
+from .store.entry import Match, PageQuery
 from .store.keys import Scope
-from .store.page_prefetch import PageQuery
 from .store.store import Store
 from .types import FinishReason, Precision, Reason, Refusal
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,8 +23,10 @@ from .runner import StockSequence, Work
 from .store.deletion import Moment
 from .store.entry import Entry, Match
 from .store.keys import Ids, Scope, as_ids
-from .store.page_prefetch import PagePrefetch
 from .types import Grade, Layout, Logprob, Reuse, Sampling
+
+if TYPE_CHECKING:  # of a request over a store on disk
+    from .store.page_prefetch import PagePrefetch
 
 RENEWALS = 5  # a request begins anew so often because weights changed
 

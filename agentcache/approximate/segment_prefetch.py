@@ -19,9 +19,9 @@ import numpy as np
 from ..errors import FAULTS
 from ..kv import PAGE_TOKENS, KVSpec
 from ..store.disk.index import Row
-from ..store.entry import common
+from ..store.entry import PageQuery, common
 from ..store.keys import Ids, Scope
-from ..store.page_prefetch import PagePrefetch, PageQuery
+from ..store.page_prefetch import PagePrefetch
 from ..store.policy import too_slow
 from ..store.store import Store
 from ..types import Precision, Reason, Refusal

@@ -1,4 +1,4 @@
-"""One cached page as the tree holds it, and the match that a look into the tree finds. Knows no budgets."""
+"""One cached page as the tree holds it, the match that a look into the tree finds, and the query for the disk. Knows no budgets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..types import PAGE_TOKENS, Reason
 from .keys import Ids, Role, Scope, page_key
 
 if TYPE_CHECKING:  # who only looks into the index needs no torch
-    from ..kv import Page
+    from ..kv import KVSpec, Page
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +75,22 @@ class Match:
     numerics: frozenset[str] = frozenset()
     detail: str = ""
     entries: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageQuery:
+    """The pages that a prompt asks the disk for.
+
+    prefix_tokens: length of the prefix that other processes may wait for. ms_per_token: cost of computing, 0 if unknown. gain_ms: cost of
+    computing what the pages are wanted for, None for all that memory lacks.
+    """
+
+    scope: Scope
+    ids: Ids
+    ms_per_token: float
+    spec: KVSpec
+    prefix_tokens: int = 0
+    gain_ms: float | None = None
 
 
 def common(a: Ids, b: Ids) -> int:

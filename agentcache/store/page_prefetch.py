@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 
 from ..errors import FAULTS, StoreBusyError, StoreError, StoreLostError
@@ -18,8 +18,8 @@ from ..kv import PAGE_TOKENS, KVSpec, Page
 from ..types import Precision, Reason, Refusal
 from .disk.disk_tier import DiskMatch, DiskTier, cpu_page
 from .disk.index import Row
-from .entry import Entry, Match
-from .keys import Ids, Scope, chain
+from .entry import Entry, Match, PageQuery
+from .keys import Scope, chain
 from .memory.prefix_tree import PrefixTree
 from .policy import HUNG_MS, give_up, too_slow
 
@@ -34,22 +34,6 @@ class State(Enum):
     READING = auto()  # a reading thread fills pages
     AWAITING = auto()  # another process computes the prefix
     DONE = auto()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PageQuery:
-    """The pages that a prompt asks the disk for.
-
-    prefix_tokens: length of the prefix that other processes may wait for. ms_per_token: cost of computing, 0 if unknown. gain_ms: cost of
-    computing what the pages are wanted for, None for all that memory lacks.
-    """
-
-    scope: Scope
-    ids: Ids
-    ms_per_token: float
-    spec: KVSpec
-    prefix_tokens: int = 0
-    gain_ms: float | None = None
 
 
 Adopt = Callable[[Scope, Sequence[int], Sequence[Page], Sequence[Row], int], list[Entry]]  # admits verified pages into memory

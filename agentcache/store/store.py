@@ -14,20 +14,21 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning, shown
 from ..kv import Page
 from ..types import Forgotten, Grade, Reason, StoreOptions, check_name
-from .admin.prune import prune
 from .deletion import Deletion, Deletions, Moment
-from .disk.disk_tier import DiskTier
-from .disk.index import Row
-from .entry import Entry, Match
+from .entry import Entry, Match, PageQuery
 from .keys import Ids, PinName, Role, Scope, as_ids
 from .memory.prefix_tree import PrefixTree
-from .page_prefetch import PagePrefetch, PageQuery
 from .tool_group import ToolGroup
+
+if TYPE_CHECKING:  # a store in memory only loads nothing of the disk
+    from .disk.disk_tier import DiskTier
+    from .disk.index import Row
+    from .page_prefetch import PagePrefetch
 
 DEFAULT = StoreOptions()
 RENEW_S = 30.0  # how often a folder is opened in the place of a lost one, where that has failed
@@ -51,7 +52,7 @@ class Store:
     def __init__(self, budget_bytes: int, host_bytes: int = 0, options: StoreOptions | None = None) -> None:
         self.tree = PrefixTree(budget_bytes, host_bytes)
         self.deletions = Deletions()
-        self.disk = DiskTier(options, self.deletions) if options is not None else None
+        self.disk = self._disk_tier(options) if options is not None else None
         self._indexes: list[TextIndex] = []
         self._listeners: list[Callable[[Deletion], None]] = []
         self._renewals: list[Callable[[], None]] = []
@@ -71,6 +72,11 @@ class Store:
                 raise
             warnings.warn(f"nothing is kept on disk: {error}", StoreWarning, stacklevel=3)
             return cls(budget_bytes, host_bytes)
+
+    def _disk_tier(self, options: StoreOptions, instead: bool = False) -> DiskTier:
+        from .disk.disk_tier import DiskTier
+
+        return DiskTier(options, self.deletions, instead=instead)
 
     def __len__(self) -> int:
         return len(self.tree)
@@ -109,6 +115,8 @@ class Store:
         with self.deletions.lock:
             if self.disk is None or not self.tree.budget_bytes:
                 return None
+            from .page_prefetch import PagePrefetch
+
             self.tree.drop_changed(wanted.scope, wanted.ids)  # here, so that it is read again for this very request
             return PagePrefetch(wanted, wake, self.tree, self.disk, self.adopt)
 
@@ -229,7 +237,7 @@ class Store:
         """Open the folder in the place of the one that was lost; says what becomes of pages from now on."""
         lost, self._renew_at = self._lost[-1], time.monotonic() + RENEW_S
         try:
-            self.disk = DiskTier(replace(lost.options, folder=lost.folder.path), self.deletions, instead=True)
+            self.disk = self._disk_tier(replace(lost.options, folder=lost.folder.path), instead=True)
         except (AgentCacheError, RuntimeError) as error:  # another key by now, no thread to write on: the request is answered all the same
             return f"nothing is read from disk nor written to it for now: {error}"
         for renewed in self._renewals:
@@ -278,6 +286,8 @@ class Store:
             found = Forgotten(pages, size, groups=tuple(one.name for one in named))
             if self.disk is None:
                 return found
+            from .admin.prune import prune
+
             for which in (None,) if group is None else named:
                 done = prune(self.disk.folder, self.disk.index, namespace=namespace, older_than=older_than, group=which, force=True)
                 groups = found.groups if which else tuple(done.groups)

@@ -25,8 +25,9 @@ from agentcache.store import policy
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.store.disk.index import Index
+from agentcache.store.entry import PageQuery
 from agentcache.store.keys import Scope, as_ids, chain
-from agentcache.store.page_prefetch import PagePrefetch, PageQuery, State
+from agentcache.store.page_prefetch import PagePrefetch, State
 from agentcache.store.policy import HUNG_MS, LEAST_TRUST_MS, LOOK_S, RETRY_S, Rate, WriteBudget, give_up, too_slow
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
