@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 
 from . import __version__, cli_lint, cli_store, cli_tend
+from .approximate.calibrate.cli import calibrate
 from .bench.cli import app as bench_app
 from .bench.options import to_write, write
-from .cli_calibrate import calibrate
 from .cli_print import facts, report_errors, say_json
 
 app = typer.Typer(

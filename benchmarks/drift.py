@@ -12,10 +12,10 @@ import torch
 import typer
 from rich.table import Table
 
+from agentcache.approximate.calibrate.trials import lossy_copy
 from agentcache.bench import catalog, report
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption
 from agentcache.bench.report import number, table
-from agentcache.calibrate.trials import lossy_copy
 from agentcache.cli_print import report_errors
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from agentcache import traces
 from agentcache.bench import report
 from agentcache.bench.machine import machine, versions
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption, numbers
-from agentcache.calibrate import traces
 from agentcache.cli_print import report_errors
 from agentcache.engine import Engine
 

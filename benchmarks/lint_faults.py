@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from agentcache.calibrate.traces import Episode
 from agentcache.lint import Cause
+from agentcache.traces import Episode
 
 Json = dict[str, Any]
 Labels = list[Cause | None]

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from agentcache import traces
+from agentcache.approximate.calibrate import search, shifts
+from agentcache.approximate.calibrate.trials import Trials, rows
 from agentcache.bench import report
 from agentcache.bench.options import (
     AllowedKl,
@@ -37,8 +40,6 @@ from agentcache.bench.options import (
     to_write,
 )
 from agentcache.bench.quality_cases import recorded
-from agentcache.calibrate import search, shifts, traces
-from agentcache.calibrate.trials import Trials, rows
 from agentcache.cli_print import report_errors
 from examples.embedded.cases import MADE_UP, selections
 

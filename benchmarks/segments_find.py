@@ -23,12 +23,12 @@ from agentcache.approximate.ngram_index import repeats
 from agentcache.approximate.segment_prefetch import longest_run
 from agentcache.approximate.windows import TokenTexts, Window, windows
 from agentcache.bench.react import Oracle
-from agentcache.calibrate.traces import Episode, texts
 from agentcache.kv import PAGE_TOKENS, KVSpec, Page
 from agentcache.layout import Renderer
 from agentcache.store.entry import common
 from agentcache.store.keys import Ids, Scope, as_ids
 from agentcache.store.memory.prefix_tree import PrefixTree
+from agentcache.traces import Episode, texts
 from agentcache.types import Layout, Span
 
 TAUS = (0.6, 0.7, 0.8, 0.9)

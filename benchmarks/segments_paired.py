@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
+from agentcache.approximate.calibrate.trials import bound, common_tokens, nothing_kept, stored_as
 from agentcache.approximate.calibration import Calibration
 from agentcache.approximate.drift_monitor import divergence
 from agentcache.bench.quality_asking import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_score import Ratio, Said, right, same
-from agentcache.calibrate.trials import bound, common_tokens, nothing_kept, stored_as
 from agentcache.engine import Engine
 from agentcache.model.hf import HFModel
 from agentcache.receipt import Receipt

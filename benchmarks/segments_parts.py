@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from agentcache.approximate.calibrate.trials import LEAST, Say, Trials
 from agentcache.approximate.calibration import PRECISIONS, Calibration
 from agentcache.bench.quality_cases import STYLES
-from agentcache.calibrate.traces import Episode
-from agentcache.calibrate.trials import LEAST, Say, Trials
 from agentcache.errors import ConfigError
+from agentcache.traces import Episode
 
 from . import segments_episodes, segments_find, segments_paired, segments_sampled, segments_tasks
 from .segments_rows import Rows, settings_of

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentcache.approximate.calibrate.shifts import DATES, PERTURBED, REVIEWER, changed, perturbed, system
 from agentcache.bench.quality_cases import Case, Episode
-from agentcache.calibrate.shifts import DATES, PERTURBED, REVIEWER, changed, perturbed, system
-from agentcache.calibrate.traces import Json
 from agentcache.errors import ConfigError
+from agentcache.traces import Json
 from examples.embedded.cases import episodes, selections
 
 TOOLS = ("added tool", "removed tool", "changed tool", "moved tool")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from agentcache.calibrate.shifts import NOTHING
+from agentcache.approximate.calibrate.shifts import NOTHING
 from agentcache.engine import Engine
 from agentcache.model.rope import Rotary, turn
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from agentcache.bench import engine_timing
 from agentcache.bench.react import Oracle
-from agentcache.calibrate.traces import Episode, Json
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 from agentcache.layout import Renderer
+from agentcache.traces import Episode, Json
 from agentcache.types import LayoutOptions
 
 STRATEGIES = ("none", "front", "system", "results", "kept", "tail")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from agentcache import Message, Recorder, Tool, ToolCall
-from agentcache.calibrate import shifts
-from agentcache.calibrate.traces import read
+from agentcache.approximate.calibrate import shifts
 from agentcache.errors import ConfigError, StoreWarning
 from agentcache.lint import lint
+from agentcache.traces import read
 
 TOOLS = [Tool("tide", "When is high water?", {"type": "object", "properties": {"harbour": {"type": "string"}}}), Tool("log"), Tool("wind")]
 CALLED = Message("assistant", "", (ToolCall("tide", {"harbour": "Zoë's"}, "abc"),), reasoning="Look it up.")

@@ -81,7 +81,7 @@ def react(
 ) -> None:
     """Replay recorded agent episodes: tokens computed against tokens new, and the time of every call."""
     with report_errors():
-        from ..calibrate import traces
+        from .. import traces
         from . import react as bench
         from . import report
 

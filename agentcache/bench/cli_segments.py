@@ -55,8 +55,8 @@ def segments(
 ) -> None:
     """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
     with report_errors():
-        from ..calibrate import search, shifts
-        from ..calibrate import trials as asking
+        from ..approximate.calibrate import search, shifts
+        from ..approximate.calibrate import trials as asking
         from . import quality_cases, report
 
         wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..calibrate import traces
+from .. import traces
 from ..errors import ConfigError
 from ..types import Message
 

@@ -15,12 +15,12 @@ from weakref import ReferenceType, ref
 
 import numpy as np
 
-from ..calibrate.traces import Answers, Call, Episode
 from ..engine import Engine
 from ..errors import ConfigError, ContextOverflowError
 from ..kv import PAGE_TOKENS, Page
 from ..receipt import Receipt
 from ..store.keys import as_ids
+from ..traces import Answers, Call, Episode
 from ..types import Sampling
 from . import baselines, engine_timing
 from .machine import Watch

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from agentcache import traces as trace_files
 from agentcache.bench import react, shapes
 from agentcache.bench.cli import app
-from agentcache.calibrate import traces as trace_files
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 

@@ -13,13 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import Engine
+from agentcache.approximate.calibrate import search, shifts
+from agentcache.approximate.calibrate.trials import Served, Trials, bound, first_unsure, row, rows
 from agentcache.approximate.calibration import Calibration
 from agentcache.bench.quality_cases import made_up
-from agentcache.calibrate import search, shifts
-from agentcache.calibrate.traces import Call, Episode, read
-from agentcache.calibrate.trials import Served, Trials, bound, first_unsure, row, rows
 from agentcache.cli import app
 from agentcache.errors import ConfigError, ReuseWarning
+from agentcache.traces import Call, Episode, read
 from agentcache.types import Precision
 from benchmarks import plots
 from benchmarks.segments_parts import methods, variations

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.calibrate import traces
+from agentcache import traces
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 from benchmarks import strategies

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentcache.calibrate.traces import Episode, episode
+from agentcache.traces import Episode, episode
 from benchmarks.lint import app
 from benchmarks.lint_faults import FAULTS, append_only, injected, requests, scored
 from tests.lint.test_lint import SYSTEM, TOOLS, conversation

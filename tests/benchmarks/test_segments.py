@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import Engine
-from agentcache.calibrate import shifts
-from agentcache.calibrate.trials import Trials
+from agentcache.approximate.calibrate import shifts
+from agentcache.approximate.calibrate.trials import Trials
 from agentcache.errors import ConfigError
 from agentcache.receipt import Receipt
 from agentcache.types import Segment

@@ -9,8 +9,8 @@ import pytest
 
 from agentcache import toy
 from agentcache.approximate.windows import TokenTexts
-from agentcache.calibrate.traces import Call, Episode
 from agentcache.layout import Renderer
+from agentcache.traces import Call, Episode
 from benchmarks import segments_find
 from benchmarks.segments_find import EDITS, Finder, _both, duplicates, pieces_of, step, traces, verdicts
 

@@ -12,8 +12,8 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.llms.agentcache import AppendOnlyMemory, RequestRecorder
 
-from agentcache.calibrate.traces import read
 from agentcache.lint import lint
+from agentcache.traces import read
 
 Make = Callable[..., Any]
 PROMPT = "You keep the light and answer what ships ask. " * 8

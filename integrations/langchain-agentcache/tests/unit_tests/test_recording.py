@@ -18,10 +18,10 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 
 from agentcache import Recorder
-from agentcache.calibrate import shifts
-from agentcache.calibrate.traces import read
+from agentcache.approximate.calibrate import shifts
 from agentcache.errors import AgentCacheError
 from agentcache.lint import lint
+from agentcache.traces import read
 
 KEEPER = "You are the keeper of a lighthouse. Write down wind, tide and every ship that passes. "
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .bench.options import (
+from ...bench.options import (
     AllowedKl,
     Answer,
     Dtype,
@@ -27,8 +27,8 @@ from .bench.options import (
     Workloads,
     to_write,
 )
-from .cli_print import report_errors
-from .errors import CalibrationError
+from ...cli_print import report_errors
+from ...errors import CalibrationError
 
 
 def calibrate(
@@ -57,11 +57,11 @@ def calibrate(
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
     with report_errors():
-        from .approximate.calibration import place
-        from .bench import quality_cases, report
-        from .calibrate import search, shifts
-        from .calibrate.trials import Trials
-        from .store.disk.folder import Folder
+        from ...bench import quality_cases, report
+        from ...store.disk.folder import Folder
+        from ..calibration import place
+        from . import search, shifts
+        from .trials import Trials
 
         wanted, bounds = shifts.named(families, shifts.FAMILIES), search.Bounds(kl, top1, margin, tail)
         made = quality_cases.made_up(tools, made_up)

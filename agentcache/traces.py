@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..layout import Renderer
+from .errors import ConfigError
+from .layout import Renderer
 
 Json = dict[str, Any]
 

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..approximate.calibration import Calibration
-from ..approximate.drift_monitor import divergence
-from ..engine import Engine
-from ..errors import AgentCacheError, ConfigError
-from ..kv import Page
-from ..receipt import Receipt
-from ..store.disk import quantize
-from ..store.keys import Ids, as_ids
-from ..types import Precision, Reuse, Sampling
+from ...engine import Engine
+from ...errors import AgentCacheError, ConfigError
+from ...kv import Page
+from ...receipt import Receipt
+from ...store.disk import quantize
+from ...store.keys import Ids, as_ids
+from ...traces import Answers, Call
+from ...types import Precision, Reuse, Sampling
+from ..calibration import Calibration
+from ..drift_monitor import divergence
 from .shifts import Case
-from .traces import Answers, Call
 
 LEAST = 32  # tokens of a repeat that the bound counts
 Say = Callable[[str], None]

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import ConfigError
-from .traces import Call, Episode, Json, read, texts
+from ...errors import ConfigError
+from ...traces import Call, Episode, Json, read, texts
 
 PERTURBED = {f"context {percent} % other": percent / 100 for percent in (1, 10, 50, 100)}
 TOOLS = ("added tool", "changed tool", "removed tool", "moved tool")
