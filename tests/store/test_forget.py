@@ -14,7 +14,6 @@ import pytest
 
 from agentcache import Constraint, Engine, Forgotten, Reason
 from agentcache.errors import ConfigError, EngineClosedError, GenerationError
-from agentcache.store import store as stores
 from agentcache.store.admin.prune import prune
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.folder import Folder
@@ -256,7 +255,7 @@ def test_a_request_that_runs_on_old_pages_keeps_nothing_when_they_are_forgotten(
         assert until(lambda: running.scheduler.live == 0)
 
     if ends == "while the disk deletes":
-        monkeypatch.setattr(stores, "prune", lambda *given, **more: (end(), prune(*given, **more))[1])
+        monkeypatch.setattr("agentcache.store.admin.prune.prune", lambda *given, **more: (end(), prune(*given, **more))[1])
     assert running.forget(older_than=1800).memory_pages
     end()
     assert running.store.tree.entries("alice") == [], "what it computed continues what is gone"
