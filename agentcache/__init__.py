@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .engine import Chunk, Completion, Engine, Stream
     from .layout.declared import volatile
     from .miss_warnings import MissWarnings
+    from .model.loading import Loading
     from .model_facts import ModelFacts
     from .receipt import Receipt
     from .recorder import Recorder
@@ -48,6 +49,7 @@ _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "Delta": "answer.call_stream",
     "EngineLease": "shared_engines",
     "InvalidCall": "answer.tool_calls",
+    "Loading": "model.loading",
     "MissWarnings": "miss_warnings",
     "ModelFacts": "model_facts",
     "Receipt": "receipt",
@@ -68,6 +70,7 @@ __all__ = [
     "InvalidCall",
     "Layout",
     "LayoutOptions",
+    "Loading",
     "Logprob",
     "Message",
     "MissWarnings",

@@ -26,7 +26,8 @@ from .completion import Completions
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
 from .events import Chunk, Done
 from .layout import Renderer, Volatile
-from .model.hf import HFModel, load
+from .model.hf import HFModel
+from .model.loading import Loading, load
 from .model.sampling import Sampler, TextStream, forced_ids
 from .receipt import Account
 from .reply import asks_for_thought, expect, tool_name
@@ -59,6 +60,8 @@ from .types import (
 )
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from .approximate.calibration import Calibration
     from .approximate.segments import Segments
 
@@ -73,13 +76,13 @@ class Engine:
 
     In a forked child requests raise EngineForkedError, and `close` leaves alone what is the parent's: make another engine there.
 
-    model: Hugging Face id, folder, or a loaded model (then with its tokenizer). revision, token, trust_remote_code: as of transformers'
-    from_pretrained, for a model that is loaded here. memory_bytes: budget for kept pages, by default a quarter
-    of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact", "lossy" to accept what is stored with
-    fewer bits, "approximate" to accept repeated text from other positions too, or "off" to keep nothing. calibration: what `agentcache
-    calibrate` wrote, where it is not in the store's folder. store: folder or options of the store on disk, None to keep nothing there.
-    layout: what becomes of text that is declared volatile. strict: calls of requests without a constraint are held to the tools'
-    schemas; by default if the model's generation config has `strict_calls`.
+    model: Hugging Face id, folder, or a loaded model (then with its tokenizer). loading: device, dtype, load_in_4bit, load_in_8bit,
+    revision, token, trust_remote_code, as of transformers' from_pretrained, for a model that is loaded here. memory_bytes: budget for
+    cached pages, by default a quarter of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact",
+    "lossy" to accept what is stored with fewer bits, "approximate" to accept repeated text from other positions too, or "off" to keep
+    nothing. calibration: what `agentcache calibrate` wrote, where it is not in the store's folder. store: folder or options of the store
+    on disk, None to keep nothing there. layout: what becomes of text that is declared volatile. strict: calls of requests without a
+    constraint are held to the tools' schemas; by default if the model's generation config has `strict_calls`.
     """
 
     def __init__(
@@ -87,13 +90,6 @@ class Engine:
         model: Any,
         tokenizer: Any = None,
         *,
-        device: str | None = None,
-        dtype: str | torch.dtype | None = None,
-        load_in_4bit: bool = False,
-        load_in_8bit: bool = False,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        trust_remote_code: bool = False,
         chat_template: str | None = None,
         memory_bytes: int | None = None,
         chunk_tokens: int = 512,
@@ -103,20 +99,16 @@ class Engine:
         layout: LayoutOptions | LayoutMode = "enforce",
         redact: bool = False,
         strict: bool | None = None,
+        **loading: Unpack[Loading],
     ) -> None:
         if type(chunk_tokens) is not int or chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be a whole number, at least 1")
         self.reuse: Reuse = check_reuse(reuse)
-        if load_in_4bit and load_in_8bit:
-            raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
         named = getattr(getattr(model, "config", None), "_name_or_path", "")
         self.name = model if isinstance(model, str) else str(named or type(model).__name__)
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
-        bits = 4 if load_in_4bit else 8 if load_in_8bit else None
-        hub: dict[str, Any] = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
         with ThreadPoolExecutor(1, "agentcache-loader") as loader:  # a thread that forked left its OpenMP team in the parent
-            options = {"device": device, "dtype": dtype, "bits": bits, **hub}
-            self.model, self.tokenizer = loader.submit(_open_model, model, tokenizer, options).result()
+            self.model, self.tokenizer = loader.submit(_open_model, model, tokenizer, loading).result()
         used, asked = self.model.threads
         if used < asked:
             warnings.warn(f"{used} of {asked} threads are used: OMP_THREAD_LIMIT allows no more", ReuseWarning, stacklevel=2)
@@ -383,8 +375,8 @@ class Engine:
         self.close()
 
 
-def _open_model(model: Any, tokenizer: Any, options: dict[str, Any]) -> tuple[HFModel, Any]:
-    loaded, tokenizer = load(model, tokenizer, **options)
+def _open_model(model: Any, tokenizer: Any, loading: Loading) -> tuple[HFModel, Any]:
+    loaded, tokenizer = load(model, tokenizer, **loading)
     return HFModel(loaded), tokenizer
 
 

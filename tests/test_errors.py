@@ -64,6 +64,11 @@ def test_settings_that_cannot_work(options: dict[str, Any], said: str) -> None:
         Engine(models.build("qwen3"), models.toy_tokenizer(), **options)
 
 
+def test_a_setting_that_there_is_not_is_named() -> None:
+    with pytest.raises(TypeError, match="devise"):
+        Engine("embedded", devise="cpu")  # type: ignore[call-arg]
+
+
 def test_requests_that_cannot_work() -> None:
     bad: list[tuple[type[Exception], Callable[[Engine], Any], str]] = [
         (errors.ConfigError, lambda e: e.generate(chat("x"), group="nobody"), "group='nobody'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -15,21 +15,37 @@ from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 from .kernels import linear_few
 
 
+class Loading(TypedDict, total=False):
+    """How a model is loaded that is given by its id or folder: device, number type, bits by bitsandbytes, and what the Hub is asked."""
+
+    device: str | None
+    dtype: str | torch.dtype | None
+    load_in_4bit: bool
+    load_in_8bit: bool
+    revision: str | None
+    token: str | bool | None
+    trust_remote_code: bool
+
+
 def load(
     model: Any,
     tokenizer: Any = None,
     *,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
-    bits: int | None = None,
+    load_in_4bit: bool = False,
+    load_in_8bit: bool = False,
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """A loaded model and its tokenizer from a Hugging Face id, a folder, "embedded", or objects. bits: 4 (NF4) or 8, by bitsandbytes.
+    """A loaded model and its tokenizer from a Hugging Face id, a folder, "embedded", or objects. load_in_4bit is NF4.
 
-    revision, token: of the Hub. trust_remote_code: run the model code that comes with the weights.
+    Options as of Loading. trust_remote_code: run the model code that comes with the weights.
     """
+    if load_in_4bit and load_in_8bit:
+        raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
+    bits = 4 if load_in_4bit else 8 if load_in_8bit else None
     if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")

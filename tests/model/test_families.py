@@ -133,7 +133,7 @@ def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, t
     from agentcache.model.fingerprint import Fingerprint
 
     models.build("qwen3", dtype).save_pretrained(tmp_path)
-    loaded, _ = load(tmp_path, object(), bits=bits)
+    loaded, _ = load(tmp_path, object(), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     used: list[int] = []
     stock = HFModel.stock
     monkeypatch.setattr(HFModel, "stock", lambda self, ids, state: used.append(len(ids)) or stock(self, ids, state))
@@ -144,7 +144,7 @@ def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, t
     before = known.layers
     assert_same_tokens(episode(held, reuse=True), episode(held, reuse=False))
     assert known.layers == before, "the first use repacked the weights"
-    again, _ = load(tmp_path, object(), bits=bits)
+    again, _ = load(tmp_path, object(), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     assert Fingerprint(HFModel(again).model, "aten").layers == before, "another process would not find these pages"
     held.close()
 
@@ -236,7 +236,7 @@ def test_unknown_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pass its tokenizer too"):
         load(models.build("llama"))
     with pytest.raises(ConfigError, match="load the model that way yourself"):
-        load(models.build("llama"), models.toy_tokenizer(), bits=4)
+        load(models.build("llama"), models.toy_tokenizer(), load_in_4bit=True)
     with pytest.raises(ConfigError, match=r"tokenizer=<object object .* must be the model's tokenizer"):
         load(models.build("llama"), object())
     for other in (object(), torch.nn.Linear(2, 2), "a name", models.build("llama").model):

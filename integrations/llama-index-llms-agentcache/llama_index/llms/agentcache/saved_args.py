@@ -10,13 +10,13 @@ from typing import Any
 
 from llama_index.core.bridge.pydantic import ValidationError
 
-from agentcache import Engine, foreign_settings
+from agentcache import Engine, Loading, foreign_settings
 from agentcache.errors import ConfigError
 
 from .names import joined, mapping, said
 from .requests import FORMS, REQUEST, SAMPLING
 
-ENGINE = frozenset(inspect.signature(Engine.__init__).parameters) - {"self"}
+ENGINE = frozenset(inspect.signature(Engine.__init__).parameters) - {"self", "loading"} | Loading.__annotations__.keys()
 GIVE_AGAIN = "give_again"  # where a written model names what could not be written
 
 
