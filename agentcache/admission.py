@@ -42,7 +42,7 @@ class Admission:
 
     def admit(self, running: Running, whole_only: bool = False) -> bool:
         """Give the store what the sequence has computed since; only whole pages while it is being filled. False: it is not finite."""
-        sequence, scope, near = running.sequence, running.scope, running.approximation
+        sequence, scope, near = running.sequence, running.scope, running.ranges
         if scope is None or not isinstance(sequence, Sequence) or running.asked.reuse == "off" or running.suspects is not None:
             return True
         rest = sequence.length % PAGE_TOKENS if whole_only else 0
@@ -80,7 +80,7 @@ class Admission:
 
     def withdraw(self, running: Running) -> None:
         """Take back the pages that the request gave to others."""
-        sequence, near = running.sequence, running.approximation.scope if running.approximation else None
+        sequence, near = running.sequence, running.ranges.scope if running.ranges else None
         if isinstance(sequence, Sequence) and running.plan:
             since = running.plan.prefix_tokens
             for scope in filter(None, (near, running.scope)):

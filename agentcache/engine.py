@@ -195,7 +195,7 @@ class Engine:
         )  # fmt: skip
         running = self._running(asked, account, guide)
         if accepted == "approximate":
-            running.approximation = self.approximate.begin(running, given)
+            running.ranges = self.approximate.begin(running, given)
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
         return Stream(running, self._completions.finish)

@@ -2,7 +2,7 @@
 
     AgentCacheError
     ├── ConfigError                 a setting or an argument that cannot work          (also ValueError)
-    │   ├── CalibrationError        approximate reuse without, or with a wrong, calibration
+    │   ├── CalibrationError        a calibration that is missing, or of another model
     │   └── ForeignPackageError     another package named agentcache came first on the path
     ├── ModelError                  the model cannot be used
     │   ├── ModelLoadError          path or id cannot be loaded                        (also OSError)
@@ -94,7 +94,7 @@ class ConfigError(AgentCacheError, ValueError):
 
 
 class CalibrationError(ConfigError):
-    """Approximate reuse was asked for without a calibration of this model, or with one that cannot be used."""
+    """Reuse at other positions was asked for without a calibration of this model, or with one that cannot be used."""
 
 
 class ForeignPackageError(ConfigError):

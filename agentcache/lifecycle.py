@@ -19,9 +19,7 @@ from .runner import Outcome, Runner, StockSequence
 from .store.entry import Match, PageQuery
 from .store.keys import Scope
 from .store.store import Store
-from .types import FinishReason, Precision, Reason, Refusal
-
-OF_BITS = (Reason.APPROXIMATE, Reason.LOSSY, Reason.NUMERICS, Reason.NOT_ROW_PURE)  # refusals that say how near a prompt is to exact
+from .types import OF_BITS, FinishReason, Precision, Reason, Refusal
 
 
 class Lifecycle:
@@ -55,14 +53,14 @@ class Lifecycle:
                 running.prefetch = self.store.prefetch(PageQuery(scope, ids, ms_per_token, spec, asked.layout.prefix_tokens), wake)
         if running.prefetch is not None and running.prefetch.pending():
             return True
-        return running.approximation.pending(self.scope(running), ms_per_token, wake) if running.approximation else False
+        return running.ranges.pending(self.scope(running), ms_per_token, wake) if running.ranges else False
 
     def uncached(self, running: Running) -> int:
         """Count the tokens of a waiting prompt that would be computed if it started now."""
         if running.peeked[0] != self.store.changes:
             scope, known = self.scope(running), 0
             if scope and running.asked.reuse != "off":
-                near = running.approximation
+                near = running.ranges
                 known = near.known_tokens(scope) if near else self.store.match(scope, running.ids.array(), peek=True).tokens
             running.peeked = (self.store.changes, known)
         return len(running.ids) - running.peeked[1]
@@ -78,7 +76,7 @@ class Lifecycle:
             return WeightsChangedError(f"weights, adapters or hooks changed {when}: ask again, and change them between requests")
         self._release(running)
         running.provenance = Provenance(known.whole, running.provenance.made)
-        running.scope, running.plan, running.prefetch, running.approximation = None, None, None, None
+        running.scope, running.plan, running.prefetch, running.ranges = None, None, None, None
         running.looked, running.peeked, running.admitted_tokens = False, (-1, 0), 0
         running.account.reopen()
         running.account.record_note("weights, adapters or hooks changed while it waited or was filled: begun anew")
@@ -95,13 +93,13 @@ class Lifecycle:
         self.runner.follow_threads()
         self._attach(running)
         assert running.plan is not None and running.sequence is not None
-        near = running.approximation.admitted_tokens if running.approximation else 0
+        near = running.ranges.admitted_tokens if running.ranges else 0
         from_disk = 0 if near else running.plan.cached_tokens  # pages after attached ranges never come from disk
         account.record_attached(running.plan.refusals, from_disk, running.sequence.copied_tokens)
 
     def _attach(self, running: Running) -> None:
         """Give the request a sequence that starts from the longest known prefix of all its ids."""
-        model, length, near = self.runner.model, len(running.ids), running.approximation
+        model, length, near = self.runner.model, len(running.ids), running.ranges
         running.scope = self.scope(running)
         if near is not None:
             near.detach()
@@ -155,8 +153,8 @@ class Lifecycle:
             other = self.store.match(lossy, running.ids.array())
             if other.tokens > found.tokens:
                 running.scope, found = lossy, other
-        elif running.approximation is not None:
-            found = running.approximation.match(scope, found.tokens) or found
+        elif running.ranges is not None:
+            found = running.ranges.match(scope, found.tokens) or found
         return found
 
     def _record_grade(self, running: Running) -> None:
@@ -165,10 +163,8 @@ class Lifecycle:
         assert running.plan is not None
         kernels, refusals = len(running.numerics), []
         taken = max([running.plan.prefix_tokens, *(segment.stop for segment in running.receipt.segments)])
-        if grade == "approximate":
-            exact = running.sequence.exact_until if running.sequence else 0
-            detail = "behind segments from other positions: near the exact values, not equal"
-            refusals.append(Refusal(Reason.APPROXIMATE, exact, length, detail))
+        if running.ranges is not None and running.ranges.scope is not None:
+            refusals.append(running.ranges.refusal())
         elif grade != "exact":
             refusals.append(Refusal(Reason.LOSSY, 0, taken, f"stored as {grade}: near the exact values, not equal"))
         if kernels > 1:
@@ -207,9 +203,9 @@ class Lifecycle:
 
     def _advance(self, running: Running) -> None:
         """Look at the attached range that was reached, if one was; if that leaves nothing near, the account says so."""
-        if running.approximation is not None:
+        if running.ranges is not None:
             before = running.grade
-            running.approximation.advance()
+            running.ranges.advance()
             if running.grade != before:
                 running.account.retract(OF_BITS)
                 self._record_grade(running)
@@ -232,7 +228,7 @@ class Lifecycle:
     def _choose(self, running: Running, logits: torch.Tensor) -> AgentCacheError | FinishReason | None:
         asked, decoding, guide = running.asked, running.decoding, running.decoding.guide
         masked = guide.mask(logits) if guide else logits
-        if masked is not None and running.approximation is not None and (why := running.approximation.doubt(masked)):
+        if masked is not None and running.ranges is not None and (why := running.ranges.doubt(masked)):
             self._compute(running, Reason.UNSURE, why)
             return None
         if asked.on_logits is not None:
@@ -263,11 +259,10 @@ class Lifecycle:
 
     def _compute(self, running: Running, reason: Reason, why: str) -> None:
         """Compute what stood after attached ranges: the request does without them."""
-        assert running.sequence is not None and running.approximation is not None
-        running.account.retract((Reason.APPROXIMATE,))
+        assert running.sequence is not None and running.ranges is not None
         running.account.record_refusals([Refusal(reason, 0, len(running.ids), why)])
         running.sequence.close()
-        running.approximation.detach(for_good=True)
+        running.ranges.detach(for_good=True)
         self._attach(running)
         assert running.plan is not None
         running.account.record_no_segments(running.plan.cached_tokens)
@@ -290,7 +285,7 @@ class Lifecycle:
 
         What was attached may be why: it is computed instead, once, unless some of the answer is out already.
         """
-        sequence, at, near = running.sequence, len(running.ids), running.approximation
+        sequence, at, near = running.sequence, len(running.ids), running.ranges
         if isinstance(sequence, Sequence):
             at = sequence.length
             self.admission.withdraw(running)
@@ -313,8 +308,8 @@ class Lifecycle:
     def end(self, running: Running, reason: FinishReason) -> None:
         """The request is answered."""
         self.admission.admit(running)
-        if running.approximation is not None:
-            running.approximation.answered()
+        if running.ranges is not None:
+            running.ranges.answered()
         if tail := running.decoding.text.finish():
             running.events.put(Chunk(tail, ()))
         self._leave(running, reason)
@@ -339,6 +334,6 @@ class Lifecycle:
             running.sequence = None
         if running.prefetch is not None:
             running.prefetch.close()
-        if running.approximation is not None:
-            running.approximation.close()
-            running.approximation = None  # it knows the request, and pages: neither is to wait for a collection of garbage
+        if running.ranges is not None:
+            running.ranges.close()
+            running.ranges = None  # it knows the request, and pages: neither is to wait for a collection of garbage

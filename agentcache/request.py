@@ -12,7 +12,7 @@ import torch
 
 from .answer.guide import Guide
 from .answer.response_template import ResponseStream
-from .approximation import Approximation
+from .attached_ranges import AttachedRanges
 from .errors import ConfigError
 from .events import Events
 from .kv import Sequence
@@ -141,8 +141,8 @@ class Running:
     decoding: Decoding
     provenance: Provenance
     events: Events = field(default_factory=Events)
-    # approximate reuse, where the caller consents to it
-    approximation: Approximation | None = None
+    # repeated text from other positions, where the caller consents to it
+    ranges: AttachedRanges | None = None
     # -- waiting
     # the way of the prompt's pages from disk; looked: whether there is one is known
     prefetch: PagePrefetch | None = None
@@ -195,14 +195,14 @@ class Running:
     @property
     def grade(self) -> Grade:
         """Grade of the sequence: how near its keys and values are to computed ones."""
-        if self.approximation is not None and self.approximation.scope is not None:
-            return "approximate"
+        if self.ranges is not None and self.ranges.scope is not None:
+            return self.ranges.scope.precision
         return self.scope.precision if self.scope else "exact"
 
     @property
     def numerics(self) -> frozenset[str]:
         """Digests of all kernels that had a part in the sequence, those of attached segments included."""
-        return frozenset(self.provenance.numerics) | (self.approximation.numerics if self.approximation else frozenset())
+        return frozenset(self.provenance.numerics) | (self.ranges.numerics if self.ranges else frozenset())
 
     @property
     def received(self) -> Moment:

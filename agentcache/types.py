@@ -198,6 +198,9 @@ class Reason(str, Enum):
     __str__ = str.__str__
 
 
+OF_BITS = (Reason.APPROXIMATE, Reason.LOSSY, Reason.NUMERICS, Reason.NOT_ROW_PURE)  # refusals that say how near a prompt is to exact
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Prompt tokens [start, stop) whose KV was taken from `shift` positions before, where they stood behind other text.

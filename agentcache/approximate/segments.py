@@ -100,7 +100,7 @@ class Segments:
 
 
 class SegmentReuse:
-    """Segment reuse of one request (agentcache.approximation). calibration: None once the request is computed instead.
+    """Segment reuse of one request (agentcache.attached_ranges). calibration: None once the request is computed instead.
 
     windows: the new text of its prompt, until stored pages that say the same were asked for; noted: the same afterwards.
     """
@@ -270,8 +270,17 @@ class SegmentReuse:
             return ""
         return f"first choices behind token {len(running.ids)} are {gap:.3f} nats apart, asked for are {margin:.3f}"
 
+    def refusal(self) -> Refusal:
+        """Say since when the sequence is not exact."""
+        running = self._running
+        exact = running.sequence.exact_until if running.sequence else 0
+        detail = "behind segments from other positions: near the exact values, not equal"
+        return Refusal(Reason.APPROXIMATE, exact, len(running.ids), detail)
+
     def detach(self, for_good: bool = False) -> None:
         """Forget the attached ranges: the sequence begins anew. for_good: the request is computed from now on."""
+        if for_good:
+            self._running.account.retract((Reason.APPROXIMATE,))
         self.scope, self.admitted_tokens, self._kernels, self._steps = None, 0, [], []
         self.calibration = None if for_good else self.calibration
 

@@ -86,7 +86,8 @@ class PagePrefetch:
     """
 
     def __init__(self, wanted: PageQuery, wake: Callable[[], None], tree: PrefixTree, disk: DiskTier, adopt: Adopt) -> None:
-        assert wanted.scope.precision != "approximate", "only memory holds such pages"
+        precision = wanted.scope.precision
+        assert precision in ("exact", "int8", "int4"), "only memory holds other pages"
         self.state = State.LOOKING
         self.tokens = self.bytes = 0
         self.ms = 0.0
@@ -95,7 +96,7 @@ class PagePrefetch:
         self.lease: bytes | None = None
         self._wanted, self._wake, self._tree, self._disk, self._adopt = wanted, wake, tree, disk, adopt
         self._scope, self._ids = wanted.scope, wanted.ids
-        self._precision: Precision = wanted.scope.precision
+        self._precision: Precision = precision
         self._prefix_tokens = min(wanted.prefix_tokens, len(wanted.ids))
         self._ms_per_token = disk.cost(self._scope.fingerprint, wanted.ms_per_token)
         self._began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The calls that approximate reuse answers for one request: all that the core knows of it. Computes nothing."""
+"""Ranges that a request attaches after its exact prefix, by consent: the calls that the core makes. Computes nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from .plan import Attach
 from .store.entry import Match
 from .store.keys import Scope
+from .types import Refusal
 
 
-class Approximation(Protocol):
+class AttachedRanges(Protocol):
     """Repeated text that one request takes from other positions. On the device's thread.
 
     scope: under which the pages after the first attached range are kept, None while the sequence is exact. admitted_tokens: how many
@@ -52,6 +53,10 @@ class Approximation(Protocol):
 
     def advance(self) -> None:
         """Look at the range that was reached by a forward, and go on: with it, with less of it, or without."""
+        ...
+
+    def refusal(self) -> Refusal:
+        """Say since when the sequence is not exact, while ranges are attached to it."""
         ...
 
     def doubt(self, logits: torch.Tensor) -> str:
