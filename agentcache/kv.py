@@ -219,7 +219,7 @@ class Piece:
 class Sequence:
     """The page table of one running request: `length` tokens in `pages`, the last page private or claimed.
 
-    exact_until: only tokens before it may be kept as exact or lent to an exact request: what is computed after others is no nearer than these.
+    exact_until: only tokens before it may be kept as exact or lent to an exact request: what follows inexact ones is inexact.
     copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order.
     """
 
