@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from . import __version__, cli_lint, cli_store, cli_tend
-from .approximate.calibrate.cli import calibrate
+from .approximate.calibrate.cli import calibrate, segments
 from .bench.cli import app as bench_app
 from .bench.options import to_write, write
 from .cli_print import facts, report_errors, say_json
@@ -30,6 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench_app.command()(segments)
 app.add_typer(bench_app, name="bench")
 
 for _verb in (cli_store.warm, cli_store.ls, cli_store.inspect, cli_tend.verify, cli_tend.prune, cli_tend.export):

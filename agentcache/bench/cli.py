@@ -12,7 +12,6 @@ import typer
 from ..cli_print import report_errors
 from ..errors import ConfigError
 from ..types import StoreOptions
-from .cli_segments import segments
 from .options import (
     Dtype,
     DtypeOption,
@@ -28,7 +27,6 @@ from .options import (
 )
 
 app = typer.Typer(help="Measure a model of yours; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
-app.command()(segments)
 
 
 @app.command()

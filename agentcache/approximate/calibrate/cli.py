@@ -1,4 +1,4 @@
-"""`agentcache calibrate`: options in, a table and one JSON line out. Loads torch only inside the command."""
+"""`agentcache calibrate` and `bench segments`: options in, a table and one JSON line out. Loads torch only inside a command."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import typer
 from ...bench.options import (
     AllowedKl,
     Answer,
+    CalibrationFile,
     Dtype,
     DtypeOption,
     Families,
+    Halo,
     JsonOption,
     Loading,
     MadeUp,
     Margin,
     ModelOption,
     MostTokens,
+    Off,
     ShapeOption,
     Tail,
     ThreadsOption,
@@ -30,6 +33,8 @@ from ...bench.options import (
 from ...cli_print import report_errors
 from ...errors import CalibrationError
 
+Cases = Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")]
+
 
 def calibrate(
     workload: Workloads = None,
@@ -39,7 +44,7 @@ def calibrate(
     top1: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of equal first choices asked for.")] = 0.98,
     margin: Margin = 0.0,
     tail: Tail = 64,
-    cases: Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")] = 4,
+    cases: Cases = 4,
     answer: Answer = 16,
     families: Families = "all",
     most_tokens: MostTokens = 8192,
@@ -83,3 +88,46 @@ def calibrate(
         typer.echo(f"chosen: {run.found['chosen']}; written to {run.found['written']}")
         if known.doubt:
             typer.secho(f"warning: {known.doubt}", err=True)
+
+
+def segments(
+    workload: Workloads = None,
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    calibration: CalibrationFile = None,
+    halo: Halo = None,
+    off: Off = True,
+    kl: AllowedKl = 0.02,
+    margin: Margin = 0.0,
+    tail: Tail = 64,
+    cases: Cases = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Askings of each case, interleaved; times are their medians.")] = 1,
+    answer: Answer = 16,
+    families: Families = "all",
+    most_tokens: MostTokens = 8192,
+    tools_dir: ToolsDir = None,
+    made_up: MadeUp = 0,
+    tools: Tools = 8,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
+    with report_errors():
+        from ...bench import quality_cases, report
+        from . import search, shifts
+        from .trials import Trials, rows
+
+        wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)
+        made = quality_cases.made_up(tools, made_up)
+        found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
+        with report.measuring("segments", Loading(model, shape, dtype, threads), json_file, texts) as run:
+            trials = Trials(run.engine, answer, model is not None, repeats)
+            known = search.setting(trials, found_cases, bounds, run.say, calibration, halo, model is None)
+            if lacking := sorted(set(wanted) - {case.family for case in found_cases}):
+                run.say(f"no recorded prompt of at most {most_tokens or 'any number of'} tokens has: {', '.join(lacking)}")
+            about = {"shape": shape.value if shape else None, "repeats": repeats, "lacking": lacking}
+            run.keep({**about, "steps": known.steps, "tail": known.tail, "share": known.share, "margin": known.margin})
+            found = rows(trials.run(found_cases, {"bare": trials.calibration(0), "ours": known}, off, run.say))
+            run.keep({"rows": found})
+            run.tables.append(report.segments_table("text at another position", found))
