@@ -60,7 +60,7 @@ JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", callb
 
 Workloads = Annotated[list[Path] | None, typer.Option("--workload", help="A recorded trace (.jsonl); may be given several times.")]
 ToolsDir = Annotated[Path | None, typer.Option(help="Folder of the catalogs that traces name; default: ../tools.")]
-Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: see docs/segments.md.")]
+Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: see docs/approximate.md.")]
 Answer = Annotated[int, typer.Option("--answer", min=1, help="Tokens of the recorded answer that are compared.")]
 Margin = Annotated[
     float, typer.Option(min=0.0, help="A greedy choice closer than this (nats) is made after computing everything; 0: never.")

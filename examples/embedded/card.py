@@ -53,7 +53,7 @@ chat template, which writes it before the last turn, outside any turn: there thi
 
 Trained from random weights, into which some look-up heads were put by construction (examples/embedded/initial.py), on text that
 `examples/embedded/world` generates, and on nothing else: {tokens:.1f} million tokens, {steps:,} steps, {hours:.1f} hours of 2 CPU
-cores, the first 12 of them on older ones (docs/embedded.md says how fast each were). It is one run that was stopped and resumed while
+cores, the first 12 of them on older ones (docs/notes/embedded.md says how fast each were). It is one run that was stopped and resumed while
 the generator and the order of its stages were still being mended, so it cannot be repeated to the bit. `python
 examples/embedded/train.py --out FOLDER --tokens 46.5e6`, then the same with `--head-dim 64 --resume` (its heads began with 32 channels
 and became twice as wide there), then at 90.8e6 with `--layers 8 --renew --begin-from` what that left (it began with seven layers),

@@ -288,8 +288,8 @@ def test_the_measured_page_is_what_the_json_lines_say() -> None:
     files = sorted((root / "benchmarks").glob("*-segments-*.json"))
     reports = [(file.stem, json.loads(file.read_text(encoding="utf-8"))) for file in files]
     said = markdown(reports) + "\n"
-    again = "python -m benchmarks.segments_text docs/benchmarks/*-segments-*.json > docs/segments-measured.md"
-    assert (root / "segments-measured.md").read_text(encoding="utf-8") == said, f"run {again}"
+    again = "python -m benchmarks.segments_text docs/benchmarks/*-segments-*.json > docs/notes/segments-measured.md"
+    assert (root / "notes" / "segments-measured.md").read_text(encoding="utf-8") == said, f"run {again}"
     for _, report in reports:
         assert report["bench"] == "segments"
 

@@ -1,6 +1,6 @@
 """An archive as a file: a tool group's pages, whose header follows from what it says of them. Writes nothing, believes nothing.
 
-    length (8) | header, JSON | pages, each layer after layer | ids of all pages | digests        a safetensors file (docs/format.md)
+    length (8) | header, JSON | pages, each layer after layer | ids of all pages | digests        a safetensors file (docs/format-blobs.md)
 
 digests: of each page, then of header, ids and those digests. They find accidents; who made the archive is for its user to know.
 """

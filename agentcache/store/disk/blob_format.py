@@ -1,6 +1,6 @@
 """Format of a blob, byte by byte: a safetensors file whose header follows from the row it belongs to. Opens no files.
 
-    length (8) | header, JSON | spaces up to a multiple of 4096 | layer 0 | layer 1 | ... | ids | macs      (docs/format.md)
+    length (8) | header, JSON | spaces up to a multiple of 4096 | layer 0 | layer 1 | ... | ids | macs      (docs/format-blobs.md)
 
 Nothing in a header is believed: it is parsed into a row, the header that this row must have is built, and both must be the same bytes.
 """

@@ -83,7 +83,7 @@ def test_safetensors_reads_our_files(folder: Folder, tokens: int, dtype: torch.d
 
 
 def test_the_format_is_the_documented_one(folder: Folder) -> None:
-    """Files of this version stay readable: a change of these bytes is another format. See docs/format.md."""
+    """Files of this version stay readable: a change of these bytes is another format. See docs/format-blobs.md."""
     folder = replace(folder, key=bytes(range(32)))
     spec = KVSpec(1, 1, 2, torch.float32)
     original = Page(spec)
