@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .answer.call_stream import Delta
-    from .answer.tool_calls import InvalidCall
+    from .answer.parser import Delta, InvalidCall
     from .approximate.calibration import Calibration
     from .engine import Chunk, Completion, Engine, Stream
     from .layout.declared import volatile
@@ -46,9 +45,9 @@ DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from
 
 _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "Calibration": "approximate.calibration",
-    "Delta": "answer.call_stream",
+    "Delta": "answer.parser",
     "EngineLease": "shared_engines",
-    "InvalidCall": "answer.tool_calls",
+    "InvalidCall": "answer.parser",
     "Loading": "model.loading",
     "MissWarnings": "miss_warnings",
     "ModelFacts": "model_facts",

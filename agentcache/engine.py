@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
 from .answer.guide import Guide
 from .completion import Completions
@@ -30,7 +31,6 @@ from .model.hf import HFModel
 from .model.loading import Loading, load
 from .model.sampling import Sampler, TextStream, forced_ids
 from .receipt import Account
-from .reply import asks_for_thought, expect, tool_name
 from .request import Asked, Decoding, Provenance, Running, TokenIds
 from .runner import Runner
 from .scheduler import Scheduler
@@ -188,7 +188,9 @@ class Engine:
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
         account = Account.open(layout, namespace, self.name, called, self.redact)
         thinks = asks_for_thought(template_kwargs)
-        expected, guide = expect(layout, tools, constraint, self.grammars, account, sampling, thinks=thinks)
+        expected, guide = expect(layout, tools, constraint, self.grammars, sampling, namespace=namespace, thinks=thinks, redact=self.redact)
+        for note in expected.notes:
+            account.record_note(note)
         asked = Asked(
             layout, namespace, sampling, self._stop_ids, received, called, expected, accepted, turn,
             on_progress=on_progress, on_logits=on_logits,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import embedded
+from .answer.call_forms import THINK
 from .answer.response_template import THOUGHTS
-from .answer.tool_calls import THINK
 from .errors import AgentCacheError, ModelLoadError
 from .lint.templates import Bare, probe
 

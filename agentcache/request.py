@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .answer.expected import Expected
 from .answer.guide import Guide
-from .answer.response_template import ResponseStream
+from .answer.parser import AnswerParser
 from .attached_ranges import AttachedRanges
 from .errors import ConfigError
 from .events import Events
@@ -31,20 +32,6 @@ if TYPE_CHECKING:  # of a request over a store on disk
 RENEWALS = 5  # a request begins anew so often because weights changed
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Form of a completion, and its parser."""
-
-    # names that may be called; None: no text is a call
-    tools: frozenset[str] | None = frozenset()
-    # whether the prompt begins a thought
-    opened: bool = False
-    # whether all of the completion has a prescribed form
-    formed: bool = False
-    # makes the parser of the tokenizer's response template; None: our own parsers read the completion
-    parser: Callable[[], ResponseStream] | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
     """The request as the caller made it."""
@@ -58,7 +45,8 @@ class Asked:
     received: Moment
     # when the request came, by time.perf_counter()
     called: float
-    expected: Expected = Expected()
+    # form of the completion; None: there is none
+    expected: Expected | None = None
     reuse: Reuse = "exact"
     # the caller's name for this turn of the conversation
     turn: str = ""
@@ -181,6 +169,18 @@ class Running:
     def completion_tokens(self) -> int:
         """Number of decoded tokens."""
         return len(self.ids) - self.asked.prompt_tokens
+
+    @property
+    def cut(self) -> str:
+        """Name what ended the completion, if not the model; "" if the model did."""
+        if self.receipt.finish_reason == "length":
+            return f"at max_tokens={self.asked.sampling.max_tokens}: raise it"
+        return "at a stop string" if self.decoding.text.stopped else ""
+
+    def parser(self) -> AnswerParser:
+        """Return a new parser of the completion."""
+        assert self.asked.expected is not None
+        return self.asked.expected.parser(self.asked.layout.ids, self.asked.turn)
 
     @property
     def remaining(self) -> int:

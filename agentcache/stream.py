@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .answer.call_stream import Delta
-from .answer.tool_calls import InvalidCall
+from .answer.parser import Delta, InvalidCall
 from .errors import AgentCacheError, CancelledError, EngineForkedError
 from .events import Chunk, Done, Event, Progress
 from .receipt import Receipt
-from .reply import Reader
 from .request import Running
 from .types import Logprob, Message
 
@@ -134,18 +132,18 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
 
     def deltas(self) -> Iterator[Delta]:
         """The rest of the stream, taken apart: reasoning, text, calls and their arguments, each as soon as it is certain."""
-        reader = Reader(self._request)
+        parser = self._request.parser()
         for chunk in self:
-            yield from reader.push(chunk.text)
-        yield from reader.finish()
+            yield from parser.push(chunk.text)
+        yield from parser.finish(self._request.cut)
 
     async def adeltas(self) -> AsyncIterator[Delta]:
         """The same for `async for`."""
-        reader = Reader(self._request)
+        parser = self._request.parser()
         async for chunk in self:
-            for delta in reader.push(chunk.text):
+            for delta in parser.push(chunk.text):
                 yield delta
-        for delta in reader.finish():
+        for delta in parser.finish(self._request.cut):
             yield delta
 
     def _report(self, progress: Progress) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from agentcache.answer.tool_calls import parse
+from agentcache.answer.parser import parse
 from agentcache.bench.quality_asking import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_cases import Case
 from agentcache.bench.quality_score import Said, figures

@@ -20,7 +20,8 @@ from typing import Any
 
 from rich.table import Table
 
-from agentcache.answer.tool_calls import HERMES, parse
+from agentcache.answer.call_forms import HERMES
+from agentcache.answer.parser import parse
 from agentcache.bench import report
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
@@ -145,7 +146,7 @@ def in_calls(episode: Episode) -> list[Turn]:
     """The task as the engine's own tool calls. Every step begins with words: a call shows only once its name is whole."""
     turns = []
     for text, results in episode.steps:
-        said = f"One moment.\n{text}" if text.startswith(HERMES) else text
+        said = f"One moment.\n{text}" if text.startswith(HERMES.trigger) else text
         turns.append(Turn(said, tuple((call.name, result) for call, result in zip(parse(said).tool_calls, results))))
     return turns
 

@@ -15,7 +15,8 @@ from typing import Any
 from ..errors import ConfigError, PromptError, ToolSchemaError
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Constraint, Layout, Message, Tool, ToolCall
-from .grammar_rules import PROBE_ARGUMENTS, PROBE_TOOL, CallForm, Thinking, arguments_schema, form_of, grammar
+from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, THINK, THINK_END, CallForm, form_of
+from .grammar_rules import Thinking, arguments_schema, grammar
 from .guide import LONGEST, Compiled, Guide, Vocabulary
 
 PATTERNS = 8  # that allOf puts on one value
@@ -112,10 +113,10 @@ class Grammars:
     def _thinking(self, prompt: str, may: bool) -> Thinking:
         """may: a thought that the prompt has not begun is allowed."""
         end = prompt.rstrip()
-        if end.endswith("<think>"):
+        if end.endswith(THINK):
             return "open"
         source = str(getattr(self.tokenizer, "chat_template", "") or "")
-        return "may" if may and "<think>" in source and not end.endswith("</think>") else "none"
+        return "may" if may and THINK in source and not end.endswith(THINK_END) else "none"
 
     def _check_patterns(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]]) -> None:
         """Refuse a value that must match many patterns at once: compiling doubles its work with each, and nothing can cancel it."""

@@ -1,12 +1,7 @@
-"""What may be written, as a grammar: free text, reasoning, calls in the form of a model's family, JSON by a schema. Knows no tokens.
+"""The grammar of one request, as text: free text, reasoning, calls in the form of a model's family, JSON by a schema. Knows no tokens.
 
 A completion is      [thought] text | [thought] [text trigger] calls
 with a call form of  trigger open call (joint call)* close      and a call of      before NAME between ARGUMENTS after
-
-    Hermes, Qwen     <tool_call>                \\n{"name": "    ", "arguments":     }\\n</tool_call>   joined by \\n<tool_call>
-    Mistral          [TOOL_CALLS]  open [       {"name": "      ", "arguments":     }                 joined by ", ", closed by ]
-    Llama 3          (none: the whole text)     {"name": "      ", "parameters":    }
-    Qwen3-Coder      <tool_call>                \\n<function=   >\\n   parameters as tags    </function>\\n</tool_call>
 """
 
 from __future__ import annotations
@@ -14,63 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..types import Constraint
-from . import tag_calls
+from .call_forms import CallForm
+from .tag_values import choices, is_text, meant, shown
 
 Thinking = Literal["none", "may", "open"]  # whether a thought may come first; open: the prompt has begun one
-
-PROBE_TOOL, PROBE_ARGUMENTS = "zprobe_fn", {"zarg": "zval"}
-_NAME = r'\s*\{\s*"name"\s*:\s*"'
-_ARGUMENTS = r'"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-_SHOWN = r'\{\s*"zarg"\s*:\s*"zval"\s*\}'
-_TAGGED = re.compile(rf"<tool_call>({_NAME}){PROBE_TOOL}({_ARGUMENTS}){_SHOWN}(\s*\}}\s*</tool_call>)")
-_LISTED = re.compile(rf"\[TOOL_CALLS\](\s*\[\s*)({_NAME}){PROBE_TOOL}({_ARGUMENTS}){_SHOWN}")
-_BARE = re.compile(rf"({_NAME}){PROBE_TOOL}({_ARGUMENTS}){_SHOWN}(\s*\}})")
 
 # JSON as json.dumps and the templates' tojson write it. Free whitespace would let a weak model write nothing else.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPEN_ENDED = {"additionalProperties", "patternProperties", "anyOf", "oneOf"}
 _ANY = r"(.|\n)*"
 _THOUGHT = "thought: thought_text /\\n{0,2}/"
+_CLOSER = re.compile(r"<[/|][^<>]*>")
 _THOUGHT_STARTS = r"\s*<think>(.|\n)*"
-
-
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """The literal text around names and arguments of calls. known: read off the chat template. tags: arguments are no JSON object."""
-
-    trigger: str = "<tool_call>"
-    open: str = ""
-    before: str = '\n{"name": "'
-    between: str = '", "arguments": '
-    after: str = "}\n</tool_call>"
-    joint: str | None = "\n<tool_call>"
-    close: str = ""
-    known: bool = True
-    tags: bool = False
-
-
-HERMES = CallForm()
-TAGS = CallForm(before=tag_calls.OPEN, between=">\n", after=tag_calls.END, tags=True)
-
-
-def form_of(shown: str) -> CallForm:
-    """The form in which a chat template shows the probe call; Hermes' form, not known, where it is none of these families'."""
-    if tag_calls.shown_in(shown):
-        return TAGS
-    if found := _TAGGED.search(shown):
-        before, between, after = found.groups()
-        return CallForm("<tool_call>", "", before, between, after, "\n<tool_call>")
-    if found := _LISTED.search(shown):
-        opened, before, between = found.groups()
-        return CallForm("[TOOL_CALLS]", opened, before, between, "}", ", ", "]")
-    if found := _BARE.search(shown):
-        before, between, after = found.groups()
-        return CallForm("", "", before.lstrip(), between, after, None)
-    return CallForm(known=False)
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -97,12 +50,7 @@ def closed(schema: Any) -> Any:
             out[key] = closed(value)
         else:
             out[key] = value
-    if isinstance(schema.get("properties"), Mapping) and not schema.keys() & {
-        "additionalProperties",
-        "patternProperties",
-        "anyOf",
-        "oneOf",
-    }:
+    if isinstance(schema.get("properties"), Mapping) and not schema.keys() & _OPEN_ENDED:
         out["additionalProperties"] = False
     return out
 
@@ -178,10 +126,46 @@ def _calls(tools: Mapping[str, Mapping[str, Any]], form: CallForm, parallel: boo
     more = f" ({_quoted(form.joint)} call)*" if parallel and form.joint is not None else ""
     lines = [f"calls: {_quoted(form.open)} call{more} {_quoted(form.close)}", f"call: {' | '.join(f'call_{n}' for n in range(len(tools)))}"]
     for number, (name, schema) in enumerate(tools.items()):
-        spelled = name if form.tags else json.dumps(name, ensure_ascii=False)[1:-1]
+        spelled = name if form.argument else json.dumps(name, ensure_ascii=False)[1:-1]
         lines.append(f"call_{number}: {_quoted(form.before + spelled + form.between)} args_{number} {_quoted(form.after)}")
-        lines += tag_calls.rules(number, schema, spaced) if form.tags else [f"args_{number}: %json {spaced(schema)}"]
+        lines += _arguments(number, schema, form) if form.argument else [f"args_{number}: %json {spaced(schema)}"]
     return lines
+
+
+def _arguments(number: int, schema: Mapping[str, Any], form: CallForm) -> list[str]:
+    """Rules of call number `number`'s arguments, each by itself; the first rule is all of them. Optional ones may be left out."""
+    assert form.argument is not None
+    before, between, after = form.argument
+    required = set(schema.get("required") or ())
+    parts, lines = [], []
+    for place, (key, each) in enumerate((schema.get("properties") or {}).items()):
+        rule = f"value_{number}_{place}"
+        parts.append(f"({_quoted(before + key + between)} {rule}){'' if key in required else '?'}")
+        lines += _value(rule, meant(each, schema), schema, after, after + form.after)
+    return [" ".join((f"args_{number}:", *(parts or ['""']))), *lines]
+
+
+def _value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], end: str, closers: str) -> list[str]:
+    if (listed := choices(schema)) is not None:
+        return [f"{rule}: {' | '.join(_quoted(shown(choice) + end) for choice in listed)}"]
+    if not is_text(schema, root):
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return [f"{rule}: %json {spaced({**schema, **shared})} {_quoted(end)}"]
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    text = rf"(.|\n){{{least},{most}}}" if least or most != "" else _ANY
+    if isinstance(pattern := schema.get("pattern"), str):
+        text = _whole(pattern)
+    never = "|".join(re.escape(mark).replace("/", r"\/") for mark in _CLOSER.findall(closers))  # a reader would take it for the end
+    return [f"{rule}[lazy]: {rule.upper()} {_quoted(end)}", f"{rule.upper()}: /{text}/ & ~/{_ANY}({never}){_ANY}/"]
+
+
+def _whole(pattern: str) -> str:
+    """A JSON schema's pattern, which may be found anywhere, as a regex of the whole text."""
+    head = "" if pattern.startswith("^") else _ANY
+    tail = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else _ANY
+    inner = pattern.removeprefix("^")
+    inner = inner if tail else inner[:-1]
+    return f"{head}({inner}){tail}".replace("/", r"\/")
 
 
 def _quoted(text: str) -> str:

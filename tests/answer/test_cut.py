@@ -8,7 +8,7 @@ import pytest
 
 from agentcache import Completion, Constraint, Engine, InvalidCall, Message, Sampling, Tool
 from tests.answer.test_grammar import FAMILIES
-from tests.answer.test_response import CHANNEL, CHANNELS, TAGGED, TAGS, tokenizer
+from tests.answer.test_response_template import CHANNEL, CHANNELS, TAGGED, TAGS, tokenizer
 from tests.engines import chat, engine
 
 PAY = {"type": "object", "properties": {"to": {"type": "string"}, "amount": {"type": "integer"}}, "required": ["to", "amount"]}
@@ -115,6 +115,14 @@ def test_a_stop_string_cuts_as_well() -> None:
         assert done.message.tool_calls == ()
         assert "stop string" in done.invalid_calls[0].error
         assert done.cut
+
+
+def test_a_call_in_tags_that_a_stop_string_cut_is_none(tiny: Any) -> None:
+    with Engine(tiny("qwen3"), tokenizer(TAGS), store=None) as running:
+        done = said(running, TAGGED, tools=[Tool("tide")], stop=("<parameter=days>",))
+    assert done.message.tool_calls == (), "it lacks an argument that the model was about to write"
+    assert "stop string" in done.invalid_calls[0].error
+    assert done.cut
 
 
 def test_a_thought_without_an_answer_is_cut(tiny: Any) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from agentcache import Constraint, Tool
+from agentcache.answer.call_forms import CallForm, form_of
 from agentcache.answer.grammar import Grammars
-from agentcache.answer.grammar_rules import CallForm, closed, form_of
-from agentcache.answer.tool_calls import parse
+from agentcache.answer.grammar_rules import closed
+from agentcache.answer.parser import parse
 from agentcache.errors import ConfigError, ToolSchemaError
 from agentcache.layout import Renderer
 from tests import models

@@ -12,7 +12,7 @@ import torch
 from agentcache import Constraint, Tool
 from agentcache.answer.grammar import Grammars
 from agentcache.answer.guide import Guide
-from agentcache.answer.tool_calls import parse
+from agentcache.answer.parser import parse
 from agentcache.errors import ConfigError
 from benchmarks.constrained import SCHEMAS, SHAPES, TEXT, TREE, WHOLE, many, thing
 from tests import models

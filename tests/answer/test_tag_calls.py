@@ -10,22 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache import Constraint, Engine, Message, Sampling, Tool, toy
+from agentcache.answer.call_forms import HERMES, TAGS
+from agentcache.answer.expected import reads
 from agentcache.answer.grammar import Grammars
-from agentcache.answer.grammar_rules import HERMES, TAGS
-from agentcache.answer.response_template import ResponseStream, reads, template_for, template_of
-from agentcache.answer.tag_calls import is_text, value_of
+from agentcache.answer.parser import AnswerParser
+from agentcache.answer.response_template import template_for, template_of
+from agentcache.answer.tag_values import is_text, value_of
 from agentcache.errors import ToolSchemaError
 from agentcache.layout import Renderer
 from agentcache.types import ToolCall
 from tests import models
 from tests.answer.test_grammar import draw, spell
-from tests.answer.test_response import ANCHOR, OBJECT
-from tests.answer.test_response import TAGS as OWN
-from tests.answer.test_tool_calls import gathered
+from tests.answer.test_parser import gathered
+from tests.answer.test_response_template import OBJECT
+from tests.answer.test_response_template import TAGS as OWN
 from tests.engines import chat
 
 pytest.importorskip("llguidance")
-pytest.importorskip("transformers.utils.chat_parsing", reason="response templates came with transformers 5.13")
 
 _START = toy.CHAT_TEMPLATE.index("{%- for call in message.tool_calls")
 _STOP = toy.CHAT_TEMPLATE.index("{%- endfor %}", _START)
@@ -71,9 +72,7 @@ def grammars() -> Grammars:
 
 
 def read(text: str) -> Message:
-    template = template_for(TAGS)
-    assert template is not None
-    reader = ResponseStream(template, ANCHOR, TOOLS_SHOWN, ("look", "ping"))
+    reader = AnswerParser(template_for(TAGS.fields), tools=TOOLS_SHOWN, names=("look", "ping"))
     deltas = reader.push(text) + reader.finish()
     assert gathered(deltas) == reader.message
     return reader.message
@@ -172,13 +171,13 @@ def test_values_by_their_schema() -> None:
 
 def test_which_template_reads_what_a_constraint_wrote() -> None:
     one, own = template_of(tokenizer(OBJECT)), template_of(tokenizer(OWN))
-    ours = template_for(TAGS)
+    ours, plain = template_for(TAGS.fields), template_for(HERMES.fields)
     assert one is not None
     assert own is not None
-    assert ours is not None
-    assert template_for(HERMES) is None
-    for begun in (ANCHOR, f"{ANCHOR}<think>\n"):
+    for begun in ("", "<think>\n"):
         assert reads(one, begun, HERMES)
+        assert reads(plain, begun, HERMES)
+        assert not reads(ours, begun, HERMES)
         assert not reads(one, begun, TAGS)
         assert not reads(own, begun, HERMES)
         assert reads(ours, begun, TAGS)
@@ -226,8 +225,8 @@ def test_random_weights_make_valid_calls_that_go_on(tiny: Any, response: Any) ->
 
 def test_held_answers_are_read_by_the_tokenizers_template(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    inner = ResponseStream.read
-    monkeypatch.setattr(ResponseStream, "read", lambda self: asked.append(self._fed) or inner(self))
+    inner = AnswerParser.finish
+    monkeypatch.setattr(AnswerParser, "finish", lambda self, cut="": asked.append(self._text) or inner(self, cut))
     with Engine(tiny("qwen3"), tokenizer(OBJECT, toy.CHAT_TEMPLATE), store=None) as running:
         done = running.generate(chat("Tide?"), [Tool("ping")], sampling=Sampling(max_tokens=100), constraint=Constraint("ping"))
     assert [each.name for each in done.message.tool_calls] == ["ping"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentcache.answer.tool_calls import parse
+from agentcache.answer.parser import parse
 from agentcache.bench import quality_cases
 from agentcache.layout import Renderer
 from agentcache.types import LayoutOptions, Message, ToolCall

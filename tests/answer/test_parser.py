@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.answer.call_stream import CallStream, Delta
-from agentcache.answer.tool_calls import parse
+from agentcache.answer.call_forms import HERMES as HERMES_FORM
+from agentcache.answer.call_forms import TAGS
+from agentcache.answer.parser import AnswerParser, Delta, parse
+from agentcache.answer.response_template import template_for
 from agentcache.types import Message, ToolCall
 
 TOOLS = ("search", "get_weather")
@@ -66,8 +68,8 @@ def kindly(text: str) -> Any:
     return text
 
 
-def taken_apart(text: str, cuts: list[int], **options: Any) -> list[Delta]:
-    reader = CallStream(TOOLS, **options)
+def taken_apart(text: str, cuts: list[int], parser: AnswerParser | None = None) -> list[Delta]:
+    reader = parser or AnswerParser(template_for(), names=TOOLS)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     return [d for a, b in zip(places, places[1:]) for d in reader.push(text[a:b])] + reader.finish()
 
@@ -96,7 +98,7 @@ def test_what_the_whole_says() -> None:
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    reader = CallStream(TOOLS)
+    reader = AnswerParser(template_for(), names=TOOLS)
     reader.push('<tool_call>\n{"name": "search", "arguments": {"query": "a long')
     assert [d.text for d in reader.push(" way to")] == [" way to"]
     assert [d.text for d in reader.push(" go\\")] == [" go"], "half an escape waits"
@@ -104,7 +106,7 @@ def test_arguments_come_while_they_are_written() -> None:
 
 
 def test_text_waits_no_longer_than_it_must() -> None:
-    reader = CallStream(TOOLS)
+    reader = AnswerParser(template_for(), names=TOOLS)
     assert [d.text for d in reader.push("Hello <tool")] == ["Hello"]
     assert [d.text for d in reader.push("s> there")] == [" <tools> there"]
 
@@ -144,7 +146,70 @@ def test_malformed_calls_are_text(text: str) -> None:
 
 
 def test_without_calls_everything_is_text() -> None:
-    reader = CallStream(None)
+    reader = AnswerParser(template_for().without_calls())
     told = [*reader.push(f"<think>x</think>{HERMES}"), *reader.finish()]
     assert [d.kind for d in told] == ["reasoning", "text"]
     assert told[1].text == HERMES
+
+
+PIECES = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "}", "[", "]", ",", ":", '"', "\\", " ", "\n", "tide", "7",
+    "<function=search>", "</function>", "<parameter=query>", "</parameter>", HERMES, MISTRAL, LLAMA, '{"name": "search"', '"arguments"',
+    '{"name": "search", "arguments": {"query": "a }</tool_call>"}}', '{"name": "nobody", "parameters": {}}', OTHER_ORDER,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [HERMES_FORM.fields, TAGS.fields], ids=["plain", "tags"])
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=10), cuts=st.lists(st.integers(0, 400), max_size=40), opened=st.booleans())
+def test_any_pieces_of_any_text_say_what_the_whole_says(fields: Any, pieces: list[str], cuts: list[int], opened: bool) -> None:
+    text, read = "".join(pieces), []
+    for places in ([], cuts, list(range(len(text)))):
+        parser = AnswerParser(template_for(fields), "<think>" if opened else "", names=TOOLS)
+        deltas = taken_apart(text, places, parser)
+        read.append((parser.message, parser.invalid_calls))
+        told = [d for d in deltas if d.kind == "call"]
+        assert len(told) == len(parser.message.tool_calls) + sum(d.kind == "cut" for d in deltas)
+        if not parser.invalid_calls:
+            assert gathered(deltas) == parser.message
+    assert read[0] == read[1] == read[2]
+
+
+def read_whole(text: str) -> AnswerParser:
+    parser = AnswerParser(template_for(), names=TOOLS)
+    parser.push(text)
+    parser.finish()
+    return parser
+
+
+def test_a_call_with_more_than_its_json_is_none() -> None:
+    for text in (HERMES.replace("\n</tool_call>", " or so</tool_call>"), f"{LLAMA} or so"):
+        parser = read_whole(text)
+        assert parser.message == Message("assistant", text)
+        assert [call.name for call in parser.invalid_calls] == ["search"]
+
+
+def test_text_after_a_malformed_call_is_read_on() -> None:
+    broken = '<tool_call>{"name": "search", "arguments": {"query": tide}}</tool_call>'
+    deltas = taken_apart(f"{broken} Again: {OTHER_ORDER}", list(range(200)))
+    assert [(d.kind, d.index) for d in deltas if d.kind in ("call", "cut")] == [("call", 0), ("cut", 0), ("call", 1)]
+    parser = read_whole(f"{broken} Again: {OTHER_ORDER}")
+    assert parser.message == Message("assistant", f"{broken} Again:", (ToolCall("get_weather", {"city": "Averil"}),))
+
+
+def test_a_mark_that_is_spoken_of_holds_nothing_back() -> None:
+    parser = AnswerParser(template_for(), names=TOOLS)
+    assert "".join(d.text for d in parser.push("A <tool_call> tag begins ")) == "A <tool_call> tag begins"
+    assert [d.text for d in parser.push('{"name": "x"} calls')] == [' {"name": "x"} calls']
+
+
+def test_objects_and_lists_after_either_mark() -> None:
+    one, calls = '{"name": "search", "arguments": {}}', (ToolCall("search", {}),)
+    assert parse(f"[TOOL_CALLS]{one}").tool_calls == parse(f"<tool_call>[{one}]</tool_call>").tool_calls == calls
+    assert parse(f"<tool_call>[{one}, {one}]</tool_call>").tool_calls == calls * 2
+
+
+def test_a_list_that_was_cut_keeps_its_whole_calls() -> None:
+    parser = read_whole('[TOOL_CALLS][{"name": "search", "arguments": {}}, {"name": "get_wea')
+    assert parser.message == Message("assistant", '{"name": "get_wea', (ToolCall("search", {}),))
+    assert len(parser.invalid_calls) == 1
