@@ -17,9 +17,10 @@ from functools import partial
 import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
-from .kernels import attention_bf16, attention_few, write_kv
-from .kernels.dispatch import scratch
-from .numerics import LEAST_WEIGHT, Numerics, attention_order
+from .kernels import attention_bf16, attention_few
+from .kernels.dispatch import few_attended
+from .kernels.scratch import scratch
+from .numerics import LEAST_WEIGHT, Numerics
 
 _LEAST = -87.0  # its exponential is a normal number below LEAST_WEIGHT
 SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values
@@ -98,10 +99,7 @@ def _block(batch: Batch, kind: str, page: Page, layer: int, heads: slice) -> tor
 
 def _few(batch: Batch, rows: int, page: Page, layer: int) -> tuple[int, int] | None:
     """How compiled products of so few rows accumulate here, if they can take them. They compute each row by itself: none is padded."""
-    keys, values = page.layer_keys[layer], page.layer_values[layer]
-    if not batch.numerics.widen or not (attention_few.takes(rows, keys) and attention_few.takes(rows, values)):
-        return None
-    return attention_order(values.shape[-1], torch.get_num_threads())
+    return few_attended(rows, page.layer_keys[layer], page.layer_values[layer]) if batch.numerics.widen else None
 
 
 def _tile(
@@ -162,12 +160,9 @@ def _exponentiate(scores: torch.Tensor, most: torch.Tensor) -> None:
 
 def write(part: Part, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Store the new keys and values [count, kv_heads, head_dim] of one part."""
-    if not write_kv.takes(keys):
-        part.sequence.write(layer, part.start, keys, values)
-        return
-    for page, slot, count, offset in part.sequence.slots(part.start, part.start + len(keys)):
-        rows = slice(offset, offset + count)
-        write_kv.store(keys[rows], values[rows], page.layer_keys[layer], page.layer_values[layer], slot)
+    if keys.device.type == "cpu" and len(keys) > 16:  # PyTorch transposes a matrix faster than it copies into a transposed one
+        keys = keys.flatten(1).t().contiguous().t().view(keys.shape)
+    part.sequence.write(layer, part.start, keys, values)
 
 
 def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> set[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .kernels import linear_few
+from .kernels import jit
 from .kernels.openmp import use_threads
 from .numerics import has_16bit_units, probe
 
@@ -32,9 +32,7 @@ def describe() -> dict[str, Any]:
             "probe_ms": round(found.probe_ms, 1),
         }
     report["few rows of 16-bit weights"] = (
-        "compiled, in the order of larger products"
-        if linear_few.kernels()
-        else "not compiled: pip install 'agentcache-llm[cpu]' decodes faster"
+        "compiled, in the order of larger products" if jit.compiler() else "not compiled: pip install 'agentcache-llm[cpu]' decodes faster"
     )
     report["not bitwise"] = {
         "mixture of experts": "experts see few rows, whose bits depend on the other requests in the pack: tokens are promised",

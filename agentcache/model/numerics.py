@@ -15,8 +15,10 @@ import torch
 from blake3 import blake3
 
 from ..kv import PAGE_TOKENS
-from .kernels import attention_bf16, attention_few
-from .kernels.dispatch import BLOCKS, CHAIN_ROWS, COLUMNS, UPCAST_BLOCK, Kernel, linear, onednn_takes, pattern, product_of_library
+from .kernels import attention_bf16
+from .kernels.accumulation import COLUMNS, pattern
+from .kernels.dispatch import Kernel, linear
+from .kernels.linear_library import UPCAST_BLOCK, onednn_takes, product_of_library
 
 _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
@@ -58,29 +60,6 @@ def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:
     if dtype in (torch.bfloat16, torch.float16) and not has_16bit_units(dtype):
         return "upcast"
     return "onednn" if onednn_takes(dtype) else "aten"
-
-
-@functools.cache
-def attention_order(dim: int, threads: int) -> tuple[int, int] | None:
-    """The same for attention: after how many channels the scores, and after how many keys the mixed values, add up what they have."""
-    keys = torch.stack([pattern(dim, PAGE_TOKENS, torch.bfloat16, torch.device("cpu"), 7 + h) for h in range(2)])
-    values = torch.stack([pattern(PAGE_TOKENS, dim, torch.bfloat16, torch.device("cpu"), 9 + h) for h in range(2)])
-    queries = torch.stack([pattern(CHAIN_ROWS, dim, torch.bfloat16, torch.device("cpu"), 13 + h) for h in range(2)]).float()
-    weights = torch.stack([pattern(CHAIN_ROWS, PAGE_TOKENS, torch.float32, torch.device("cpu"), 17 + h) for h in range(4)])
-    weights = weights.abs().view(2, 2, CHAIN_ROWS, PAGE_TOKENS)
-    scores, found = torch.bmm(queries, keys.float()), torch.empty(1, 2, CHAIN_ROWS, PAGE_TOKENS)
-    mixed = torch.zeros(2, CHAIN_ROWS, dim).baddbmm_(weights[0], values.float()).baddbmm_(weights[1], values.float())
-
-    def scored(block: int) -> bool:
-        attention_few.scores(queries[None], [keys], found, block)
-        return torch.equal(found[0], scores)
-
-    def mixes(block: int) -> bool:
-        return torch.equal(attention_few.mix(weights, [values, values], 1, block)[0], mixed)
-
-    first = next((block for block in BLOCKS if scored(block)), None)
-    second = next((block for block in (256, *BLOCKS) if mixes(block)), None)
-    return (first, second) if first and second else None
 
 
 def _impure(run: Any, full: torch.Tensor, tried: tuple[int, ...]) -> set[int]:

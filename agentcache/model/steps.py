@@ -17,14 +17,14 @@ from torch.nn.modules import module as torch_module
 
 from .attention import Batch, Part, attend, attend_together, write
 from .behaviour import EVERY_MODULE, forwards, namespaces
-from .kernels import norm_rope
-from .kernels.dispatch import Kernel, chain_block, linear, linears
+from .kernels import dispatch
+from .kernels.dispatch import Kernel, linear, linears
 from .kernels.layer import Programs, programs
 
 
 def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     """A norm of rows by its module's weight."""
-    return norm_rope.norm(x, module.weight, module.variance_epsilon)
+    return dispatch.norm(x, module.weight, module.variance_epsilon)
 
 
 def _attention(block: Any, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -39,8 +39,8 @@ def _projected(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value [rows, heads, head_dim] of normalised rows."""
     query, key, value = _heads(kernel, x, block, "qkv")
-    query = norm_rope.heads(query, *_scale(block, "q_norm"), cos, sin)
-    return query, norm_rope.heads(key, *_scale(block, "k_norm"), cos, sin), value
+    query = dispatch.heads(query, *_scale(block, "q_norm"), cos, sin)
+    return query, dispatch.heads(key, *_scale(block, "k_norm"), cos, sin), value
 
 
 def _heads(kernel: Kernel, x: torch.Tensor, block: Any, names: str) -> list[torch.Tensor]:
@@ -138,12 +138,12 @@ def _top(layer: Any, index: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.
     kernel, block, rows = batch.numerics.kernel, layer.self_attn, len(wanted)
     h = rms_norm(layer.input_layernorm, x)
     key, value = _heads(kernel, h, block, "kv")
-    _write(batch, index, norm_rope.heads(key, *_scale(block, "k_norm"), cos, sin), value)
+    _write(batch, index, dispatch.heads(key, *_scale(block, "k_norm"), cos, sin), value)
     if not rows:
         return x[:0]
     chosen = torch.cat([wanted, wanted[-1:].expand(-rows % batch.numerics.rows)])
     (query,) = _heads(kernel, h[chosen], block, "q")
-    query = norm_rope.heads(query, *_scale(block, "q_norm"), cos[chosen], sin[chosen])
+    query = dispatch.heads(query, *_scale(block, "q_norm"), cos[chosen], sin[chosen])
     parts = [_only(batch, row, at) for at, row in enumerate(wanted.tolist())]
     out = _attended(Batch(parts, len(chosen), batch.numerics), index, query, block.scaling, window(block))
     x = linear(kernel, out.view(len(chosen), -1), block.o_proj.weight, block.o_proj.bias).add_(x[chosen])
@@ -160,8 +160,7 @@ def _compiled(model: Any, batch: Batch) -> Programs | None:
     """Compiled layers for these rows, if they are few, start at the bottom, and their operations have the bits of the ordinary ones."""
     if batch.later or batch.numerics.kernel != "upcast":
         return None
-    threads = torch.get_num_threads()
-    return programs(model, sum(part.count for part in batch.parts), lambda ins: chain_block(ins, threads), _agrees)
+    return programs(model, sum(part.count for part in batch.parts), _agrees)
 
 
 def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, compiled: Programs) -> torch.Tensor:

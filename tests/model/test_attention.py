@@ -135,3 +135,27 @@ def test_exponentials_are_normal_numbers_or_nothing() -> None:
     attention._exponentiate(broken, torch.tensor([[0.0]]))
     assert broken.isnan().any()
     assert math.exp(attention._LEAST) < numerics.LEAST_WEIGHT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (1, 64), (3, 96), (2, 32), (2, 24)])
+@pytest.mark.parametrize(("tokens", "slot"), [(1, 0), (1, 511), (16, 3), (75, 100), (512, 0), (33, 479), (40, 500)])
+def test_keys_and_values_go_where_they_belong_and_nowhere_else(dtype: torch.dtype, heads: int, dim: int, tokens: int, slot: int) -> None:
+    torch.manual_seed(tokens)
+    sequence = kv.Sequence(kv.KVSpec(1, heads, dim, dtype))
+    sequence.reserve(slot + tokens)
+    for page in sequence.pages:
+        page.layer_keys[0].normal_()
+        page.layer_values[0].normal_()
+    keys, values = (torch.randn(tokens, heads, dim).to(dtype) for _ in range(2))
+    expected = [torch.cat([stored.clone() for stored in pages], at) for pages, at in _stored(sequence)]
+    expected[0][:, :, slot : slot + tokens] = keys.permute(1, 2, 0)
+    expected[1][:, slot : slot + tokens] = values.transpose(0, 1)
+    attention.write(Part(sequence, slot, tokens), 0, keys, values)
+    for (pages, at), whole in zip(_stored(sequence), expected, strict=True):
+        assert torch.equal(torch.cat(pages, at), whole)
+
+
+def _stored(sequence: kv.Sequence) -> list[tuple[list[torch.Tensor], int]]:
+    """Keys and values of all pages, and along which dimension their slots lie."""
+    return [([page.layer_keys[0] for page in sequence.pages], 2), ([page.layer_values[0] for page in sequence.pages], 1)]

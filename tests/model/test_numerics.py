@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from agentcache.model import machine, numerics
 from agentcache.model.hf import HFModel
-from agentcache.model.kernels import dispatch
+from agentcache.model.kernels import accumulation, dispatch, linear_library
 from agentcache.model.kernels.dispatch import RowPureLinear, linear
 from agentcache.model.numerics import Numerics, probe
 from tests import models
@@ -112,7 +112,7 @@ def test_impure_attention_is_not_called_pure(forgetful: None, monkeypatch: pytes
 @pytest.mark.parametrize("kernel", ["onednn", "upcast", "aten"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_kernels_compute_a_product(kernel: Any, dtype: torch.dtype, biased: bool) -> None:
-    if kernel == "onednn" and not dispatch.onednn_takes(dtype):
+    if kernel == "onednn" and not linear_library.onednn_takes(dtype):
         pytest.skip("oneDNN has no code for this type here")
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(1100, 96).to(dtype)
     bias = torch.randn(1100).to(dtype) if biased else None
@@ -144,7 +144,7 @@ def test_what_is_probed_with_is_what_every_machine_makes(dtype: torch.dtype) -> 
     rows, columns, salt = 40, 12_288, 71
     grid = torch.arange(rows)[:, None] * 7919 + torch.arange(columns)[None] * 104_729 + salt
     expected = ((grid * grid + grid) % 65_521).double() / 32_760.5 - 1
-    assert torch.equal(dispatch.pattern(rows, columns, dtype, CPU, salt), expected.to(dtype))
+    assert torch.equal(accumulation.pattern(rows, columns, dtype, CPU, salt), expected.to(dtype))
 
 
 def test_kernels_between_the_products_count() -> None:

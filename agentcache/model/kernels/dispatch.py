@@ -1,131 +1,150 @@
-"""Products of activations with weights, by the kernel that was chosen for this machine. Knows nothing of models or pages.
+"""Which kernel runs: by product, rows and number type. Knows nothing of models.
 
 Row purity: one row of a matrix product must not change when other rows stand beside it. Libraries pick other code for other row counts,
 so each product is padded to a safe multiple of rows, which numerics.py finds out; compiled ones compute each row by itself.
+A compiled kernel has the bits of what more rows take, or of PyTorch's operations, and is tried on this machine before it is used.
 
-    kernel    product of activations x with a weight w [out, in]
-    onednn    oneDNN's inner product: chosen wherever PyTorch has it; pure from 2 rows on where it was tried. On processors that multiply
-              pairs of bf16 numbers: linear_few.py for few rows of such, linear_bf16.py for more, with the same bits
+    kernel    of linear layers, chosen once for a machine and type
+    onednn    oneDNN's inner product: chosen wherever PyTorch has it; pure from 2 rows on where it was tried
     upcast    the same in fp32, w converted block by block: for 16-bit weights on processors without 16-bit matrix units,
-              where it is 2 to 10 times faster than the emulation and rounds once, at the end. Few rows: linear_few.py, with the same bits
+              where it is 2 to 10 times faster than the emulation and rounds once, at the end
     aten      torch.nn.functional.linear
+
+    operation                     numbers                             rows      file              tried by
+    products of linear layers     see LINEARS
+    norms, rotary angles          16-bit                              any       norm_rope.py      norms_agree, heads_agree
+    attention                     bf16, multiplied in pairs           any       attention_bf16.py numerics.py: only row purity
+    attention's products          16-bit, computed in fp32            1 - 32    attention_few.py  attention_order
+    layers of a decoding step     16-bit, upcast                      1 - 8     layer.py          steps.py
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch.nn import functional
 
-from . import linear_bf16, linear_few
+from . import attention_few, jit, linear_bf16, linear_few, linear_library, norm_rope
+from .accumulation import attention_order, chain_block, pair_block
+from .linear_library import Projection
 
 Kernel = Literal["onednn", "upcast", "aten"]
-Projection = tuple[torch.Tensor, "torch.Tensor | None"]  # weight [out, in] and bias [out]
-SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone, in the weight's own type
-UPCAST_BLOCK = 1024  # rows of a weight converted at a time: fits the second-level cache, and large enough to amortise a call
-COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
-CHAIN_ROWS = 6
-_PRIME = 65521  # below 2^16
-BLOCKS = (1 << 20, 512, 1024, 256, 384, 768, 192, 128, 1536, 2048)  # of inputs, the first one is all of them
+SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone
+ANY = 1 << 62
 
 
-@functools.cache
-def onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's inner product has code for this type on this processor."""
-    inner = _onednn_linear()
-    if inner is None:
-        return False
-    try:
-        inner(torch.ones(2, 32, dtype=dtype), torch.ones(8, 32, dtype=dtype), None, "none", [], "")
-    except RuntimeError:  # oneDNN has no code for this type on this processor
-        return False
-    return True
-
-
-@functools.cache
-def _onednn_linear() -> Any:
-    if not torch.backends.mkldnn.is_available():
+def _pairs(weight: torch.Tensor) -> int | None:
+    """In which blocks of inputs oneDNN's bf16 product adds up."""
+    if weight.dtype != torch.bfloat16 or not linear_few.takes(weight) or not jit.multiplies_pairs():
         return None
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    outs, ins = weight.shape
+    block = pair_block(min(outs, SINGLE_ROW_OUTS), ins, torch.get_num_threads())
+    return block if block and linear_bf16.takes(weight, block) else None
 
 
-def product_of_library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [rows, ins] times weight [outs, ins] transposed, plus bias, by oneDNN; by PyTorch's own where that is not there."""
-    inner = _onednn_linear()
-    if inner is None:
-        return functional.linear(x, weight, bias)
-    return inner(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+def _chain(weight: torch.Tensor) -> int | None:
+    """In which blocks of inputs the fp32 product adds up."""
+    return chain_block(weight.shape[1], torch.get_num_threads()) if linear_few.takes(weight) else None
 
 
-_scratch = threading.local()
+def _head(weight: torch.Tensor) -> int | None:
+    """All inputs at once: few rows are ever asked of a large head, so it has no large product's bits to match."""
+    return weight.shape[1] if weight.shape[0] >= SINGLE_ROW_OUTS else None
 
 
-def scratch(name: str, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A flat buffer of this thread that lives on between calls; grown when too small. Contents are whatever the last user left."""
-    held: torch.Tensor | None = getattr(_scratch, name, None)
-    if held is None or held.numel() < elements or held.dtype != dtype:
-        with torch.inference_mode(False):  # else it could only be used in that mode from now on
-            held = torch.empty(elements, dtype=dtype)
-        setattr(_scratch, name, held)
-    return held[:elements]
+def _row_by_row(x: torch.Tensor, projections: Sequence[Projection], _block: int) -> list[torch.Tensor]:
+    return [torch.cat([functional.linear(row, weight, bias) for row in x.split(1)]) for weight, bias in projections]
 
 
-def pattern(rows: int, columns: int, dtype: torch.dtype, device: torch.device, salt: int) -> torch.Tensor:
-    """Numbers in [-1, 1] that every machine makes alike, whose products do not add up exactly in any order."""
-    down, along = (torch.arange(rows) * 7919 + salt) % _PRIME, torch.arange(columns) * 104729 % _PRIME
-    return _numbers(dtype)[down[:, None] + along].to(device)
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One way to compute products of a linear layer on a CPU: for a kernel, types and at most so many rows."""
+
+    kernel: Kernel
+    types: tuple[torch.dtype, ...]
+    rows: int
+    block: Callable[[torch.Tensor], int | None]  # in which it computes products with a weight, None if it cannot take it
+    run: Callable[[torch.Tensor, Sequence[Projection], int], list[torch.Tensor]]
+    head: bool = False  # for a model's head only
+    alone: bool = True  # each row by itself: none has to be padded
 
 
-@functools.cache
-def _numbers(dtype: torch.dtype) -> torch.Tensor:
-    """What `pattern` draws from: of g in [0, 2 · prime), ((g² + g) mod prime) · 2 / prime - 1."""
-    at = torch.arange(2 * _PRIME)
-    return ((at * at + at) % _PRIME).double().div_(_PRIME / 2).sub_(1).to(dtype)
+_BF16, _HALVES, _FLOATS = (torch.bfloat16,), (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, torch.float32)
+LINEARS = (  # the first one that takes a product computes it; else the library
+    Linear("upcast", _HALVES, ANY, lambda w: _head(w) if linear_few.takes(w) else None, linear_few.chains, head=True),
+    Linear("upcast", _FLOATS, ANY, _head, _row_by_row, head=True),
+    Linear("upcast", _HALVES, linear_few.MOST_ROWS, _chain, linear_few.chains),
+    Linear("upcast", _HALVES, ANY, lambda _: linear_library.UPCAST_BLOCK, linear_library.upcast, alone=False),
+    Linear("onednn", _BF16, linear_few.PASS, _pairs, linear_few.pairs),
+    Linear("onednn", _BF16, ANY, _pairs, linear_bf16.products),
+)
 
 
-def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, head: bool = False) -> torch.Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out], with the given kernel. head: of the model, which few rows see."""
-    if head and kernel == "upcast" and x.device.type == "cpu" and weight.dtype == x.dtype and weight.shape[0] >= SINGLE_ROW_OUTS:
-        return _vocabulary(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
-    return linears(kernel, x, [(weight, bias)])[0]
+_WAYS = {
+    (kernel, dtype): [w for w in LINEARS if w.kernel == kernel and dtype in w.types] for kernel in get_args(Kernel) for dtype in _FLOATS
+}
 
 
-def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
-    """The same for several projections (weight, bias) of one x; they may come back as views of one tensor, side by side."""
-    if (
-        kernel == "upcast"
-        and x.device.type == "cpu"
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and all(weight.dtype == x.dtype for weight, _ in projections)
-    ):
-        parts = _upcast_linears(x.reshape(-1, x.shape[-1]), projections)
-        return [part.unflatten(0, x.shape[:-1]) if x.ndim != 2 else part for part in parts]
-    if kernel == "onednn" and x.device.type == "cpu" and x.dtype == torch.bfloat16:
-        flat = x.reshape(-1, x.shape[-1])
-        blocks = {_pairs(weight) if bias is None or bias.dtype == x.dtype else None for weight, bias in projections}
-        if len(blocks) == 1 and (block := blocks.pop()):
-            return [part.unflatten(0, x.shape[:-1]) if x.ndim != 2 else part for part in _paired(flat, projections, block)]
-    return [_linear(kernel, x, weight, bias) for weight, bias in projections]
-
-
-def _linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if kernel == "aten" or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
-        return functional.linear(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1])
-    return product_of_library(flat.contiguous(), weight, bias).view(*x.shape[:-1], weight.shape[0])
+def _chosen(kernel: Kernel, weights: Sequence[torch.Tensor], rows: int, head: bool) -> tuple[Linear, int] | None:
+    """How so many rows are multiplied with these weights, all of one type, and in which blocks; None: by the library."""
+    for way in _WAYS.get((kernel, weights[0].dtype), ()):
+        if rows <= way.rows and head >= way.head:
+            blocks = {way.block(weight) for weight in weights}
+            if len(blocks) == 1 and (block := blocks.pop()):
+                return way, block
+    return None
 
 
 def by_itself(kernel: Kernel, weight: torch.Tensor, rows: int) -> bool:
     """Whether the product of so many rows with a model's head computes each of them by itself: none has to be padded."""
-    if kernel == "onednn":
-        return _pairs(weight) is not None
-    if kernel != "upcast" or weight.shape[0] >= SINGLE_ROW_OUTS:
-        return kernel == "upcast"
-    return linear_few.takes(weight, rows) and chain_block(weight.shape[1], torch.get_num_threads()) is not None
+    chosen = _chosen(kernel, [weight], rows, True)
+    return chosen is not None and chosen[0].alone
+
+
+def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, head: bool = False) -> torch.Tensor:
+    """x [..., in] times weight [out, in] transposed, plus bias [out], with the given kernel. head: of the model, which few rows see."""
+    return linears(kernel, x, [(weight, bias)], head)[0]
+
+
+def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], head: bool = False) -> list[torch.Tensor]:
+    """The same for several projections (weight, bias) of one x."""
+    alike = x.device.type == "cpu" and all(weight.dtype == x.dtype for weight, _ in projections)
+    if alike and kernel == "onednn":
+        alike = all(bias is None or bias.dtype == x.dtype for _, bias in projections)
+    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    chosen = _chosen(kernel, [weight for weight, _ in projections], len(flat), head) if alike else None
+    if chosen is None:
+        return [_by_library(kernel, x, weight, bias) for weight, bias in projections]
+    parts = chosen[0].run(flat, projections, chosen[1])
+    return parts if x.ndim == 2 else [part.unflatten(0, x.shape[:-1]) for part in parts]
+
+
+def _by_library(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if kernel == "aten" or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
+        return functional.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    return linear_library.product_of_library(flat.contiguous(), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Root mean square norm of x [rows, n] times weight [n], as Llama's and Qwen's modules compute it."""
+    return (norm_rope.norm if norm_rope.takes_norm(x, weight) else norm_rope.plain_norm)(x, weight, epsilon)
+
+
+def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [rows, heads, dim], each head normalised if there is a weight [dim], and its halves rotated by cos and sin [rows, 1, dim]."""
+    run = norm_rope.heads if norm_rope.takes_heads(x, weight, cos, sin) else norm_rope.plain_heads
+    return run(x, weight, epsilon, cos, sin)
+
+
+def few_attended(rows: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int] | None:
+    """In which blocks attention_few.py multiplies so few rows with a page's keys and with its values, if it can take them."""
+    if not (attention_few.takes(rows, keys) and attention_few.takes(rows, values)):
+        return None
+    return attention_order(values.shape[-1], torch.get_num_threads())
 
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):
@@ -145,91 +164,3 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
                 self.glance(given["weight"])
             return linear(self.kernel, **given, head=given["weight"] is self.head)
         return func(*args, **(kwargs or {}))
-
-
-def _upcast_linears(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
-    """Each product by itself has the same bits: only the work on x is shared."""
-    (rows, ins), wide_x = x.shape, x.float()
-    outs = [weight.shape[0] for weight, _ in projections]
-    if all(linear_few.takes(weight, rows) for weight, _ in projections) and (order := chain_block(ins, torch.get_num_threads())):
-        wide = linear_few.product(wide_x, [weight for weight, _ in projections], order)
-        for part, (_, bias) in zip(wide.split(outs, 1), projections):
-            if bias is not None:
-                part.add_(bias.float())
-        return list(wide.to(x.dtype).split(outs, 1))
-    return [_upcast_linear(x, wide_x, *projection) for projection in projections]
-
-
-def _upcast_linear(x: torch.Tensor, wide_x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    outs, ins = weight.shape
-    out = torch.empty(x.shape[0], outs, dtype=x.dtype)
-    for start in range(0, outs, UPCAST_BLOCK):
-        stop = min(outs, start + UPCAST_BLOCK)
-        block = scratch("weight", (stop - start) * ins).view(stop - start, ins)
-        block.copy_(weight[start:stop])
-        wide = product_of_library(wide_x, block, None)
-        out[:, start:stop] = wide if bias is None else wide.add_(bias[start:stop].float())
-    return out
-
-
-@functools.cache
-def chain_block(ins: int, threads: int) -> int | None:
-    """After how many inputs the fp32 product adds up what it has, if it is otherwise a plain chain of fused multiply-adds.
-
-    Found by trying the sizes that such kernels use; None if none gives its bits, and then few rows run as many do.
-    """
-    x = pattern(CHAIN_ROWS, ins, torch.bfloat16, torch.device("cpu"), 3)
-    weight = pattern(COLUMNS, ins, torch.bfloat16, torch.device("cpu"), 5)
-    expected = product_of_library(x.float(), weight.float(), None)
-    few = product_of_library(x.float(), weight[:64].float(), None)
-    if not torch.equal(few, expected[:, :64]):
-        return None
-    likely = sorted(BLOCKS, key=lambda block: abs(block - ins / 2.5))  # both sides of the usual rule: halves, or the cache's share
-    return next((block for block in likely if torch.equal(linear_few.product(x.float(), [weight], block), expected)), None)
-
-
-def _vocabulary(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A product with very many outputs, of which few rows are ever asked: each row by itself."""
-    if linear_few.takes(weight, 1):
-        wide = torch.cat([linear_few.product(rows.float(), [weight], weight.shape[1]) for rows in x.split(linear_few.MOST_ROWS)])
-        return (wide if bias is None else wide.add_(bias.float())).to(x.dtype)
-    return torch.cat([functional.linear(row, weight, bias) for row in x.split(1)])
-
-
-def _pairs(weight: torch.Tensor) -> int | None:
-    """In which blocks the compiled product adds up, if it can take the library's place here."""
-    if weight.dtype != torch.bfloat16 or not linear_few.takes(weight, 1) or not linear_few.multiplies_pairs():
-        return None
-    block = pair_block(*weight.shape, torch.get_num_threads())
-    return block if block and linear_bf16.takes(weight, block) else None
-
-
-def _paired(flat: torch.Tensor, projections: Sequence[Projection], block: int) -> list[torch.Tensor]:
-    """Compiled products of flat [rows, ins]: few rows for their own sake, more of them by tiles."""
-    if len(flat) > linear_few.PASS:
-        return linear_bf16.products(flat, projections, block)
-    outs = [weight.shape[0] for weight, _ in projections]
-    wide = linear_few.product(flat, [weight for weight, _ in projections], block)
-    parts = wide.split(outs, 1)
-    return [(part if bias is None else part.add_(bias)).to(flat.dtype) for part, (_, bias) in zip(parts, projections)]
-
-
-@functools.cache
-def pair_block(outs: int, ins: int, threads: int) -> int | None:
-    """`chain_block` of oneDNN's bf16 product, as a chain over pairs of inputs; None if no size gives its bits.
-
-    The second half of the inputs takes away what the first one adds, in another order (halves may be blocks), so that rounding is all that
-    is left: no other order has its bits.
-    """
-    x, weight = (pattern(rows, ins // 2, torch.bfloat16, torch.device("cpu"), salt) for rows, salt in ((CHAIN_ROWS, 3), (COLUMNS, 5)))
-    x, weight = torch.cat((x, x.roll(7, 1)), 1), torch.cat((weight, -weight.roll(7, 1)), 1)
-    weight = weight.repeat(-(-min(outs, SINGLE_ROW_OUTS) // COLUMNS), 1)[:outs].contiguous()
-    bias = pattern(1, len(weight), torch.bfloat16, torch.device("cpu"), 7)[0] * 2.0**-20
-    expected = product_of_library(x, weight, None), product_of_library(x, weight, bias)
-
-    def agrees(block: int) -> bool:
-        wide = linear_few.product(x, [weight], block)
-        return torch.equal(wide.to(x.dtype), expected[0]) and torch.equal(wide.add_(bias).to(x.dtype), expected[1])
-
-    likely = sorted(BLOCKS, key=lambda block: abs(block - ins / 2.5))
-    return next((block for block in likely if agrees(block)), None) if expected[0].any() else None

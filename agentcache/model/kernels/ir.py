@@ -1,261 +1,340 @@
-"""Writes functions in LLVM IR: values, loops, vectors of 16-bit numbers computed in fp32. Knows nothing of what they compute."""
+"""Writes functions in LLVM IR: values with operators, loops, vectors of 16-bit numbers computed in fp32. Knows no kernels."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import struct
 from collections.abc import Callable, Sequence
-
-Names = list[str]
-LEAST = -110.0  # its exponential is 0
-_LOG2E = 1.4426950408889634
-_TAYLOR = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))  # of 2^f for |f| <= 0.5, lowest first
+from dataclasses import dataclass
 
 
-def splat(lanes: int, value: str) -> str:
-    """A constant vector, typed value by typed value."""
-    return "<" + ", ".join([value] * lanes) + ">"
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A register of the function that is being written, or a constant. An operator writes an instruction; `//`, `%`, `>>`: unsigned."""
+
+    code: Code
+    kind: str  # its LLVM type
+    name: str
+
+    def _with(self, word: str, other: Value | float) -> Value:
+        return self.code.do(self.kind, f"{word} {self.kind} {self.name}, {self._other(other)}")
+
+    def _other(self, other: Value | float) -> str:
+        return other.name if isinstance(other, Value) else constant(self.kind, other)
+
+    def _is(self, word: str, other: Value | float) -> Value:
+        compared = f"fcmp o{word}" if "float" in self.kind else f"icmp s{word}"
+        return self.code.do(of_kind("i1", self.kind), f"{compared} {self.kind} {self.name}, {self._other(other)}")
+
+    def _word(self, word: str) -> str:
+        return f"f{word}" if "float" in self.kind else word
+
+    def __add__(self, other: Value | float) -> Value:
+        return self._with(self._word("add"), other)
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self._with(self._word("sub"), other)
+
+    def __mul__(self, other: Value | float) -> Value:
+        return self._with(self._word("mul"), other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __truediv__(self, other: Value | float) -> Value:
+        return self._with("fdiv", other)
+
+    def __floordiv__(self, other: Value | int) -> Value:
+        return self._with("udiv", other)
+
+    def __mod__(self, other: Value | int) -> Value:
+        return self._with("urem", other)
+
+    def __and__(self, other: Value | int) -> Value:
+        return self._with("and", other)
+
+    def __or__(self, other: Value | int) -> Value:
+        return self._with("or", other)
+
+    def __rshift__(self, other: int) -> Value:
+        return self._with("lshr", other)
+
+    def __lshift__(self, other: int) -> Value:
+        return self._with("shl", other)
+
+    def __neg__(self) -> Value:
+        return self.code.do(self.kind, f"fneg {self.kind} {self.name}")
+
+    def __lt__(self, other: Value | float) -> Value:
+        return self._is("lt", other)
+
+    def __le__(self, other: Value | float) -> Value:
+        return self._is("le", other)
+
+    def __gt__(self, other: Value | float) -> Value:
+        return self._is("gt", other)
+
+    def __ge__(self, other: Value | float) -> Value:
+        return self._is("ge", other)
+
+    def equals(self, number: int) -> Value:
+        """Whether an integer is this number."""
+        return self.code.do("i1", f"icmp eq {self.kind} {self.name}, {number}")
+
+    def to(self, kind: str, conversion: str = "bitcast") -> Value:
+        """As another type."""
+        return self.code.do(kind, f"{conversion} {self.kind} {self.name} to {kind}")
+
+    def at(self, kind: str, index: Value | int) -> Value:
+        """The address of the index-th number of this type from this address on."""
+        place = index.name if isinstance(index, Value) else str(index)
+        return self.code.do("ptr", f"getelementptr {kind}, ptr {self.name}, i64 {place}")
+
+    def load(self, kind: str, align: int = 4) -> Value:
+        """The content of this address. align: in bytes."""
+        return self.code.do(kind, f"load {kind}, ptr {self.name}, align {align}")
+
+    def store(self, value: Value, align: int = 4) -> None:
+        """Writes a value to this address."""
+        self.code.say(f"store {value.kind} {value.name}, ptr {self.name}, align {align}")
+
+    def lane(self, number: int) -> Value:
+        """One number of a vector."""
+        return self.code.do(self.kind[1:-1].split(" x ")[1], f"extractelement {self.kind} {self.name}, i32 {number}")
+
+    def shuffled(self, other: Value, order: Sequence[int]) -> Value:
+        """Lanes chosen from this vector and the other one, by number."""
+        lanes, element = len(order), self.kind[1:-1].split(" x ")[1]
+        chosen = ", ".join(f"i32 {lane}" for lane in order)
+        given = f"{self.kind} {self.name}, {other.kind} {other.name}, <{lanes} x i32> <{chosen}>"
+        return self.code.do(f"<{lanes} x {element}>", f"shufflevector {given}")
+
+    def part(self, lanes: int, first: int) -> Value:
+        """`lanes` lanes of a vector, from `first` on."""
+        return self.shuffled(Value(self.code, self.kind, "poison"), range(first, first + lanes))
+
+    def everywhere(self, lanes: int) -> Value:
+        """A vector with this number in every lane."""
+        kind = f"<{lanes} x {self.kind}>"
+        first = self.code.do(kind, f"insertelement {kind} poison, {self.kind} {self.name}, i32 0")
+        return self.code.do(kind, f"shufflevector {kind} {first.name}, {kind} poison, <{lanes} x i32> zeroinitializer")
 
 
-def transposed(do: Callable[[str], str], rows: Sequence[str]) -> list[str]:
-    """As many vectors of 32-bit words, transposed by exchanging halves, quarters, ... between pairs of them. do: names a value."""
-    names, lanes = list(rows), len(rows)
-    kind = f"<{lanes} x i32>"
-    step = 1
-    while step < lanes:
-        low = [lane if not lane & step else lane - step + lanes for lane in range(lanes)]
-        high = [lane + step if not lane & step else lane + lanes for lane in range(lanes)]
-        after = list(names)
-        for i in range(lanes):
-            if not i & step:
-                for mask, at in ((low, i), (high, i + step)):
-                    order = ", ".join(f"i32 {m}" for m in mask)
-                    after[at] = do(f"shufflevector {kind} {names[i]}, {kind} {names[i + step]}, <{lanes} x i32> <{order}>")
-        names = after
-        step *= 2
-    return names
+Values = list[Value]
 
 
-def _single(value: float) -> float:
+def of_kind(element: str, like: str) -> str:
+    """The type with these elements and as many lanes as another one."""
+    return f"<{like[1:-1].split(' x ')[0]} x {element}>" if like[0] == "<" else element
+
+
+def single(value: float) -> float:
     """The nearest fp32 number."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def every(lanes: int, value: float) -> str:
-    """A constant fp32 vector."""
-    return splat(lanes, f"float {_constant(_single(value))}")
+def constant(kind: str, value: float) -> str:
+    """A number, in every lane of a vector, as LLVM writes it."""
+    if kind[0] == "<":
+        lanes, element = kind[1:-1].split(" x ")
+        return f"<{', '.join([f'{element} {constant(element, value)}'] * int(lanes))}>"
+    return f"0x{struct.unpack('<Q', struct.pack('<d', single(value)))[0]:016X}" if kind == "float" else str(value)
 
 
-TEAM = """declare i32 @omp_get_thread_num()
-declare i32 @omp_get_num_threads()
-"""
+def transposed(rows: Sequence[Value]) -> Values:
+    """As many vectors of 32-bit words as they have lanes, transposed by exchanging halves, quarters, ... between pairs of them."""
+    now, lanes = list(rows), len(rows)
+    step = 1
+    while step < lanes:
+        low = [lane if not lane & step else lane - step + lanes for lane in range(lanes)]
+        high = [lane + step if not lane & step else lane + lanes for lane in range(lanes)]
+        after = list(now)
+        for i in range(lanes):
+            if not i & step:
+                after[i], after[i + step] = now[i].shuffled(now[i + step], low), now[i].shuffled(now[i + step], high)
+        now, step = after, 2 * step
+    return now
 
 
 class Code:
-    """The body of one function, block by block. Values are names of SSA registers, or constants."""
+    """The body of one function, block by block. lanes: of its vectors; element: bfloat or half, its 16-bit numbers.
+
+    Its only argument is the address of 64-bit fields, which are taken one after the other by `pointers`, `fields` and `number`.
+    """
 
     def __init__(self, lanes: int, element: str) -> None:
         self.lanes, self.element = lanes, element
-        self.floats, self.halves, self.words = f"<{lanes} x float>", f"<{lanes} x i16>", f"<{lanes} x i32>"
-        self.lines: list[str] = []
+        self.floats, self.words = f"<{lanes} x float>", f"<{lanes} x i32>"
+        self.args = Value(self, "ptr", "%args")
+        self._lines: list[str] = []
         self._blocks = ["entry"]  # the last one is being written
         self._numbers = itertools.count(1)
-
-    def of(self, lanes: int) -> Code:
-        """The same function, whose next vectors have so many lanes."""
-        other = Code(lanes, self.element)
-        other.lines, other._blocks, other._numbers = self.lines, self._blocks, self._numbers
-        return other
-
-    def _fresh(self) -> int:
-        return next(self._numbers)
+        self._fields = itertools.count()
+        self._declared: dict[str, None] = {}
+        self._team: tuple[Value, Value] | None = None
 
     def say(self, line: str) -> None:
-        self.lines.append(line)
+        """One line as it is."""
+        self._lines.append(line)
 
-    def do(self, operation: str) -> str:
-        name = f"%v{self._fresh()}"
+    def do(self, kind: str, operation: str) -> Value:
+        """An instruction that gives a value of this type."""
+        name = f"%v{next(self._numbers)}"
         self.say(f"{name} = {operation}")
-        return name
+        return Value(self, kind, name)
 
-    def field(self, number: int) -> str:
-        """A 64-bit field of the argument block."""
-        at = self.do(f"getelementptr i64, ptr %args, i64 {number}")
-        return self.do(f"load i64, ptr {at}, align 8")
+    def call(self, kind: str, function: str, *given: Value) -> Value:
+        """A function's value; its declaration is written as well."""
+        self._declared[f"declare {kind} @{function}({', '.join(value.kind for value in given)})"] = None
+        called = f"call {kind} @{function}({', '.join(f'{value.kind} {value.name}' for value in given)})"
+        if kind != "void":
+            return self.do(kind, called)
+        self.say(called)
+        return Value(self, kind, "")
 
-    def pointer(self, number: int) -> str:
-        return self.do(f"inttoptr i64 {self.field(number)} to ptr")
+    def constant(self, kind: str, value: float) -> Value:
+        """A number, in every lane of a vector."""
+        return Value(self, kind, constant(kind, value))
 
-    def at(self, base: str, kind: str, index: str) -> str:
-        return self.do(f"getelementptr {kind}, ptr {base}, i64 {index}")
+    def fields(self, count: int) -> Values:
+        """The next fields of the argument block."""
+        return [self.args.at("i64", next(self._fields)).load("i64", 8) for _ in range(count)]
 
-    def times(self, one: str, other: int) -> str:
-        return self.do(f"mul i64 {one}, {other}")
+    def pointers(self, count: int) -> Values:
+        """The next fields as addresses."""
+        return [field.to("ptr", "inttoptr") for field in self.fields(count)]
 
-    def plus(self, one: str, other: str | int) -> str:
-        return self.do(f"add i64 {one}, {other}")
+    def number(self) -> Value:
+        """The next field as an fp32 number, whose bits it holds."""
+        return self.fields(1)[0].to("i32", "trunc").to("float")
 
-    def loop(self, count: int | str, step: int, starts: Sequence[tuple[str, str]], body: Callable[[str, Names], Names]) -> Names:
-        """For i = 0, step, .. below count, carrying values (type, first value); returns them as they are behind the loop."""
-        number = self._fresh()
+    def fold(
+        self, count: Value | int, step: Value | int, starts: Sequence[Value], body: Callable[[Value, Values], Sequence[Value]]
+    ) -> Values:
+        """For i = 0, step, .. below count, carrying values from `starts` on; returns them as they are after the loop."""
+        number = next(self._numbers)
         head, inside, out = (f"{part}{number}" for part in ("head", "inside", "out"))
         before = self._blocks[-1]
         self.say(f"br label %{head}")
         self.say(f"{head}:")
-        index, carried = f"%i{number}", [f"%c{number}_{n}" for n in range(len(starts))]
-        place = len(self.lines)
+        index = Value(self, "i64", f"%i{number}")
+        carried = [Value(self, start.kind, f"%c{number}_{n}") for n, start in enumerate(starts)]
+        place = len(self._lines)
         self.say("")  # the phis, once the end of the body is known
-        self.say(f"%more{number} = icmp ult i64 {index}, {count}")
+        self.say(f"%more{number} = icmp ult i64 {index.name}, {count.name if isinstance(count, Value) else count}")
         self.say(f"br i1 %more{number}, label %{inside}, label %{out}")
         self.say(f"{inside}:")
         self._blocks.append(inside)
         after = body(index, carried)
-        following = self.plus(index, step)
+        following = index + step
         self.say(f"br label %{head}")
-        phis = [f"{index} = phi i64 [ 0, %{before} ], [ {following}, %{self._blocks[-1]} ]"]
-        for name, (kind, first), last in zip(carried, starts, after):
-            phis.append(f"{name} = phi {kind} [ {first}, %{before} ], [ {last}, %{self._blocks[-1]} ]")
-        self.lines[place] = "\n".join(phis)
+        phis = [f"{index.name} = phi i64 [ 0, %{before} ], [ {following.name}, %{self._blocks[-1]} ]"]
+        for value, start, last in zip(carried, starts, after, strict=True):
+            phis.append(f"{value.name} = phi {value.kind} [ {start.name}, %{before} ], [ {last.name}, %{self._blocks[-1]} ]")
+        self._lines[place] = "\n".join(phis)
         self.say(f"{out}:")
         self._blocks.append(out)
         return carried
 
-    def mine(self, tasks: str) -> tuple[str, str, str]:
-        """This thread of a team: its number, its first task, and how many it has. A team may be smaller than it was asked to be."""
-        me, team = (self.do(f"sext i32 {self.do(f'call i32 @omp_get_{what}()')} to i64") for what in ("thread_num", "num_threads"))
-        start, stop = (self.do(f"udiv i64 {self.do(f'mul i64 {one}, {tasks}')}, {team}") for one in (me, self.plus(me, 1)))
-        return me, start, self.do(f"sub i64 {stop}, {start}")
+    def loop(self, count: Value | int, step: int = 1) -> Callable[[Callable[[Value], None]], None]:
+        """Decorates the body of a loop over 0, step, .. below count, which is written at once."""
 
-    def twice(self, pair: Callable[[str, Names], Names]) -> Callable[[str, Names], Names]:
-        """The body of a loop over pairs of numbers that takes two pairs at a time: with one, the compiler keeps moving chains about."""
-        return lambda index, carried: pair(self.plus(index, 2), pair(index, carried))
+        def write(body: Callable[[Value], None]) -> None:
+            def one(index: Value, _: Values) -> Values:
+                body(index)
+                return []
 
-    def either(self, condition: str, one: str, other: str) -> None:
-        """One of two statements."""
-        number = self._fresh()
-        self.say(f"br i1 {condition}, label %yes{number}, label %no{number}")
-        for label, statement in ((f"yes{number}", one), (f"no{number}", other)):
-            self.lines += [f"{label}:", statement, f"br label %joined{number}"]
+            self.fold(count, step, [], one)
+
+        return write
+
+    def team(self) -> tuple[Value, Value]:
+        """This thread's number, and how many there are: maybe fewer than were asked for. To be asked for first outside of loops."""
+        if self._team is None:
+            me, count = (self.call("i32", f"omp_get_{what}").to("i64", "sext") for what in ("thread_num", "num_threads"))
+            self._team = me, count
+        return self._team
+
+    def shared(self, tasks: Value) -> Callable[[Callable[[Value], None]], None]:
+        """Decorates what is done with each of this thread's tasks."""
+        me, team = self.team()
+        start, stop = ((one * tasks) // team for one in (me, me + 1))
+
+        def write(body: Callable[[Value], None]) -> None:
+            self.loop(stop - start)(lambda index: body(start + index))
+
+        return write
+
+    def either(self, condition: Value, one: Callable[[], object], other: Callable[[], object]) -> None:
+        """Writes two branches; none of their values is seen outside."""
+        number = next(self._numbers)
+        self.say(f"br i1 {condition.name}, label %yes{number}, label %no{number}")
+        for label, branch in ((f"yes{number}", one), (f"no{number}", other)):
+            self.say(f"{label}:")
+            branch()
+            self.say(f"br label %joined{number}")
         self.say(f"joined{number}:")
         self._blocks.append(f"joined{number}")
 
+    def select(self, condition: Value, one: Value, other: Value | float) -> Value:
+        """One of two values, lane by lane if they are vectors."""
+        second = other.name if isinstance(other, Value) else constant(one.kind, other)
+        return self.do(one.kind, f"select {condition.kind} {condition.name}, {one.kind} {one.name}, {one.kind} {second}")
+
+    def smaller(self, one: Value, other: Value | int) -> Value:
+        """The smaller of two integers."""
+        return self.select(one < other, one, other)
+
+    def prefetch(self, address: Value, locality: int) -> None:
+        """Asks for a line of memory, to be read."""
+        flags = [Value(self, "i32", str(flag)) for flag in (0, locality, 1)]
+        self.call("void", "llvm.prefetch.p0", address, *flags)
+
     # vectors
 
-    def load(self, address: str) -> str:
-        return self.do(f"load {self.floats}, ptr {address}, align 4")
+    def fma(self, one: Value, other: Value, added: Value) -> Value:
+        """one · other + added, rounded once."""
+        return self.call(one.kind, f"llvm.fma.v{self.lanes}f32", one, other, added)
 
-    def load_half(self, address: str) -> str:
+    def load_half(self, address: Value, lanes: int = 0) -> Value:
         """A vector of 16-bit numbers, as fp32."""
-        return self.up(self.do(f"load {self.halves}, ptr {address}, align 2"))
+        return self.up(address.load(f"<{lanes or self.lanes} x i16>", 2))
 
-    def store_half(self, value: str, address: str) -> None:
+    def store_half(self, value: Value, address: Value) -> None:
         """Rounds fp32 to 16 bits and stores that."""
-        self.say(f"store {self.halves} {self.down(value)}, ptr {address}, align 2")
+        address.store(self.down(value), 2)
 
-    def up(self, value: str) -> str:
+    def up(self, value: Value) -> Value:
+        """16-bit numbers as fp32."""
+        floats = of_kind("float", value.kind)
         if self.element == "half":
-            half = self.do(f"bitcast {self.halves} {value} to <{self.lanes} x half>")
-            return self.do(f"fpext <{self.lanes} x half> {half} to {self.floats}")
-        wide = self.do(f"zext {self.halves} {value} to {self.words}")
-        shifted = self.do(f"shl {self.words} {wide}, {splat(self.lanes, 'i32 16')}")
-        return self.do(f"bitcast {self.words} {shifted} to {self.floats}")
+            return value.to(of_kind("half", value.kind)).to(floats, "fpext")
+        return (value.to(of_kind("i32", value.kind), "zext") << 16).to(floats)
 
-    def down(self, value: str) -> str:
-        """To the nearest 16-bit number, ties to even."""
+    def down(self, value: Value) -> Value:
+        """fp32 as the nearest 16-bit number, ties to even."""
+        halves, words = of_kind("i16", value.kind), of_kind("i32", value.kind)
         if self.element == "half":
-            half = self.do(f"fptrunc {self.floats} {value} to <{self.lanes} x half>")
-            return self.do(f"bitcast <{self.lanes} x half> {half} to {self.halves}")
-        bits = self.do(f"bitcast {self.floats} {value} to {self.words}")
-        sixteen = splat(self.lanes, "i32 16")
-        last = self.do(f"lshr {self.words} {bits}, {sixteen}")
-        odd = self.do(f"and {self.words} {last}, {splat(self.lanes, 'i32 1')}")
-        bias = self.do(f"add {self.words} {odd}, {splat(self.lanes, 'i32 32767')}")
-        moved = self.do(f"add {self.words} {bits}, {bias}")
-        shifted = self.do(f"lshr {self.words} {moved}, {sixteen}")
-        lost = self.do(f"fcmp uno {self.floats} {value}, {value}")
-        kept = self.do(f"select <{self.lanes} x i1> {lost}, {self.words} {splat(self.lanes, 'i32 32704')}, {self.words} {shifted}")
-        return self.do(f"trunc {self.words} {kept} to {self.halves}")
+            return value.to(of_kind("half", value.kind), "fptrunc").to(halves)
+        bits = value.to(words)
+        odd = (bits >> 16) & 1
+        moved = (bits + (odd + 32767)) >> 16
+        lost = self.do(of_kind("i1", value.kind), f"fcmp uno {value.kind} {value.name}, {value.name}")
+        return self.select(lost, self.constant(words, 32704), moved).to(halves, "trunc")
 
-    def rounded(self, value: str) -> str:
+    def rounded(self, value: Value) -> Value:
         """fp32 that is a 16-bit number."""
         return self.up(self.down(value))
 
-    def both(self, operation: str, one: str, other: str) -> str:
-        """operation: fadd | fsub | fmul | fdiv."""
-        return self.do(f"{operation} {self.floats} {one}, {other}")
-
-    def part(self, value: str, lanes: int, first: int) -> str:
-        """`lanes` lanes of this vector, from `first` on."""
-        chosen = ", ".join(f"i32 {first + lane}" for lane in range(lanes))
-        return self.do(f"shufflevector {self.floats} {value}, {self.floats} poison, <{lanes} x i32> <{chosen}>")
-
-    def chains(self, both: str, pieces: Sequence[str], words: Sequence[str], sums: Names) -> Names:
-        """One more pair in chains over bf16 pairs: its vectors `pieces` times the word at each address, added to sums [words, pieces].
-
-        both: the function that multiplies and adds pairs.
-        """
+    def pairs(self, pieces: Sequence[Value], words: Sequence[Value], sums: Sequence[Value]) -> Values:
+        """One more pair in chains over bf16 pairs: its vectors `pieces` times the word at each address, added to sums [words, pieces]."""
         out = []
         for m, address in enumerate(words):
-            word = self.do(f"load i32, ptr {address}, align 2")
-            one = self.do(f"insertelement {self.words} poison, i32 {word}, i32 0")
-            x = self.do(f"shufflevector {self.words} {one}, {self.words} poison, {self.words} zeroinitializer")
+            x = address.load("i32", 2).everywhere(self.lanes)
             for u, piece in enumerate(pieces):
-                given = f"{self.floats} {sums[m * len(pieces) + u]}, {self.words} {x}, {self.words} {piece}"
-                out.append(self.do(f"call {self.floats} {both}({given})"))
+                out.append(self.call(self.floats, "llvm.x86.avx512bf16.dpbf16ps.512", sums[m * len(pieces) + u], x, piece))
         return out
 
-    def all_lanes(self, value: str) -> str:
-        first = self.do(f"insertelement {self.floats} poison, float {value}, i32 0")
-        return self.do(f"shufflevector {self.floats} {first}, {self.floats} poison, {self.words} zeroinitializer")
-
-    def exponential(self, x: str) -> str:
-        """exp(x) for x <= 0 in 16 lanes; exactly 0 where fp32 has nothing smaller, or x is -inf. Not a number stays that. Needs AVX-512."""
-
-        def fma(a: str, b: str, c: str) -> str:
-            return self.do(f"call {self.floats} @llvm.fma.v{self.lanes}f32({self.floats} {a}, {self.floats} {b}, {self.floats} {c})")
-
-        small = self.do(f"fcmp olt {self.floats} {x}, {every(self.lanes, LEAST)}")
-        x = self.do(f"select <{self.lanes} x i1> {small}, {self.floats} {every(self.lanes, LEAST)}, {self.floats} {x}")
-        whole = self.do(f"call {self.floats} @llvm.rint.v{self.lanes}f32({self.floats} {self.both('fmul', x, every(self.lanes, _LOG2E))})")
-        rest = fma(x, every(self.lanes, _LOG2E), self.do(f"fneg {self.floats} {whole}"))
-        rest = fma(x, every(self.lanes, _LOG2E - _single(_LOG2E)), rest)
-        value = every(self.lanes, _TAYLOR[-1])
-        for factor in reversed(_TAYLOR[:-1]):
-            value = fma(value, rest, every(self.lanes, factor))
-        given = f"{self.floats} {value}, {self.floats} {whole}, {self.floats} zeroinitializer, i16 -1, i32 4"
-        return self.do(f"call {self.floats} @llvm.x86.avx512.mask.scalef.ps.512({given})")
-
-    def with_bias(self, value: str, bias: str, index: str) -> str:
-        """Plus a 16-bit bias, which is added in fp32; bias: a pointer, "" for none."""
-        return self.both("fadd", value, self.load_half(self.at(bias, "i16", index))) if bias else value
-
-    def scatter(self, value: str, out: str, index: str, row: str, rows: int) -> None:
-        """Stores a vector of row `row` at out[index.., row]."""
-        if rows == 1:
-            self.say(f"store {self.floats} {value}, ptr {self.at(out, 'float', index)}, align 4")
-            return
-        first = self.at(out, "float", self.plus(self.times(index, rows), row))
-        for lane in range(self.lanes):
-            one = self.do(f"extractelement {self.floats} {value}, i32 {lane}")
-            self.say(f"store float {one}, ptr {self.at(first, 'float', str(lane * rows))}, align 4")
-
-    def scale(self, total: str, n: int, epsilon: str) -> str:
-        """1 / sqrt(total / n + epsilon), one number. total: fp32 vector, added up lane after lane."""
-        sum_ = self.do(f"extractelement {self.floats} {total}, i32 0")
-        for lane in range(1, self.lanes):
-            one = self.do(f"extractelement {self.floats} {total}, i32 {lane}")
-            sum_ = self.do(f"fadd float {sum_}, {one}")
-        mean = self.do(f"fdiv float {sum_}, {_constant(float(n))}")
-        moved = self.do(f"fadd float {mean}, {epsilon}")
-        root = self.do(f"call float @llvm.sqrt.f32(float {moved})")
-        return self.do(f"fdiv float {_constant(1.0)}, {root}")
-
-    def module(self, declarations: str = "") -> str:
-        """The whole module with this function, named `share` as those of linear_few.py."""
-        body = "\n  ".join(self.lines)
-        return f"declare float @llvm.sqrt.f32(float)\n{declarations}\ndefine void @share(ptr %args) {{\nentry:\n  {body}\n  ret void\n}}\n"
-
-
-def _constant(value: float) -> str:
-    return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
+    def module(self) -> str:
+        """The whole module with this function, named `share`."""
+        declared, body = "\n".join(self._declared), "\n  ".join(self._lines)
+        return f"{declared}\n\ndefine void @share(ptr %args) {{\nentry:\n  {body}\n  ret void\n}}\n"

@@ -5,8 +5,9 @@ A decoding step is some hundred small operations per layer, and what small model
     enter    the gated product down and its residual (of the layer before), norm, q, k, v, their norms and rotary angles
     middle   the product of what attention gave, its residual, norm, gate and up
 
-The functions are those of layer_code.py and the products of linear_few.py, so the bits are those of the ordinary operations: each
-new `Programs` is held against them on its model's first layer, the sums of the norms by themselves, and not used if one bit differs.
+Products are those of linear_few.py, norms and angles those of norm_rope.py; what stands between them rounds as PyTorch's operations do.
+So the bits are those of the ordinary operations: each new `Programs` is held against them on its model's first layer, and not used if one
+bit differs. Rows of activations are 16-bit numbers [rows, n]; what a product reads is fp32 [n, rows].
 """
 
 from __future__ import annotations
@@ -21,14 +22,98 @@ from typing import Any
 
 import torch
 
-from . import layer_code
-from .linear_few import ALONE, BINARY, ROWS, kernels
-from .norm_rope import bits_of, sums_agree
+from . import jit
+from .accumulation import chain_block
+from .ir import Code, Value
+from .linear_few import ROWS, product_code
+from .norm_rope import heads_agree, heads_code, norm_code, norms_agree
 
 _Block = Any  # a ctypes array of 64-bit fields
 _Step = tuple[int, _Block, int]  # the address of a function, its argument block, threads
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def _each(code: Code, rows: int, n: int) -> Callable[[Callable[[Value, Value, Value], None]], None]:
+    """Decorates the body of one loop over rows and vectors: body(row, index in the row, row · n + index)."""
+
+    def write(body: Callable[[Value, Value, Value], None]) -> None:
+        @code.loop(rows)
+        def _(row: Value) -> None:
+            first = row * n
+            code.loop(n, code.lanes)(lambda index: body(row, index, first + index))
+
+    return write
+
+
+def _with_bias(code: Code, value: Value, bias: Value, index: Value, biased: bool) -> Value:
+    """Plus a 16-bit bias, which is added in fp32."""
+    return value + code.load_half(bias.at("i16", index)) if biased else value
+
+
+def _scatter(code: Code, value: Value, out: Value, rows: int) -> None:
+    """Stores a vector to every rows-th number from an address on."""
+    if rows == 1:
+        out.store(value)
+        return
+    for lane in range(code.lanes):
+        out.at("float", lane * rows).store(value.lane(lane))
+
+
+def spread(code: Code, rows: int, n: int) -> None:
+    """Fields: x [rows, n], out fp32 [n, rows]."""
+    x, out = code.pointers(2)
+
+    @_each(code, rows, n)
+    def _(row: Value, index: Value, at: Value) -> None:
+        _scatter(code, code.load_half(x.at("i16", at)), out.at("float", index * rows + row), rows)
+
+
+def residual(code: Code, rows: int, n: int, biased: bool) -> None:
+    """x += a product. Fields: x [rows, n], wide fp32 [rows, n], bias [n]."""
+    x, wide, bias = code.pointers(3)
+
+    @_each(code, rows, n)
+    def _(_row: Value, index: Value, at: Value) -> None:
+        added = code.rounded(_with_bias(code, wide.at("float", at).load(code.floats), bias, index, biased))
+        place = x.at("i16", at)
+        code.store_half(code.load_half(place) + added, place)
+
+
+def narrow(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
+    """The first n of a product. Fields: wide fp32 [rows, total], bias [n], out [rows, n]."""
+    wide, bias, out = code.pointers(3)
+
+    @_each(code, rows, n)
+    def _(row: Value, index: Value, at: Value) -> None:
+        value = wide.at("float", row * total + index).load(code.floats)
+        code.store_half(_with_bias(code, value, bias, index, biased), out.at("i16", at))
+
+
+def gated(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
+    """What goes down. Fields: activated gate [rows, n], wide fp32 [rows, total] from `up` on, its bias [n], out fp32 [n, rows]."""
+    gate, wide, bias, out = code.pointers(4)
+
+    @_each(code, rows, n)
+    def _(row: Value, index: Value, at: Value) -> None:
+        value = wide.at("float", row * total + index).load(code.floats)
+        value = code.load_half(gate.at("i16", at)) * code.rounded(_with_bias(code, value, bias, index, biased))
+        _scatter(code, code.rounded(value), out.at("float", index * rows + row), rows)
+
+
+def program(code: Code) -> None:
+    """Runs functions one after another. Fields: how many, then for each its address, its argument block, and on how many threads."""
+    (count,) = code.fields(1)
+
+    @code.loop(count * 3, 3)
+    def _(index: Value) -> None:
+        function, block, threads = (code.args.at("i64", index + (1 + number)).load("i64", 8) for number in range(3))
+        function, block, threads = function.to("ptr", "inttoptr"), block.to("ptr", "inttoptr"), threads.to("i32", "trunc")
+        code.either(
+            threads.equals(1),
+            lambda: code.say(f"call void {function.name}(ptr {block.name})"),
+            lambda: code.call("void", "GOMP_parallel", function, block, threads, code.constant("i32", 0)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +143,6 @@ class Sizes:
         )
 
 
-def _block(*fields: int) -> _Block:
-    return (ctypes.c_int64 * len(fields))(*fields)
-
-
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None else 0
-
-
 def _tensors(layers: Any) -> list[torch.Tensor]:
     return [parameter for layer in layers for parameter in layer.parameters()]
 
@@ -73,15 +150,15 @@ def _tensors(layers: Any) -> list[torch.Tensor]:
 class Programs:
     """One model's layers for `rows` rows, with the buffers between them: for one thread at a time."""
 
-    def __init__(self, layers: Any, rows: int, threads: int, order: Callable[[int], int]) -> None:
-        """order: after how many inputs a product with so many adds up what it has."""
+    def __init__(self, layers: Any, rows: int, threads: int, orders: dict[int, int], compiler: jit.Compiler) -> None:
+        """orders: after how many inputs a product with so many adds up what it has."""
         self.sizes = sizes = Sizes.of(layers[0])
-        self.rows, self.threads, self._order = rows, threads, order
+        self.rows, self.threads, self._orders, self._compiler = rows, threads, orders, compiler
         weight = layers[0].self_attn.q_proj.weight
-        self._element = BINARY[weight.dtype]
+        self._element = jit.ELEMENTS[weight.dtype]
         new = functools.partial(torch.zeros, dtype=weight.dtype)
         with torch.inference_mode(False):
-            self.x = new(rows, sizes.hidden)
+            self.x, self._normed = new(rows, sizes.hidden), new(rows, sizes.hidden)
             self.query, self.key, self.value = (new(rows, n, sizes.dim) for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
             self.gate = new(rows, sizes.inner)
             self.cos, self.sin = new(rows, sizes.dim), new(rows, sizes.dim)
@@ -91,7 +168,7 @@ class Programs:
         self._activated: list[_Block] = []
         self._alive: list[list[_Step]] = []
         self._held = [
-            (module._parameters, name, _pointer(tensor))
+            (module._parameters, name, jit.address(tensor))
             for layer in layers
             for module in layer.modules()
             for name, tensor in module._parameters.items()
@@ -104,16 +181,14 @@ class Programs:
             self._middle.append(self._program(self._until_gate(layer)))
             before = self._down(layer)
         self._enter.append(self._program(before))
-        found = kernels()
-        assert found is not None
-        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(found.compiled("program", layer_code.program))
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiler.function(program, self._element))
 
     def holds(self) -> bool:
         """Whether the weights are where they were."""
-        return all(_pointer(owner[name]) == address for owner, name, address in self._held)
+        return all(jit.address(owner[name]) == address for owner, name, address in self._held)
 
     def enter(self, layer: int, activated: torch.Tensor | None = None) -> None:
-        """From the activated gate [rows, inner] of the layer before to this one's query, key and value; behind the last layer, to x."""
+        """From the activated gate [rows, inner] of the layer before to this one's query, key and value; after the last layer, to x."""
         if layer:
             assert activated is not None
             self._activated[layer - 1][0] = activated.data_ptr()
@@ -126,73 +201,76 @@ class Programs:
 
     # what a layer consists of
 
-    def _function(self, kind: Callable[..., str], *sizes: int | bool) -> int:
-        found = kernels()
-        assert found is not None
-        source = functools.partial(kind, found.lanes, self._element, self.rows, *sizes)
-        return found.compiled(f"{kind.__name__} {self._element} {self.rows} {sizes}", source)
-
     def _program(self, steps: list[_Step]) -> _Block:
-        program = _block(len(steps), *(field for at, block, threads in steps for field in (at, ctypes.addressof(block), threads)))
         self._alive.append(steps)
-        return program
+        return jit.block(len(steps), *(field for at, block, threads in steps for field in (at, ctypes.addressof(block), threads)))
 
-    def _product(self, projection: Any, out: int, total: int) -> _Step:
-        found = kernels()
-        assert found is not None
+    def _step(self, write: jit.Writer, sizes: jit.Sizes, *fields: torch.Tensor | int | None, threads: int = 1) -> _Step:
+        addressed = (field if isinstance(field, int) else jit.address(field) for field in fields)
+        return self._compiler.function(write, self._element, *sizes), jit.block(*addressed), threads
+
+    def _product(self, projection: Any, column: int, total: int) -> _Step:
+        """Into the columns of `_wide` [rows, total] from `column` on."""
         outs, ins = projection.weight.shape
-        threads = self.threads if self.rows * outs * ins > ALONE else 1
-        block = _block(_pointer(projection.weight), _pointer(self._input), out, total, ins, self._order(ins), outs // found.lanes, 1)
-        return found.product(self.rows, self._element), block, threads
+        tiles, threads = outs // self._compiler.lanes, self.threads if self.rows * outs * ins > jit.ALONE else 1
+        fields = (projection.weight, self._input, self._column(column), total, ins, self._orders[ins], tiles, 1)
+        return self._step(product_code, (self.rows, False), *fields, threads=threads)
 
-    def _norm(self, module: Any) -> _Step:
-        block = _block(_pointer(self.x), _pointer(module.weight), bits_of(module.variance_epsilon), _pointer(self._input))
-        return self._function(layer_code.norm, self.sizes.hidden), block, 1
+    def _column(self, column: int) -> int:
+        return jit.address(self._wide) + 4 * column
+
+    def _norm(self, module: Any) -> list[_Step]:
+        n = self.sizes.hidden
+        fields = (self.x, module.weight, self._normed, self.rows, jit.bits_of(module.variance_epsilon))
+        return [self._step(norm_code, (n,), *fields), self._step(spread, (self.rows, n), self._normed, self._input)]
+
+    def _narrow(self, projection: Any, column: int, total: int, out: torch.Tensor) -> _Step:
+        n, bias = projection.weight.shape[0], projection.bias
+        return self._step(narrow, (self.rows, n, total, bias is not None), self._column(column), bias, out)
+
+    def _heads(self, heads: torch.Tensor, norm: Any) -> _Step:
+        weight, epsilon = (None, 0) if norm is None else (norm.weight, jit.bits_of(norm.variance_epsilon))
+        sizes = (heads.shape[1], self.sizes.dim, norm is not None)
+        return self._step(heads_code, sizes, heads, weight, self.cos, self.sin, heads, self.rows, epsilon)
 
     def _queries(self, layer: Any) -> list[_Step]:
-        sizes, block = self.sizes, layer.self_attn
-        total = (sizes.heads + 2 * sizes.kv_heads) * sizes.dim
-        at = _pointer(self._wide)
-        steps = [self._norm(layer.input_layernorm)]
-        finish = []
-        parts = (("q", sizes.heads, self.query), ("k", sizes.kv_heads, self.key), ("v", sizes.kv_heads, self.value))
-        for name, count, out in parts:
-            projection = getattr(block, f"{name}_proj")
-            steps.append(self._product(projection, at, total))
-            normed, rotated = sizes.normed and name != "v", name != "v"
-            module = getattr(block, f"{name}_norm") if normed else None
-            weight, epsilon = (_pointer(module.weight), bits_of(module.variance_epsilon)) if module is not None else (0, 0)
-            fields = _block(at, _pointer(projection.bias), weight, epsilon, _pointer(self.cos), _pointer(self.sin), _pointer(out))
-            has_bias = projection.bias is not None
-            finish.append((self._function(layer_code.heads, total, count, sizes.dim, has_bias, normed, rotated), fields, 1))
-            at += 4 * count * sizes.dim
-        return steps + finish
+        block = layer.self_attn
+        parts = ((block.q_proj, self.query), (block.k_proj, self.key), (block.v_proj, self.value))
+        total, column = sum(projection.weight.shape[0] for projection, _ in parts), 0
+        products, finish = [], []
+        for projection, out in parts:
+            products.append(self._product(projection, column, total))
+            finish.append(self._narrow(projection, column, total, out))
+            column += projection.weight.shape[0]
+        for out, name in ((self.query, "q_norm"), (self.key, "k_norm")):
+            finish.append(self._heads(out, getattr(block, name, None)))
+        return [*self._norm(layer.input_layernorm), *products, *finish]
 
     def _residual(self, projection: Any) -> _Step:
-        fields = _block(_pointer(self.x), _pointer(self._wide), _pointer(projection.bias))
-        return self._function(layer_code.residual, self.sizes.hidden, projection.bias is not None), fields, 1
+        sizes = (self.rows, self.sizes.hidden, projection.bias is not None)
+        return self._step(residual, sizes, self.x, self._wide, projection.bias)
 
     def _until_gate(self, layer: Any) -> list[_Step]:
         sizes, out, mlp = self.sizes, layer.self_attn.o_proj, layer.mlp
-        self._attended.append(_block(0, _pointer(self._input)))
-        wide, total = _pointer(self._wide), 2 * sizes.inner
-        fields = _block(wide, _pointer(mlp.gate_proj.bias), _pointer(self.gate))
+        attended = self._step(spread, (self.rows, sizes.heads * sizes.dim), 0, self._input)
+        self._attended.append(attended[1])
         return [
-            (self._function(layer_code.spread, sizes.heads * sizes.dim), self._attended[-1], 1),
-            self._product(out, wide, sizes.hidden),
+            attended,
+            self._product(out, 0, sizes.hidden),
             self._residual(out),
-            self._norm(layer.post_attention_layernorm),
-            self._product(mlp.gate_proj, wide, total),
-            self._product(mlp.up_proj, wide + 4 * sizes.inner, total),
-            (self._function(layer_code.narrow, sizes.inner, total, mlp.gate_proj.bias is not None), fields, 1),
+            *self._norm(layer.post_attention_layernorm),
+            self._product(mlp.gate_proj, 0, 2 * sizes.inner),
+            self._product(mlp.up_proj, sizes.inner, 2 * sizes.inner),
+            self._narrow(mlp.gate_proj, 0, 2 * sizes.inner, self.gate),
         ]
 
     def _down(self, layer: Any) -> list[_Step]:
         sizes, mlp = self.sizes, layer.mlp
-        wide = _pointer(self._wide)
-        self._activated.append(_block(0, wide + 4 * sizes.inner, _pointer(mlp.up_proj.bias), _pointer(self._input)))
-        gated = self._function(layer_code.gated, sizes.inner, 2 * sizes.inner, mlp.up_proj.bias is not None)
-        return [(gated, self._activated[-1], 1), self._product(mlp.down_proj, wide, sizes.hidden), self._residual(mlp.down_proj)]
+        biased = mlp.up_proj.bias is not None
+        fields = (0, self._column(sizes.inner), mlp.up_proj.bias, self._input)
+        activated = self._step(gated, (self.rows, sizes.inner, 2 * sizes.inner, biased), *fields)
+        self._activated.append(activated[1])
+        return [activated, self._product(mlp.down_proj, 0, sizes.hidden), self._residual(mlp.down_proj)]
 
 
 def _fit(layers: Any, lanes: int) -> bool:
@@ -200,43 +278,41 @@ def _fit(layers: Any, lanes: int) -> bool:
     if not len(layers) or any(Sizes.of(layer) != Sizes.of(layers[0]) for layer in layers):
         return False
     sizes, tensors = Sizes.of(layers[0]), _tensors(layers)
-    widths = (sizes.hidden, sizes.inner, sizes.heads * sizes.dim, sizes.kv_heads * sizes.dim, sizes.dim)
-    alike = all(t.dtype == tensors[0].dtype and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    if not (alike and tensors[0].dtype in BINARY and all(n % (2 * lanes) == 0 for n in widths)):
+    dtype, widths = tensors[0].dtype, (sizes.hidden, sizes.inner, sizes.heads * sizes.dim, sizes.kv_heads * sizes.dim, sizes.dim)
+    alike = all(t.dtype == dtype and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    if not (alike and dtype in jit.ELEMENTS and all(n % (2 * lanes) == 0 for n in widths)):
         return False
-    return all(sums_agree(tensors[0].dtype, n) for n in ({sizes.hidden, sizes.dim} if sizes.normed else {sizes.hidden}))
+    return norms_agree(dtype, sizes.hidden) and heads_agree(dtype, sizes.dim, sizes.normed)
 
 
-class _Kept(threading.local):
+class _Known(threading.local):
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Programs | None]] = weakref.WeakKeyDictionary()
 
 
-_kept = _Kept()
+_known = _Known()
 Check = Callable[[Programs, Any], bool]
 
 
-def programs(model: Any, rows: int, order: Callable[[int], int | None], agrees: Check) -> Programs | None:
+def programs(model: Any, rows: int, agrees: Check) -> Programs | None:
     """This thread's programs for up to 8 rows of a model, if its layers and this machine allow it.
 
-    order: see `Programs`, None if a product cannot be compiled. agrees: compares a new one with the ordinary operations.
+    agrees: compares a new one with the ordinary operations.
     """
-    found = kernels() if rows <= ROWS[-1] else None
+    found = jit.compiler() if rows <= ROWS[-1] else None
     if found is None:
         return None
     layers, threads = model.model.layers, torch.get_num_threads()
     count = next(n for n in ROWS if n >= rows)
-    known = _kept.of.setdefault(model, {})
-    kept = known.get((count, threads))
-    if kept is not None and kept.holds():
-        return kept
-    if kept is None and (count, threads) in known:
-        return None
+    known = _known.of.setdefault(model, {})
+    made = known.get((count, threads))
+    if (made is None and (count, threads) in known) or (made is not None and made.holds()):
+        return made
     known[count, threads] = None
     if _fit(layers, found.lanes):
         sizes = Sizes.of(layers[0])
-        orders = {ins: order(ins) for ins in (sizes.hidden, sizes.inner, sizes.heads * sizes.dim)}
+        orders = {ins: chain_block(ins, threads) for ins in (sizes.hidden, sizes.inner, sizes.heads * sizes.dim)}
         if all(orders.values()):
-            made = Programs(layers, count, threads, lambda ins: orders[ins] or 0)
+            made = Programs(layers, count, threads, {ins: block or 0 for ins, block in orders.items()}, found)
             known[count, threads] = made if agrees(made, layers[0]) else None
     return known[count, threads]

@@ -10,169 +10,140 @@ chains in registers; meanwhile the lines of the next block are asked for. The li
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 
-from .ir import TEAM, Code, Names, every, transposed
-from .linear_few import ALONE, kernels, multiplies_pairs
+from . import jit
+from .ir import Code, Value, Values, transposed
+from .linear_library import Projection
 
 ROWS = 6  # of a pass
 TILE = 64  # outputs
-_FIELDS = 11
 _WIDE = TILE // 16
-_W = "<16 x i32>"
-_BOTH = "@llvm.x86.avx512bf16.dpbf16ps.512"
-_DECLARATIONS = f"""
-declare <16 x float> {_BOTH}(<16 x float>, {_W}, {_W})
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-{TEAM}"""
 
 
 def takes(weight: torch.Tensor, block: int) -> bool:
     """Whether products with this weight, added up in such blocks of inputs, can run here."""
     outs, ins = weight.shape
     fits = outs % TILE == 0 and ins % 32 == 0 and block % 32 == 0
-    return fits and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous() and multiplies_pairs()
+    return fits and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous() and jit.multiplies_pairs()
 
 
-def products(x: torch.Tensor, projections: Sequence[tuple[torch.Tensor, torch.Tensor | None]], block: int) -> list[torch.Tensor]:
+def products(x: torch.Tensor, projections: Sequence[Projection], block: int) -> list[torch.Tensor]:
     """x [rows, ins] bf16 times each weight [outs, ins] transposed, plus its bias -> [rows, outs] bf16 each.
 
     Accumulated in blocks of `block` inputs. Only weights that `takes` accepts.
     """
-    found = kernels()
-    assert found is not None
     x = x.contiguous()
     rows, ins = x.shape
     passes, block = -(-rows // ROWS), min(block, ins)
     out = []
     for weight, bias in projections:
         outs, bias = weight.shape[0], None if bias is None else bias.contiguous()
-        share = found.compiled(f"tiles {block} {bias is not None}", _Product(block, bias is not None).text)
-        threads = min(torch.get_num_threads(), outs // TILE) if rows * outs * ins > ALONE else 1
+        threads = jit.threads_for(rows * outs * ins, outs // TILE)
         own = 2 * TILE * block + 4 * TILE * ROWS * passes
         scratch = torch.empty(threads * own, dtype=torch.uint8)
         out.append(torch.empty(rows, outs, dtype=x.dtype))
-        where = (weight.data_ptr(), x.data_ptr(), out[-1].data_ptr(), 0 if bias is None else bias.data_ptr())
-        args = (ctypes.c_int64 * _FIELDS)(*where, outs, ins, outs // TILE, scratch.data_ptr(), own, passes, rows - 1)
-        found.team(share, args, threads)
+        where = map(jit.address, (weight, x, out[-1], bias, scratch))
+        jit.run(product_code, "bfloat", (block, bias is not None), threads, *where, outs, ins, outs // TILE, own, passes, rows - 1)
     return out
 
 
+def product_code(code: Code, block: int, biased: bool) -> None:
+    """Fields: weight, x, out, bias, scratch of all threads, outs, ins, tiles, bytes of a thread's scratch, passes, the last row."""
+    _Product(code, block, biased).write()
+
+
 class _Product:
-    """Writes the function for blocks of so many inputs. Its fields stand in the order of `_FIELDS`; own: bytes of a thread's scratch."""
+    """Writes the function for blocks of so many inputs."""
 
-    def __init__(self, block: int, biased: bool) -> None:
-        self.block, self.biased = block, biased
-        self.code = code = Code(16, "bfloat")
-        self.weight, self.x, self.out, self.bias = (code.pointer(number) for number in range(4))
-        self.outs, self.ins, self.tiles, self.scratch, self.own, self.passes, self.end = (
-            code.field(number) for number in range(4, _FIELDS)
-        )
+    def __init__(self, code: Code, block: int, biased: bool) -> None:
+        self.code, self.block, self.biased = code, block, biased
+        self.weight, self.x, self.out, self.bias, scratch = code.pointers(5)
+        self.outs, self.ins, self.tiles, own, self.passes, self.end = code.fields(6)
+        self.woven = scratch.at("i8", code.team()[0] * own)
+        self.sums = self.woven.at("i16", TILE * block)
 
-    def text(self) -> str:
-        """The module: `share` does the tiles of one thread."""
+    def write(self) -> None:
+        self.code.shared(self.tiles)(self._tile)
+
+    def _tile(self, tile: Value) -> None:
         code = self.code
-        me, start, count = code.mine(self.tiles)
-        self.woven = code.do(f"inttoptr i64 {code.plus(self.scratch, code.do(f'mul i64 {me}, {self.own}'))} to ptr")
-        self.sums = code.at(self.woven, "i16", str(TILE * self.block))
-        code.loop(count, 1, [], lambda i, _: self._tile(code.plus(start, i)))
-        return code.module(_DECLARATIONS)
+        self.first = tile * TILE
+        self.rows = self.weight.at("i16", self.first * self.ins)
 
-    def _tile(self, tile: str) -> Names:
+        @code.loop(self.passes * (ROWS * TILE), 16)
+        def _(at: Value) -> None:
+            self.sums.at("float", at).store(code.constant(code.floats, -0.0))
+
+        code.loop(self.ins, self.block)(self._block)
+        code.loop(self.passes)(self._store)
+
+    def _block(self, k: Value) -> None:
         code = self.code
-        self.first = code.times(tile, TILE)
-        self.rows = code.at(self.weight, "i16", code.do(f"mul i64 {self.first}, {self.ins}"))
-        numbers = code.times(self.passes, ROWS * TILE)
+        left = self.ins - k
+        more = left > self.block
+        self.k, self.span = k, code.smaller(left, self.block)
+        self.following = self.rows.at("i16", code.select(more, k + self.block, self.ins * TILE))
+        code.loop(_WIDE)(self._weave)
+        code.loop(self.passes)(self._pass)
 
-        def none(at: str, _: Names) -> Names:
-            code.say(f"store {code.floats} {every(16, -0.0)}, ptr {code.at(self.sums, 'float', at)}, align 4")
-            return []
-
-        code.loop(numbers, 16, [], none)
-        code.loop(self.ins, self.block, [], self._block)
-        code.loop(self.passes, 1, [], self._store)
-        return []
-
-    def _block(self, k: str, _: Names) -> Names:
-        code = self.code
-        left = code.do(f"sub i64 {self.ins}, {k}")
-        more = code.do(f"icmp ugt i64 {left}, {self.block}")
-        self.span = code.do(f"select i1 {more}, i64 {self.block}, i64 {left}")
-        self.k = k
-        beside = code.do(f"select i1 {more}, i64 {code.plus(k, self.block)}, i64 {code.times(self.ins, TILE)}")
-        self.following = code.at(self.rows, "i16", beside)
-        code.loop(_WIDE, 1, [], self._weave)
-        code.loop(self.passes, 1, [], self._pass)
-        return []
-
-    def _weave(self, group: str, _: Names) -> Names:
+    def _weave(self, group: Value) -> None:
         """The block's weights of 16 outputs, as pairs."""
-        code = self.code
-        first = code.times(group, 16)
-        source = code.at(self.rows, "i16", code.plus(code.do(f"mul i64 {first}, {self.ins}"), self.k))
-        target = code.at(self.woven, "i32", first)
+        first = group * 16
+        source, target = self.rows.at("i16", first * self.ins + self.k), self.woven.at("i32", first)
 
-        def some(k: str, _: Names) -> Names:
-            at = code.at(source, "i16", k)
+        @self.code.loop(self.span, 32)
+        def _(k: Value) -> None:
+            at = source.at("i16", k)
             lines = []
             for _row in range(16):
-                lines.append(code.do(f"load {_W}, ptr {at}, align 2"))
-                at = code.at(at, "i16", self.ins)
-            for j, words in enumerate(transposed(code.do, lines)):
-                code.say(f"store {_W} {words}, ptr {code.at(target, 'i32', code.plus(code.times(k, TILE // 2), j * TILE))}, align 4")
-            return []
+                lines.append(at.load(self.code.words, 2))
+                at = at.at("i16", self.ins)
+            for j, words in enumerate(transposed(lines)):
+                target.at("i32", k * (TILE // 2) + j * TILE).store(words)
 
-        return code.loop(self.span, 32, [], some)
-
-    def _row(self, number: str, m: int) -> str:
+    def _row(self, number: Value, m: int) -> Value:
         """Row m of a pass; the last one again where there is none."""
-        code = self.code
-        row = code.plus(code.times(number, ROWS), m)
-        return code.do(f"select i1 {code.do(f'icmp slt i64 {row}, {self.end}')}, i64 {row}, i64 {self.end}")
+        return self.code.smaller(number * ROWS + m, self.end)
 
-    def _cells(self, number: str) -> Names:
+    def _cells(self, number: Value) -> Values:
         """The addresses of a pass's sums, row by row."""
+        base = self.sums.at("float", number * (ROWS * TILE))
+        return [base.at("float", 16 * n) for n in range(ROWS * _WIDE)]
+
+    def _pass(self, number: Value) -> None:
         code = self.code
-        base = code.at(self.sums, "float", code.times(number, ROWS * TILE))
-        return [code.at(base, "float", str(16 * n)) for n in range(ROWS * _WIDE)]
+        rows = [self.x.at("i16", self._row(number, m) * self.ins + self.k) for m in range(ROWS)]
+        asked = number * (self.block // 2)
 
-    def _pass(self, number: str, _: Names) -> Names:
-        code = self.code
-        starts = [code.plus(code.do(f"mul i64 {self._row(number, m)}, {self.ins}"), self.k) for m in range(ROWS)]
-        rows = [code.at(self.x, "i16", start) for start in starts]
-        asked = code.times(number, self.block // 2)
+        def pair(k: Value, chains: Values) -> Values:
+            self._fetch(asked + (k >> 1))
+            at = self.woven.at("i32", k * (TILE // 2))
+            pieces = [at.at("i32", 16 * u).load(code.words) for u in range(_WIDE)]
+            return code.pairs(pieces, [row.at("i16", k) for row in rows], chains)
 
-        def pair(k: str, chains: Names) -> Names:
-            self._fetch(code.plus(asked, code.do(f"lshr i64 {k}, 1")))
-            at = code.at(self.woven, "i32", code.times(k, TILE // 2))
-            pieces = [code.do(f"load {_W}, ptr {code.at(at, 'i32', str(16 * u))}, align 4") for u in range(_WIDE)]
-            return code.chains(_BOTH, pieces, [code.at(row, "i16", k) for row in rows], chains)
+        def two(k: Value, chains: Values) -> Values:  # with one, the compiler keeps moving chains about
+            return pair(k + 2, pair(k, chains))
 
-        chains = code.loop(self.span, 4, [(code.floats, "zeroinitializer")] * (ROWS * _WIDE), code.twice(pair))
+        chains = code.fold(self.span, 4, [code.constant(code.floats, 0.0)] * (ROWS * _WIDE), two)
         for cell, chain in zip(self._cells(number), chains):
-            code.say(f"store {code.floats} {code.both('fadd', code.load(cell), chain)}, ptr {cell}, align 4")
-        return []
+            cell.store(cell.load(code.floats) + chain)
 
-    def _fetch(self, line: str) -> None:
+    def _fetch(self, line: Value) -> None:
         """Asks for one line of the next block; the passes go over them again and again."""
-        code = self.code
         each = 1 << (self.block // 32 - 1).bit_length()  # lines of an output, or some more
-        row = code.do(f"and i64 {code.do(f'lshr i64 {line}, {each.bit_length() - 1}')}, {TILE - 1}")
-        number = code.plus(code.do(f"mul i64 {row}, {self.ins}"), code.times(code.do(f"and i64 {line}, {each - 1}"), 32))
-        code.say(f"call void @llvm.prefetch.p0(ptr {code.at(self.following, 'i16', number)}, i32 0, i32 2, i32 1)")
+        row = (line >> (each.bit_length() - 1)) & (TILE - 1)
+        self.code.prefetch(self.following.at("i16", row * self.ins + (line & (each - 1)) * 32), 2)
 
-    def _store(self, number: str, _: Names) -> Names:
+    def _store(self, number: Value) -> None:
         code = self.code
-        biases = [code.load_half(code.at(self.bias, "i16", code.plus(self.first, 16 * u))) for u in range(_WIDE)] if self.biased else []
+        biases = [code.load_half(self.bias.at("i16", self.first + 16 * u)) for u in range(_WIDE)] if self.biased else []
         cells = self._cells(number)
         for m in range(ROWS):
-            target = code.at(self.out, "i16", code.plus(code.do(f"mul i64 {self._row(number, m)}, {self.outs}"), self.first))
+            target = self.out.at("i16", self._row(number, m) * self.outs + self.first)
             for u in range(_WIDE):
-                value = code.load(cells[m * _WIDE + u])
-                value = code.both("fadd", value, biases[u]) if self.biased else value
-                half = code.do(f"fptrunc {code.floats} {value} to <16 x bfloat>")
-                code.say(f"store <16 x bfloat> {half}, ptr {code.at(target, 'i16', str(16 * u))}, align 2")
-        return []
+                value = cells[m * _WIDE + u].load(code.floats)
+                value = value + biases[u] if self.biased else value
+                target.at("i16", 16 * u).store(value.to("<16 x bfloat>", "fptrunc"), 2)

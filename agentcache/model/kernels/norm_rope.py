@@ -1,87 +1,162 @@
-"""Norms and rotary angles of many rows: PyTorch's operations, or all of them in one compiled pass. Knows nothing of layers.
+"""Norms and rotary angles of rows: PyTorch's operations, or all of them in one compiled pass. Knows nothing of layers.
 
-PyTorch reads and writes all rows once for each of the ten or so operations that these are. The compiled functions are those of
-layer_code.py: one rounding for each of PyTorch's, sums in its order, so the bits are the same. Each is held against PyTorch's operations
-before its first use, the sums by themselves, and not used if one bit differs, or where the numbers are not of 16 bits.
+PyTorch reads and writes all rows once for each of the ten or so operations that these are. A compiled function rounds once for each of
+them, and adds up a sum of squares as `Tensor.mean` does: four accumulators of whole vectors, sixteen steps at a time, then lane by lane.
+So the bits are the same. Each is held against PyTorch's operations before its first use, the sums by themselves, and not used if one
+bit differs, or where the numbers are not of 16 bits. Sizes are constants of the code.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import struct
+from collections.abc import Callable
 
 import torch
 
-from . import layer_code
-from .linear_few import BINARY, kernels
+from . import jit
+from .ir import Code, Value, Values
 
-MOST_LINES = 1024  # vectors of a row that is normalised: longer ones are added up in more levels than layer_code.py has
+SUM_LANES = 8  # of PyTorch's reductions on x86, also where it has longer vectors
+_LONG = 64 * SUM_LANES  # numbers that are added up before their sum joins that of all before them
+MOST_LINES = 1024  # vectors of a row that is normalised: longer ones are added up in more levels than `_squares` has
 _ALONE = 1 << 18  # numbers: less is done by one thread before two have met
 
 
-def bits_of(epsilon: float) -> int:
-    """An fp32 number as a field of an argument block."""
-    return int(struct.unpack("<I", struct.pack("<f", epsilon))[0])
+def _squares(code: Code, vector: Callable[[Value | int], Value], n: int) -> Value:
+    """The sum of squares of n numbers, lane by lane, in the order of PyTorch's reductions. vector(i): `SUM_LANES` numbers from i on."""
+    steps, left = divmod(n // SUM_LANES, 4)
+    chunks, rest = divmod(steps, 16)
+    zeros = [code.constant(f"<{SUM_LANES} x float>", 0.0)] * 4
+
+    def square(at: Value | int) -> Value:
+        value = vector(at)
+        return value * value
+
+    def add(sums: Values, base: Value | int, count: int) -> Values:
+        for number in range(count):
+            sums = [total + square(base + (4 * number + k) * SUM_LANES) for k, total in enumerate(sums)]
+        return sums
+
+    def chunk(index: Value, carried: Values) -> Values:
+        return [before + new for before, new in zip(carried, add(zeros, index, 16))]
+
+    above = code.fold(chunks * _LONG, _LONG, zeros, chunk) if chunks else []
+    sums = add(zeros, chunks * _LONG, rest)
+    if above:
+        sums = [one + other for one, other in zip(sums, above)]
+    for number in range(left):
+        sums[0] = sums[0] + square((4 * steps + number) * SUM_LANES)
+    return sums[0] + sums[1] + sums[2] + sums[3]
 
 
-@functools.cache
-def sums_agree(dtype: torch.dtype, n: int, rows: int = 64) -> bool:
-    """Whether a row's sum of squares is added up as PyTorch adds it. One order of additions differs from another in the last bit of fp32:
-    rounded to 16 bits that would hardly ever be seen, but it would be there.
-    """
-    found = kernels()
-    if found is None or dtype not in BINARY or n % (2 * found.lanes) or n >= MOST_LINES * layer_code.SUM_LANES:
-        return False
-    x, out = _numbers(dtype, rows, n), torch.zeros(rows)
-    source = functools.partial(layer_code.scales, found.lanes, BINARY[dtype], rows, n)
-    block = (ctypes.c_int64 * 3)(x.data_ptr(), bits_of(1e-6), out.data_ptr())
-    found.team(found.compiled(f"scales {dtype} {rows} {n}", source), block, 1)
-    return torch.equal(out, x.float().pow(2).mean(-1).add_(1e-6).rsqrt_())
+def _scale(code: Code, vector: Callable[[Value | int], Value], n: int, epsilon: Value) -> Value:
+    """What n numbers are multiplied with to be normalised: 1 / sqrt(mean of their squares + epsilon)."""
+    total = _squares(code, vector, n)
+    sum_ = total.lane(0)
+    for lane in range(1, SUM_LANES):
+        sum_ = sum_ + total.lane(lane)
+    return code.constant("float", 1.0) / code.call("float", "llvm.sqrt.f32", sum_ / n + epsilon)
 
 
-def _fit(*tensors: torch.Tensor) -> bool:
-    first = tensors[0]
-    return all(t.dtype == first.dtype and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+def _scale_of_row(code: Code, row: Value, n: int, epsilon: Value) -> Value:
+    """The same for the n 16-bit numbers at an address."""
+    return _scale(code, lambda at: code.load_half(row.at("i16", at), SUM_LANES), n, epsilon)
 
 
-def _run(name: str, source: functools.partial[str], rows: int, numbers: int, *fields: int) -> None:
-    found = kernels()
-    assert found is not None
-    threads = min(rows, torch.get_num_threads()) if numbers > _ALONE else 1
-    found.team(found.compiled(name, source), (ctypes.c_int64 * (len(fields) + 1))(*fields, rows), threads)
+def scales_code(code: Code, n: int) -> None:
+    """What a norm multiplies each row with. Fields: x [rows, n], out fp32 [rows], rows, epsilon."""
+    (x, out), (rows,), epsilon = code.pointers(2), code.fields(1), code.number()
+
+    @code.shared(rows)
+    def _(row: Value) -> None:
+        out.at("float", row).store(_scale_of_row(code, x.at("i16", row * n), n, epsilon))
 
 
-def _plain_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def norm_code(code: Code, n: int) -> None:
+    """Fields: x [rows, n], weight [n], out [rows, n], rows, epsilon."""
+    (x, weight, out), (rows,), epsilon = code.pointers(3), code.fields(1), code.number()
+
+    @code.shared(rows)
+    def _(row: Value) -> None:
+        mine, target = (base.at("i16", row * n) for base in (x, out))
+        scale = _scale_of_row(code, mine, n, epsilon).everywhere(code.lanes)
+
+        @code.loop(n, code.lanes)
+        def _(at: Value) -> None:
+            value = code.rounded(code.load_half(mine.at("i16", at)) * scale)
+            code.store_half(code.load_half(weight.at("i16", at)) * value, target.at("i16", at))
+
+
+def heads_code(code: Code, count: int, dim: int, normed: bool) -> None:
+    """Fields: x [rows, count, dim], norm's weight [dim], cos and sin [rows, dim], out [rows, count, dim], maybe x itself, rows, epsilon."""
+    (x, weight, cos, sin, out), (rows,), epsilon = code.pointers(5), code.fields(1), code.number()
+
+    @code.shared(rows)
+    def _(row: Value) -> None:
+        angles, base = row * dim, row * (count * dim)
+
+        @code.loop(count * dim, dim)
+        def _(first: Value) -> None:
+            at = base + first
+            values = [code.load_half(x.at("i16", at + part)) for part in range(0, dim, code.lanes)]
+            if normed:
+                values = _normed(code, values, weight, epsilon)
+            for number, value in enumerate(_turned(code, values, cos.at("i16", angles), sin.at("i16", angles))):
+                code.store_half(value, out.at("i16", at + number * code.lanes))
+
+
+def _normed(code: Code, values: Values, weight: Value, epsilon: Value) -> Values:
+    """One head's vectors, normalised."""
+    pieces = [value.part(SUM_LANES, first) for value in values for first in range(0, code.lanes, SUM_LANES)]
+
+    def piece(at: Value | int) -> Value:
+        assert isinstance(at, int)  # a head is shorter than _LONG
+        return pieces[at // SUM_LANES]
+
+    scale = _scale(code, piece, len(values) * code.lanes, epsilon).everywhere(code.lanes)
+    factors = [code.load_half(weight.at("i16", number * code.lanes)) for number in range(len(values))]
+    return [code.rounded(factor * code.rounded(value * scale)) for factor, value in zip(factors, values)]
+
+
+def _turned(code: Code, values: Values, cos: Value, sin: Value) -> Values:
+    """One head's vectors, its halves rotated by the cosines and sines at these addresses: fp32 that is not rounded yet."""
+    half = len(values) // 2
+    turned = []
+    for number, (value, other) in enumerate(zip(values, [*[-value for value in values[half:]], *values[:half]])):
+        one, two = (code.load_half(angles.at("i16", number * code.lanes)) for angles in (cos, sin))
+        turned.append(code.rounded(value * one) + code.rounded(other * two))
+    return turned
+
+
+def plain_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Root mean square norm of x [.., n] times weight [n] by PyTorch's operations."""
     wide = x.float()
     wide = wide * wide.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
     return weight * wide.to(x.dtype)
 
 
-def _plain_heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    x = x if weight is None else _plain_norm(x, weight, epsilon)
+def plain_heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Norms, if there is a weight, and rotation of x [rows, heads, dim] by PyTorch's operations."""
+    x = x if weight is None else plain_norm(x, weight, epsilon)
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return (x * cos) + (turned * sin)
 
 
-def _compiled_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    found, element, out = kernels(), BINARY[x.dtype], torch.empty_like(x)
-    assert found is not None
-    source = functools.partial(layer_code.norm_rows, found.lanes, element, x.shape[1])
-    fields = (x.data_ptr(), weight.data_ptr(), bits_of(epsilon), out.data_ptr())
-    _run(f"norm rows {element} {x.shape[1]}", source, len(x), x.numel(), *fields)
+def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`plain_norm` of x [rows, n] in one pass."""
+    (rows, n), out = x.shape, torch.empty_like(x)
+    fields = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, jit.bits_of(epsilon))
+    jit.run(norm_code, jit.ELEMENTS[x.dtype], (n,), jit.threads_for(x.numel(), rows, _ALONE), *fields)
     return out
 
 
-def _compiled_heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    found, element, out = kernels(), BINARY[x.dtype], torch.empty_like(x)
-    assert found is not None
-    rows, count, dim = x.shape
-    source = functools.partial(layer_code.head_rows, found.lanes, element, count, dim, weight is not None)
-    scaled = (0, 0) if weight is None else (weight.data_ptr(), bits_of(epsilon))
-    name = f"head rows {element} {count} {dim} {weight is not None}"
-    _run(name, source, rows, x.numel(), x.data_ptr(), *scaled, cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`plain_heads` in one pass."""
+    (rows, count, dim), out = x.shape, torch.empty_like(x)
+    fields = (*map(jit.address, (x, weight, cos, sin, out)), rows, jit.bits_of(epsilon))
+    sizes = (count, dim, weight is not None)
+    jit.run(heads_code, jit.ELEMENTS[x.dtype], sizes, jit.threads_for(x.numel(), rows, _ALONE), *fields)
     return out
 
 
@@ -92,30 +167,46 @@ def _numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @functools.cache
-def _norms_agree(dtype: torch.dtype, n: int) -> bool:
-    x, weight = _numbers(dtype, 64, n), _numbers(dtype, n)
-    return sums_agree(dtype, n) and torch.equal(_compiled_norm(x, weight, 1e-6), _plain_norm(x, weight, 1e-6))
+def _sums_agree(dtype: torch.dtype, n: int, rows: int = 64) -> bool:
+    """Whether a row's sum of squares is added up as PyTorch adds it. One order of additions differs from another in the last bit of fp32:
+    rounded to 16 bits that would hardly ever be seen, but it would be there.
+    """
+    found = jit.compiler()
+    if found is None or dtype not in jit.ELEMENTS or n % (2 * found.lanes) or n >= MOST_LINES * SUM_LANES:
+        return False
+    x, out = _numbers(dtype, rows, n), torch.zeros(rows)
+    jit.run(scales_code, jit.ELEMENTS[dtype], (n,), 1, x.data_ptr(), out.data_ptr(), rows, jit.bits_of(1e-6))
+    return torch.equal(out, x.float().pow(2).mean(-1).add_(1e-6).rsqrt_())
 
 
 @functools.cache
-def _heads_agree(dtype: torch.dtype, dim: int, normed: bool) -> bool:
-    if not sums_agree(dtype, dim):
+def norms_agree(dtype: torch.dtype, n: int) -> bool:
+    """Whether a compiled norm of n numbers has the bits of PyTorch's operations."""
+    x, weight = _numbers(dtype, 64, n), _numbers(dtype, n)
+    return _sums_agree(dtype, n) and torch.equal(norm(x, weight, 1e-6), plain_norm(x, weight, 1e-6))
+
+
+@functools.cache
+def heads_agree(dtype: torch.dtype, dim: int, normed: bool) -> bool:
+    """The same of the norm, if there is one, and the rotation of heads with so many channels."""
+    if dim >= _LONG or not _sums_agree(dtype, dim):
         return False
     x, cos, sin = _numbers(dtype, 32, 2, dim), _numbers(dtype, 32, 1, dim), _numbers(dtype, 32, 1, dim)
     given = (x, _numbers(dtype, dim) if normed else None, 1e-6, cos, sin)
-    return torch.equal(_compiled_heads(*given), _plain_heads(*given))
+    return torch.equal(heads(*given), plain_heads(*given))
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Root mean square norm of x [rows, n] times weight [n], as Llama's and Qwen's modules compute it."""
-    if x.dim() == 2 and _fit(x, weight) and _norms_agree(x.dtype, x.shape[1]):
-        return _compiled_norm(x, weight, epsilon)
-    return _plain_norm(x, weight, epsilon)
+def _fit(*tensors: torch.Tensor) -> bool:
+    first = tensors[0]
+    return all(t.dtype == first.dtype and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
 
 
-def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [rows, heads, dim], each head normalised if there is a weight [dim], and its halves rotated by cos and sin [rows, 1, dim]."""
+def takes_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether this norm is compiled, with PyTorch's bits."""
+    return x.dim() == 2 and _fit(x, weight) and norms_agree(x.dtype, x.shape[1])
+
+
+def takes_heads(x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """The same of heads."""
     given = (x, cos, sin) if weight is None else (x, cos, sin, weight)
-    if len(cos) == len(x) and _fit(*given) and _heads_agree(x.dtype, x.shape[2], weight is not None):
-        return _compiled_heads(x, weight, epsilon, cos, sin)
-    return _plain_heads(x, weight, epsilon, cos, sin)
+    return len(cos) == len(x) and _fit(*given) and heads_agree(x.dtype, x.shape[2], weight is not None)

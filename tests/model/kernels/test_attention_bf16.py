@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache.model.kernels import attention_bf16, linear_few
+from agentcache.model.kernels import attention_bf16, jit
 from agentcache.model.numerics import probe
 
 CPU = torch.device("cpu")
-if not linear_few.multiplies_pairs():
+if not jit.multiplies_pairs():
     pytest.skip("this processor has no products of bf16 pairs, or has matrix units", allow_module_level=True)
 
 SHAPES = (  # kv heads, group, tokens, first position, window

@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentcache.model import steps
-from agentcache.model.kernels import dispatch, layer, layer_code, linear_few, norm_rope
+from agentcache.model.kernels import jit, layer, norm_rope
 
-pytestmark = pytest.mark.skipif(linear_few.kernels() is None, reason="products cannot be compiled here")
+pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="products cannot be compiled here")
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 256,
@@ -30,8 +30,7 @@ def qwen3(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
 
 def made(model: Any, rows: int, agrees: layer.Check = steps._agrees) -> layer.Programs | None:
     with torch.inference_mode():
-        threads = torch.get_num_threads()
-        return layer.programs(model, rows, lambda ins: dispatch.chain_block(ins, threads), agrees)
+        return layer.programs(model, rows, agrees)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
@@ -57,22 +56,21 @@ def test_biases_and_layers_without_head_norms() -> None:
 
 def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a newer PyTorch might do: then nothing is compiled, and nothing is wrong."""
-    found = linear_few.kernels()
+    found = jit.compiler()
     assert found is not None
     monkeypatch.setattr(found, "_compiled", {})
-    checks = (norm_rope.sums_agree, norm_rope._norms_agree, norm_rope._heads_agree)
+    checks = (norm_rope._sums_agree, norm_rope.norms_agree, norm_rope.heads_agree)
     for check in checks:
         check.cache_clear()
-    original = layer_code._squares
+    original = norm_rope._squares
 
-    def halves(code: Any, vector: Any, n: int) -> str:
+    def halves(code: Any, vector: Any, n: int) -> Any:
         if n < 256:
             return original(code, vector, n)
         middle = n // 2
-        behind = original(code, lambda at: vector(code.plus(at, middle) if isinstance(at, str) else at + middle), middle)
-        return str(code.both("fadd", original(code, vector, middle), behind))
+        return original(code, vector, middle) + original(code, lambda at: vector(at + middle), middle)
 
-    monkeypatch.setattr(layer_code, "_squares", halves)
+    monkeypatch.setattr(norm_rope, "_squares", halves)
     assert made(qwen3(), 2) is None
     for check in checks:
         check.cache_clear()

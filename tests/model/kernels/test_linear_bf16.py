@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from agentcache.model.kernels import dispatch, linear_bf16, linear_few
-from agentcache.model.kernels.dispatch import linear, linears, pair_block
+from agentcache.model.kernels import accumulation, jit, linear_bf16, linear_few, linear_library
+from agentcache.model.kernels.accumulation import pair_block
+from agentcache.model.kernels.dispatch import linear, linears
 
-if not linear_few.multiplies_pairs():
+if not jit.multiplies_pairs():
     pytest.skip("this processor has no products of bf16 pairs, or has matrix units", allow_module_level=True)
 
 
@@ -39,11 +40,11 @@ def test_any_rows_equal_the_librarys(
     torch.manual_seed(outs)
     weight, bias = turned(outs, ins), torch.randn(outs).bfloat16() * 1e-6
     x = opposed(512, ins)
-    expected = {added is not None: dispatch.product_of_library(x, weight, added) for added in (None, bias)}
+    expected = {added is not None: linear_library.product_of_library(x, weight, added) for added in (None, bias)}
     assert expected[False].count_nonzero() > expected[False].numel() // 8
     block = pair_block(outs, ins, count)
     assert block is not None
-    monkeypatch.setattr(dispatch, "product_of_library", refuse)
+    monkeypatch.setattr(linear_library, "product_of_library", refuse)
     for rows in (1, 2, 3, 8, 9, 12, 13, 70, 512):
         for added in (None, bias):
             assert torch.equal(linear("onednn", x[-rows:], weight, added), expected[added is not None][-rows:]), rows
@@ -54,12 +55,11 @@ def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(linear_few.product(x[:4], [weight], 512), linear_few.product(x[:4], [weight], 1024))
     assert not torch.equal(linear_bf16.products(x, [(weight, None)], 512)[0], linear_bf16.products(x, [(weight, None)], 1024)[0])
     pair_block.cache_clear()
-    kept = dispatch.product_of_library
-    monkeypatch.setattr(
-        dispatch, "product_of_library", lambda x, weight, bias: kept(x.flip(1), weight.flip(1), bias)
-    )  # a library that begins behind
+    kept = linear_library.product_of_library
+    for module in (accumulation, linear_library):  # a library that begins at the end
+        monkeypatch.setattr(module, "product_of_library", lambda x, weight, bias: kept(x.flip(1), weight.flip(1), bias))
     assert pair_block(64, 2048, 1) is None
-    assert torch.equal(linear("onednn", x, weight), dispatch.product_of_library(x, weight, None))
+    assert torch.equal(linear("onednn", x, weight), linear_library.product_of_library(x, weight, None))
     pair_block.cache_clear()
 
 
@@ -69,7 +69,7 @@ def test_several_products_of_the_same_rows() -> None:
     for rows in (2, 40):
         x = torch.randn(rows, 256).bfloat16()
         for found, weight, bias in zip(linears("onednn", x, list(zip(weights, biases))), weights, biases):
-            assert torch.equal(found, dispatch.product_of_library(x, weight, bias))
+            assert torch.equal(found, linear_library.product_of_library(x, weight, bias))
             assert found.is_contiguous()  # heads are normalised in one pass where they lie together
 
 
@@ -82,7 +82,7 @@ def test_what_tiles_do_not_take_runs_as_before() -> None:
     x = torch.randn(30, 1024).bfloat16()
     for odd in (weight[:100], weight[:, :1000].contiguous()):
         mine = x[:, : odd.shape[1]]
-        assert torch.equal(linear("onednn", mine, odd), dispatch.product_of_library(mine, odd, None))
+        assert torch.equal(linear("onednn", mine, odd), linear_library.product_of_library(mine, odd, None))
 
 
 def test_large_and_special_values() -> None:
@@ -92,7 +92,7 @@ def test_large_and_special_values() -> None:
         out = linear("onednn", x[:rows], weight)
         assert out[:, 9].isnan().all()
         assert out[[0, 1, 3], :7].isfinite().all()
-        assert torch.equal(out.isfinite(), dispatch.product_of_library(x[:rows], weight, None).isfinite())
+        assert torch.equal(out.isfinite(), linear_library.product_of_library(x[:rows], weight, None).isfinite())
 
 
 def test_many_threads_at_once() -> None:

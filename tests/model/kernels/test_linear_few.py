@@ -9,17 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from agentcache.model import numerics
-from agentcache.model.kernels import attention_few, dispatch, linear_bf16, linear_few, norm_rope
+from agentcache.model.kernels import accumulation, attention_few, dispatch, jit, linear_bf16, linear_few, linear_library
 from agentcache.model.kernels.dispatch import linear
+from agentcache.model.kernels.ir import Code
 
-pytestmark = pytest.mark.skipif(linear_few.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
+pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
 TYPES = [torch.bfloat16, torch.float16]
 
 
 def large(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product that more rows take: in fp32, with the weight converted first."""
-    return dispatch.product_of_library(x.float(), weight.float(), None)
+    return linear_library.product_of_library(x.float(), weight.float(), None)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -30,7 +30,7 @@ def test_any_few_rows_equal_the_same_rows_of_a_large_product(
 ) -> None:
     threads(count)
     torch.manual_seed(ins)
-    block = dispatch.chain_block(ins, count)
+    block = accumulation.chain_block(ins, count)
     assert block is not None
     for outs in (64, 256, 1024):
         weight, x = torch.randn(outs, ins).to(dtype), torch.randn(128, ins).to(dtype)
@@ -58,13 +58,14 @@ def test_linear_is_row_pure_across_the_change_of_kernels(bias: bool) -> None:
 
 def test_what_it_does_not_take_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(96, 1024).bfloat16()
-    assert linear_few.takes(weight, 1)
-    assert linear_few.takes(weight, linear_few.MOST_ROWS)
-    for other, rows in ((weight, linear_few.MOST_ROWS + 1), (weight[:95], 1), (weight[:, :1000], 1), (weight.t(), 1), (weight.float(), 1)):
-        assert not linear_few.takes(other, rows)
+    assert linear_few.takes(weight)
+    for rows in (1, linear_few.MOST_ROWS, linear_few.MOST_ROWS + 1):
+        assert dispatch.by_itself("upcast", weight, rows) == (rows <= linear_few.MOST_ROWS)
+    for other in (weight[:95], weight[:, :1000], weight.t(), weight.float()):
+        assert not linear_few.takes(other)
     x = torch.randn(2, 1024).bfloat16()
     compiled = linear("upcast", x, weight)
-    monkeypatch.setattr(linear_few, "kernels", lambda: None)
+    monkeypatch.setattr(jit, "compiler", lambda: None)
     assert torch.equal(linear("upcast", x, weight), compiled)
 
 
@@ -72,7 +73,7 @@ def test_large_and_special_values() -> None:
     """Infinity and NaN come out where they belong, and nowhere else."""
     weight, x = torch.randn(64, 512).bfloat16(), torch.randn(3, 512).bfloat16()
     weight[7, 3], weight[9, 4] = float("inf"), float("nan")
-    block = dispatch.chain_block(512, torch.get_num_threads())
+    block = accumulation.chain_block(512, torch.get_num_threads())
     assert block
     out, expected = linear_few.product(x.float(), [weight], block), large(x, weight)
     assert torch.equal(out.nan_to_num(1.5, 2.5, 3.5), expected.nan_to_num(1.5, 2.5, 3.5))
@@ -102,7 +103,7 @@ def test_attention_of_few_rows_equals_the_batched_products(
 ) -> None:
     threads(count)
     torch.manual_seed(dim)
-    order = numerics.attention_order(dim, count)
+    order = accumulation.attention_order(dim, count)
     assert order is not None
     for heads, pages, rows in ((1, 1, 2), (3, 4, 6), (8, 2, 16), (2, 3, 14), (2, 2, 30), (1, 2, 32)):
         keys = [torch.randn(heads, dim, 512).to(dtype) for _ in range(pages)]
@@ -132,22 +133,22 @@ def test_attention_takes_only_what_it_can() -> None:
 
 
 def test_a_compiler_that_is_too_old_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert linear_few.kernels.__wrapped__() is not None
-    monkeypatch.setattr(linear_few, "OLDEST_LLVM", (999,))
-    assert linear_few.kernels.__wrapped__() is None
+    assert jit.compiler.__wrapped__() is not None
+    monkeypatch.setattr(jit, "OLDEST_LLVM", (999,))
+    assert jit.compiler.__wrapped__() is None
 
 
 def test_a_smaller_team_does_all_of_it(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """What each thread does follows from how many there are, not from how many were asked for."""
     threads(2)
-    found = linear_few.kernels()
+    found = jit.compiler()
     assert found is not None
     team, x, weight = found._team, torch.randn(5, 1024), torch.randn(4096, 1024).bfloat16()
     kinds: list[Callable[[], torch.Tensor]] = [
         lambda: linear_few.product(x, [weight], 1024),
-        lambda: norm_rope.norm(x.bfloat16(), weight[0], 1e-6),
+        lambda: dispatch.norm(x.bfloat16(), weight[0], 1e-6),
     ]
-    if linear_few.multiplies_pairs():
+    if jit.multiplies_pairs():
         many = torch.randn(72, 1024).bfloat16()
         kinds.append(lambda: linear_bf16.products(many, [(weight, None)], 1024)[0])
     expected = [kind() for kind in kinds]
@@ -164,21 +165,20 @@ def test_a_wide_weight_is_no_head(dtype: torch.dtype) -> None:
     many = linear("upcast", x, weight)
     assert torch.equal(many, large(x, weight).to(dtype))
     for rows in (1, 2, 7):
-        assert torch.equal(linear("upcast", x[:rows], weight), many[:rows]) or linear_few.kernels() is None
+        assert torch.equal(linear("upcast", x[:rows], weight), many[:rows]) or jit.compiler() is None
     head = linear("upcast", x, weight, head=True)
     assert torch.equal(head, torch.cat([linear("upcast", row, weight, head=True) for row in x.split(1)]))
 
 
 def test_a_kernel_is_compiled_once_whoever_asks_first() -> None:
-    found, written = linear_few.kernels(), []
+    found, written = jit.compiler(), []
     assert found is not None
 
-    def source() -> str:
+    def nothing(_: Code) -> None:
         written.append(1)
         time.sleep(0.05)
-        return "define void @share(ptr %args) {\n  ret void\n}"
 
     with ThreadPoolExecutor(20) as pool:
-        addresses = list(pool.map(lambda _: found.compiled("asked by twenty", source), range(20)))
+        addresses = list(pool.map(lambda _: found.function(nothing, "bfloat"), range(20)))
     assert len(written) == 1
     assert len(set(addresses)) == 1

@@ -14,10 +14,10 @@ import torch
 
 from agentcache.errors import ModelLoadError, StoreWarning
 from agentcache.model import loading as loading_of_models
-from agentcache.model.kernels import linear_few, object_cache
+from agentcache.model.kernels import jit, linear_few, object_cache
 from agentcache.store.disk.folder import Folder
 
-pytestmark = pytest.mark.skipif(linear_few.kernels() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
+pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
 Process = Callable[[], tuple[Any, list[str]]]
 
 
@@ -31,15 +31,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     """Kernels as a new process has them, and the sources that it had to compile."""
-    known = linear_few.kernels()
+    known = jit.compiler()
     assert known is not None
 
     def begin() -> tuple[Any, list[str]]:
         compiled: list[str] = []
-        parse = linear_few.binding.parse_assembly
-        monkeypatch.setattr(linear_few.binding, "parse_assembly", lambda text: (compiled.append(text) if text else None, parse(text))[1])
-        fresh = linear_few._Kernels(known._team, known.lanes)
-        monkeypatch.setattr(linear_few, "kernels", lambda: fresh)
+        parse = jit.binding.parse_assembly
+        monkeypatch.setattr(jit.binding, "parse_assembly", lambda text: (compiled.append(text) if text else None, parse(text))[1])
+        fresh = jit.Compiler(known._team, known.lanes)
+        monkeypatch.setattr(jit, "compiler", lambda: fresh)
         return fresh, compiled
 
     return begin
