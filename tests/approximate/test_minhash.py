@@ -274,7 +274,7 @@ def test_nothing_is_written_twice(index: Index) -> None:
 def test_rows_go_with_their_namespace_and_age_and_the_longest_unused_go_first(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     signed, windows = noted(index)
     noted(index, scope=Scope("other", "weights"))
-    index.delete_namespace("other")
+    index.drop_segments("other")
     assert index.stats()["segments"] == 4
     signed.used(SCOPE, [proposal.kept for proposal in signed.find(SCOPE, prompt(), windows[0])])
     monkeypatch.setattr("agentcache.approximate.minhash_index.MOST_ROWS", 2)

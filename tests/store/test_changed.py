@@ -326,7 +326,7 @@ def test_a_changed_page_is_never_written_as_if_it_were_right(read: Any) -> None:
         file = Path(entry.page.file.path)
         over(file, file.read_bytes()[:4096] + bytes(running.model.spec.page_bytes // 2))
     path, disk = running.store.tree.entries("default"), running.store.disk
-    disk.index.delete_namespace(None)
+    disk.index.remove([row.id for row in disk.index.rows()], force=True)
     for entry in path:
         entry.row = 0
     disk.writer.offer(sorted(path, key=lambda entry: entry.place), settled=True)

@@ -297,32 +297,6 @@ class Index(IndexMetadata):
         """Never serve this page again."""
         self._execute("UPDATE pages SET bad = ? WHERE id = ?", (why or "quarantined", id))
 
-    def pardon(self, id: int) -> None:
-        """Serve a quarantined page again, because it was verified."""
-        self._execute("UPDATE pages SET bad = NULL WHERE id = ?", (id,))
-
-    def delete_namespace(self, namespace: str | None) -> list[Row]:
-        """Delete all that is stored of a namespace (None: of all), pinned or not; returns the pages' rows, to unlink their blobs."""
-        return self._purge("1" if namespace is None else "namespace = ?", () if namespace is None else (namespace,))
-
-    def delete_older(self, age_s: float, namespace: str | None = None) -> list[Row]:
-        """The same for what was made more than `age_s` seconds ago."""
-        where, values = "created < ?", (time.time() - age_s,)
-        return self._purge(where, values) if namespace is None else self._purge(f"{where} AND namespace = ?", (*values, namespace))
-
-    def _purge(self, where: str, values: tuple[Any, ...]) -> list[Row]:
-        def purge(connection: sqlite3.Connection) -> list[Row]:
-            gone = self._sound(connection.execute(f"SELECT {COLUMNS} FROM pages WHERE {where}", values))
-            for table in ("pages", "groups", "splices", "segments"):
-                connection.execute(f"DELETE FROM {table} WHERE {where}", values)
-            return gone
-
-        if not self.folder.writable:
-            return []
-        gone = self._db.write(purge)
-        self.empty_log()
-        return gone
-
     # -- damage ----------------------------------------------------------------------------------------------------
 
     def check(self) -> list[str]:

@@ -185,11 +185,6 @@ class IndexMetadata:
         """Give a lease back; no effect if another process holds it."""
         self._execute("DELETE FROM leases WHERE key = ? AND fingerprint = ? AND process = ?", (key, fingerprint, holder))
 
-    def release_process(self, name: str) -> None:
-        """Drop all pins and leases of a process."""
-        self._execute("DELETE FROM pins WHERE process = ?", (name,))
-        self._execute("DELETE FROM leases WHERE process = ?", (name,))
-
     # -- tool groups -----------------------------------------------------------------------------------------------
 
     def put_group(self, group: ToolGroup, since: int | None = None) -> None:

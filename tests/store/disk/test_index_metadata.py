@@ -15,6 +15,7 @@ import pytest
 
 from agentcache.errors import StoreCorruptError
 from agentcache.store import deletion
+from agentcache.store.admin.prune import prune
 from agentcache.store.deletion import Deletion
 from agentcache.store.disk import index_metadata, process_identity
 from agentcache.store.disk.folder import Folder
@@ -64,7 +65,7 @@ def test_pins_of_the_dead_are_dropped(folder: Folder, index: Index) -> None:
     assert index.remove([second.id]) == []
     raw(folder, "UPDATE pins SET since = since - 90000 WHERE process = ?", FOREIGN)  # another container: a day is believed
     assert [row.id for row in index.remove([second.id])] == [second.id]
-    index.release_process(ME)
+    index.release_pins([first.id], ME)
     assert index.stats()["pins"] == 0
 
 
@@ -212,14 +213,14 @@ def test_a_namespace_is_deleted_without_a_trace(folder: Folder, index: Index) ->
     if not folder.encrypted:
         assert ids[:512].tobytes() in stored(folder)
         assert b"my own words" in stored(folder)
-    assert {row.id for row in index.delete_namespace("ns")} == {row.id for row in mine}
+    assert prune(folder, index, namespace="ns", force=True).pages == len(mine)
     for trace in (ids[:512].tobytes(), ids[512:].tobytes(), b"my own words", ids[:4].tobytes()):
         assert trace not in stored(folder)
     assert [row.id for row in index.rows()] == [row.id for row in others]
     assert [group.namespace for group in index.groups()] == ["other"]
     assert index.splice("other", b"a") == b"words of others"
     assert index.stats()["pins"] == 0
-    assert {row.id for row in index.delete_namespace(None)} == {row.id for row in others}
+    assert prune(folder, index, force=True).pages == len(others)
     assert (index.total(), index.groups(), index.splice("other", b"a")) == ((0, 0), [], None)
 
 
@@ -229,11 +230,11 @@ def test_what_is_old_is_deleted(folder: Folder, index: Index) -> None:
     index.put_group(GROUP)  # made in 1970
     old, new = kept(index, some(20), created=time.time() - 1000), kept(index, some(20, 1))
     far = kept(index, some(20), scope=OTHER, created=time.time() - 1000)
-    assert [row.id for row in index.delete_older(500, "ns")] == [row.id for row in old]
+    assert prune(folder, index, namespace="ns", older_than=500).pages == len(old)
     assert {row.id for row in index.rows()} == {new[0].id, far[0].id}
     assert (index.splice("ns", b"a"), index.splice("ns", b"b"), index.groups()) == (None, b"new", [])
-    assert [row.id for row in index.delete_older(500)] == [row.id for row in far]
-    assert index.delete_older(500) == []
+    assert prune(folder, index, older_than=500).pages == len(far)
+    assert prune(folder, index, older_than=500).pages == 0
 
 
 def test_an_encrypted_index_shows_no_ids(tmp_path: Path) -> None:
