@@ -22,7 +22,6 @@ import torch
 
 from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
-from .answer.guide import Guide
 from .completion import Completions
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
 from .events import Chunk, Done
@@ -62,6 +61,7 @@ from .types import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .answer.guide import Guide
     from .approximate.calibration import Calibration
     from .approximate.segments import Segments
 

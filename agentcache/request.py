@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from .answer.expected import Expected
-from .answer.guide import Guide
 from .answer.parser import AnswerParser
 from .attached_ranges import AttachedRanges
 from .errors import ConfigError
@@ -26,7 +25,8 @@ from .store.entry import Entry, Match
 from .store.keys import Ids, Scope, as_ids
 from .types import Grade, Layout, Logprob, Reuse, Sampling
 
-if TYPE_CHECKING:  # of a request over a store on disk
+if TYPE_CHECKING:  # of a request with a constraint, or over a store on disk
+    from .answer.guide import Guide
     from .store.page_prefetch import PagePrefetch
 
 RENEWALS = 5  # a request begins anew so often because weights changed

@@ -9,7 +9,16 @@ import pytest
 from benchmarks import house
 
 # what an exact request needs none of: loaded by the first request, page or caller that does
-UNUSED = ("approximate", "lint", "store/admin", "store/disk", "store/page_prefetch")
+UNUSED = (
+    "answer/grammar_compiler",
+    "answer/grammar_rules",
+    "answer/guide",
+    "approximate",
+    "lint",
+    "store/admin",
+    "store/disk",
+    "store/page_prefetch",
+)
 
 
 @pytest.fixture(scope="module")

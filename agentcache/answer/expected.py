@@ -12,15 +12,17 @@ import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AgentCacheError
 from ..types import Constraint, Layout, Sampling, Tool, ToolCall
 from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, THINK, THINK_END, CallForm
 from .grammar import Grammars
-from .guide import LONGEST, Guide
 from .parser import AnswerParser
 from .response_template import ResponseTemplate, template_for, template_of
+
+if TYPE_CHECKING:
+    from .guide import Guide
 
 ID_CHARS = 9  # what the strictest templates ask for: nine letters and digits
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -81,7 +83,7 @@ def expect(
             constraint = None
             notes.append(f"calls are not held to their schemas: {'(redacted)' if redact else error}")
     elif constraint is not None:
-        room = LONGEST if forced else sampling.max_tokens
+        room = None if forced else sampling.max_tokens
         guide = grammars.guide(constraint, listed, layout.text, namespace, max_tokens=room, thinks=thinks)
     held = constraint is not None and not forced
     template, begun = _template(layout.text, grammars, notes, held=held)

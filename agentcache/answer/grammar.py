@@ -1,29 +1,19 @@
-"""Completions held to a constraint: of the next tokens, only those that can still become what was asked for. Knows nothing of requests' KV.
-
-llguidance (extra `constrain`) reads the grammar that grammar_rules.py writes and says which tokens may come next.
-"""
+"""The grammars of one engine: how its model writes calls, and guides for requests with a constraint. Knows nothing of requests' KV."""
 
 from __future__ import annotations
 
-import json
-import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, PromptError, ToolSchemaError
-from ..namespace_lru import Covering, NamespaceLRU
+from ..errors import PromptError
+from ..namespace_lru import Covering
 from ..types import Constraint, Layout, Message, Tool, ToolCall
-from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, THINK, THINK_END, CallForm, form_of
-from .grammar_rules import Thinking, arguments_schema, grammar
-from .guide import LONGEST, Compiled, Guide, Vocabulary
+from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm, form_of
 
-PATTERNS = 8  # that allOf puts on one value
-COMPILED = 64  # remembered grammars; making one takes some milliseconds, more with many tools
-
-# Tokens that are part of what is written, whatever the tokenizer calls them; all other special tokens never appear in a completion.
-_WRITTEN = (b"<tool_call>", b"</tool_call>", b"<think>", b"</think>", b"[TOOL_CALLS]")
+if TYPE_CHECKING:
+    from .grammar_compiler import GrammarCompiler
+    from .guide import Guide
 
 
 class Grammars:
@@ -36,17 +26,15 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab: int, stop_ids: frozenset[int], render: Callable[..., Layout], strict: bool = False) -> None:
         self.strict = strict
         self.tokenizer = tokenizer
-        self._vocab = vocab
-        self._stop_ids = sorted(token for token in stop_ids if 0 <= token < vocab)
-        self._render = render
+        self._vocab, self._stop_ids, self._render = vocab, stop_ids, render
         self._lock = threading.Lock()
         self._form: CallForm | None = None
-        self._tokens: tuple[Any, Vocabulary] | None = None
-        self._compiled: NamespaceLRU[str, Compiled] = NamespaceLRU(COMPILED)
+        self._compiler: GrammarCompiler | None = None
 
     def forget(self, deletion: Covering) -> None:
         """Forget the grammars, and tools in them, of namespaces of which something was deleted on purpose."""
-        self._compiled.forget(deletion)
+        if self._compiler is not None:
+            self._compiler.forget(deletion)
 
     @property
     def form(self) -> CallForm:
@@ -68,164 +56,18 @@ class Grammars:
         prompt: str,
         namespace: str = "default",
         *,
-        max_tokens: int = LONGEST,
+        max_tokens: int | None = None,
         thinks: bool = False,
     ) -> Guide:
         """The guide of a new request after this prompt. Only what the same namespace has asked for is found compiled.
 
-        thinks: a thought was asked for. Raises ConfigError or ToolSchemaError if nothing could satisfy the constraint, or nothing of at
-        most `max_tokens`.
+        max_tokens: None where any number will do. thinks: a thought was asked for. Raises ConfigError or ToolSchemaError if nothing could
+        satisfy the constraint, or nothing of at most `max_tokens`.
         """
-        library = _library()
-        callable_tools = _callable(constraint, tools)
-        formed = constraint.structured or constraint.calls
-        thinking = self._thinking(prompt, thinks or not formed)
-        key = self._made(constraint, callable_tools, thinking, library)
-        found = self._compiled.get(namespace, key)
-        if found is None:
-            found = self._compile(key, constraint, callable_tools, library)
-            self._compiled.put(namespace, key, found)
-        if found.need > max_tokens:
-            raise ConfigError(
-                f"max_tokens={max_tokens!r}: the shortest answer of the prescribed form that was found has {found.need} tokens"
-                if found.need <= LONGEST
-                else f"max_tokens={max_tokens!r}: no answer of the prescribed form was found that ends; simplify the schema or the grammar"
-            )
+        form = self.form
         with self._lock:
-            return Guide(found, self._vocab, max_tokens, calls=constraint.calls, thinks=formed and thinking != "none")
+            if self._compiler is None:
+                from .grammar_compiler import GrammarCompiler
 
-    def _compile(self, grammar: str, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], library: Any) -> Compiled:
-        self._check_patterns(constraint, tools)
-        tokenizer, vocabulary = self._tokens_of(library)
-        matcher = library.LLMatcher(tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise self._refused(constraint, tools, matcher.get_error(), library)
-        ending = vocabulary.ending(matcher, shortest=True)
-        return Compiled(matcher, vocabulary, LONGEST + 1 if ending is None else len(ending[0]), len(vocabulary.encode(grammar)))
-
-    def _made(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], thinking: Thinking, library: Any) -> str:
-        regex = library.regex_to_lark(constraint.regex, "") if constraint.regex is not None else ""
-        try:
-            return grammar(constraint, tools, self.form, thinking, regex)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"schema={constraint.schema!r:.200}: is not JSON ({error!s:.200})") from error
-
-    def _thinking(self, prompt: str, may: bool) -> Thinking:
-        """may: a thought that the prompt has not begun is allowed."""
-        end = prompt.rstrip()
-        if end.endswith(THINK):
-            return "open"
-        source = str(getattr(self.tokenizer, "chat_template", "") or "")
-        return "may" if may and THINK in source and not end.endswith(THINK_END) else "none"
-
-    def _check_patterns(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]]) -> None:
-        """Refuse a value that must match many patterns at once: compiling doubles its work with each, and nothing can cancel it."""
-        wholes = [("schema", constraint.schema), *((f"tool {name!r}", schema) for name, schema in tools.items())]
-        for what, schema in wholes:
-            place, count = max(_patterns(schema).items(), key=lambda found: found[1], default=("", 0))
-            if count > PATTERNS:
-                kind = ToolSchemaError if what.startswith("tool") else ConfigError
-                raise kind(
-                    f"{what}: {place or 'its value'} must match {count} patterns at once, at most {PATTERNS} can be enforced: join them"
-                )
-
-    def _refused(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], why: str, library: Any) -> Exception:
-        for name, schema in tools.items():
-            alone = library.LLMatcher.validate_grammar(library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-            if alone:
-                return ToolSchemaError(
-                    f"tool {name!r}: its schema cannot be enforced: {_short(alone)}; simplify parameters={schema!r:.200}, leave the tool "
-                    "out of Constraint(allowed=...), or ask without a constraint"
-                )
-        given = {name: getattr(constraint, name) for name in ("schema", "regex", "grammar") if getattr(constraint, name) is not None}
-        shown = ", ".join(f"{name}={value!r:.200}" for name, value in given.items()) or "these tools"
-        return ConfigError(f"{shown}: cannot be enforced: {_short(why)}; simplify it, or ask without a constraint")
-
-    def _tokens_of(self, library: Any) -> tuple[Any, Vocabulary]:
-        with self._lock:
-            if self._tokens is None:
-                self._tokens = _tokens(library, self.tokenizer, self._vocab, self._stop_ids)
-            return self._tokens
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ConfigError("constraint=...: needs llguidance; pip install 'agentcache-llm[constrain]'") from error
-    return llguidance
-
-
-def _callable(constraint: Constraint, tools: Sequence[Tool | Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Schemas of the arguments of the tools that may be called, by name."""
-    known: dict[str, Any] = {}
-    for tool in tools:
-        if isinstance(tool, Tool):
-            known[tool.name] = tool.parameters
-        else:
-            function = tool.get("function", tool)
-            known[str(function["name"])] = function.get("parameters")
-    for name in constraint.allowed or ():
-        if name not in known:
-            raise ConfigError(f"allowed={constraint.allowed!r}: there is no tool {name!r}, only {sorted(known)!r}")
-    choice = constraint.tool_choice
-    allowed = list(known) if constraint.allowed is None else list(dict.fromkeys(constraint.allowed))
-    if constraint.calls and choice != "any":
-        if choice not in known:
-            raise ConfigError(f"tool_choice={choice!r}: there is no such tool, only {sorted(known)!r}")
-        if choice not in allowed:
-            raise ConfigError(f"tool_choice={choice!r}: is not among allowed={constraint.allowed!r}")
-        allowed = [choice]
-    if constraint.calls and not allowed:
-        raise ConfigError(f"tool_choice={choice!r}: there is no tool to call; pass tools, or tool_choice='auto'")
-    return {name: arguments_schema(known[name]) for name in known if name in allowed}
-
-
-class _Tokens:
-    """A tokenizer's vocabulary as llguidance takes it: the bytes of each id, and the ids that are never part of a text."""
-
-    def __init__(self, encode: Callable[[str], list[int]], tokens: list[bytes], special: list[int], eos: int) -> None:
-        self.tokens = tokens
-        self.special_token_ids = special
-        self.eos_token_id = eos
-        self.bos_token_id = None
-        self._encode = encode
-
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
-
-
-def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int]) -> tuple[Any, Vocabulary]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ConfigError(f"constraint=...: needs a fast tokenizer, and {type(tokenizer).__name__} is none")
-    base = library.LLTokenizer(backend.to_str(), eos_token=[token for token in stop_ids if token < len(tokenizer)] or [0])
-    tokens = [base.decode_bytes([token]) for token in range(base.vocab_size)]
-    never = [token for token, text in enumerate(tokens) if base.is_special_token(token) and text not in _WRITTEN]
-    ends = stop_ids or [max(vocab, len(tokens))]  # without an end of turn one is made up, which no model can draw
-    tokens += [b""] * (max(vocab, ends[-1] + 1) - len(tokens))
-
-    def encode(text: str) -> list[int]:
-        return list(backend.encode(text, add_special_tokens=False).ids)
-
-    wrapped = library.TokenizerWrapper(_Tokens(encode, tokens, sorted({*never, *ends}), ends[0]))
-    return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=ends), Vocabulary(tokens, encode, ends)
-
-
-def _patterns(schema: Any) -> Counter[str]:
-    """How many patterns the value of a schema must match at once, at the top ("") and by the path of its parts."""
-    found: Counter[str] = Counter()
-    if isinstance(schema, Mapping):
-        found[""] = int("pattern" in schema)
-        for name in ("allOf", "anyOf", "oneOf"):
-            for part in schema[name] if isinstance(schema.get(name), (list, tuple)) else ():
-                found = found + _patterns(part) if name == "allOf" else found | _patterns(part)
-        properties = schema.get("properties")
-        for name, part in (*(properties.items() if isinstance(properties, Mapping) else ()), ("[]", schema.get("items"))):
-            found.update({f"{name}.{place}".rstrip("."): count for place, count in _patterns(part).items()})
-    return found
-
-
-def _short(text: str) -> str:
-    line = " ".join(re.split(r"\n\s*\d+ \|", text)[0].split())  # without the lines of our grammar that it shows
-    return line if len(line) <= 300 else line[:300] + " ..."
+                self._compiler = GrammarCompiler(self.tokenizer, self._vocab, self._stop_ids, form)
+        return self._compiler.guide(constraint, tools, prompt, namespace, max_tokens, thinks)

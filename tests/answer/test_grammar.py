@@ -279,7 +279,8 @@ def test_markers_that_are_tokens_of_their_own() -> None:
 def test_a_grammar_is_made_once_and_followed_apart() -> None:
     made = grammars()
     one, two = (made.guide(Constraint("ping"), TOOLS, "") for _ in range(2))
-    assert len(made._compiled) == 1
+    assert made._compiler is not None
+    assert len(made._compiler._compiled) == 1
     token = made.tokenizer("<", add_special_tokens=False)["input_ids"][0]
     assert one.accept(token) == ""
     assert one.accept(made.tokenizer("x", add_special_tokens=False)["input_ids"][0]) != ""
