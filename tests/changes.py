@@ -515,3 +515,6 @@ def _version(model: Any) -> Iterator[None]:
     before, transformers.__version__ = transformers.__version__, "0.0"
     yield
     transformers.__version__ = before
+
+
+FAMILIES = sorted({change.family for change in CHANGES.values()})

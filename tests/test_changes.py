@@ -11,11 +11,10 @@ import torch
 from agentcache import Engine
 from agentcache.types import Reason
 from tests import models
-from tests.changes import CHANGES, Change
+from tests.changes import CHANGES, FAMILIES, Change
 from tests.engines import chat, decode, engine
 
 PROMPT = chat("The wind turns to the north and the tide is high at three. What did the keeper write down?")
-FAMILIES = sorted({change.family for change in CHANGES.values()})
 
 
 def answer(running: Engine, reuse: Any) -> tuple[Any, torch.Tensor]:

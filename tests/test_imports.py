@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.house import circle, graph, imported, modules
-
-
-def importers(of: str) -> set[str]:
-    """Modules outside a package or a file that import it."""
-    inside = {name for name in graph() if name == of or name.startswith(f"{of}.")}
-    return {name for name, found in graph().items() if found & inside} - inside
+from tests.import_graph import importers
 
 
 def is_command(name: str) -> bool:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.checkout import ROOT
-from tests.test_imports import importers
+from tests.import_graph import importers
 
 WING = "agentcache.approximate"
 PROGRAM = """

@@ -24,7 +24,7 @@ from agentcache.request import Running
 from agentcache.runner import Outcome, Runner, Work
 from agentcache.types import StoreOptions
 from tests import models
-from tests.approximate.test_segments import FIRST, GREEDY, LAYERS, OTHER, calibration, engine, prompt, tiny
+from tests.approximate.repeated_text import FIRST, GREEDY, LAYERS, OTHER, calibration, engine, prompt, tiny_model
 from tests.engines import until
 from tests.families import tokens
 
@@ -55,7 +55,7 @@ def going_on(answered: str) -> list[dict[str, str]]:
 
 
 def test_sampling_for_truth_compares_no_more_than_the_exact_prefix(tmp_path: Path) -> None:
-    model, tokenizer, fingerprint = tiny()
+    model, tokenizer, fingerprint = tiny_model()
     system = " ".join(f"rule {at} of the harbour is rule {at * 17 % 61}." for at in range(36))
     text = ". ".join(BOOK.split(". ")[:13])
     options = StoreOptions(tmp_path / "store", check_one_in=1)
@@ -115,7 +115,7 @@ def test_who_runs_while_it_is_switched_off_keeps_nothing_near() -> None:
 
 
 def test_pages_of_another_repair_are_not_gone_on_from() -> None:
-    strict = calibration(fingerprint=tiny()[2], steps=((40, LAYERS),), least=64, probe=1e9)
+    strict = calibration(fingerprint=tiny_model()[2], steps=((40, LAYERS),), least=64, probe=1e9)
     with engine(steps=((0, LAYERS),)) as running:
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY).receipt.halo_tokens == 0
@@ -133,7 +133,7 @@ def test_what_was_looked_through_is_not_looked_through_again(tmp_path: Path, mon
     scanned: list[int] = []
     monkeypatch.setattr("agentcache.admission.finite", lambda sequence, start, stop: scanned.append(start) or True)
     waiting: list[int] = []
-    model, tokenizer, fingerprint = tiny()
+    model, tokenizer, fingerprint = tiny_model()
     known = calibration(fingerprint=fingerprint)
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=known) as running:
         life = running.scheduler.lifecycle
@@ -322,7 +322,7 @@ def test_exact_requests_among_approximate_ones_keep_their_bits() -> None:
     with engine("off") as running:
         clean = [rows(running, turns) for turns in (FIRST, OTHER)]
     with engine("exact") as running:
-        known = calibration(fingerprint=tiny()[2])
+        known = calibration(fingerprint=tiny_model()[2])
         assert torch.equal(rows(running, FIRST), clean[0])
         for _ in range(2):
             assert running.generate(OTHER, sampling=GREEDY, reuse=known).receipt.precision == "approximate"
@@ -338,7 +338,7 @@ def test_exact_requests_among_approximate_ones_keep_their_bits() -> None:
 def test_a_stream_that_is_closed_in_the_middle_of_a_segment_leaves_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("off") as running:
         clean = running.generate(OTHER, sampling=GREEDY)
-    model, tokenizer, fingerprint = tiny()
+    model, tokenizer, fingerprint = tiny_model()
     known = calibration(fingerprint=fingerprint, share=0.1)
     with Engine(model, tokenizer, store=None, reuse="approximate", calibration=known, chunk_tokens=16) as running:
         running.generate(FIRST, sampling=GREEDY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,22 +18,11 @@ from agentcache.store.deletion import Deletion
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Ids, Scope, chain
+from tests.approximate.windows import WordWindow, words
 from tests.checkout import ROOT
 
 SCOPE = Scope("default", "weights")
 PARENT = b"p" * 32
-
-
-@dataclass(frozen=True)
-class Said:
-    start: int
-    stop: int
-    words: tuple[str, ...]
-    left: tuple[str, ...] = ()
-
-
-def words(seed: int, count: int = 60) -> tuple[str, ...]:
-    return tuple(f"w{number}" for number in np.random.default_rng(seed).integers(0, 400, count))
 
 
 def changed(said: tuple[str, ...], every: int) -> tuple[str, ...]:
@@ -42,7 +30,7 @@ def changed(said: tuple[str, ...], every: int) -> tuple[str, ...]:
 
 
 def kept(signer: Signer, said: tuple[str, ...], left: tuple[str, ...] = (), exact: bytes = b"e" * 16, slot: int = 0) -> Kept:
-    return Kept(signer.sign(Said(0, 64, said, left)), exact, PARENT, 1, slot, 64)
+    return Kept(signer.sign(WordWindow(0, 64, said, left)), exact, PARENT, 1, slot, 64)
 
 
 def jaccard(one: tuple[str, ...], two: tuple[str, ...]) -> float:
@@ -57,7 +45,7 @@ def test_similarity_is_estimated() -> None:
     signer = Signer()
     one = words(1)
     for two in (one, changed(one, 40), (*one[4:], *words(2, 4)), (*one[20:], *words(2, 20)), words(3)):
-        values = [signer.sign(Said(0, 64, said)).values for said in (one, two)]
+        values = [signer.sign(WordWindow(0, 64, said)).values for said in (one, two)]
         estimate = float(np.mean(values[0] == values[1]))
         assert abs(estimate - jaccard(one, two)) < 0.15
     assert values[0].shape == (PERMUTATIONS,)
@@ -66,11 +54,11 @@ def test_similarity_is_estimated() -> None:
 def test_minhash_are_the_same_in_every_process() -> None:
     program = (
         "from agentcache.approximate.minhash import Signer, shingles\n"
-        "from tests.approximate.test_minhash import Said, words\n"
-        "print(Signer().sign(Said(0, 64, words(5), words(6))).values.tolist())"
+        "from tests.approximate.windows import WordWindow, words\n"
+        "print(Signer().sign(WordWindow(0, 64, words(5), words(6))).values.tolist())"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(Signer().sign(Said(0, 64, words(5), words(6))).values.tolist())
+    assert done.stdout.strip() == str(Signer().sign(WordWindow(0, 64, words(5), words(6))).values.tolist())
 
 
 def test_shingles_are_runs_of_words() -> None:
@@ -105,19 +93,19 @@ def test_near_text_is_found_and_far_text_is_not() -> None:
     sign = index.signer.sign
     assert index.add(SCOPE, kept(index.signer, one))
     assert index.add(SCOPE, kept(index.signer, words(2)))
-    [found] = index.find(SCOPE, sign(Said(0, 64, (*one[3:], *words(9, 3)))), b"")
-    assert found.kept.signature.digest == sign(Said(0, 64, one)).digest
+    [found] = index.find(SCOPE, sign(WordWindow(0, 64, (*one[3:], *words(9, 3)))), b"")
+    assert found.kept.signature.digest == sign(WordWindow(0, 64, one)).digest
     assert found.similarity > 0.7
     assert not found.exact
-    assert index.find(SCOPE, sign(Said(0, 64, (*one[30:], *words(9, 30)))), b"") == []
-    assert index.find(SCOPE, sign(Said(0, 64, words(3))), b"") == []
+    assert index.find(SCOPE, sign(WordWindow(0, 64, (*one[30:], *words(9, 30)))), b"") == []
+    assert index.find(SCOPE, sign(WordWindow(0, 64, words(3))), b"") == []
 
 
 def test_nothing_below_the_threshold_is_proposed() -> None:
     index, one = LSHIndex(0.9), words(1, 200)
     for count in range(2, 60, 2):
         index.add(SCOPE, kept(index.signer, (*one[count:], *words(count, count)), exact=count.to_bytes(16, "big")))
-    found = index.find(SCOPE, index.signer.sign(Said(0, 64, one)), b"")
+    found = index.find(SCOPE, index.signer.sign(WordWindow(0, 64, one)), b"")
     assert found
     assert min(proposal.similarity for proposal in found) >= 0.9
     assert [p.similarity for p in found] == sorted((p.similarity for p in found), reverse=True)
@@ -127,7 +115,7 @@ def test_equal_ids_come_first_then_the_likest_left_context() -> None:
     index, one, left = LSHIndex(), words(1), words(2, 16)
     for exact, before in ((b"a" * 16, left), (b"b" * 16, words(3, 16)), (b"b" * 16, (*words(3, 3), *left[3:]))):
         assert index.add(SCOPE, kept(index.signer, one, before, exact))
-    found = index.find(SCOPE, index.signer.sign(Said(0, 64, one, left)), b"b" * 16)
+    found = index.find(SCOPE, index.signer.sign(WordWindow(0, 64, one, left)), b"b" * 16)
     assert [(proposal.exact, round(proposal.left, 1) > 0.4) for proposal in found] == [(True, True), (True, False), (False, True)]
     assert found[2].left == 1.0
 
@@ -138,7 +126,7 @@ def test_equal_places_are_kept_once_and_a_text_has_few() -> None:
     assert not index.add(SCOPE, kept(index.signer, one, slot=99))
     for seed in range(10):
         assert index.add(SCOPE, kept(index.signer, one, words(seed, 16)))
-    assert len(index.find(SCOPE, index.signer.sign(Said(0, 64, one)), b"")) == PLACES
+    assert len(index.find(SCOPE, index.signer.sign(WordWindow(0, 64, one)), b"")) == PLACES
     assert len(index) == 1
 
 
@@ -146,17 +134,18 @@ def test_the_longest_unused_text_goes() -> None:
     index = LSHIndex(most=3)
     for seed in range(3):
         index.add(SCOPE, kept(index.signer, words(seed)))
-    assert index.find(SCOPE, index.signer.sign(Said(0, 64, words(0))), b"")
+    assert index.find(SCOPE, index.signer.sign(WordWindow(0, 64, words(0))), b"")
     index.add(SCOPE, kept(index.signer, words(3)))
     assert len(index) == 3
-    assert [bool(index.find(SCOPE, index.signer.sign(Said(0, 64, words(seed))), b"")) for seed in range(4)] == [True, False, True, True]
+    found = [index.find(SCOPE, index.signer.sign(WordWindow(0, 64, words(seed))), b"") for seed in range(4)]
+    assert [bool(each) for each in found] == [True, False, True, True]
 
 
 def test_the_bound_is_of_all_scopes_together() -> None:
     index, scopes = LSHIndex(most=3), [Scope(f"user {at}", "weights") for at in range(5)]
     for at, scope in enumerate(scopes):
         assert index.add(scope, kept(index.signer, words(at)))
-        index.find(scopes[0], index.signer.sign(Said(0, 64, words(0))), b"")
+        index.find(scopes[0], index.signer.sign(WordWindow(0, 64, words(0))), b"")
     assert len(index) == 3
     assert [scope in index for scope in scopes] == [True, False, False, True, True], "an index without texts goes, too"
     assert index.add(scopes[1], kept(index.signer, words(1))), "as if it had never been there"
@@ -224,9 +213,11 @@ def prompt(count: int = 1400) -> Ids:
     return np.random.default_rng(3).integers(0, 9000, count).astype(np.uint32)
 
 
-def noted(index: Index, seeds: range = range(4), scope: Scope = SCOPE) -> tuple[MinHashIndex, list[Said]]:
+def noted(index: Index, seeds: range = range(4), scope: Scope = SCOPE) -> tuple[MinHashIndex, list[WordWindow]]:
     signed = MinHashIndex(index, lambda job: job())
-    windows = [Said(400 * i, 400 * i + 64, words(100 + i), words(200 + i, 16)) for i in (0, 1, 2, 3) if 100 + i in [100 + s for s in seeds]]
+    windows = [
+        WordWindow(400 * i, 400 * i + 64, words(100 + i), words(200 + i, 16)) for i in (0, 1, 2, 3) if 100 + i in [100 + s for s in seeds]
+    ]
     signed.note(scope, prompt(), windows)
     return signed, windows
 
@@ -258,7 +249,7 @@ def test_what_left_memory_is_read_again(index: Index) -> None:
 def test_a_window_belongs_to_the_page_with_its_middle(index: Index) -> None:
     signed = MinHashIndex(index, lambda job: job())
     for start, page, slot in ((470, 0, 470), (490, 1, -22)):
-        window = Said(start, start + 64, words(start))
+        window = WordWindow(start, start + 64, words(start))
         assert signed.note_now(SCOPE, prompt(), [window]) == 1
         [found] = signed.find(SCOPE, prompt(), window)
         assert (found.kept.page, found.kept.slot) == (page, slot)
@@ -278,7 +269,7 @@ def test_rows_go_with_their_namespace_and_age_and_the_longest_unused_go_first(in
     assert index.stats()["segments"] == 4
     signed.used(SCOPE, [proposal.kept for proposal in signed.find(SCOPE, prompt(), windows[0])])
     monkeypatch.setattr("agentcache.approximate.minhash_index.MOST_ROWS", 2)
-    signed.note_now(SCOPE, prompt(), [Said(7, 71, words(7))])
+    signed.note_now(SCOPE, prompt(), [WordWindow(7, 71, words(7))])
     later = MinHashIndex(index, lambda job: job())
     later.refresh(SCOPE)
     assert [bool(later.find(SCOPE, prompt(), window)) for window in windows] == [True, False, False, False]

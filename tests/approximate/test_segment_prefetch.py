@@ -24,7 +24,7 @@ from agentcache.store.keys import Ids, Scope, chain
 from agentcache.store.policy import Rate
 from agentcache.store.store import Store
 from agentcache.types import Reason, StoreOptions
-from tests.approximate.test_minhash import Said
+from tests.approximate.windows import WordWindow
 from tests.store.stored_pages import edit, page, path, same
 
 SPEC = KVSpec(2, 1, 16, torch.float32)
@@ -35,11 +35,11 @@ def text(seed: int, count: int) -> Ids:
     return np.random.default_rng(seed).integers(0, 5000, count).astype(np.uint32)
 
 
-def windows(ids: Ids, first: int = 0, size: int = 64) -> list[Said]:
+def windows(ids: Ids, first: int = 0, size: int = 64) -> list[WordWindow]:
     """Every 32 tokens, each token its own word."""
     words = [f"w{token}" for token in ids.tolist()]
     starts = range(first, len(ids) - size + 1, 32)
-    return [Said(at, at + size, tuple(words[at : at + size]), tuple(words[max(0, at - 16) : at])) for at in starts]
+    return [WordWindow(at, at + size, tuple(words[at : at + size]), tuple(words[max(0, at - 16) : at])) for at in starts]
 
 
 def pages(ids: Ids) -> list[Page]:
@@ -190,7 +190,7 @@ def test_other_ids_under_the_same_words_are_not_attached(folder: Path) -> None:
     store.admit(SCOPE, KEPT, pages(KEPT), "here")
     other = text(9, 1300)
     said(store).note(
-        SCOPE, KEPT, [Said(one.start, one.stop, two.words, two.left) for one, two in zip(windows(KEPT), windows(other), strict=True)]
+        SCOPE, KEPT, [WordWindow(one.start, one.stop, two.words, two.left) for one, two in zip(windows(KEPT), windows(other), strict=True)]
     )
     assert store.flush(20)
     store.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache import Engine, Reason, Sampling
+from agentcache import Engine, Reason
 from agentcache.approximate.calibration import Calibration, find, place
 from agentcache.approximate.ngram_index import Run
 from agentcache.approximate.segments import ranges
@@ -25,24 +24,19 @@ from agentcache.plan import Attach, make
 from agentcache.runner import Runner, Work
 from agentcache.store.entry import Entry
 from agentcache.store.keys import Scope, as_ids
-from agentcache.types import Precision, Reuse, StoreOptions
+from agentcache.types import Precision, StoreOptions
 from tests import models
+from tests.approximate.repeated_text import DOC, FIRST, GREEDY, LAYERS, OTHER, calibration, engine, prompt, tiny_model
 from tests.families import DENSE, tokens
 
-LAYERS = 6
 SCOPE = Scope("default", "weights")
 LENGTH = 1100
-DOC = " ".join(f"entry {at} of the harbour book says {at * at % 977}." for at in range(70))
 
 
 @pytest.fixture(autouse=True)
 def one_thread(threads: Callable[[int], None]) -> None:
     """The machine decides nothing."""
     threads(1)
-
-
-def calibration(**given: Any) -> Calibration:
-    return Calibration(**{"fingerprint": "x", "layers": LAYERS, "steps": ((8, LAYERS),), "least": 32, "kl": 1.0, **given})
 
 
 # -- the mechanism, bit for bit where nothing differs ------------------------------------------------------------------
@@ -194,31 +188,6 @@ def test_a_moved_segment_has_in_layer_0_what_computing_it_there_gives(family: st
 
 
 # -- through the engine ------------------------------------------------------------------------------------------------
-
-
-def prompt(system: str, after: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}, {"role": "user", "content": f"Read this. {DOC} {after}"}]
-
-
-FIRST = prompt("You are one.", "What does entry 3 say?")
-OTHER = prompt("You are quite another assistant, and today is Monday.", "Why?")
-GREEDY = Sampling(max_tokens=12, ignore_eos=True)
-
-
-@functools.cache
-def tiny() -> tuple[Any, Any, str]:
-    """A model, its tokenizer and its fingerprint."""
-    model, tokenizer = models.build("qwen3", num_hidden_layers=LAYERS), models.toy_tokenizer()
-    with Engine(model, tokenizer, store=None) as running:
-        assert running.fingerprint is not None
-        return model, tokenizer, running.fingerprint.whole
-
-
-@contextmanager
-def engine(reuse: Reuse = "approximate", **given: Any) -> Iterator[Engine]:
-    model, tokenizer, fingerprint = tiny()
-    with Engine(model, tokenizer, store=None, reuse=reuse, calibration=calibration(fingerprint=fingerprint, **given)) as running:
-        yield running
 
 
 def test_a_repeated_document_is_attached_and_the_account_adds_up() -> None:
@@ -391,7 +360,7 @@ def test_computing_everything_again_is_exact_and_less_comes_nearer() -> None:
 
 
 def test_without_a_calibration_approximate_reuse_says_what_to_run(tmp_path: Path) -> None:
-    model, tokenizer, fingerprint = tiny()
+    model, tokenizer, fingerprint = tiny_model()
     with pytest.raises(CalibrationError, match="agentcache calibrate --model .* --dtype float32 --out CALIBRATION"):
         Engine(model, tokenizer, store=None, reuse="approximate")
     with pytest.raises(CalibrationError, match=f"agentcache calibrate --model .* --dtype float32 --store {tmp_path} "):
@@ -495,7 +464,7 @@ def test_pages_count_their_boundaries() -> None:
 def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a model this small is computed faster than it is read
     monkeypatch.setattr("agentcache.approximate.segment_prefetch.too_slow", lambda *given: "")
-    model, tokenizer, fingerprint = tiny()
+    model, tokenizer, fingerprint = tiny_model()
     known = calibration(fingerprint=fingerprint)
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=known) as first:
         first.generate(FIRST, sampling=GREEDY)
@@ -518,7 +487,7 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("stored", ["int8", "int4"])
 def test_pages_stored_with_fewer_bits_are_a_source_where_the_calibration_measured_them(stored: Precision, tmp_path: Path) -> None:
-    model, tokenizer, fingerprint = tiny()
+    model, tokenizer, fingerprint = tiny_model()
     known = calibration(fingerprint=fingerprint)
     options = StoreOptions(tmp_path, precision=stored)
 
@@ -547,7 +516,7 @@ def test_pages_stored_with_fewer_bits_are_a_source_where_the_calibration_measure
 def test_one_requests_own_calibration_says_nothing_of_the_next() -> None:
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
-        wider = calibration(fingerprint=tiny()[2], steps=((40, LAYERS),), least=64)
+        wider = calibration(fingerprint=tiny_model()[2], steps=((40, LAYERS),), least=64)
         assert running.generate(OTHER, sampling=GREEDY, reuse=wider).receipt.segments[0].halo_tokens == 40
         [segment] = running.generate(prompt("A third one.", "Where?"), sampling=GREEDY).receipt.segments
         assert segment.halo_tokens == 8

@@ -18,8 +18,8 @@ from agentcache.errors import ConfigError, StoreError
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.types import StoreOptions
 from benchmarks import plots
+from tests.bench.tiny_shape import TINY_SHAPE
 
-TINY = {**shapes.SHAPES["small"][1], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 2048}
 ROW_KEYS = (
     "tools prompt_tokens tail_tokens stock_ttft_ms static_ttft_ms recipe_ttft_ms kept_ttft_ms off_ttft_ms hit_ttft_ms floor_ms "
     "disk_cold_ttft_ms disk_warm_ttft_ms read_cold_ms read_warm_ms "
@@ -30,7 +30,7 @@ ROW_KEYS = (
 @pytest.fixture(autouse=True)
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--shape small` becomes tinier, and its tokenizer learns less."""
-    monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", TINY))
+    monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", TINY_SHAPE))
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_latency_ends_in_one_json_line_with_every_figure(tmp_path: Path) -> None
 
 
 def test_a_prompt_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", {**TINY, "max_position_embeddings": 600}))
+    monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", {**TINY_SHAPE, "max_position_embeddings": 600}))
     said, _ = run("latency", "--tools", "1,20", "--repeats", "1", "--decode", "1", "--tail", "40", "--no-second-process")
     assert said["too_long"] == [20]
     assert [row["tools"] for row in said["rows"]] == [1]

@@ -20,6 +20,7 @@ from agentcache.errors import ConfigError, GenerationError
 from examples.embedded import checkpoints
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
+from tests.bench.answering import empty_answer, right_answer
 
 CELL = quality.Options(tools=(8,), splits=("unseen tools",), count=30, episodes=6)
 
@@ -30,15 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tokenizers.train(vocab=700, count=12)
     checkpoints.export(made, models.build(len(tokenizer), layers=2, hidden=64, mlp=64), tokenizer)
     return made
-
-
-def knows(case: Case) -> Said:
-    """What a perfect model says."""
-    return Said(case.right.name, case.right.arguments) if case.right else Said(None, {}, case.says or "I have no tool for that.")
-
-
-def silent(case: Case) -> Said:
-    return Said(None, {}, "")
 
 
 def asked(ask: Callable[[Case], Said], monkeypatch: pytest.MonkeyPatch, options: quality.Options = CELL) -> dict[str, Any]:
@@ -129,7 +121,7 @@ def test_an_interval_holds_its_figure_and_clusters_widen_it() -> None:
 
 
 def test_a_perfect_model_gets_it_all_and_a_silent_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = asked(knows, monkeypatch)
+    found = asked(right_answer, monkeypatch)
     (row,) = found["rows"]
     assert (row["split"], row["tools"], row["n"]) == ("unseen tools", 8, 30)
     assert [row[name] for name in ("tsa", "pf1", "em", "fpr", "fnr")] == [1, 1, 1, 0, 0]
@@ -138,7 +130,7 @@ def test_a_perfect_model_gets_it_all_and_a_silent_one_nothing(monkeypatch: pytes
     assert {one["style"] for one in found["episodes"]} == {"hermes", "langchain", "llamaindex"}
     assert {part["share"] for part in found["shares"]} == {"independent", "context"}
     assert sum(part["n"] for part in found["shares"]) == 30
-    found = asked(silent, monkeypatch)
+    found = asked(empty_answer, monkeypatch)
     assert [found["rows"][0][name] for name in ("tsa", "pf1", "em", "fpr", "fnr")] == [0, 0, 0, 0, 1]
     assert [one["solved"] for one in found["episodes"]] == [0, 0, 0]
 
@@ -147,7 +139,7 @@ def test_one_wrong_value_spoils_the_exact_match_only(monkeypatch: pytest.MonkeyP
     spoilt = [0]
 
     def nearly(case: Case) -> Said:
-        said = knows(case)
+        said = right_answer(case)
         spoilt[0] += bool(said.arguments)
         wrong = said.arguments and spoilt[0] % 2 == 0
         return replace(said, arguments=dict.fromkeys(said.arguments, "wrong")) if wrong else said
@@ -187,7 +179,7 @@ def test_numbers_below_zero_are_other_numbers() -> None:
 
 
 def test_a_comparison_in_which_nothing_was_reused_is_none(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(quality, "asking", lambda engine, reuse=None: silent)
+    monkeypatch.setattr(quality, "asking", lambda engine, reuse=None: empty_answer)
     with Engine(str(folder), store=None) as engine, pytest.raises(GenerationError, match="nothing is compared"):
         quality._paired(engine, quality.Options(paired=2, part_tools=5), quality_cases, lambda said: None)
 

@@ -13,7 +13,7 @@ from agentcache.errors import ConfigError
 from benchmarks import strategies
 from benchmarks.strategies import STRATEGIES, interval, requests, run, sessions
 from tests import models
-from tests.bench.test_react import CHAT, TEXT, tool
+from tests.bench.recorded_episodes import CHAT, TEXT, tool
 
 HERE = Path()  # no catalog is read
 OWN = {"tools": [tool("wash"), tool("feed")], "tools_events": []}

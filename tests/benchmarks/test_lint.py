@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from agentcache.traces import Episode, episode
 from benchmarks.lint import app
 from benchmarks.lint_faults import FAULTS, append_only, injected, requests, scored
-from tests.lint.test_lint import SYSTEM, TOOLS, conversation
+from tests.lint.requests import SYSTEM, TOOLS, conversation
 
 
 def recorded(name: str, steps: int = 6) -> dict[str, object]:

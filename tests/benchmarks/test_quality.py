@@ -23,7 +23,7 @@ from examples.embedded import checkpoints
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 from examples.embedded.world.asking import Turn
-from tests.bench.test_quality import knows, silent
+from tests.bench.answering import empty_answer, right_answer
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_a_clock_is_told_at_each_step_and_what_it_loses_is_counted(monkeypatch: 
     assert len(set(told)) > 3
 
     def ask(case: Case) -> Said:
-        return silent(case) if case.volatile[:1] and case.volatile[0].role == "user" else knows(case)
+        return empty_answer(case) if case.volatile[:1] and case.volatile[0].role == "user" else right_answer(case)
 
     monkeypatch.setattr(quality, "asking", lambda engine: ask)
     found = quality.more(None, quality.Parts(clock=4, styles=("hermes",)), drawn.Drawn(), lambda text: None)  # type: ignore[arg-type]

@@ -16,13 +16,13 @@ from agentcache.bench import shapes
 from agentcache.engine import Engine
 from agentcache.types import StoreOptions
 from benchmarks import drift, llama_cpp, plots, process_figures, steps, steps_parts, store
-from tests.bench.test_bench import TINY
+from tests.bench.tiny_shape import TINY_SHAPE
 
 
 @pytest.fixture(autouse=True)
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--shape small` becomes tinier, and its tokenizer learns less."""
-    monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", TINY))
+    monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", TINY_SHAPE))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from agentcache import cli
 from agentcache.layout.declared import read_rules
 from tests.checkout import ROOT
-from tests.lint.test_lint import SYSTEM, conversation, with_system
+from tests.lint.requests import SYSTEM, conversation, with_system_line
 
 NASTY = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b]0;title\x07\u202e"
 
@@ -31,7 +31,7 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 @pytest.fixture
 def clocked(tmp_path: Path) -> Path:
     """A log whose system text tells the time, to the second, behind a name that no page may obey."""
-    bodies = with_system(conversation(2), [f"The current time is 2031-03-14 09:2{number}:53 UTC {NASTY}." for number in range(3)])
+    bodies = with_system_line(conversation(2), [f"The current time is 2031-03-14 09:2{number}:53 UTC {NASTY}." for number in range(3)])
     return written(tmp_path / "clocked.jsonl", bodies)
 
 
@@ -128,7 +128,7 @@ def test_suggested_layout_is_what_the_engine_reads(clocked: Path, tmp_path: Path
     path = tmp_path / "layout.toml"
     run(clocked, "--suggest-layout", path)
     assert len(read_rules(path)) == 1  # and is a file that can be read, whatever the trace says
-    bodies = with_system(conversation(2), [f"Be brief. The current time is 2031-03-14 09:2{n}:53 UTC. Be kind." for n in range(3)])
+    bodies = with_system_line(conversation(2), [f"Be brief. The current time is 2031-03-14 09:2{n}:53 UTC. Be kind." for n in range(3)])
     run(written(tmp_path / "log.jsonl", bodies), "--suggest-layout", path)
     (rule,) = read_rules(path)
     assert rule.label == "clock"
@@ -143,7 +143,7 @@ def test_suggested_layout_is_what_the_engine_reads(clocked: Path, tmp_path: Path
 
 
 def test_counters_and_changed_lines_are_suggested_too(tmp_path: Path) -> None:
-    bodies = with_system(conversation(2), [f"Step {number} of 9\nWeather: {'fog' * number}!" for number in range(1, 4)])
+    bodies = with_system_line(conversation(2), [f"Step {number} of 9\nWeather: {'fog' * number}!" for number in range(1, 4)])
     run(written(tmp_path / "log.jsonl", bodies), "--suggest-layout", tmp_path / "layout.toml")
     rules = read_rules(tmp_path / "layout.toml")
     assert any(rule.pattern.search("Step 17 of 9") for rule in rules)

@@ -11,7 +11,7 @@ from agentcache.errors import ConfigError, MessageError, TemplateError, ToolSche
 from agentcache.layout import Renderer, rendering, template
 from agentcache.types import Message, Tool, ToolCall
 from tests.chat_templates import tokenizer
-from tests.layout.test_renderer import fresh
+from tests.layout.renderers import renderer_of
 
 
 def deep(levels: int) -> Any:
@@ -42,7 +42,7 @@ ODD = {
 @pytest.mark.parametrize("how", ["canonical", "stock"])
 @pytest.mark.parametrize(("odd", "words"), ODD.values(), ids=ODD)
 def test_values_that_are_no_json(odd: Any, words: str, how: Any) -> None:
-    renderer, fine = fresh(), Tool("fine")
+    renderer, fine = renderer_of(), Tool("fine")
     bad = Tool("search", "", {"type": "object", "properties": {"x": {"default": odd}}})
     with pytest.raises(ToolSchemaError, match=words) as found:
         renderer.render([Message("user", "Go")], [fine, bad], rendering=how)
@@ -58,7 +58,7 @@ def test_values_that_are_no_json(odd: Any, words: str, how: Any) -> None:
 
 @pytest.mark.parametrize("odd", [value for value, _ in ODD.values()], ids=ODD)
 def test_odd_values_in_any_place_are_refused_by_type(odd: Any) -> None:
-    renderer = fresh()
+    renderer = renderer_of()
     user, call = Message("user", "Go"), {"id": "a", "function": {"name": "f", "arguments": {}}}
     for messages in (
         [{"role": odd, "content": "x"}],
@@ -82,22 +82,22 @@ def test_odd_values_in_any_place_are_refused_by_type(odd: Any) -> None:
 def test_keys_that_json_writes_as_strings_are_strings() -> None:
     named = {"type": "object", "properties": {"x": {"default": {1: "a", "b": 2, None: 3}}}}
     plain = {"type": "object", "properties": {"x": {"default": {"1": "a", "b": 2, "null": 3}}}}
-    one, two = (fresh().render([Message("user", "Go")], [Tool("f", "", schema)]) for schema in (named, plain))
+    one, two = (renderer_of().render([Message("user", "Go")], [Tool("f", "", schema)]) for schema in (named, plain))
     assert one.ids == two.ids
 
 
 @pytest.mark.parametrize("odd", [[], None, 5, b"x", {"a"}])
 def test_namespaces_are_strings(odd: Any) -> None:
     with pytest.raises(ConfigError, match="namespace="):
-        fresh().render([Message("user", "Go")], namespace=odd)
+        renderer_of().render([Message("user", "Go")], namespace=odd)
     with pytest.raises(ConfigError, match="namespace="):
-        fresh().render("Go", namespace=odd)
+        renderer_of().render("Go", namespace=odd)
 
 
 @pytest.mark.parametrize("odd", [5, {1: 2, "a": 3}, {"a": endless()}, {"a": 10**5000}])
 def test_arguments_of_the_template(odd: Any) -> None:
     with pytest.raises(ConfigError, match="template_kwargs="):
-        fresh().render([Message("user", "Go")], template_kwargs=odd)
+        renderer_of().render([Message("user", "Go")], template_kwargs=odd)
 
 
 # --- templates -----------------------------------------------------------------------------------------------------------
@@ -107,20 +107,20 @@ LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% set c = a * b 
 
 def test_a_template_that_renders_nothing() -> None:
     with pytest.raises(TemplateError, match="made '' of 1 messages"):
-        fresh("{% if false %}x{% endif %}").render([Message("user", "Go")])
+        renderer_of("{% if false %}x{% endif %}").render([Message("user", "Go")])
 
 
 def test_a_template_that_multiplies_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "MOST_CHARS", 10_000)
     with pytest.raises(TemplateError, match="made 20000 characters of 1 messages"):
-        fresh("{{ messages[0].content * 10000 }}").render([Message("user", "Go")])
+        renderer_of("{{ messages[0].content * 10000 }}").render([Message("user", "Go")])
     with pytest.raises(TemplateError, match="MemoryError|OverflowError"):
-        fresh("{{ messages[0].content * 10 ** 18 }}").render([Message("user", "Go")])
+        renderer_of("{{ messages[0].content * 10 ** 18 }}").render([Message("user", "Go")])
 
 
 def test_a_template_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "LIMIT_S", 0.2)
-    for made in (fresh(LOOPS), Renderer(tokenizer("byte_bpe"), chat_template=LOOPS + "{{ messages[0].content }}")):
+    for made in (renderer_of(LOOPS), Renderer(tokenizer("byte_bpe"), chat_template=LOOPS + "{{ messages[0].content }}")):
         with pytest.raises(TemplateError, match=r"not done after 0\.2 s"):
             made.render([Message("user", "Go")])
     for left in [thread for thread in threading.enumerate() if thread.name == "agentcache-template"]:

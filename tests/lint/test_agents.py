@@ -11,7 +11,7 @@ import pytest
 from agentcache.lint import Cause, Options, Report, lint
 from agentcache.lint.tracks import Tracks
 from agentcache.lint.values import Request, Said
-from tests.lint.test_lint import SYSTEM, TOOLS, conversation, tool, with_system
+from tests.lint.requests import SYSTEM, TOOLS, conversation, tool, with_system_line
 
 PLANNER = [*TOOLS, *(tool(f"plan_{name}") for name in "abcde")]
 
@@ -160,7 +160,7 @@ def test_sampled_prompts_that_say_much_the_same_are_not_chained_either() -> None
 
 
 def test_a_clock_in_a_replaced_history_is_still_one_conversation() -> None:
-    bodies = with_system(conversation(5), [f"It is 09:{number}7:53." for number in range(6)])
+    bodies = with_system_line(conversation(5), [f"It is 09:{number}7:53." for number in range(6)])
     for body in bodies[2:]:
         del body["messages"][1:-2]
     found = lint(bodies)

@@ -13,7 +13,7 @@ import pytest
 from agentcache.lint import Cause, lint, texts
 from agentcache.lint.texts import PAIRS, Aligner, causes, pieces
 from agentcache.lint.volatile import values
-from tests.lint.test_lint import conversation, only, report, with_system
+from tests.lint.requests import conversation, only_finding, report, with_system_line
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from tests.lint.test_lint import conversation, only, report, with_system
     ],
 )
 def test_forms_of_values(was: str, now: str, cause: Cause) -> None:
-    assert only(with_system(conversation(1), [was, now])).cause is cause
+    assert only_finding(with_system_line(conversation(1), [was, now])).cause is cause
 
 
 def test_a_number_in_a_message_needs_a_word_that_says_what_it_is() -> None:
@@ -48,7 +48,7 @@ def test_a_number_in_a_message_needs_a_word_that_says_what_it_is() -> None:
 def test_arguments_printed_by_python_or_dumped_twice(text: str) -> None:
     bodies = conversation(2)[1:]
     bodies[1]["messages"][2]["tool_calls"][0]["function"]["arguments"] = text
-    assert only(bodies).cause is Cause.ARGUMENTS
+    assert only_finding(bodies).cause is Cause.ARGUMENTS
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_arguments_printed_by_python_or_dumped_twice(text: str) -> None:
 def test_reasoning_in_the_fields_of_other_providers(kept: dict[str, Any]) -> None:
     bodies = conversation(2)[1:]
     bodies[0]["messages"][2] |= kept
-    assert only(bodies).cause is Cause.REASONING
+    assert only_finding(bodies).cause is Cause.REASONING
 
 
 def for_one_request(bodies: list[dict[str, Any]], place: int, said: str) -> list[dict[str, Any]]:
@@ -113,15 +113,15 @@ def test_text_in_front_of_the_history_that_leaves_nothing_of_it() -> None:
     bodies = conversation(3)[2:]
     bodies[1]["messages"][1:-2] = [{"role": "user", "content": "The Petrel needs a berth; two piers are taken."}]
     bodies[0]["messages"][2:] = bodies[0]["messages"][2:4]
-    assert only(bodies).cause is Cause.SUMMARY
+    assert only_finding(bodies).cause is Cause.SUMMARY
 
 
 def test_a_window_that_cuts_a_raw_prompt_inside_a_line() -> None:
     long = "Thought: the first pier is taken, and so is the second one, so look at the third and the fourth as well."
     was = f"Rules.\nQ: a\n{long}\nAct: look\nSeen: two boats\nThought: go on\n"
     now = f"Rules.\nQ: a\n{long[40:]}\nAct: look\nSeen: two boats\nThought: go on\nAct: end\n"
-    assert only([{"prompt": was}, {"prompt": now}]).cause is Cause.TRUNCATED
-    assert only([{"prompt": was}, {"prompt": f"The user is in a hurry.\n{was}Act: end\n"}]).cause is Cause.STATE
+    assert only_finding([{"prompt": was}, {"prompt": now}]).cause is Cause.TRUNCATED
+    assert only_finding([{"prompt": was}, {"prompt": f"The user is in a hurry.\n{was}Act: end\n"}]).cause is Cause.STATE
 
 
 def test_a_window_without_ids_is_found_by_its_last_message() -> None:

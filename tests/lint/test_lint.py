@@ -8,55 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentcache.lint import Cause, Finding, Options, Report, lint
+from agentcache.lint import Cause, Options, lint
 from agentcache.lint.values import Said
 from agentcache.lint.volatile import hidden, pattern, spots, values
-
-SYSTEM = "You keep the ledger of a small harbour.\nAnswer in one sentence.\nNever promise a berth."
-
-
-def tool(name: str, **properties: str) -> dict[str, Any]:
-    fields = {key: {"type": kind} for key, kind in (properties or {"berth": "string"}).items()}
-    described = {"name": name, "description": f"Does {name}.", "parameters": {"type": "object", "properties": fields}}
-    return {"type": "function", "function": described}
-
-
-TOOLS = [tool("find_berth"), tool("list_ships", day="string", size="integer"), tool("close_gate")]
-
-
-def conversation(steps: int = 3) -> list[dict[str, Any]]:
-    """Requests of an agent that calls one tool per step, each going on from the one before."""
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": "Is there room for the Petrel on Friday?"},
-    ]
-    out = [{"messages": list(messages), "tools": TOOLS}]
-    for step in range(steps):
-        call = {
-            "id": f"call_{step}",
-            "type": "function",
-            "function": {"name": "list_ships", "arguments": f'{{"day": "friday", "size": {step}}}'},
-        }
-        messages += [
-            {"role": "assistant", "content": f"Let me look at pier {'abcdefgh'[step]}.", "tool_calls": [call]},
-            {
-                "role": "tool",
-                "tool_call_id": f"call_{step}",
-                "content": f"pier {'abcdefgh'[step]}: three boats, one of them with a broken mast",
-            },
-        ]
-        out.append({"messages": list(messages), "tools": TOOLS})
-    return [copy.deepcopy(body) for body in out]  # each with messages of its own
-
-
-def report(bodies: list[dict[str, Any]], **options: Any) -> Report:
-    return lint([{"conversation_id": "one", **body} for body in bodies], Options(**options))
-
-
-def only(bodies: list[dict[str, Any]], **options: Any) -> Finding:
-    found = report(bodies, **options).findings
-    assert len(found) == 1, [(finding.cause, finding.writer) for finding in found]
-    return found[0]
+from tests.lint.requests import SYSTEM, TOOLS, conversation, only_finding, report, tool, with_system_line
 
 
 def test_a_history_that_only_grows_has_no_findings() -> None:
@@ -66,12 +21,6 @@ def test_a_history_that_only_grows_has_no_findings() -> None:
     totals = found.totals()
     assert totals["later_requests"] == totals["clean_requests"] == 6
     assert totals["reused_share"] == totals["possible_share"] < 1
-
-
-def with_system(bodies: list[dict[str, Any]], lines: list[str]) -> list[dict[str, Any]]:
-    for body, line in zip(bodies, lines):
-        body["messages"][0]["content"] = SYSTEM.replace("\n", f"\n{line}\n", 1)
-    return bodies
 
 
 @pytest.mark.parametrize(
@@ -95,14 +44,14 @@ def with_system(bodies: list[dict[str, Any]], lines: list[str]) -> list[dict[str
     ],
 )
 def test_what_changed_in_the_system_text_is_named(was: str, now: str, cause: Cause) -> None:
-    found = only(with_system(conversation(1), [was, now]))
+    found = only_finding(with_system_line(conversation(1), [was, now]))
     assert (found.cause, found.writer) == (cause, "system")
     assert "system" in found.fix
 
 
 def test_position_context_and_cost() -> None:
-    bodies = with_system(conversation(1), ["It is 09:26:53 now.", "It is 09:27:10 now."])
-    found = only(bodies)
+    bodies = with_system_line(conversation(1), ["It is 09:26:53 now.", "It is 09:27:10 now."])
+    found = only_finding(bodies)
     assert found.request == 2
     assert found.previous == 1
     text = f"<system>\n{bodies[1]['messages'][0]['content']}\n"
@@ -123,12 +72,12 @@ def test_position_context_and_cost() -> None:
 def test_tools_in_another_order_and_with_another_order_of_keys() -> None:
     bodies = conversation(1)
     bodies[1]["tools"] = [TOOLS[1], TOOLS[0], TOOLS[2]]
-    found = only(bodies)
+    found = only_finding(bodies)
     assert (found.cause, found.writer) == (Cause.ORDER, "tool 0 'list_ships'")
     assert "sort" in found.fix
     bodies = conversation(1)
     bodies[1]["tools"][1]["function"] = dict(reversed(list(TOOLS[1]["function"].items())))
-    found = only(bodies)
+    found = only_finding(bodies)
     assert (found.cause, found.writer) == (Cause.ORDER, "tool 1 'list_ships'")
     assert "keys" in found.detail
 
@@ -147,14 +96,14 @@ def test_another_set_of_tools(change: str) -> None:
         tools.clear()
     else:
         tools[1]["function"]["description"] = "Lists what lies at the piers."
-    assert only(bodies).cause is Cause.TOOL_SET
+    assert only_finding(bodies).cause is Cause.TOOL_SET
 
 
 def test_an_address_in_a_schema_is_an_id() -> None:
     bodies = conversation(1)
     for body, address in zip(bodies, ("0x7f3a10c2b4d0", "0x7f91c02b1a30")):
         body["tools"][1]["function"]["description"] = f"list_ships(cfg=<Cfg object at {address}>)"
-    assert (only(bodies).cause, only(bodies).writer) == (Cause.ID, "tool 1 'list_ships'")
+    assert (only_finding(bodies).cause, only_finding(bodies).writer) == (Cause.ID, "tool 1 'list_ships'")
 
 
 def _call(body: dict[str, Any], at: int) -> dict[str, Any]:
@@ -165,7 +114,7 @@ def test_arguments_written_differently() -> None:
     for text in ('{"day":"friday","size":0}', '{"size": 0, "day": "friday"}', '{\n  "day": "friday",\n  "size": 0\n}'):
         bodies = conversation(2)[1:]
         _call(bodies[1], 2)["function"]["arguments"] = text
-        found = only(bodies)
+        found = only_finding(bodies)
         assert (found.cause, found.writer) == (Cause.ARGUMENTS, "message 2 (assistant)")
 
 
@@ -179,13 +128,13 @@ def test_reasoning_that_is_gone(form: str) -> None:
         spoken["content"] = f"<think>\nLook at the piers.\n</think>\n\n{spoken['content']}"
     else:
         bodies[1]["messages"][2]["content"] = None
-    assert only(bodies).cause is Cause.REASONING
+    assert only_finding(bodies).cause is Cause.REASONING
 
 
 def test_ids_of_calls_made_anew() -> None:
     bodies = conversation(2)[1:]
     _call(bodies[1], 2)["id"] = bodies[1]["messages"][3]["tool_call_id"] = "call_zzz999"
-    assert only(bodies).cause is Cause.ID
+    assert only_finding(bodies).cause is Cause.ID
 
 
 def test_results_in_another_order() -> None:
@@ -194,7 +143,7 @@ def test_results_in_another_order() -> None:
     results = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"berth {'ab'[n]} is {'free' if n else 'taken'}"} for n in range(2)]
     for body, order in zip(bodies, (results, results[::-1])):
         body["messages"][2:4] = [{"role": "assistant", "content": "", "tool_calls": calls}, *order]
-    found = only(bodies)
+    found = only_finding(bodies)
     assert found.cause is Cause.ORDER
     assert "calls" in found.fix
 
@@ -202,7 +151,7 @@ def test_results_in_another_order() -> None:
 def test_an_old_result_that_is_elided() -> None:
     bodies = conversation(3)[2:]
     bodies[1]["messages"][3]["content"] = "[cleared]"
-    found = only(bodies)
+    found = only_finding(bodies)
     assert (found.cause, found.writer) == (Cause.EDITED, "message 3 (tool)")
     kept = sum(len(message["content"]) for message in bodies[0]["messages"][4:])
     assert found.cost_tokens > kept / 4  # what stood behind the elided message
@@ -221,7 +170,7 @@ def test_a_message_put_in_and_taken_out_again() -> None:
 def test_a_message_for_one_request_at_the_tail() -> None:
     bodies = conversation(2)[1:]
     bodies[0]["messages"].append({"role": "user", "content": "Reminder: be brief."})
-    found = only(bodies)
+    found = only_finding(bodies)
     assert found.cause is Cause.EDITED
     assert "not kept" in found.detail
 
@@ -243,18 +192,18 @@ def test_a_window_over_the_newest_messages() -> None:
 
 
 def test_the_first_difference_wins_and_the_others_are_told() -> None:
-    bodies = with_system(conversation(2), ["It is 09:26:53.", "It is 09:26:53.", "It is 09:27:10."])[1:]
+    bodies = with_system_line(conversation(2), ["It is 09:26:53.", "It is 09:26:53.", "It is 09:27:10."])[1:]
     bodies[1]["messages"][3]["content"] = "[cleared]"
-    found = only(bodies)
+    found = only_finding(bodies)
     assert found.cause is Cause.CLOCK
     assert found.also == (Cause.EDITED,)
 
 
 def test_tools_first_decides_what_differs_first() -> None:
-    bodies = with_system(conversation(1), ["It is 09:26:53.", "It is 09:27:10."])
+    bodies = with_system_line(conversation(1), ["It is 09:26:53.", "It is 09:27:10."])
     bodies[1]["tools"].reverse()
-    assert only(bodies).cause is Cause.CLOCK
-    assert only(bodies, tools_first=True).cause is Cause.ORDER
+    assert only_finding(bodies).cause is Cause.CLOCK
+    assert only_finding(bodies, tools_first=True).cause is Cause.ORDER
 
 
 def test_a_shorter_or_equal_request_is_no_finding() -> None:
@@ -271,7 +220,7 @@ def test_a_shorter_or_equal_request_is_no_finding() -> None:
     ],
 )
 def test_raw_prompts(was: str, now: str, cause: Cause) -> None:
-    assert only([{"prompt": was}, {"prompt": now}]).cause is cause
+    assert only_finding([{"prompt": was}, {"prompt": now}]).cause is cause
 
 
 def test_raw_prompts_that_grow_are_clean() -> None:
@@ -315,7 +264,7 @@ def test_across_conversations() -> None:
 
 
 def test_hazards_are_told_apart_from_findings() -> None:
-    bodies = with_system(conversation(2), ["The current time is 2031-03-14 09:26:53."] * 3)
+    bodies = with_system_line(conversation(2), ["The current time is 2031-03-14 09:26:53."] * 3)
     found = report(bodies)
     assert found.findings == []
     (hazard, requests, different), *rest = found.hazards

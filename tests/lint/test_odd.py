@@ -16,10 +16,10 @@ from agentcache.lint import Options, Report, lint, streamed
 from agentcache.lint.templated import Loaded
 from tests import chat_templates as templates
 from tests.checkout import ROOT
-from tests.lint.test_lint import SYSTEM, TOOLS, conversation, tool, with_system
+from tests.lint.requests import SYSTEM, TOOLS, conversation, tool, with_system_line
 from tests.models import toy_tokenizer
 
-CLOCKED = [{"conversation_id": "a", **body} for body in with_system(conversation(1), ["It is 09:26.", "It is 09:27."])]
+CLOCKED = [{"conversation_id": "a", **body} for body in with_system_line(conversation(1), ["It is 09:26.", "It is 09:27."])]
 
 
 def between(odd: Any, **options: Any) -> Report:

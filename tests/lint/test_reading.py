@@ -16,7 +16,7 @@ from agentcache.errors import ConfigError
 from agentcache.lint import Cause, Options, Report, lint
 from agentcache.lint.tracks import Tracks
 from agentcache.lint.values import Request, Said
-from tests.lint.test_lint import SYSTEM, TOOLS, conversation, with_system
+from tests.lint.requests import SYSTEM, TOOLS, conversation, with_system_line
 
 CHAT = [{"conversation_id": "a", **body} for body in conversation(2)]
 
@@ -28,7 +28,7 @@ def lines(folder: Path, values: list[Any]) -> Path:
 
 
 def clocked() -> list[dict[str, Any]]:
-    return with_system(conversation(2), [f"It is 09:{number}7:53." for number in range(3)])
+    return with_system_line(conversation(2), [f"It is 09:{number}7:53." for number in range(3)])
 
 
 def causes(found: Report) -> list[str]:

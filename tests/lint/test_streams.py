@@ -11,9 +11,9 @@ import pytest
 
 from agentcache.lint import Report, lint
 from agentcache.lint import streamed as stream
-from tests.lint.test_lint import conversation, with_system
+from tests.lint.requests import conversation, with_system_line
 
-BODIES = with_system(conversation(3), [f"It is 09:{number}7:53." for number in range(4)])
+BODIES = with_system_line(conversation(3), [f"It is 09:{number}7:53." for number in range(4)])
 LISTS = [body["messages"] for body in BODIES]
 
 

@@ -14,7 +14,7 @@ from agentcache.lint import Cause, Options, Report, lint
 from agentcache.lint.templated import Loaded, Templated
 from agentcache.lint.templates import Bare, Probe, probe, template_of
 from tests import chat_templates as templates
-from tests.lint.test_lint import conversation, with_system
+from tests.lint.requests import conversation, with_system_line
 from tests.models import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -39,7 +39,7 @@ def test_a_template_that_keeps_the_prefix_is_clean() -> None:
 
 
 def test_positions_are_those_of_the_rendered_ids() -> None:
-    bodies = with_system(conversation(1), ["It is 09:26:53.", "It is 09:27:10."])
+    bodies = with_system_line(conversation(1), ["It is 09:26:53.", "It is 09:27:10."])
     (finding,) = linted(bodies).findings
     texts = [
         TOKENIZER.apply_chat_template(
@@ -91,7 +91,7 @@ def test_white_space_of_arguments_does_not_reach_the_ids() -> None:
 
 
 def test_what_a_template_refuses_is_compared_in_characters() -> None:
-    bodies = with_system(conversation(1), ["It is 09:26:53.", "It is 09:27:10."])
+    bodies = with_system_line(conversation(1), ["It is 09:26:53.", "It is 09:27:10."])
     for body in bodies:
         body["messages"].append({"role": "tool", "tool_call_id": "nobody", "content": "lost"})
     found = linted(bodies)
@@ -101,7 +101,7 @@ def test_what_a_template_refuses_is_compared_in_characters() -> None:
 
 
 def test_ids_do_not_depend_on_what_was_tokenised_before() -> None:
-    bodies = with_system(conversation(3), [f"It is 09:2{number}:53." for number in range(4)])
+    bodies = with_system_line(conversation(3), [f"It is 09:2{number}:53." for number in range(4)])
     made: list[Any] = []
     lint([{"conversation_id": "a", **body} for body in bodies], Options(tokenizer=Loaded(TOKENIZER, templates.CHATML)))
     from agentcache.lint.shapes import Shaper

@@ -16,7 +16,7 @@ from agentcache.lint.behind import LEAST, resumed
 from agentcache.lint.templated import Loaded
 from tests import chat_templates
 from tests.checkout import ROOT
-from tests.lint.test_lint import TOOLS
+from tests.lint.requests import TOOLS
 
 
 @cache

@@ -17,9 +17,8 @@ from torch.nn import functional
 from agentcache.model.fingerprint import Fingerprint
 from agentcache.types import Reason
 from tests import models
-from tests.changes import adapted
+from tests.changes import FAMILIES, adapted
 from tests.engines import chat, decode, engine
-from tests.test_changes import FAMILIES
 
 SHORT = chat("The wind turns to the north. What did the keeper write down?")
 SOURCE = """
