@@ -18,7 +18,7 @@ import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
 from .kernels import attention_bf16, attention_few
-from .kernels.dispatch import few_attended
+from .kernels.dispatch import attention_blocks
 from .kernels.scratch import scratch
 from .numerics import LEAST_WEIGHT, Numerics
 
@@ -99,7 +99,7 @@ def _block(batch: Batch, kind: str, page: Page, layer: int, heads: slice) -> tor
 
 def _few(batch: Batch, rows: int, page: Page, layer: int) -> tuple[int, int] | None:
     """How compiled products of so few rows accumulate here, if they can take them. They compute each row by itself: none is padded."""
-    return few_attended(rows, page.layer_keys[layer], page.layer_values[layer]) if batch.numerics.widen else None
+    return attention_blocks(rows, page.layer_keys[layer], page.layer_values[layer]) if batch.numerics.widen else None
 
 
 def _tile(

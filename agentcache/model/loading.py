@@ -12,7 +12,7 @@ from transformers.utils import is_accelerate_available
 
 from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
-from .kernels import linear_few
+from .kernels import dispatch
 
 
 class Loading(TypedDict, total=False):
@@ -74,7 +74,7 @@ def load(
             options["quantization_config"] = _quantization(model, dtype, bits, hub)
         with ThreadPoolExecutor(1, "agentcache-compiler") as compiler:
             if device in (None, "cpu") and dtype not in ("float32", torch.float32):
-                compiler.submit(linear_few.compile_products)
+                compiler.submit(dispatch.compile_products)
             loaded = AutoModelForCausalLM.from_pretrained(model, **options)
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:

@@ -1,6 +1,6 @@
-"""In which order the libraries' products add up, found out by trying: compiled products in the same order have the same bits.
+"""Orders in which the libraries' products add up, found by trying: compiled products in the same order have the same bits.
 
-None where no order has the library's bits: then it computes itself. Knows nothing of models.
+None where no order has the library's bits: then the library computes. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pattern(rows: int, columns: int, dtype: torch.dtype, device: torch.device, s
 
 @functools.cache
 def _numbers(dtype: torch.dtype) -> torch.Tensor:
-    """What `pattern` draws from: of g in [0, 2 · prime), ((g² + g) mod prime) · 2 / prime - 1."""
+    """The numbers that `pattern` draws from: of g in [0, 2 · prime), ((g² + g) mod prime) · 2 / prime - 1."""
     at = torch.arange(2 * _PRIME)
     return ((at * at + at) % _PRIME).double().div_(_PRIME / 2).sub_(1).to(dtype)
 
@@ -44,7 +44,7 @@ def _likely(ins: int) -> list[int]:
 
 @functools.cache
 def chain_block(ins: int, threads: int) -> int | None:
-    """After how many inputs the fp32 product adds up what it has, if it is otherwise a plain chain of fused multiply-adds."""
+    """The number of inputs after which the fp32 product adds up its chain, if that is a plain chain of fused multiply-adds."""
     x, weight = pattern(CHAIN_ROWS, ins, torch.bfloat16, _CPU, 3), pattern(COLUMNS, ins, torch.bfloat16, _CPU, 5)
     expected = product_of_library(x.float(), weight.float(), None)
     few = product_of_library(x.float(), weight[:64].float(), None)
@@ -75,7 +75,7 @@ def pair_block(outs: int, ins: int, threads: int) -> int | None:
 
 @functools.cache
 def attention_order(dim: int, threads: int) -> tuple[int, int] | None:
-    """The same for attention: after how many channels the scores, and after how many keys the mixed values, add up what they have."""
+    """The same for attention: the number of channels after which scores, and of keys after which mixed values, add up their chain."""
     keys = torch.stack([pattern(dim, PAGE_TOKENS, torch.bfloat16, _CPU, 7 + h) for h in range(2)])
     values = torch.stack([pattern(PAGE_TOKENS, dim, torch.bfloat16, _CPU, 9 + h) for h in range(2)])
     queries = torch.stack([pattern(CHAIN_ROWS, dim, torch.bfloat16, _CPU, 13 + h) for h in range(2)]).float()

@@ -35,7 +35,7 @@ _WORDS = "<16 x i32>"
 
 
 def takes(dtype: torch.dtype, device: torch.device, dim: int) -> bool:
-    """Whether attention over pages of this type can run here; dim: channels of a head."""
+    """True if attention over pages of this type can run here; dim: channels of a head."""
     return dtype == torch.bfloat16 and device.type == "cpu" and dim % 16 == 0 and jit.multiplies_pairs()
 
 
@@ -79,7 +79,7 @@ def attend(
 
 
 def _tile_bytes(dim: int) -> int:
-    """Of woven keys (all channels) or values (a span of slots)."""
+    """The size of woven keys (all channels) or values (a span of slots)."""
     return 2 * 16 * WIDE[ROWS[-1]] * max(dim, SPAN)
 
 
@@ -155,7 +155,7 @@ class _Task:
         return pieces
 
     def _weave(self, rows: int, source: Value, columns: int, wide: int) -> Callable[[Value], Values]:
-        """Weaves `rows` stored rows into the thread's memory; returns what reads a pair of them. For few rows that reads what is stored."""
+        """Weaves `rows` stored rows into the thread's memory; returns a reader of a pair of them; for few rows, of the stored ones."""
 
         def stored(k: Value) -> Values:
             return self._woven(source.at("i16", k * columns), columns, wide)
@@ -175,7 +175,7 @@ class _Task:
         return lambda k: [place.load(_WORDS) for place in places(k)]
 
     def _fetch(self, tile: Value, columns: int, turn: Value, k: Value) -> None:
-        """Asks for a line of this tile, another one for each pair in each of the first turns: memory is waited for while it is computed."""
+        """Asks for a line of this tile, another one for each pair in each of the first turns: products hide the wait for memory."""
         if self.weaves:
             number = turn * (SPAN // 2) + (k >> 1)
             row = ((number >> 1) & (SPAN - 1)) * columns
@@ -256,7 +256,7 @@ class _Task:
         line.at("float", self.slots).store(sum_)
 
     def _masked(self, line: Value, whole: Value, position: Value, since: Value) -> Callable[[Value], tuple[Value, Value]]:
-        """What reads the scores of 16 slots after the `whole` first ones: the slot, and -inf for what is not seen."""
+        """Returns a reader of the scores of 16 slots after the `whole` first ones: the slot, and -inf where a slot is not seen."""
         code = self.code
 
         def words(value: Value) -> Value:

@@ -6,7 +6,7 @@ page, and accumulated in the order of the fp32 batched product that more rows ta
     scores[s, p, h, r, j] = chain over d of q[s, h, r, d] · K_sp[h, d, j]              sequences s, pages p, heads h, rows r, slots j
     out[s, h, r, c]       = 0 + chain + chain ...      each over a block of j of scores[s, p, h, r, j] · V_sp[h, j, c], pages in order
 
-Sequences of one call have equally many pages; whoever decodes many of them groups them so.
+Sequences of one call have equally many pages.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _added(code: Code, stored: Value, columns: Value | int, numbers: Sequence[Va
 
 
 def takes(rows: int, stored: torch.Tensor) -> bool:
-    """Whether products with keys or values [kv_heads, .., ..] of this type can run here."""
+    """True if products with keys or values [kv_heads, .., ..] of this type can run here."""
     found = jit.compiler() if rows <= MOST_ROWS and stored.dtype in jit.ELEMENTS else None
     return found is not None and stored.device.type == "cpu" and stored.shape[-1] % found.lanes == 0 and stored.shape[-2] % found.lanes == 0
 

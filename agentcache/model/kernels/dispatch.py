@@ -37,7 +37,7 @@ ANY = 1 << 62
 
 
 def _pairs(weight: torch.Tensor) -> int | None:
-    """In which blocks of inputs oneDNN's bf16 product adds up."""
+    """The block of inputs in which oneDNN's bf16 product adds up."""
     if weight.dtype != torch.bfloat16 or not linear_few.takes(weight) or not jit.multiplies_pairs():
         return None
     outs, ins = weight.shape
@@ -46,12 +46,12 @@ def _pairs(weight: torch.Tensor) -> int | None:
 
 
 def _chain(weight: torch.Tensor) -> int | None:
-    """In which blocks of inputs the fp32 product adds up."""
+    """The block of inputs in which the fp32 product adds up."""
     return chain_block(weight.shape[1], torch.get_num_threads()) if linear_few.takes(weight) else None
 
 
 def _head(weight: torch.Tensor) -> int | None:
-    """All inputs at once: few rows are ever asked of a large head, so it has no large product's bits to match."""
+    """All inputs at once: a large head sees few rows, so there are no bits of a larger product to match."""
     return weight.shape[1] if weight.shape[0] >= SINGLE_ROW_OUTS else None
 
 
@@ -89,7 +89,7 @@ _WAYS = {
 
 
 def _chosen(kernel: Kernel, weights: Sequence[torch.Tensor], rows: int, head: bool) -> tuple[Linear, int] | None:
-    """How so many rows are multiplied with these weights, all of one type, and in which blocks; None: by the library."""
+    """The way to multiply so many rows with these weights, all of one type, and its block; None: by the library."""
     for way in _WAYS.get((kernel, weights[0].dtype), ()):
         if rows <= way.rows and head >= way.head:
             blocks = {way.block(weight) for weight in weights}
@@ -99,7 +99,7 @@ def _chosen(kernel: Kernel, weights: Sequence[torch.Tensor], rows: int, head: bo
 
 
 def by_itself(kernel: Kernel, weight: torch.Tensor, rows: int) -> bool:
-    """Whether the product of so many rows with a model's head computes each of them by itself: none has to be padded."""
+    """True if the product of so many rows with a model's head computes each row by itself: none has to be padded."""
     chosen = _chosen(kernel, [weight], rows, True)
     return chosen is not None and chosen[0].alone
 
@@ -140,11 +140,18 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
     return run(x, weight, epsilon, cos, sin)
 
 
-def few_attended(rows: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int] | None:
-    """In which blocks attention_few.py multiplies so few rows with a page's keys and with its values, if it can take them."""
+def attention_blocks(rows: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int] | None:
+    """The blocks in which attention_few.py multiplies so few rows with a page's keys and with its values, if it can take them."""
     if not (attention_few.takes(rows, keys) and attention_few.takes(rows, values)):
         return None
     return attention_order(values.shape[-1], torch.get_num_threads())
+
+
+def compile_products() -> None:
+    """Have the products of few rows with bf16 weights ready: they depend on the processor alone, so weights may load meanwhile."""
+    if (found := jit.compiler()) is not None:
+        for rows in linear_few.ROWS:
+            found.function(linear_few.product_code, "bfloat", rows, jit.multiplies_pairs())
 
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):

@@ -77,11 +77,11 @@ class Value:
         return self._is("ge", other)
 
     def equals(self, number: int) -> Value:
-        """Whether an integer is this number."""
+        """True if an integer is this number."""
         return self.code.do("i1", f"icmp eq {self.kind} {self.name}, {number}")
 
     def to(self, kind: str, conversion: str = "bitcast") -> Value:
-        """As another type."""
+        """Converts to another type."""
         return self.code.do(kind, f"{conversion} {self.kind} {self.name} to {kind}")
 
     def at(self, kind: str, index: Value | int) -> Value:
@@ -141,7 +141,7 @@ def constant(kind: str, value: float) -> str:
 
 
 def transposed(rows: Sequence[Value]) -> Values:
-    """As many vectors of 32-bit words as they have lanes, transposed by exchanging halves, quarters, ... between pairs of them."""
+    """Transposes vectors of 32-bit words, as many as they have lanes, by exchanging halves, quarters, ... between pairs of them."""
     now, lanes = list(rows), len(rows)
     step = 1
     while step < lanes:

@@ -28,7 +28,7 @@ except ImportError:
 ELEMENTS = {torch.bfloat16: "bfloat", torch.float16: "half"}  # LLVM's names of 16-bit numbers
 ALONE = 1 << 20  # multiplications of a kernel that is done sooner than a second thread has woken up
 OLDEST_LLVM = (20,)  # older ones do not read `ptr`
-# Taken by whoever forks: LLVM's own locks would stay taken in the child if another thread compiled meanwhile.
+# A thread that forks takes it: LLVM's own locks would stay taken in the child if another thread compiled meanwhile.
 _compiling = threading.Lock()
 os.register_at_fork(before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release)
 Writer = Callable[..., None]  # of a function's body, given an empty `Code` and its sizes
@@ -49,7 +49,7 @@ class Compiler:
         self._compiled: dict[tuple[Writer, str, Sizes], int] = {}
 
     def has(self, feature: str) -> bool:
-        """Whether the processor has it, by LLVM's name."""
+        """True if the processor has it, by LLVM's name."""
         return bool(self._features.get(feature))
 
     def function(self, write: Writer, element: str, *sizes: int | bool) -> int:
@@ -104,7 +104,7 @@ def compiler() -> Compiler | None:
 
 
 def multiplies_pairs() -> bool:
-    """Whether this processor has the instruction for pairs of bf16 numbers, and no matrix units besides."""
+    """True if this processor has the instruction for pairs of bf16 numbers, and no matrix units besides."""
     found = compiler()
     return found is not None and found.has("avx512bf16") and not found.has("amx-bf16")
 
@@ -117,7 +117,7 @@ def run(write: Writer, element: str, sizes: Sizes, threads: int, *fields: int) -
 
 
 def threads_for(work: int, tasks: int, alone: int = ALONE) -> int:
-    """How many threads so much work is for; up to `alone` it is done before two have met."""
+    """The number of threads for so much work; up to `alone` it is done before two have met."""
     return min(torch.get_num_threads(), tasks) if work > alone else 1
 
 

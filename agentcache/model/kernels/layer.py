@@ -91,7 +91,10 @@ def narrow(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
 
 
 def gated(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
-    """What goes down. Fields: activated gate [rows, n], wide fp32 [rows, total] from `up` on, its bias [n], out fp32 [n, rows]."""
+    """The input of the product down.
+
+    Fields: activated gate [rows, n], wide fp32 [rows, total] from `up` on, its bias [n], out fp32 [n, rows].
+    """
     gate, wide, bias, out = code.pointers(4)
 
     @_each(code, rows, n)
@@ -118,7 +121,7 @@ def program(code: Code) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of every layer of a model."""
+    """Sizes of every layer of a model."""
 
     hidden: int
     inner: int
@@ -184,7 +187,7 @@ class Programs:
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiler.function(program, self._element))
 
     def holds(self) -> bool:
-        """Whether the weights are where they were."""
+        """True if the weights are where they were."""
         return all(jit.address(owner[name]) == address for owner, name, address in self._held)
 
     def enter(self, layer: int, activated: torch.Tensor | None = None) -> None:
@@ -274,7 +277,7 @@ class Programs:
 
 
 def _fit(layers: Any, lanes: int) -> bool:
-    """Whether these layers are of one size, which the functions can take."""
+    """True if these layers are of one size, which the functions can take."""
     if not len(layers) or any(Sizes.of(layer) != Sizes.of(layers[0]) for layer in layers):
         return False
     sizes, tensors = Sizes.of(layers[0]), _tensors(layers)

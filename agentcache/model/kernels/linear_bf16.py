@@ -24,7 +24,7 @@ _WIDE = TILE // 16
 
 
 def takes(weight: torch.Tensor, block: int) -> bool:
-    """Whether products with this weight, added up in such blocks of inputs, can run here."""
+    """True if products with this weight, added up in such blocks of inputs, can run here."""
     outs, ins = weight.shape
     fits = outs % TILE == 0 and ins % 32 == 0 and block % 32 == 0
     return fits and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous() and jit.multiplies_pairs()

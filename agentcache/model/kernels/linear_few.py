@@ -91,15 +91,8 @@ def _both(code: Code, word: Value) -> Values:
     return [code.up(part.to(f"<{code.lanes} x i16>", "trunc")) for part in (word, word >> 16)]
 
 
-def compile_products() -> None:
-    """Have the products of few rows with bf16 weights ready: they depend on the processor alone, so weights may load meanwhile."""
-    if (found := jit.compiler()) is not None:
-        for rows in ROWS:
-            found.function(product_code, "bfloat", rows, jit.multiplies_pairs())
-
-
 def takes(weight: torch.Tensor) -> bool:
-    """Whether products with this weight can run here."""
+    """True if products with this weight can run here."""
     found = jit.compiler() if weight.dtype in jit.ELEMENTS else None
     return (
         found is not None

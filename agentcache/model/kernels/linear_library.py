@@ -17,7 +17,7 @@ UPCAST_BLOCK = 1024  # rows of a weight converted at a time: fits the second-lev
 
 @functools.cache
 def onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's inner product has code for this type on this processor."""
+    """True if oneDNN's inner product has code for this type on this processor."""
     inner = _onednn_linear()
     if inner is None:
         return False

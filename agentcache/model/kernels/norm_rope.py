@@ -50,7 +50,7 @@ def _squares(code: Code, vector: Callable[[Value | int], Value], n: int) -> Valu
 
 
 def _scale(code: Code, vector: Callable[[Value | int], Value], n: int, epsilon: Value) -> Value:
-    """What n numbers are multiplied with to be normalised: 1 / sqrt(mean of their squares + epsilon)."""
+    """The factor that normalises n numbers: 1 / sqrt(mean of their squares + epsilon)."""
     total = _squares(code, vector, n)
     sum_ = total.lane(0)
     for lane in range(1, SUM_LANES):
@@ -64,7 +64,7 @@ def _scale_of_row(code: Code, row: Value, n: int, epsilon: Value) -> Value:
 
 
 def scales_code(code: Code, n: int) -> None:
-    """What a norm multiplies each row with. Fields: x [rows, n], out fp32 [rows], rows, epsilon."""
+    """The factor of each row. Fields: x [rows, n], out fp32 [rows], rows, epsilon."""
     (x, out), (rows,), epsilon = code.pointers(2), code.fields(1), code.number()
 
     @code.shared(rows)
@@ -161,14 +161,14 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
 
 
 def _numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Of many sizes."""
+    """Random numbers of many sizes."""
     random = torch.Generator().manual_seed(shape[-1])
     return (torch.randn(shape, generator=random) * torch.randn(shape, generator=random).exp()).to(dtype)
 
 
 @functools.cache
 def _sums_agree(dtype: torch.dtype, n: int, rows: int = 64) -> bool:
-    """Whether a row's sum of squares is added up as PyTorch adds it. One order of additions differs from another in the last bit of fp32:
+    """True if a row's sum of squares is added up as PyTorch adds it. One order of additions differs from another in the last bit of fp32:
     rounded to 16 bits that would hardly ever be seen, but it would be there.
     """
     found = jit.compiler()
@@ -181,7 +181,7 @@ def _sums_agree(dtype: torch.dtype, n: int, rows: int = 64) -> bool:
 
 @functools.cache
 def norms_agree(dtype: torch.dtype, n: int) -> bool:
-    """Whether a compiled norm of n numbers has the bits of PyTorch's operations."""
+    """True if a compiled norm of n numbers has the bits of PyTorch's operations."""
     x, weight = _numbers(dtype, 64, n), _numbers(dtype, n)
     return _sums_agree(dtype, n) and torch.equal(norm(x, weight, 1e-6), plain_norm(x, weight, 1e-6))
 
@@ -202,7 +202,7 @@ def _fit(*tensors: torch.Tensor) -> bool:
 
 
 def takes_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this norm is compiled, with PyTorch's bits."""
+    """True if this norm is compiled, with PyTorch's bits."""
     return x.dim() == 2 and _fit(x, weight) and norms_agree(x.dtype, x.shape[1])
 
 

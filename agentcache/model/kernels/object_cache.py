@@ -60,7 +60,7 @@ class Objects:
             self._place = place
 
     def name(self, source: str) -> str:
-        """What the code of this source is found by."""
+        """The name of this source's code."""
         return blake3(f"{self._machine}\n{source}".encode()).hexdigest()
 
     def find(self, name: str) -> bytes | None:

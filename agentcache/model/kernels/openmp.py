@@ -21,7 +21,7 @@ def use_threads(threads: int) -> int:
     """Let this thread compute with so many threads, or with as many as OpenMP will start; returns how many.
 
     With OMP_THREAD_LIMIT below it, or with OMP_DYNAMIC, a team may be smaller than PyTorch counts on. Parts of its own 16-bit products are
-    nobody's then, and stay what memory was before.
+    then computed by no thread, and stay as memory was before.
     """
     found = runtime()
     if found is not None:

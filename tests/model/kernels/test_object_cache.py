@@ -14,7 +14,7 @@ import torch
 
 from agentcache.errors import ModelLoadError, StoreWarning
 from agentcache.model import loading as loading_of_models
-from agentcache.model.kernels import jit, linear_few, object_cache
+from agentcache.model.kernels import dispatch, jit, linear_few, object_cache
 from agentcache.store.disk.folder import Folder
 
 pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
@@ -163,7 +163,7 @@ def test_what_was_compiled_longest_ago_goes_first(place: Path, monkeypatch: pyte
 
 def test_products_are_compiled_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
-    monkeypatch.setattr(linear_few, "compile_products", asked.set)
+    monkeypatch.setattr(dispatch, "compile_products", asked.set)
 
     def loading(*args: Any, **kwargs: Any) -> Any:
         assert asked.wait(20), "nothing is compiled before the weights are there"
