@@ -13,7 +13,7 @@ import transformers
 from agentcache import Constraint, Engine, Message, Sampling, Tool, ToolCall
 from agentcache.errors import CancelledError, ConfigError, GenerationError
 from tests import models
-from tests.answer.test_grammar import FAMILIES
+from tests.answer.grammars import FAMILIES
 from tests.engines import MB, Spy, chat, engine, until
 
 pytest.importorskip("llguidance")

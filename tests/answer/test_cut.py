@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from agentcache import Completion, Constraint, Engine, InvalidCall, Message, Sampling, Tool
-from tests.answer.test_grammar import FAMILIES
-from tests.answer.test_response_template import CHANNEL, CHANNELS, TAGGED, TAGS, tokenizer
+from tests.answer.grammars import FAMILIES
+from tests.answer.response_templates import CHANNEL, CHANNELS, TAGGED, TAGS, tokenizer
 from tests.engines import chat, engine
 
 PAY = {"type": "object", "properties": {"to": {"type": "string"}, "amount": {"type": "integer"}}, "required": ["to", "amount"]}

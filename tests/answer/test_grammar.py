@@ -16,72 +16,16 @@ from agentcache.answer.parser import parse
 from agentcache.errors import ConfigError, ToolSchemaError
 from agentcache.layout import Renderer
 from tests import models
+from tests.answer.grammars import FAMILIES, TOOLS, drawn_blindly, grammars, spelled
 
 pytest.importorskip("llguidance")
 
-LLAMA = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{% for c in m.tool_calls %}"
-    '{{ \'{"name": "\' + c.function.name + \'", "parameters": \' }}{{ c.function.arguments | tojson }}{{ "}" }}{% endfor %}'
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% if loop.first and tools %}{{ tools | tojson }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MISTRAL = (
-    "{% for m in messages %}{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}"
-    ', "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]<|im_end|>{% elif m.role == "user" %}'
-    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-)
-OTHER = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}\n"
-    "{% endfor %}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
-)
-FAMILIES = {"hermes": None, "llama": LLAMA, "mistral": MISTRAL, "other": OTHER}
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2]}}, "required": ["city"]}
-TOOLS = [Tool("get_weather", "", CITY), Tool("ping")]
 CALLS = {
     "hermes": '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>',
     "llama": '{"name": "ping", "parameters": {}}',
     "mistral": '[TOOL_CALLS] [{"name": "ping", "arguments": {}}]',
     "other": '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>',
 }
-
-
-def grammars(family: str = "hermes", thinking: bool = False) -> Grammars:
-    tokenizer = models.toy_tokenizer()
-    if FAMILIES[family]:
-        tokenizer.chat_template = FAMILIES[family]
-    if thinking:
-        tokenizer.chat_template += "{# <think> #}"
-    return Grammars(tokenizer, models.VOCAB, frozenset({tokenizer.eos_token_id}), Renderer(tokenizer).render)
-
-
-def spell(made: Grammars, constraint: Constraint, text: str, tools: Any = TOOLS, prompt: str = "", thinks: bool = False) -> str:
-    """ "end" if the text may end there, "more" if it may not yet, else what could be written of it."""
-    guide, tokenizer = made.guide(constraint, tools, prompt, thinks=thinks), made.tokenizer
-    written = ""
-    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
-        masked = guide.mask(torch.zeros(models.VOCAB))
-        if masked is None or masked[token] != 0:
-            return written
-        assert guide.accept(token) == ""
-        written += tokenizer.decode([token])
-    masked = guide.mask(torch.zeros(models.VOCAB))
-    return "end" if guide.over or masked is None or masked[tokenizer.eos_token_id] == 0 else "more"
-
-
-def draw(made: Grammars, constraint: Constraint, seed: int, tools: Any = TOOLS, prompt: str = "", longest: int = 400) -> str:
-    """A completion of tokens drawn blindly from those that are allowed; "" if it did not end."""
-    guide, ids = made.guide(constraint, tools, prompt), []
-    generator = torch.Generator().manual_seed(seed)
-    while len(ids) < longest and (masked := guide.mask(torch.zeros(models.VOCAB))) is not None:
-        token = int(torch.multinomial(torch.softmax(masked, -1), 1, generator=generator))
-        assert guide.accept(token) == ""
-        if token == made.tokenizer.eos_token_id:
-            return str(made.tokenizer.decode(ids))
-        ids.append(token)
-        if guide.over:
-            return str(made.tokenizer.decode(ids))
-    return ""
 
 
 def test_forms_are_read_off_the_template() -> None:
@@ -97,7 +41,7 @@ def test_forms_are_read_off_the_template() -> None:
 def test_whatever_is_drawn_is_a_valid_call(family: str, seed: int) -> None:
     made = grammars(family)
     for choice in ("any", "get_weather", "ping"):
-        text = draw(made, Constraint(choice), seed)
+        text = drawn_blindly(made, Constraint(choice), seed)
         calls = parse(text, ("get_weather", "ping")).tool_calls
         assert calls or not text
         assert choice == "any" or len(calls) < 2
@@ -110,73 +54,73 @@ def test_whatever_is_drawn_is_a_valid_call(family: str, seed: int) -> None:
                 assert isinstance(call.arguments["city"], str)
                 assert len(call.arguments["city"]) <= 6
                 assert call.arguments.get("days", 1) in (1, 2)
-    assert any(draw(made, Constraint("ping"), s) for s in range(3))
+    assert any(drawn_blindly(made, Constraint("ping"), s) for s in range(3))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_choices(family: str) -> None:
     made, call = grammars(family), CALLS[family]
     wrong = call.replace("ping", "pong")
-    assert spell(made, Constraint(), "The tide turns.") == "end"
-    assert spell(made, Constraint(), call) == "end"
-    assert call.startswith(spell(made, Constraint(), wrong)[:-1])
-    assert spell(made, Constraint(), wrong) not in ("end", "more")
-    assert spell(made, Constraint("any"), call) == "end"
-    assert spell(made, Constraint("any"), "The tide") == ""
-    assert spell(made, Constraint("none"), "The tide turns.") == "end"
-    assert spell(made, Constraint("none"), call) not in ("end", "more")
-    assert spell(made, Constraint("get_weather"), call) not in ("end", "more")
-    assert spell(made, Constraint(allowed=("get_weather",)), call) not in ("end", "more")
-    assert spell(made, Constraint(allowed=("ping",)), call) == "end"
-    assert spell(made, Constraint(allowed=()), call) not in ("end", "more")
-    assert spell(made, Constraint(), "yes", tools=[]) == "end"
+    assert spelled(made, Constraint(), "The tide turns.") == "end"
+    assert spelled(made, Constraint(), call) == "end"
+    assert call.startswith(spelled(made, Constraint(), wrong)[:-1])
+    assert spelled(made, Constraint(), wrong) not in ("end", "more")
+    assert spelled(made, Constraint("any"), call) == "end"
+    assert spelled(made, Constraint("any"), "The tide") == ""
+    assert spelled(made, Constraint("none"), "The tide turns.") == "end"
+    assert spelled(made, Constraint("none"), call) not in ("end", "more")
+    assert spelled(made, Constraint("get_weather"), call) not in ("end", "more")
+    assert spelled(made, Constraint(allowed=("get_weather",)), call) not in ("end", "more")
+    assert spelled(made, Constraint(allowed=("ping",)), call) == "end"
+    assert spelled(made, Constraint(allowed=()), call) not in ("end", "more")
+    assert spelled(made, Constraint(), "yes", tools=[]) == "end"
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral"])
 def test_calls_behind_text_and_several(family: str) -> None:
     made, call = grammars(family), CALLS[family]
-    assert spell(made, Constraint(), f"I look.\n{call}") == "end"
+    assert spelled(made, Constraint(), f"I look.\n{call}") == "end"
     two = f"{call}\n{call}" if family == "hermes" else call[:-1] + ", " + call.split("[")[2]
-    assert spell(made, Constraint("any"), two) == "end"
+    assert spelled(made, Constraint("any"), two) == "end"
     assert len(parse(two).tool_calls) == 2
     for once in (Constraint(parallel=False), Constraint("any", parallel=False), Constraint("ping")):
-        assert spell(made, once, two) not in ("end", "more")
+        assert spelled(made, once, two) not in ("end", "more")
 
 
 def test_reasoning_comes_first_where_the_template_has_it() -> None:
     made, call = grammars(thinking=True), CALLS["hermes"]
     schema = Constraint(schema={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     thought = "<think>\nMaybe <tool_call> or not\n</think>\n\n"
-    assert spell(made, Constraint(), thought + "yes") == "end"
-    assert spell(made, Constraint(), "\n" + thought) == "\n<think", "no white space before it"
-    assert spell(made, Constraint("any"), call) == "end"
-    assert spell(made, Constraint("any"), thought + call) == "<", "nobody asked for one"
-    assert spell(made, schema, thought + '{"a": 1}', tools=[]) == ""
-    assert spell(made, Constraint("any"), thought + call, thinks=True) == "end"
-    assert spell(made, Constraint("any"), call, thinks=True) == "end"
-    assert spell(made, Constraint("any"), thought + "yes", thinks=True).startswith("<think>")
-    assert spell(made, schema, thought + '{"a": 1}', tools=[], thinks=True) == "end"
-    assert spell(made, schema, " " + thought + '{"a": 1}', tools=[], thinks=True) == ""
-    assert spell(made, Constraint(), "<think>\nstill") == "more", "a thought does not just end"
+    assert spelled(made, Constraint(), thought + "yes") == "end"
+    assert spelled(made, Constraint(), "\n" + thought) == "\n<think", "no white space before it"
+    assert spelled(made, Constraint("any"), call) == "end"
+    assert spelled(made, Constraint("any"), thought + call) == "<", "nobody asked for one"
+    assert spelled(made, schema, thought + '{"a": 1}', tools=[]) == ""
+    assert spelled(made, Constraint("any"), thought + call, thinks=True) == "end"
+    assert spelled(made, Constraint("any"), call, thinks=True) == "end"
+    assert spelled(made, Constraint("any"), thought + "yes", thinks=True).startswith("<think>")
+    assert spelled(made, schema, thought + '{"a": 1}', tools=[], thinks=True) == "end"
+    assert spelled(made, schema, " " + thought + '{"a": 1}', tools=[], thinks=True) == ""
+    assert spelled(made, Constraint(), "<think>\nstill") == "more", "a thought does not just end"
     opened = thought.removeprefix("<think>")
-    assert spell(made, Constraint("any"), opened + call, prompt="<|im_start|>assistant\n<think>\n") == "end"
-    assert spell(made, Constraint("any"), call, prompt="<think>\n") == "more"
-    assert spell(made, Constraint("any"), thought, prompt="<think>\n\n</think>\n\n") == "<", "the thought is over"
-    assert spell(grammars(), Constraint("any"), thought) == "<", "this template knows no thoughts"
+    assert spelled(made, Constraint("any"), opened + call, prompt="<|im_start|>assistant\n<think>\n") == "end"
+    assert spelled(made, Constraint("any"), call, prompt="<think>\n") == "more"
+    assert spelled(made, Constraint("any"), thought, prompt="<think>\n\n</think>\n\n") == "<", "the thought is over"
+    assert spelled(grammars(), Constraint("any"), thought) == "<", "this template knows no thoughts"
 
 
 def test_text_of_a_form() -> None:
     made = grammars()
     schema = {"type": "object", "properties": {"ship": {"type": "string"}, "n": {"type": "integer"}}, "required": ["ship", "n"]}
-    assert spell(made, Constraint(schema=schema), '{"ship": "Ada", "n": 3}', tools=[]) == "end"
-    assert spell(made, Constraint(schema=schema), '{"ship": "Ada", "n": "3"}', tools=[]).startswith('{"ship": "Ada"')
-    assert spell(made, Constraint(schema=True), '{"x": [1, {"y": null}]}', tools=[]) == "end"
-    assert spell(made, Constraint(schema=True), "[1]", tools=[]) == ""
-    assert spell(made, Constraint(regex=r"[a-c]+/\d"), "abc/7", tools=[]) == "end"
-    assert spell(made, Constraint(grammar='start: "tide" ("s")?'), "tides", tools=[]) == "end"
+    assert spelled(made, Constraint(schema=schema), '{"ship": "Ada", "n": 3}', tools=[]) == "end"
+    assert spelled(made, Constraint(schema=schema), '{"ship": "Ada", "n": "3"}', tools=[]).startswith('{"ship": "Ada"')
+    assert spelled(made, Constraint(schema=True), '{"x": [1, {"y": null}]}', tools=[]) == "end"
+    assert spelled(made, Constraint(schema=True), "[1]", tools=[]) == ""
+    assert spelled(made, Constraint(regex=r"[a-c]+/\d"), "abc/7", tools=[]) == "end"
+    assert spelled(made, Constraint(grammar='start: "tide" ("s")?'), "tides", tools=[]) == "end"
     both = Constraint(schema=schema)
-    assert spell(made, both, CALLS["hermes"]) == "end", "with tools, a call is an answer, too"
-    assert spell(made, Constraint("none", schema=schema), CALLS["hermes"]) == ""
+    assert spelled(made, both, CALLS["hermes"]) == "end", "with tools, a call is an answer, too"
+    assert spelled(made, Constraint("none", schema=schema), CALLS["hermes"]) == ""
 
 
 def test_objects_are_closed_unless_they_say_otherwise() -> None:
@@ -188,7 +132,7 @@ def test_objects_are_closed_unless_they_say_otherwise() -> None:
     assert out["properties"]["b"]["additionalProperties"] is True
     assert closed({"allOf": [inner]}) == {"allOf": [inner]}
     assert "additionalProperties" not in closed({"type": "object"})
-    assert spell(grammars(), Constraint("ping"), CALLS["hermes"].replace("{}", '{"a": 1}')) not in ("end", "more")
+    assert spelled(grammars(), Constraint("ping"), CALLS["hermes"].replace("{}", '{"a": 1}')) not in ("end", "more")
 
 
 BAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}

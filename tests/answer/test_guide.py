@@ -16,7 +16,7 @@ from agentcache.answer.parser import parse
 from agentcache.errors import ConfigError
 from benchmarks.constrained import SCHEMAS, SHAPES, TEXT, TREE, WHOLE, many, thing
 from tests import models
-from tests.answer.test_grammar import FAMILIES, grammars
+from tests.answer.grammars import FAMILIES, grammars
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")

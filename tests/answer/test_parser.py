@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from agentcache.answer.call_forms import TAGS
 from agentcache.answer.parser import AnswerParser, Delta, parse
 from agentcache.answer.response_template import template_for
 from agentcache.types import Message, ToolCall
+from tests.answer.deltas import message_of, partial_json
 
 TOOLS = ("search", "get_weather")
 HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "a </tool_call> \\" b", "n": [1, {"x": "]}"}]}}\n</tool_call>'
@@ -41,33 +41,6 @@ TEXTS = {
 }
 
 
-def gathered(deltas: list[Delta]) -> Message:
-    """The message that deltas add up to."""
-    text = {kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("text", "reasoning")}
-    calls = []
-    for begun in (d for d in deltas if d.kind == "call"):
-        arguments = "".join(d.text for d in deltas if d.kind == "arguments" and d.index == begun.index)
-        calls.append(ToolCall(begun.text, json.loads(arguments)))
-    return Message("assistant", text["text"], tuple(calls), reasoning=text["reasoning"] or None)
-
-
-def kindly(text: str) -> Any:
-    """JSON as frameworks read it while it comes: open strings and brackets closed, ends dropped; None where one does not fit."""
-    stack: list[str] = []
-    quoted = escaped = False
-    for char in text:
-        if quoted:
-            quoted = escaped or char != '"'
-            escaped = char == "\\" and not escaped
-        elif char == '"':
-            quoted = True
-        elif char in "{[":
-            stack.append("}" if char == "{" else "]")
-        elif char in "}]" and (not stack or stack.pop() != char):
-            return None
-    return text
-
-
 def taken_apart(text: str, cuts: list[int], parser: AnswerParser | None = None) -> list[Delta]:
     reader = parser or AnswerParser(template_for(), names=TOOLS)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -80,8 +53,8 @@ def taken_apart(text: str, cuts: list[int], parser: AnswerParser | None = None) 
 def test_pieces_say_what_the_whole_says(name: str, cuts: list[int]) -> None:
     text = TEXTS[name]
     whole = parse(text, TOOLS)
-    assert gathered(taken_apart(text, cuts)) == whole
-    assert gathered(taken_apart(text, list(range(len(text))))) == whole, "character by character"
+    assert message_of(taken_apart(text, cuts)) == whole
+    assert message_of(taken_apart(text, list(range(len(text))))) == whole, "character by character"
 
 
 def test_what_the_whole_says() -> None:
@@ -123,7 +96,7 @@ def test_half_a_call_is_none(text: str) -> None:
         arguments = "".join(d.text for d in deltas if d.kind in ("arguments", "cut"))
         if any(d.kind == "call" for d in deltas) and not said.tool_calls:
             assert deltas[-1].kind == "cut", cut
-            assert kindly(arguments) is None, arguments
+            assert partial_json(arguments) is None, arguments
 
 
 @pytest.mark.parametrize(
@@ -171,7 +144,7 @@ def test_any_pieces_of_any_text_say_what_the_whole_says(fields: Any, pieces: lis
         told = [d for d in deltas if d.kind == "call"]
         assert len(told) == len(parser.message.tool_calls) + sum(d.kind == "cut" for d in deltas)
         if not parser.invalid_calls:
-            assert gathered(deltas) == parser.message
+            assert message_of(deltas) == parser.message
     assert read[0] == read[1] == read[2]
 
 

@@ -13,57 +13,9 @@ from agentcache import Engine, Sampling
 from agentcache.answer.parser import AnswerParser, Delta
 from agentcache.answer.response_template import template_of
 from agentcache.types import Message, ToolCall
-from tests import models
-from tests.answer.test_parser import gathered, kindly
+from tests.answer.deltas import message_of, partial_json
+from tests.answer.response_templates import ANCHOR, CHANNEL, CHANNELS, OBJECT, TAGGED, TAGS, tokenizer
 
-ANCHOR = "<|im_start|>assistant\n"
-FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-# What model families bring, in their shapes: calls as one JSON object; as tags in tags; behind channels; as a list.
-OBJECT: dict[str, Any] = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": ANCHOR,
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-    },
-}
-TAGS: dict[str, Any] = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": ANCHOR,
-    "fields": {
-        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"},
-            "transform": FUNCTION,
-        },
-    },
-}
-CHANNELS: dict[str, Any] = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": ANCHOR,
-    "fields": {
-        "thinking": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>", "repeats": True, "join": "\n"},
-        "content": {"open": "<|channel|>final<|message|>", "close": "<|end|>"},
-        "tool_calls": {
-            "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\w+).*?<\|message\|>",
-            "close": "<|call|>",
-            "repeats": True,
-            "content": "json",
-            "transform": FUNCTION,
-        },
-    },
-}
 LIST: dict[str, Any] = {
     "start_anchor": ANCHOR,
     "fields": {
@@ -86,8 +38,6 @@ NUMBERED = {
     },
 }
 CALL = '<tool_call>\n{"name": "tide", "arguments": {"harbour": "a </tool \\" b", "days": [1, {"x": "]}"}]}}\n</tool_call>'
-TAGGED = "<tool_call>\n<function=tide>\n<parameter=harbour>\n7\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
-CHANNEL = '<|channel|>commentary to=functions.tide <|constrain|>json<|message|>{"harbour": "Averil"}'
 LISTED = '<|START_ACTION|>[{"tool_name": "tide", "parameters": {"days": 3}}, {"tool_name": "wind", "parameters": {}}]<|END_ACTION|>'
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "text": (OBJECT, "  The tide turns < at noon. "),
@@ -101,12 +51,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "an answer behind channels": (CHANNELS, "<|channel|>analysis<|message|>One.<|end|><|start|>x<|channel|>final<|message|>At noon."),
     "a list": (LIST, LISTED),
 }
-
-
-def tokenizer(template: dict[str, Any] | None) -> Any:
-    made = models.toy_tokenizer()
-    made.response_template = template
-    return made
 
 
 def stream(template: dict[str, Any], begun: str = "") -> AnswerParser:
@@ -139,7 +83,7 @@ def test_pieces_and_the_whole_say_what_transformers_reads(name: str, cuts: list[
         reader = stream(template)
         deltas = taken(reader, text, places)
         assert reader.message == theirs(template, text)
-        assert gathered(deltas) == reader.message
+        assert message_of(deltas) == reader.message
 
 
 MARKS = {
@@ -171,7 +115,7 @@ def test_any_pieces_of_any_text_say_what_the_whole_says(name: str, data: st.Data
         deltas = taken(reader, text, places, cut=cut)
         read.append((reader.message, reader.invalid_calls))
         if not reader.invalid_calls:
-            assert gathered(deltas) == reader.message
+            assert message_of(deltas) == reader.message
     assert read[0] == read[1] == read[2]
 
 
@@ -184,7 +128,7 @@ def test_arguments_take_the_types_of_their_schema_where_text_has_none() -> None:
 def test_what_the_prompt_began_is_not_told_again() -> None:
     reader = stream(OBJECT, "<think>\n")
     deltas = taken(reader, "so it is</think>\n\nyes", range(30))
-    assert reader.message == gathered(deltas) == Message("assistant", "yes", reasoning="so it is")
+    assert reader.message == message_of(deltas) == Message("assistant", "yes", reasoning="so it is")
 
 
 def test_arguments_of_one_object_come_while_they_are_written() -> None:
@@ -231,7 +175,7 @@ def test_half_a_call_is_none(template: dict[str, Any]) -> None:
         if template is TAGS or stop < text.rindex("}"):
             assert not said.tool_calls
         if any(d.kind == "call" for d in deltas) and not said.tool_calls:
-            assert kindly("".join(d.text for d in deltas if d.kind in ("arguments", "cut"))) is None
+            assert partial_json("".join(d.text for d in deltas if d.kind in ("arguments", "cut"))) is None
 
 
 def spoken(text: str, tokenizer: Any) -> Sampling:
@@ -246,7 +190,7 @@ def test_the_engine_reads_by_the_template_and_says_if_it_is_broken(tiny: Any) ->
             asked = engine.stream([{"role": "user", "content": "Tide?"}], [NUMBERED], sampling=spoken(TAGGED, engine.tokenizer))
             deltas = list(asked.deltas())
             answers[name] = asked.completion
-            assert gathered(deltas).content == asked.completion.message.content
+            assert message_of(deltas).content == asked.completion.message.content
             assert [d.id for d in deltas if d.kind == "call"] == [call.id for call in asked.completion.message.tool_calls]
     (call,) = answers["tags"].message.tool_calls
     assert (call.name, call.arguments) == ("tide", {"harbour": "7", "days": 3})

@@ -20,10 +20,10 @@ from agentcache.errors import ToolSchemaError
 from agentcache.layout import Renderer
 from agentcache.types import ToolCall
 from tests import models
-from tests.answer.test_grammar import draw, spell
-from tests.answer.test_parser import gathered
-from tests.answer.test_response_template import OBJECT
-from tests.answer.test_response_template import TAGS as OWN
+from tests.answer.deltas import message_of
+from tests.answer.grammars import drawn_blindly, spelled
+from tests.answer.response_templates import OBJECT
+from tests.answer.response_templates import TAGS as OWN
 from tests.engines import chat
 
 pytest.importorskip("llguidance")
@@ -74,7 +74,7 @@ def grammars() -> Grammars:
 def read(text: str) -> Message:
     reader = AnswerParser(template_for(TAGS.fields), tools=TOOLS_SHOWN, names=("look", "ping"))
     deltas = reader.push(text) + reader.finish()
-    assert gathered(deltas) == reader.message
+    assert message_of(deltas) == reader.message
     return reader.message
 
 
@@ -111,9 +111,9 @@ def test_the_form_is_read_off_the_chat_template() -> None:
 def test_what_the_grammar_lets_through() -> None:
     made = grammars()
     right = call(harbour="Averil", unit="C", days="3", ship='{"name": "Aurora"}', depth="null", code="AB", wind="east", free="a\nb <c> ")
-    assert spell(made, Constraint("look"), right, TOOLS) == "end"
-    assert spell(made, Constraint("any"), f"{PING}\n{PING}", TOOLS) == "end"
-    assert spell(made, Constraint(), f"At noon.\n{PING}", TOOLS) == "end"
+    assert spelled(made, Constraint("look"), right, TOOLS) == "end"
+    assert spelled(made, Constraint("any"), f"{PING}\n{PING}", TOOLS) == "end"
+    assert spelled(made, Constraint(), f"At noon.\n{PING}", TOOLS) == "end"
     for wrong in (
         call(harbour="Averil"),  # something required is missing
         call(harbour="Port Averil", unit="C", days="3"),  # too long
@@ -125,20 +125,20 @@ def test_what_the_grammar_lets_through() -> None:
         call(harbour="A", unit="C", days="3", note="much too long"),  # the one branch that is a text
         call(harbour="A", unit="C", days="3", wind="south"),
     ):
-        assert spell(made, Constraint("look"), wrong, TOOLS) not in ("end", "more")
+        assert spelled(made, Constraint("look"), wrong, TOOLS) not in ("end", "more")
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_drawn_is_a_valid_call(seed: int) -> None:
     made = grammars()
     for choice in ("any", "look", "ping"):
-        text = draw(made, Constraint(choice, parallel=False), seed, TOOLS)
+        text = drawn_blindly(made, Constraint(choice, parallel=False), seed, TOOLS)
         found = read(text).tool_calls if text else ()
         assert found or not text
         for each in found:
             assert choice in ("any", each.name)
             check(each)
-    assert any(draw(made, Constraint("look"), s, TOOLS) for s in range(4))
+    assert any(drawn_blindly(made, Constraint("look"), s, TOOLS) for s in range(4))
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=30).filter(lambda text: "</" not in text)

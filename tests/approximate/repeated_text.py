@@ -13,8 +13,6 @@ from agentcache.types import Reuse
 from tests import models
 
 LAYERS = 6
-
-
 DOC = " ".join(f"entry {at} of the harbour book says {at * at % 977}." for at in range(70))
 
 
@@ -27,11 +25,7 @@ def prompt(system: str, after: str) -> list[dict[str, str]]:
 
 
 FIRST = prompt("You are one.", "What does entry 3 say?")
-
-
 OTHER = prompt("You are quite another assistant, and today is Monday.", "Why?")
-
-
 GREEDY = Sampling(max_tokens=12, ignore_eos=True)
 
 

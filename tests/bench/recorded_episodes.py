@@ -31,8 +31,6 @@ def said(text: str) -> Json:
 
 
 PARALLEL = {"role": "assistant", "content": "Both.", "tool_calls": [*asks("feed", 8)["tool_calls"], *asks("wash", 9, "{}")["tool_calls"]]}
-
-
 CHAT: list[Json] = [
     {
         "id": f"zoo-{number}",
@@ -56,8 +54,6 @@ CHAT: list[Json] = [
     }
     for number in (1, 2)
 ]
-
-
 TEXT: list[Json] = [
     {
         "id": "react-1",
