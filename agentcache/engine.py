@@ -33,13 +33,11 @@ from .receipt import Account
 from .request import Asked, Decoding, Provenance, Running, TokenIds
 from .runner import Runner
 from .scheduler import Scheduler
-from .shared_engines import EngineLease, shared_engine
 from .store.deletion import Deletion
 from .store.policy import budgets
 from .store.store import DEFAULT, Store
 from .store.tool_group import ToolGroup
 from .stream import Completion, Stream
-from .timed_pins import TimedPins
 from .tool_groups import ToolGroups
 from .types import (
     Constraint,
@@ -64,6 +62,7 @@ if TYPE_CHECKING:
     from .answer.guide import Guide
     from .approximate.calibration import Calibration
     from .approximate.segments import Segments
+    from .shared_engines import EngineLease
 
 __all__ = ["Chunk", "Completion", "Engine", "Stream"]
 
@@ -127,7 +126,6 @@ class Engine:
         if reuse == "approximate" or calibration is not None:
             self.approximate.calibrate()
         self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
-        self._timed = TimedPins(self._groups)
         self._completions = Completions(self.renderer, self.store, self.model, self.scheduler)
         self._process, self._closed, self.redact = os.getpid(), False, redact
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
@@ -138,6 +136,8 @@ class Engine:
     @classmethod
     def shared(cls, model: Any, tokenizer: Any = None, *, lease: EngineLease, **options: Any) -> Engine:
         """This process's engine for a model and these options: made for the first lease that asks, closed when the last is released."""
+        from .shared_engines import shared_engine
+
         return shared_engine(cls, model, tokenizer, lease, options)
 
     # -- asking ----------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Engine:
         return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt))
 
     def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
-        self._timed.lapse()
+        self._groups.lapse()
         text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)
         forced = deque(forced_ids(asked.sampling, self.tokenizer, self.model.vocab))
         decoding = Decoding(Sampler(asked.sampling, self.model.device), text, guide, forced)
@@ -277,7 +277,7 @@ class Engine:
         if ttl_s is not None:
             asked_for = {"messages": messages, "tools": tools, "group": group, **shown}
             pin, weights = partial(self.pin, on_progress=on_progress), self.fingerprint.whole if self.fingerprint else ""
-            return self._timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked_for, weights)
+            return self._groups.timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked_for, weights)
         called, received = time.perf_counter(), self.store.heed()
         sticky = () if group is None else self._groups.tools(namespace, group)
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
@@ -316,7 +316,8 @@ class Engine:
     @property
     def groups(self) -> tuple[ToolGroup, ...]:
         """The tool groups pinned now, of all namespaces."""
-        return self._timed.groups
+        self._groups.lapse()
+        return self._groups.all
 
     # -- keeping in order ------------------------------------------------------------------------------------------
 

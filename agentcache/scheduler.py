@@ -10,12 +10,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from .errors import AgentCacheError, CancelledError, EngineClosedError
-from .hit_audit import HitAudit
 from .lifecycle import Lifecycle
 from .model.numerics import MAX_ROWS
 from .page_memory import Shapes, pool, prepared
@@ -23,6 +22,9 @@ from .request import Running
 from .runner import FAULTS, Outcome, Runner, StockSequence, Work, as_failure
 from .store.store import Store
 from .types import FinishReason
+
+if TYPE_CHECKING:
+    from .hit_audit import HitAudit
 
 STEP_MS = 330.0  # a round that also decodes should take about this long: nineteen of twenty then stay below half a second
 POLL_S = 0.002  # between two looks at a request whose pages are on their way, while nothing else runs
@@ -56,8 +58,8 @@ class Scheduler:
         self.runner = runner
         self.store = store
         self.lifecycle = Lifecycle(runner, store)
-        self.hit_audit = HitAudit(runner, store)
-        self.idle: list[IdleWork] = [self.hit_audit]
+        self.hit_audit = _hit_audit(runner, store) if store.disk else None
+        self.idle: list[IdleWork] = [self.hit_audit] if self.hit_audit else []
         self.chunk_tokens = min(chunk_tokens, MAX_ROWS)
         self.ms_per_token = 0.0
         self.rounds = 0
@@ -171,7 +173,8 @@ class Scheduler:
                     self._waiting.remove(request)
                     self._live.append(request)
                     self.lifecycle.start(request)
-                    self.hit_audit.consider(request)
+                    if self.hit_audit is not None:
+                        self.hit_audit.consider(request)
                 except FAULTS as error:
                     self._fail(request, as_failure(error, len(request.ids)))
                     continue
@@ -252,6 +255,13 @@ class Scheduler:
             decoded = self._decode_ms if any(len(work.ids) == 1 for work in works) else 0.0
             cost = max(took - decoded, 0.1 * took) / filled
             self.ms_per_token = cost if not self.ms_per_token else 0.5 * self.ms_per_token + 0.5 * cost
+
+
+def _hit_audit(runner: Runner, store: Store) -> HitAudit:
+    """Loaded for a store on disk."""
+    from .hit_audit import HitAudit
+
+    return HitAudit(runner, store)
 
 
 def _turn_of(request: Running) -> tuple[int, int]:

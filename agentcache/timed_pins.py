@@ -101,12 +101,6 @@ class TimedPins:
                 held.ends.pop(lease, None)
         self.lapse()
 
-    @property
-    def groups(self) -> tuple[ToolGroup, ...]:
-        """The groups pinned now, timed or not."""
-        self.lapse()
-        return self._groups.all
-
 
 def _digest(asked: tuple[Any, ...]) -> str:
     try:

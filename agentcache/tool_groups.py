@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError, GenerationError
 from .kv import PAGE_TOKENS
@@ -16,6 +17,9 @@ from .store.store import Store
 from .store.tool_group import ToolGroup
 from .types import Layout, Reason, check_name
 
+if TYPE_CHECKING:
+    from .timed_pins import TimedPins
+
 
 class ToolGroups:
     """By namespace and name; safe to use from many threads."""
@@ -24,6 +28,7 @@ class ToolGroups:
         self._store, self._model, self._name, self._fingerprint = store, model, name, fingerprint
         self._held: dict[tuple[str, str], ToolGroup] = {}
         self._lock = threading.Lock()
+        self._timed: TimedPins | None = None
         store.on_renewal(self._record)
 
     def _record(self) -> None:
@@ -100,6 +105,21 @@ class ToolGroups:
     def _unpin(self, group: ToolGroup | None) -> None:
         if group is not None:
             self._store.release_pin((group.scope, group.tip))
+
+    @property
+    def timed(self) -> TimedPins:
+        """Tool groups that end by themselves: loaded for the first caller who pins one."""
+        with self._lock:
+            if self._timed is None:
+                from .timed_pins import TimedPins
+
+                self._timed = TimedPins(self)
+            return self._timed
+
+    def lapse(self) -> None:
+        """Unpin the timed ones whose time is over."""
+        if self._timed is not None:
+            self._timed.lapse()
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:

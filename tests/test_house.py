@@ -14,10 +14,13 @@ UNUSED = (
     "answer/grammar_rules",
     "answer/guide",
     "approximate",
+    "hit_audit",
     "lint",
+    "shared_engines",
     "store/admin",
     "store/disk",
     "store/page_prefetch",
+    "timed_pins",
 )
 
 
