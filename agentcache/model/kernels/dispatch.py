@@ -1,4 +1,4 @@
-"""Which kernel runs: by product, rows and number type. Knows nothing of models.
+"""The choice of a kernel: by product, rows and number type. Knows nothing of models.
 
 Row purity: one row of a matrix product must not change when other rows stand beside it. Libraries pick other code for other row counts,
 so each product is padded to a safe multiple of rows, which numerics.py finds out; compiled ones compute each row by itself.
@@ -91,7 +91,7 @@ _WAYS = {
 def _chosen(kernel: Kernel, weights: Sequence[torch.Tensor], rows: int, head: bool) -> tuple[Linear, int] | None:
     """The way to multiply so many rows with these weights, all of one type, and its block; None: by the library."""
     for way in _WAYS.get((kernel, weights[0].dtype), ()):
-        if rows <= way.rows and head >= way.head:
+        if rows <= way.rows and (head or not way.head):
             blocks = {way.block(weight) for weight in weights}
             if len(blocks) == 1 and (block := blocks.pop()):
                 return way, block

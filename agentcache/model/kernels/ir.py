@@ -8,6 +8,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
+def _instruction(word: str, of_floats: str = "") -> Callable[[Value, Value | float], Value]:
+    """An operator: LLVM's word for it, and the one for fp32 numbers where that is another."""
+
+    def write(self: Value, other: Value | float) -> Value:
+        chosen = of_floats if of_floats and "float" in self.kind else word
+        return self.code.do(self.kind, f"{chosen} {self.kind} {self.name}, {self.written(other)}")
+
+    return write
+
+
+def _comparison(word: str) -> Callable[[Value, Value | float], Value]:
+    """An operator that compares signed integers, or fp32 numbers."""
+
+    def write(self: Value, other: Value | float) -> Value:
+        compared = f"fcmp o{word}" if "float" in self.kind else f"icmp s{word}"
+        return self.code.do(of_kind("i1", self.kind), f"{compared} {self.kind} {self.name}, {self.written(other)}")
+
+    return write
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
     """A register of the function that is being written, or a constant. An operator writes an instruction; `//`, `%`, `>>`: unsigned."""
@@ -16,65 +36,24 @@ class Value:
     kind: str  # its LLVM type
     name: str
 
-    def _with(self, word: str, other: Value | float) -> Value:
-        return self.code.do(self.kind, f"{word} {self.kind} {self.name}, {self._other(other)}")
-
-    def _other(self, other: Value | float) -> str:
-        return other.name if isinstance(other, Value) else constant(self.kind, other)
-
-    def _is(self, word: str, other: Value | float) -> Value:
-        compared = f"fcmp o{word}" if "float" in self.kind else f"icmp s{word}"
-        return self.code.do(of_kind("i1", self.kind), f"{compared} {self.kind} {self.name}, {self._other(other)}")
-
-    def _word(self, word: str) -> str:
-        return f"f{word}" if "float" in self.kind else word
-
-    def __add__(self, other: Value | float) -> Value:
-        return self._with(self._word("add"), other)
-
-    def __sub__(self, other: Value | float) -> Value:
-        return self._with(self._word("sub"), other)
-
-    def __mul__(self, other: Value | float) -> Value:
-        return self._with(self._word("mul"), other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __truediv__(self, other: Value | float) -> Value:
-        return self._with("fdiv", other)
-
-    def __floordiv__(self, other: Value | int) -> Value:
-        return self._with("udiv", other)
-
-    def __mod__(self, other: Value | int) -> Value:
-        return self._with("urem", other)
-
-    def __and__(self, other: Value | int) -> Value:
-        return self._with("and", other)
-
-    def __or__(self, other: Value | int) -> Value:
-        return self._with("or", other)
-
-    def __rshift__(self, other: int) -> Value:
-        return self._with("lshr", other)
-
-    def __lshift__(self, other: int) -> Value:
-        return self._with("shl", other)
+    __add__ = __radd__ = _instruction("add", "fadd")
+    __sub__ = _instruction("sub", "fsub")
+    __mul__ = __rmul__ = _instruction("mul", "fmul")
+    __truediv__ = _instruction("fdiv")
+    __floordiv__ = _instruction("udiv")
+    __mod__ = _instruction("urem")
+    __and__ = _instruction("and")
+    __or__ = _instruction("or")
+    __rshift__ = _instruction("lshr")
+    __lshift__ = _instruction("shl")
+    __lt__, __le__, __gt__, __ge__ = _comparison("lt"), _comparison("le"), _comparison("gt"), _comparison("ge")
 
     def __neg__(self) -> Value:
         return self.code.do(self.kind, f"fneg {self.kind} {self.name}")
 
-    def __lt__(self, other: Value | float) -> Value:
-        return self._is("lt", other)
-
-    def __le__(self, other: Value | float) -> Value:
-        return self._is("le", other)
-
-    def __gt__(self, other: Value | float) -> Value:
-        return self._is("gt", other)
-
-    def __ge__(self, other: Value | float) -> Value:
-        return self._is("ge", other)
+    def written(self, other: Value | float) -> str:
+        """Another value, or a number, as an operand beside this value."""
+        return other.name if isinstance(other, Value) else constant(self.kind, other)
 
     def equals(self, number: int) -> Value:
         """True if an integer is this number."""
@@ -277,8 +256,7 @@ class Code:
 
     def select(self, condition: Value, one: Value, other: Value | float) -> Value:
         """One of two values, lane by lane if they are vectors."""
-        second = other.name if isinstance(other, Value) else constant(one.kind, other)
-        return self.do(one.kind, f"select {condition.kind} {condition.name}, {one.kind} {one.name}, {one.kind} {second}")
+        return self.do(one.kind, f"select {condition.kind} {condition.name}, {one.kind} {one.name}, {one.kind} {one.written(other)}")
 
     def smaller(self, one: Value, other: Value | int) -> Value:
         """The smaller of two integers."""
