@@ -67,7 +67,7 @@ def test_a_change_of_the_model_is_noticed_in_memory(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_change_of_the_model_is_noticed_in_a_later_process(family: str, tmp_path: Path) -> None:
+def test_a_model_change_is_noticed_in_a_later_process(family: str, tmp_path: Path) -> None:
     with engine(family, store=tmp_path) as running:
         answer(running, "exact")
         assert running.flush()

@@ -105,7 +105,7 @@ def test_a_request_cancelled_while_it_waits_never_runs() -> None:
             waiting.completion  # noqa: B018
 
 
-def test_a_closed_stream_ends_a_reader_that_waits_in_another_thread() -> None:
+def test_closing_a_stream_ends_readers_in_other_threads() -> None:
     with engine() as running:
         stream = running.stream(chat("x"), sampling=decode(3000))
         ended: list[str] = []

@@ -54,7 +54,7 @@ def as_embedded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_export_is_whole_and_lies_between_the_averaged_and_the_last_weights(folder: Path, trained: Path) -> None:
+def test_the_export_is_whole_and_between_mean_and_last(folder: Path, trained: Path) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
@@ -87,7 +87,7 @@ def test_the_export_is_whole_and_lies_between_the_averaged_and_the_last_weights(
         (lambda f: (f / embedded.SUMS).write_text(""), "model.safetensors"),
     ],
 )
-def test_a_damaged_folder_is_refused_by_the_name_of_the_file(folder: Path, damage: Callable[[Path], Any], named: str) -> None:
+def test_a_damaged_folder_is_refused_by_file_name(folder: Path, damage: Callable[[Path], Any], named: str) -> None:
     damage(folder)
     with pytest.raises(ModelLoadError, match=named):
         embedded.checked(folder)
@@ -167,7 +167,7 @@ def test_training_goes_on_from_an_exported_folder(folder: Path, trained: Path) -
     assert torch.equal(weight, mean.values[name].lerp(last, 0.75).bfloat16().float())
 
 
-def test_a_card_takes_each_cell_from_the_longest_of_several_runs() -> None:
+def test_a_card_takes_each_cell_from_the_longest_run() -> None:
     short = {"held": "test", "rows": [{"split": "seen", "tools": 5, "n": 100}, {"split": "seen", "tools": 20, "n": 100}], "speed": [1]}
     short |= {"shares": [{"split": "seen", "tools": 5, "share": "context", "n": 40}], "episodes": [{"style": "hermes", "n": 9}]}
     long = {"held": "test", "rows": [{"split": "seen", "tools": 5, "n": 1000}], "speed": [], "shares": [], "episodes": []}
@@ -193,7 +193,7 @@ def test_the_shipped_model_is_whole_small_and_has_a_card() -> None:
 
 
 @pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
-def test_where_no_words_are_wanted_the_shipped_model_keeps_its_thought_to_itself() -> None:
+def test_the_shipped_model_hides_thoughts_where_words_are_unwanted() -> None:
     made = next(one for number in range(100) if not (one := bundle(f"silent {number}", "hermes", 4, 4, exact=True, hold=False)).aloud)
     tools = [tool.schema(made.form) for tool in made.tools]
     calm = Sampling(max_tokens=120)
@@ -213,7 +213,7 @@ def test_where_no_words_are_wanted_the_shipped_model_keeps_its_thought_to_itself
 
 @pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 @pytest.mark.slow
-def test_the_shipped_model_reads_a_clock_at_the_tail_and_goes_on_with_its_task() -> None:
+def test_the_shipped_model_ignores_a_clock_at_the_tail() -> None:
     parts = quality.Parts(clock=100, styles=("hermes",))
     with Engine("embedded", store=None) as engine:
         for row in quality.more(engine, parts, cases.Drawn(), lambda text: None)["clock"]:
@@ -222,7 +222,7 @@ def test_the_shipped_model_reads_a_clock_at_the_tail_and_goes_on_with_its_task()
 
 
 @pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
-def test_the_shipped_model_takes_no_day_for_an_id_and_answers_tool_results() -> None:
+def test_the_shipped_model_takes_no_day_for_an_id() -> None:
     day = (Message("user", "Today is 2026-11-23."),)
     talks = [one for one in cases.episodes("hermes", 100, held="validation") if one.kind == "siblings"]
     plain = [step for talk in talks[:20] for step in talk.steps[2:]]

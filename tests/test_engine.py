@@ -90,7 +90,7 @@ def test_a_message_returned_unchanged_costs_only_the_new_tokens() -> None:
         assert (refusal.reason, refusal.start) == (Reason.DIVERGED, before)
 
 
-def test_a_tool_call_whose_json_is_written_anew_costs_only_the_new_tokens() -> None:
+def test_a_reserialised_tool_call_costs_only_new_tokens() -> None:
     spelled = '<tool_call>\n{"name":"get_weather",   "arguments":{"city" : "Port Averil"}}\n</tool_call><|im_end|>'
     with engine() as running:
         first = running.generate(TURNS, TOOLS, sampling=decode(200, forced=spelled, stop=("<|never|>",)))
@@ -107,7 +107,7 @@ def test_a_tool_call_whose_json_is_written_anew_costs_only_the_new_tokens() -> N
         assert second.receipt.cached_tokens >= ended.receipt.prompt_tokens + len(ended.ids) - 1
 
 
-def test_an_edit_in_the_middle_costs_only_what_lies_behind_it() -> None:
+def test_an_edit_costs_only_the_tokens_after_it() -> None:
     with engine() as running:
         turns = chat("one " + long_text(40), "two", "three " + long_text(40, 1), "four", "five")
         full = running.generate(turns, sampling=decode()).receipt
@@ -179,7 +179,7 @@ def test_warming_a_name_again_moves_its_pins() -> None:
         assert pins(running) == 0
 
 
-def test_a_group_too_large_for_the_budget_is_refused_and_the_old_one_stays() -> None:
+def test_a_group_over_budget_leaves_the_old_one() -> None:
     with engine(memory_bytes=page_bytes_of_qwen3()) as running:
         running.warm(SYSTEM, name="a")
         with pytest.raises(ConfigError, match=r"memory_bytes=\d+ cannot hold this tool group: it needs \d+ bytes"):
@@ -222,7 +222,7 @@ def test_stream_chunks_are_the_completion() -> None:
         assert isinstance(stream.completion.message, Message)
 
 
-def test_an_engine_that_nobody_holds_ends_its_threads_and_gives_the_model_back() -> None:
+def test_a_collected_engine_ends_threads_and_returns_the_model() -> None:
     model = models.build("qwen3")
     before = model.config._attn_implementation
     running = Engine(model, models.toy_tokenizer())
@@ -234,7 +234,7 @@ def test_an_engine_that_nobody_holds_ends_its_threads_and_gives_the_model_back()
     assert model.config._attn_implementation == before
 
 
-def test_a_process_that_closes_nothing_ends_well_and_keeps_its_pages(tmp_path: Path, model_folder: Path) -> None:
+def test_a_process_without_close_keeps_its_pages(tmp_path: Path, model_folder: Path) -> None:
     """Another process finds what it computed."""
     program = (
         "import sys; from agentcache import Engine, Sampling\n"

@@ -31,7 +31,7 @@ def test_every_error_is_in_the_tree_and_says_so() -> None:
 # -- before any computation --------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_longer_than_the_context_says_by_how_much_before_any_prefill() -> None:
+def test_a_prompt_over_the_context_names_the_excess() -> None:
     with engine(model=models.build("qwen3", max_position_embeddings=100)) as running:
         spy = Spy(running)
         prompt = chat(long_text(60))
@@ -116,7 +116,7 @@ def test_members_of_a_pack_that_does_not_fit_run_alone(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: not enough memory")], ids=repr)
-def test_no_memory_alone_is_its_own_error_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_out_of_memory_is_an_error_the_engine_survives(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     with engine() as running:
         with monkeypatch.context() as patch:
             when(patch, running, lambda parts, ids: error)
@@ -126,7 +126,7 @@ def test_no_memory_alone_is_its_own_error_and_the_engine_goes_on(monkeypatch: py
         assert running.scheduler.live == 0
 
 
-def test_no_memory_for_a_page_is_an_error_of_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_a_page_fails_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as running:
         running.generate(chat("x"), sampling=decode(2))
 
@@ -155,7 +155,7 @@ def text_ids(running: Engine, messages: Any) -> list[int]:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("at", ["prompt", "decode"])
-def test_nan_ends_its_own_request_and_nothing_of_it_is_kept(at: str, value: float) -> None:
+def test_nan_ends_its_request_and_caches_nothing(at: str, value: float) -> None:
     with engine() as running:
         poisoned(running, value)
         clean = running.generate(chat(long_text(60)), sampling=decode(4))
@@ -198,7 +198,7 @@ def test_nan_written_into_a_shared_page_is_scrubbed() -> None:
         assert hit.ids == running.generate(good, sampling=decode(4), reuse="off").ids
 
 
-def test_nan_behind_a_long_prompt_takes_back_its_pages_and_spares_those_who_share_them() -> None:
+def test_nan_after_a_long_prompt_spares_sharing_requests() -> None:
     with engine(chunk_tokens=128) as running:
         poisoned(running)
         system = SYSTEM + long_text(300)

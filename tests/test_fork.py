@@ -76,7 +76,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     ],
     ids=["generate", "stream", "warm", "pin"],
 )
-def test_a_request_in_a_forked_child_is_refused_with_the_way_out(parent: Engine, ask: Callable[[Engine], Any]) -> None:
+def test_a_forked_childs_request_is_refused_with_a_way_out(parent: Engine, ask: Callable[[Engine], Any]) -> None:
     error = told(lambda: ask(parent))
     assert isinstance(error, EngineForkedError)
     assert isinstance(error, EngineClosedError)
@@ -91,7 +91,7 @@ def test_no_lock_of_the_parent_is_waited_for(parent: Engine) -> None:
         assert told(lambda: (parent.flush(), parent.release("clerk"), parent.close(), parent.closed)) == (False, False, None, True)
 
 
-def test_a_stream_that_began_in_the_parent_ends_in_the_child(parent: Engine) -> None:
+def test_a_parents_stream_ends_in_the_child(parent: Engine) -> None:
     def read_async() -> None:
         async def read() -> None:
             async for _ in stream:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.house import circle, graph, imported, modules
-from tests.checkout import ROOT
 from tests.import_graph import importers
 
 
@@ -53,11 +52,3 @@ def test_the_lab_finds_integrations_by_entry_points(integration: str) -> None:
     assert integration in graph()
     strangers = {name for name in importers(integration) if name.startswith(("agentcache", "benchmarks"))}
     assert not strangers
-
-
-def test_no_test_module_imports_another() -> None:
-    inside = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "tests").rglob("*.py")}
-    modules_of_tests = {name for name in inside if name.rpartition(".")[2].startswith("test_")}
-    found = {name: sorted(imported(name, path, inside) & modules_of_tests) for name, path in inside.items()}
-    assert {name: others for name, others in found.items() if others} == {}
-    assert len(modules_of_tests) > 100

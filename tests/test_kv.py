@@ -106,7 +106,7 @@ def test_one_appends_in_place_and_the_next_branches() -> None:
     check(first, list(range(700)))
 
 
-def test_a_claim_needs_the_end_of_what_is_written_and_nobody_else() -> None:
+def test_a_claim_needs_the_written_end_for_itself() -> None:
     page = Page(SPEC)
     one, two = object(), object()
     assert not page.claim(3, one)

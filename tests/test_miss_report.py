@@ -62,7 +62,7 @@ def test_each_cause_is_named_with_its_writer(cause: str, writer: str, change: An
         assert receipt.as_dict()["missed"]["cause"] == cause
 
 
-def test_text_at_the_tail_is_no_miss_and_reuse_off_asks_nothing() -> None:
+def test_tail_text_is_no_miss_and_reuse_off_asks_nothing() -> None:
     with engine(chat_template=TOOL_TEMPLATES["chatml"]) as running:
         for clock in ("It is 10:33.", "It is 10:34."):
             receipt = running.generate(asked(SYSTEM.format(volatile(clock))), TOOLS, sampling=decode(4)).receipt

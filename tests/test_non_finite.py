@@ -84,7 +84,7 @@ def test_a_spoiled_page_on_disk_is_quarantined_and_written_anew(model: Any, tmp_
         assert reasons(done) == {Reason.LAST_TOKEN}
 
 
-def test_a_tool_group_over_a_spoiled_page_is_warmed_all_the_same(model: Any) -> None:
+def test_a_tool_group_over_a_spoiled_page_still_warms(model: Any) -> None:
     system = long_text(300)
     with engine(model=model, store=None) as running:
         running.warm(system, TOOLS, name="tools")
@@ -97,7 +97,7 @@ def test_a_tool_group_over_a_spoiled_page_is_warmed_all_the_same(model: Any) -> 
         check_store(running.store)
 
 
-def test_a_model_that_is_not_finite_by_itself_leaves_kept_pages_alone() -> None:
+def test_a_non_finite_model_leaves_cached_pages_alone() -> None:
     with engine("qwen3") as running:
         first = running.generate(PROMPT, sampling=decode(2))
         poison = running.tokenizer("<!>")["input_ids"][-1]

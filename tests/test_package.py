@@ -138,7 +138,7 @@ def test_the_command_names_a_foreign_package_in_its_way(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_error_has_its_class_even_when_the_name_is_taken(tmp_path: Path) -> None:
+def test_the_error_has_its_class_under_a_taken_name(tmp_path: Path) -> None:
     _install(tmp_path, "agentcache")
     program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import agentcache_llm; agentcache_llm.check()"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)

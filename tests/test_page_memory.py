@@ -59,7 +59,7 @@ def spoilt(spec: KVSpec, whole: bool = False) -> Page:
     return page
 
 
-def test_the_memory_of_pages_that_are_gone_serves_the_next_and_is_zero(pool: PagePool) -> None:
+def test_freed_page_memory_serves_the_next_and_is_zero(pool: PagePool) -> None:
     spec = KVSpec(2, 1, 32, torch.bfloat16)
     page = spoilt(spec)
     places = {page.keys.data_ptr(), page.values.data_ptr()}
@@ -86,7 +86,7 @@ def test_memory_that_somebody_looks_at_is_not_taken(pool: PagePool) -> None:
     assert pool.bytes == spec.page_bytes
 
 
-def test_no_more_is_kept_than_was_stated_and_nothing_without_an_engine(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_keeps_its_bound_and_ends_with_engines(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = KVSpec(2, 1, 32, torch.bfloat16)
     monkeypatch.setattr(page_memory, "USED_BYTES", spec.page_bytes * 3 // 2)
     pages = [spoilt(spec), spoilt(spec)]
@@ -108,7 +108,7 @@ def test_pages_that_are_read_to_whole_take_other_memory(pool: PagePool) -> None:
     assert pool.bytes == 2 * spec.page_bytes
 
 
-def test_an_idle_engine_makes_its_next_page_ready_and_a_closed_one_keeps_nothing() -> None:
+def test_an_idle_engine_prepares_a_page_until_closed() -> None:
     with Engine("embedded", store=None) as engine:
         spec = engine.model.spec
         assert spec is not None
@@ -122,7 +122,7 @@ def test_an_idle_engine_makes_its_next_page_ready_and_a_closed_one_keeps_nothing
     assert prepared.take(spec.shapes, spec.dtype) is None
 
 
-def test_without_memory_for_it_nothing_is_ready_and_an_idle_engine_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_an_idle_engine_prepares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> torch.Tensor:
         raise OSError(12, "Cannot allocate memory")
 

@@ -69,7 +69,7 @@ def repeats(draw: st.DrawFn) -> tuple[int, int, list[tuple[Run, frozenset[int]]]
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(repeats(), st.sampled_from([((0, 8),), ((8, 8),), ((4, 2), (20, 8)), ((0, 2), (16, 5), (40, 8))]))
-def test_segments_are_taken_by_their_distance_and_everything_is_covered_once(
+def test_segments_attach_by_distance_and_cover_everything_once(
     given_: tuple[int, int, list[tuple[Run, frozenset[int]]]], steps: tuple[tuple[int, int], ...]
 ) -> None:
     prompt, prefix, runs = given_

@@ -65,7 +65,7 @@ def test_changed_weights_are_said() -> None:
         assert before.receipt.bitwise
 
 
-def test_pages_of_other_kernels_are_said_and_taint_what_is_computed_behind_them() -> None:
+def test_pages_of_other_kernels_taint_later_tokens() -> None:
     with engine() as running:
         assert running.generate(chat("x"), sampling=decode(2)).receipt.bitwise
         for entry in running.store.tree.entries():

@@ -111,7 +111,7 @@ def test_what_cannot_be_written_fails_no_request(tmp_path: Path, monkeypatch: py
         Recorder(tmp_path / "nowhere" / "log.jsonl")
 
 
-def test_a_request_begins_a_line_after_half_a_line_that_a_full_disk_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_begins_a_line_after_half_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, write = tmp_path / "log.jsonl", os.write
     with Recorder(file) as full, Recorder(file) as running:
         full.record("first")

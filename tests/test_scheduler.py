@@ -56,7 +56,7 @@ def test_who_decodes_always_goes_and_limits_what_is_filled_beside(idle: Schedule
     assert compose(idle, long, decoding) == [(decoding, 1), (long, MIN_FILL)], "a fill never stands still"
 
 
-def test_a_long_prompt_is_not_starved_by_a_flood_of_short_ones(idle: Scheduler) -> None:
+def test_short_prompts_do_not_starve_a_long_one(idle: Scheduler) -> None:
     long, got = Pretender(5000), []
     flood = [Pretender(500) for _ in range(10)]
     for _ in range(40):
@@ -83,7 +83,7 @@ def test_a_sequence_that_cannot_be_paged_is_filled_at_once(idle: Scheduler) -> N
     assert compose(idle, stock) == [(stock, 3000)]
 
 
-def test_a_long_prompt_waits_for_another_that_may_compute_its_prefix() -> None:
+def test_a_long_prompt_waits_for_its_prefix_from_another() -> None:
     system = " ".join(f"word{i}" for i in range(400))
     with engine(chunk_tokens=64) as running:
         streams = [running.stream(chat(f"question {i}", system=system), sampling=decode(2)) for i in range(3)]

@@ -175,7 +175,7 @@ def run(changes: int, folder: Path, seed: int) -> tuple[Counter[str], Counter[st
 
 
 @pytest.mark.parametrize("changes", [60, pytest.param(2200, marks=pytest.mark.slow)])
-def test_an_answer_is_of_one_state_and_reuse_gives_what_reuse_off_gives(changes: int, tmp_path: Path) -> None:
+def test_an_answer_is_of_one_state_as_without_reuse(changes: int, tmp_path: Path) -> None:
     outcome, seen = run(changes, tmp_path, seed=changes)
     print(outcome, seen)
     assert outcome["answered"] > 0
@@ -200,7 +200,7 @@ def waiting(running: Engine) -> Iterator[Callable[[], None]]:
         gate.set()
 
 
-def test_a_request_that_waited_is_of_the_weights_that_compute_it(tmp_path: Path) -> None:
+def test_a_waiting_request_belongs_to_the_weights_that_compute(tmp_path: Path) -> None:
     with changeable() as model, engine(model=model.wrapped, store=tmp_path) as running:
         with waiting(running) as go:
             stream = running.stream(PROMPTS[0], sampling=decode(3))
@@ -290,7 +290,7 @@ def test_a_request_without_reuse_goes_on_whatever_moves() -> None:
         assert [note for note in done.receipt.notes if "may be of both" in note] == [done.receipt.notes[-1]]
 
 
-def test_weights_that_never_rest_while_they_are_hashed_end_reuse_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_change_during_hashing_end_reuse_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
     with engine(model=model) as running:
         inner, moves = running.fingerprint._digest, 3
@@ -351,7 +351,7 @@ def amid(monkeypatch: pytest.MonkeyPatch, first: Callable[[], Any], then: Callab
 
 
 @pytest.mark.parametrize("kind", ["adapter off", "adapter scaled", "a hook"])
-def test_a_change_that_is_taken_back_within_one_forward_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_undone_within_one_forward_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with changeable() as model, engine(model=model.wrapped, store=None) as running:
         layer, handles = model.model.model.layers[1], list[Any]()
         scaling = layer.self_attn.v_proj.scaling

@@ -271,7 +271,7 @@ def test_greedy_and_penalties() -> None:
             assert [call.name for call in done.message.tool_calls] == ["ping"]
 
 
-def test_models_that_cannot_be_paged_are_held_to_it_as_well() -> None:
+def test_constraints_hold_models_that_cannot_be_paged() -> None:
     config = transformers.Gemma2Config(**{**models._BASE, "head_dim": 16, "sliding_window": 32})
     torch.manual_seed(0)
     with engine(model=transformers.Gemma2ForCausalLM(config).eval()) as running:

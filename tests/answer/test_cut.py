@@ -117,7 +117,7 @@ def test_a_stop_string_cuts_as_well() -> None:
         assert done.cut
 
 
-def test_a_call_in_tags_that_a_stop_string_cut_is_none(tiny: Any) -> None:
+def test_a_call_cut_by_a_stop_string_is_none(tiny: Any) -> None:
     with Engine(tiny("qwen3"), tokenizer(TAGS), store=None) as running:
         done = said(running, TAGGED, tools=[Tool("tide")], stop=("<parameter=days>",))
     assert done.message.tool_calls == (), "it lacks an argument that the model was about to write"

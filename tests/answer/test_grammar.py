@@ -243,7 +243,7 @@ def test_patterns_that_a_value_must_match_at_once_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("schema", [{"type": "integer", "maximum": 10**400}, {"type": "string", "pattern": "("}])
-def test_numbers_and_patterns_that_no_grammar_has_are_told_with_their_tool(schema: Any) -> None:
+def test_unenforceable_numbers_and_patterns_are_named_with_their_tool(schema: Any) -> None:
     parameters = {"type": "object", "properties": {"n": schema}, "required": ["n"]}
     with pytest.raises(ToolSchemaError, match="tool 'odd': its schema cannot be enforced"):
         grammars().guide(Constraint("any"), [Tool("odd", "", parameters)], "")

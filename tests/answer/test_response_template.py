@@ -119,7 +119,7 @@ def test_any_pieces_of_any_text_say_what_the_whole_says(name: str, data: st.Data
     assert read[0] == read[1] == read[2]
 
 
-def test_arguments_take_the_types_of_their_schema_where_text_has_none() -> None:
+def test_untyped_arguments_take_the_types_of_their_schema() -> None:
     reader = stream(TAGS)
     taken(reader, TAGGED)
     assert reader.message.tool_calls == (ToolCall("tide", {"harbour": "7", "days": 3}),)
@@ -183,7 +183,7 @@ def spoken(text: str, tokenizer: Any) -> Sampling:
     return Sampling(forced=(*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id), max_tokens=400)
 
 
-def test_the_engine_reads_by_the_template_and_says_if_it_is_broken(tiny: Any) -> None:
+def test_the_engine_reads_by_the_template_and_names_broken_ones(tiny: Any) -> None:
     answers = {}
     for name, template in {"tags": TAGS, "none": None, "broken": {"fields": {}}}.items():
         with Engine(tiny("qwen3"), tokenizer(template), store=None) as engine:
@@ -199,7 +199,7 @@ def test_the_engine_reads_by_the_template_and_says_if_it_is_broken(tiny: Any) ->
     assert any("response template is broken" in note for note in answers["broken"].receipt.notes)
 
 
-def test_a_prompt_that_begins_no_answer_is_not_read_by_it(tiny: Any) -> None:
+def test_a_prompt_that_begins_no_answer_bypasses_the_template(tiny: Any) -> None:
     with Engine(tiny("qwen3"), tokenizer(TAGS), store=None) as engine:
         said = engine.generate("Once upon a time", sampling=spoken(TAGGED, engine.tokenizer))
     assert said.message.content == TAGGED

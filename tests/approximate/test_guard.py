@@ -197,7 +197,7 @@ def poisoned(running: Engine, times: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(running.scheduler.runner, "run", run)
 
 
-def test_logits_behind_a_segment_that_are_not_finite_are_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_logits_after_a_segment_are_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("off") as running:
         clean = running.generate(OTHER, sampling=GREEDY)
     with engine() as running:
@@ -214,7 +214,7 @@ def test_logits_behind_a_segment_that_are_not_finite_are_computed_instead(monkey
         assert set(grades(running)) == {"exact"}
 
 
-def test_logits_that_are_not_finite_when_all_is_computed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_logits_without_segments_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
         poisoned(running, 3, monkeypatch)  # behind the segment, behind the prefix, behind nothing
@@ -233,7 +233,7 @@ def test_drift_of_what_is_no_number_is_infinite() -> None:
 # -- the account ---------------------------------------------------------------------------------------------------------
 
 
-def test_if_every_probe_fails_the_answer_is_exact_and_says_so() -> None:
+def test_failed_probes_make_an_exact_answer_that_says_so() -> None:
     with engine(probe=1e-9) as running:
         running.generate(FIRST, sampling=GREEDY)
         receipt = running.generate(OTHER, sampling=GREEDY).receipt
@@ -285,7 +285,7 @@ def test_an_answer_that_outgrows_its_frequencies_stays_near() -> None:
         assert len(ids) > 512
 
 
-def test_a_model_whose_weights_were_changed_gets_the_calibration_of_what_it_is(tmp_path: Path) -> None:
+def test_changed_weights_need_a_calibration_of_their_own(tmp_path: Path) -> None:
     model, tokenizer = models.build("qwen3", num_hidden_layers=LAYERS), models.toy_tokenizer()
     with Engine(model, tokenizer, store=str(tmp_path)) as running:
         assert running.fingerprint is not None
@@ -335,7 +335,7 @@ def test_exact_requests_among_approximate_ones_keep_their_bits() -> None:
             assert torch.equal(rows(running, FIRST), clean[0])
 
 
-def test_a_stream_that_is_closed_in_the_middle_of_a_segment_leaves_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_closed_within_a_segment_leaves_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("off") as running:
         clean = running.generate(OTHER, sampling=GREEDY)
     model, tokenizer, fingerprint = tiny_model()

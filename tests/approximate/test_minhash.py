@@ -262,7 +262,7 @@ def test_nothing_is_written_twice(index: Index) -> None:
     assert index.stats()["segments"] == 4
 
 
-def test_rows_go_with_their_namespace_and_age_and_the_longest_unused_go_first(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_go_by_namespace_age_and_last_use(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     signed, windows = noted(index)
     noted(index, scope=Scope("other", "weights"))
     index.drop_segments("other")
@@ -288,7 +288,7 @@ def test_rows_go_with_the_pages_under_which_they_stand(index: Index) -> None:
     assert [bool(later.find(SCOPE, prompt(), window)) for window in windows] == [False, False, True, False]
 
 
-def test_places_whose_pages_are_gone_are_forgotten_unless_they_are_young(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_places_without_pages_are_forgotten(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     signed, windows = noted(index)
     places = [signed.find(SCOPE, prompt(), window)[0].kept for window in windows]
     signed.gone(SCOPE, places[:1])

@@ -40,7 +40,7 @@ def found(tree: PrefixTree, ids: Ids, since: int = 0, least: int = 32, scope: Sc
     return runs
 
 
-def test_a_run_is_found_at_another_place_and_over_page_borders() -> None:
+def test_a_run_is_found_elsewhere_and_across_pages() -> None:
     tree, kept = PrefixTree(1 << 30), text(1, 1500)
     keep(tree, kept)
     prompt = np.concatenate([text(2, 100), kept[300:1400], text(3, 50)])
@@ -49,7 +49,7 @@ def test_a_run_is_found_at_another_place_and_over_page_borders() -> None:
     assert [entry.place for entry in run.entries] == [0, 1, 2]
 
 
-def test_several_runs_come_in_order_and_each_from_where_it_is_longest() -> None:
+def test_runs_come_in_order_each_from_its_longest_source() -> None:
     tree, one, two = PrefixTree(1 << 30), text(1, 600), text(2, 600)
     keep(tree, one)
     keep(tree, np.concatenate([text(4, 40), one[100:200], two]))
@@ -57,7 +57,7 @@ def test_several_runs_come_in_order_and_each_from_where_it_is_longest() -> None:
     assert [(run.start, run.stop) for run in found(tree, prompt)] == [(0, 250), (280, 490)]
 
 
-def test_the_last_token_and_what_is_before_since_are_never_part_of_it() -> None:
+def test_the_last_token_and_the_prefix_are_never_part() -> None:
     tree, kept = PrefixTree(1 << 30), text(1, 400)
     keep(tree, kept)
     assert [(run.start, run.stop) for run in found(tree, kept[50:250])] == [(0, 199)]
@@ -91,7 +91,7 @@ def test_approximate_pages_are_never_a_source() -> None:
     assert repeats(tree, Scope("default", "weights", precision="approximate"), prompt, 0, 32) == []
 
 
-def test_lossy_pages_are_a_source_for_who_asks_and_exact_ones_come_first() -> None:
+def test_lossy_pages_serve_on_request_after_exact_ones() -> None:
     store = Store(1 << 30)
     kept = text(1, 700)
     keep(store.tree, kept, Scope("default", "weights", precision="int8"))

@@ -120,7 +120,7 @@ PROMPT = np.concatenate([text(2, 100), KEPT[604:904], text(3, 50)])  # windows o
 # -- what comes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_later_process_finds_repeated_text_that_is_on_disk_only(folder: Path) -> None:
+def test_a_later_process_finds_repeated_text_on_disk(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)
     assert repeats(store, PROMPT) == []
@@ -144,7 +144,7 @@ def test_a_run_over_page_borders_comes_whole(folder: Path) -> None:
     assert repeats(store, prompt) == [(32, 1012, 320)]
 
 
-def test_text_of_the_growing_last_page_is_found_after_it_grew(folder: Path) -> None:
+def test_text_of_a_grown_last_page_is_found(folder: Path) -> None:
     store = opened(folder)
     store.admit(SCOPE, KEPT[:700], pages(KEPT[:700]), "here")
     said(store).note(SCOPE, KEPT[:700], windows(KEPT[:700]))
@@ -176,7 +176,7 @@ def test_two_runs_of_one_prompt_share_its_pages(folder: Path) -> None:
     assert [run[:2] for run in repeats(store, prompt)] == [(32, 232), (288, 488)]
 
 
-def test_tokens_before_since_and_the_last_one_are_never_part_of_it(folder: Path) -> None:
+def test_tokens_before_since_and_the_last_are_never_part(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)
     prompt = np.concatenate([text(2, 32), KEPT[64:264]])
@@ -254,7 +254,7 @@ def test_reading_that_takes_longer_than_computing_is_refused(folder: Path) -> No
 
 
 @pytest.mark.impatient
-def test_a_deep_chain_is_left_and_a_shallow_one_is_read(folder: Path) -> None:
+def test_deep_chains_are_left_and_shallow_ones_read(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)
     assert store.disk is not None
@@ -337,7 +337,7 @@ def test_without_signing_or_a_disk_nothing_is_noted_or_brought(folder: Path) -> 
         said(store).sign(2)
 
 
-def test_what_is_cleared_leaves_no_signature_in_memory_and_is_found_on_disk_again(folder: Path) -> None:
+def test_cleared_signatures_leave_memory_and_return_from_disk(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)
     assert brought(store, PROMPT, first=4).tokens == 300

@@ -88,7 +88,7 @@ def attached(runner: Runner, kept: Sequence, repeats: list[Repeat], known: Calib
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "phi3", "smollm3", "granite"])
 @pytest.mark.parametrize("chunk", [512, 37, 1])
-def test_a_segment_whose_left_context_is_equal_gives_the_bits_of_computing_it(family: str, chunk: int) -> None:
+def test_equal_left_context_gives_the_bits_of_computing(family: str, chunk: int) -> None:
     runner, kept, logits, ids = whole(family)
     sequence = attached(runner, kept, [repeat(kept, 40, 300, 0), repeat(kept, 310, 1060, 0)], calibration())
     assert sequence.ahead_tokens == 260 - 8 + 750 - 8
@@ -102,7 +102,7 @@ def test_a_segment_whose_left_context_is_equal_gives_the_bits_of_computing_it(fa
 
 
 @pytest.mark.parametrize("chunk", [512, 37, 1])
-def test_computing_resumed_between_layers_gives_the_bits_of_computing_it_all(chunk: int) -> None:
+def test_resuming_between_layers_gives_the_bits_of_computing(chunk: int) -> None:
     runner, kept, logits, ids = whole("qwen3", (2, 4))
     known = calibration(steps=((8, 2), (20, 4), (50, LAYERS)), least=60)
     repeats = [repeat(kept, 40, 300, 0, (2, 4)), repeat(kept, 310, 370, 0, (2, 4)), repeat(kept, 600, 1060, 0, (4,))]
@@ -167,7 +167,7 @@ PLACES["layer 0 without positions"] = ("smollm3", {"no_rope_layers": [0, 1, 1, 1
 
 
 @pytest.mark.parametrize("family", PLACES)
-def test_a_moved_segment_has_in_layer_0_what_computing_it_there_gives(family: str) -> None:
+def test_a_moved_segment_equals_computing_in_layer_0(family: str) -> None:
     """Layer 0 sees its own token and position only, so moving is checked against the model itself."""
     kind, overrides = PLACES[family]
     model = HFModel(models.build(kind, **overrides))
@@ -209,7 +209,7 @@ def test_a_repeated_document_is_attached_and_the_account_adds_up() -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 1, 40, 10**6])
-def test_what_is_asked_last_is_computed_whatever_was_kept_of_it(tail: int) -> None:
+def test_the_last_question_is_always_computed(tail: int) -> None:
     """All of the last turn, or its end, and nothing of the turn before."""
     before, asked = (
         [{"role": "system", "content": system}, {"role": "user", "content": DOC}, {"role": "assistant", "content": "Read."},
@@ -285,7 +285,7 @@ def gaps(logits: list[torch.Tensor]) -> list[float]:
     return [float(first - second) for first, second in (row.topk(2).values for row in logits)]
 
 
-def test_a_first_choice_that_is_too_close_is_made_behind_everything_computed() -> None:
+def test_a_close_first_choice_is_made_with_everything_computed() -> None:
     with engine("off") as running:
         clean = running.generate(OTHER, sampling=GREEDY)
     with engine(margin=1e9) as running:
@@ -307,7 +307,7 @@ def test_a_first_choice_that_is_too_close_is_made_behind_everything_computed() -
         assert Reason.APPROXIMATE not in {refusal.reason for refusal in first.refusals}
 
 
-def test_a_later_choice_that_is_too_close_is_made_behind_everything_computed() -> None:
+def test_a_close_later_choice_is_made_with_everything_computed() -> None:
     seen: list[torch.Tensor] = []
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
@@ -334,7 +334,7 @@ def test_a_later_choice_that_is_too_close_is_made_behind_everything_computed() -
         assert again.receipt.cached_tokens > receipt.cached_tokens
 
 
-def test_choices_that_chance_or_the_caller_makes_are_not_held_against_the_margin() -> None:
+def test_the_margin_ignores_sampled_and_forced_choices() -> None:
     for sampling in (replace(GREEDY, temperature=0.8, seed=3), replace(GREEDY, forced=(5,) * 12)):
         with engine(margin=1e9) as running:
             running.generate(FIRST, sampling=GREEDY)
@@ -404,7 +404,7 @@ def test_a_calibration_that_cannot_work_is_refused(wrong: dict[str, Any], said: 
         calibration(**wrong)
 
 
-def test_a_calibration_comes_back_as_it_was_saved_or_is_refused(tmp_path: Path) -> None:
+def test_a_calibration_loads_as_saved_or_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "c.json"
     one = calibration(steps=((8, 4), (20, 6)), measured={"kl": [0.1]}, model="m")
     one.save(path)
@@ -486,7 +486,7 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("stored", ["int8", "int4"])
-def test_pages_stored_with_fewer_bits_are_a_source_where_the_calibration_measured_them(stored: Precision, tmp_path: Path) -> None:
+def test_lossy_pages_serve_where_the_calibration_measured_them(stored: Precision, tmp_path: Path) -> None:
     model, tokenizer, fingerprint = tiny_model()
     known = calibration(fingerprint=fingerprint)
     options = StoreOptions(tmp_path, precision=stored)
@@ -522,7 +522,7 @@ def test_one_requests_own_calibration_says_nothing_of_the_next() -> None:
         assert segment.halo_tokens == 8
 
 
-def test_numbers_behind_a_segment_that_are_not_finite_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_numbers_after_a_segment_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The segment's own pages are sound; what was computed behind it is not, and is computed behind everything instead."""
     with engine("off") as running:
         clean = running.generate(OTHER, sampling=GREEDY)
@@ -539,7 +539,7 @@ def test_numbers_behind_a_segment_that_are_not_finite_are_not_kept(monkeypatch: 
         assert len(running.store) > kept
 
 
-def test_nan_in_an_answer_behind_a_segment_takes_back_what_was_kept_of_it() -> None:
+def test_nan_after_a_segment_takes_back_its_pages() -> None:
     """Pages that only near requests see were kept while the prompt was filled; what is scrubbed must not stay in the store."""
     poison = 77
     with engine() as running:

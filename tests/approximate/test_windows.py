@@ -110,7 +110,7 @@ def test_a_window_knows_what_stands_left_of_it() -> None:
 
 
 @pytest.mark.parametrize("cut", [70, 130, 200, 333])
-def test_only_new_text_is_looked_at_and_has_the_windows_it_would_have_had(cut: int) -> None:
+def test_only_new_text_is_scanned_with_the_same_windows(cut: int) -> None:
     parts = [prose(1, 150), f"\nThought 1: {prose(2, 60)}\n\n{prose(3, 80)}", f"\nObservation 1: {prose(4, 120)}"]
     layout = prompt(*parts)
     shown: list[int] = []

@@ -79,7 +79,7 @@ def test_latency_ends_in_one_json_line_with_every_figure(tmp_path: Path) -> None
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_prompt_that_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", {**TINY_SHAPE, "max_position_embeddings": 600}))
     said, _ = run("latency", "--tools", "1,20", "--repeats", "1", "--decode", "1", "--tail", "40", "--no-second-process")
     assert said["too_long"] == [20]
@@ -128,7 +128,7 @@ def test_other_tokens_are_noticed(engine: Engine) -> None:
 
 
 @pytest.mark.impatient
-def test_a_slow_moment_of_the_disk_is_part_of_what_it_costs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_moment_of_the_disk_counts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere the engine computes instead of waiting for a stalled disk; a benchmark of the disk waits."""
     scene, read, stalls = scene_of(engine), DiskTier.read, [0.2]
 

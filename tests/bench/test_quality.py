@@ -120,7 +120,7 @@ def test_an_interval_holds_its_figure_and_clusters_widen_it() -> None:
 # Asking
 
 
-def test_a_perfect_model_gets_it_all_and_a_silent_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_perfect_model_scores_all_and_a_silent_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked(right_answer, monkeypatch)
     (row,) = found["rows"]
     assert (row["split"], row["tools"], row["n"]) == ("unseen tools", 8, 30)

@@ -153,7 +153,7 @@ def test_where_nothing_repeats_there_is_nothing_to_find(workload: Path, model: P
     assert (one.bound_tokens, one.reused_tokens, one.kl) == (0, 0, 0.0)
 
 
-def test_the_bound_counts_every_repeat_of_at_least_so_many_tokens() -> None:
+def test_the_bound_counts_every_repeat_of_enough_tokens() -> None:
     kept = np.arange(100, dtype=np.uint32)
     new = np.arange(500, 600, dtype=np.uint32)
     prompt = np.concatenate([new[:10], kept[20:70], new[:5], kept[30:61], new[:5]]).astype(np.uint32)
@@ -254,7 +254,7 @@ def test_only_settings_within_the_bounds_are_chosen(workload: Path, model: Path,
             search.calibrate(bench, [shifts.Case("x", (), fresh)], search.Bounds(1.0, 0.0), lambda _: None)
 
 
-def test_the_fastest_setting_is_chosen_and_none_that_is_slower_than_the_exact_prefix() -> None:
+def test_the_fastest_setting_wins_and_must_beat_the_prefix() -> None:
     def measured(work: float, ms: list[float], precision: Precision = "exact", exact: float = 100.0) -> search.Seen:
         served = [Served("all", "x", 9, 9, 0, 1, 8, 0, 0, work / len(ms), each, exact, 0.0, 1.0) for each in ms]
         found = {**row(served, "all", "x"), "work": work}
@@ -315,7 +315,7 @@ def test_what_calibrate_writes_serves_an_engine(workload: Path, model: Path, tmp
     assert not (tmp_path / "none.json").exists()
 
 
-def test_the_command_prints_a_table_a_picture_and_one_json_line(workload: Path, model: Path, tmp_path: Path) -> None:
+def test_the_command_prints_table_picture_and_one_json_line(workload: Path, model: Path, tmp_path: Path) -> None:
     saved, drawn = tmp_path / "s.json", tmp_path / "s.png"
     names = "dated system,edited history,moved tool"
     given = [
@@ -356,7 +356,7 @@ def test_episodes_without_history_give_no_cases() -> None:
     assert shifts.cases([Episode("x", "chat", (Call([message("user", 1)], (), message("assistant", 2)),))], 1) == []
 
 
-def test_made_up_requests_come_in_the_number_asked_for_also_none() -> None:
+def test_made_up_requests_come_in_the_number_asked() -> None:
     assert made_up(8, 0) == []
     two = made_up(8, 2)
     assert len(two) == 2

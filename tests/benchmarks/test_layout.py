@@ -24,7 +24,7 @@ def size(text: str, tools: Any) -> int:
     return len(text) // 4 + 40 * len(tools)
 
 
-def test_sessions_have_the_size_and_the_calls_that_were_asked_for() -> None:
+def test_sessions_have_the_size_and_calls_asked_for() -> None:
     for prompt in (60, 300, 700):
         made = sessions(EPISODES, size, prompt, 7, 3)
         assert len(made) == 3
@@ -38,7 +38,7 @@ def test_sessions_have_the_size_and_the_calls_that_were_asked_for() -> None:
         sessions([traces.episode(raw, HERE) for raw in TEXT], size, 100, 2, 1)
 
 
-def test_the_text_changes_at_every_call_and_stands_where_its_strategy_says() -> None:
+def test_the_text_changes_at_each_call_in_its_place() -> None:
     (session,) = sessions(EPISODES, size, 300, 4, 1)
     for strategy in STRATEGIES:
         asked = list(requests(session, strategy))
@@ -56,7 +56,7 @@ def test_the_text_changes_at_every_call_and_stands_where_its_strategy_says() -> 
     assert any("Call 4." in message["content"] for message in list(requests(session, "results"))[-1][0])
 
 
-def test_counting_agrees_with_an_engine_and_the_tail_is_next_to_nothing() -> None:
+def test_counting_agrees_with_an_engine() -> None:
     made, tok = models.build("qwen3"), models.toy_tokenizer()
     counted = run(tok, EPISODES, (600,), (6,), 2, 0.1)["cells"][0]["strategies"]
 
@@ -76,7 +76,7 @@ def test_counting_agrees_with_an_engine_and_the_tail_is_next_to_nothing() -> Non
     assert share["none"] - share["tail"] < 0.05
 
 
-def test_an_interval_holds_its_ratio_and_is_a_point_where_pairs_agree() -> None:
+def test_an_interval_holds_its_ratio() -> None:
     middle, low, high = interval([(1.0, 2.0), (3.0, 4.0), (2.0, 8.0)], "seed")
     assert middle == pytest.approx(6 / 14)
     assert low < middle < high

@@ -66,7 +66,7 @@ def test_cases_are_always_the_same_and_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("style", quality_cases.STYLES)
-def test_episodes_call_at_least_twice_and_steps_see_what_was_before(style: str) -> None:
+def test_episodes_call_twice_and_steps_see_earlier_ones(style: str) -> None:
     for one in drawn.episodes(style, 6, 6):
         assert sum(step.right is not None for step in one.steps) >= 2
         assert {step.style for step in one.steps} == {style}
@@ -82,7 +82,7 @@ def test_episodes_call_at_least_twice_and_steps_see_what_was_before(style: str) 
                 assert f"Action: {before.right.name}\n" in last
 
 
-def test_an_answer_need_not_name_the_fields_of_a_result_but_has_to_name_an_error() -> None:
+def test_an_answer_must_name_an_error_but_no_fields() -> None:
     asked, told = Turn("user", "Stop A-12."), Turn("assistant", "Done: status queued, id B-7.")
     said = drawn._says([asked, Turn("tool", '{"status": "queued", "id": "B-7"}'), told])
     assert said.split() == ["queued", "b-7"]
@@ -137,7 +137,7 @@ def test_a_greeting_is_no_request_that_no_tool_fits() -> None:
         one for one, case in zip(said, cases) if case.kind in ("small talk", "forbidden")])["fpr"] is None  # fmt: skip
 
 
-def test_only_what_decides_the_first_call_makes_it_depend_on_context() -> None:
+def test_only_the_first_call_decides_dependence_on_context() -> None:
     cases = drawn.selections("unseen tools", 20, 240)
     kinds = {case.kind for case in cases if case.context}
     assert {"like", "above", "glossary", "switch", "fallback"} <= kinds
@@ -165,7 +165,7 @@ def test_variants_change_what_changes_nothing() -> None:
     assert all(len(b.prompt) > len(a.prompt) and list(b.prompt[-1:]) == list(a.prompt[-1:]) for a, b in zip(plain, behind))
 
 
-def test_a_clock_is_told_at_each_step_and_what_it_loses_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_at_each_step_has_its_losses_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [step.volatile for one in drawn.episodes("hermes", 3) for step in drawn.with_clock(one, "system").steps]
     assert all(message.role == "system" and re.fullmatch(r"It is \d\d:\d\d\.", message.content) for (message,) in told)
     assert len(set(told)) > 3

@@ -49,7 +49,7 @@ def quiet(_: str) -> None:
     pass
 
 
-def test_what_is_asked_is_the_request_and_what_was_before_is_not() -> None:
+def test_the_request_is_asked_and_the_earlier_prompt_shifted() -> None:
     count = 2 * len(made.FAMILIES)
     tasks, cases = made.tasks(count, 4), selections("unseen tools", 4, count, "segments")
     assert [task.family for task in tasks] == [*made.FAMILIES, *made.FAMILIES]
@@ -146,7 +146,7 @@ def test_paired_requests_are_held_against_everything_computed(engine: Engine, tm
     assert again.of("paired") == found
 
 
-def test_an_answer_that_differs_is_decoded_to_its_end_and_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_differing_answer_is_decoded_to_its_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that were taken are spoilt, so that answers must differ."""
     bench = Trials(engine)
     real = engine.scheduler.runner.attach
@@ -294,7 +294,7 @@ def test_the_measured_page_is_what_the_json_lines_say() -> None:
         assert report["bench"] == "segments"
 
 
-def test_made_up_requests_come_in_the_number_asked_for_also_none() -> None:
+def test_made_up_requests_come_in_the_number_asked() -> None:
     assert made_up(0, 8) == []
     two = made_up(2, 4)
     assert len(two) == 2

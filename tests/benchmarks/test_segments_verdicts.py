@@ -44,7 +44,7 @@ def test_the_worst_report_that_may_speak_is_the_verdict() -> None:
     )
 
 
-def test_what_looking_costs_is_told_by_prompts_of_which_next_to_nothing_was_kept() -> None:
+def test_prompts_without_repeats_tell_the_cost_of_looking() -> None:
     """A run as long as the bound's may stand even there; it says nothing of how much of other prompts is reused."""
     row = {"family": "nothing repeats", "method": "ours", "cases": 7, "bound_tokens": 32, "reused_tokens": 0, "of_bound": 0.0}
     found = {each["hypothesis"]: each["figure"] for each in verdicts({"rows": [{**row, "speedup": 0.8, "step_ms": 9.0}], "shape": "small"})}

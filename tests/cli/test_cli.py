@@ -103,7 +103,7 @@ def test_doctor_fails_when_the_installation_is_mixed(monkeypatch: pytest.MonkeyP
         ["calibrate", "--out"],
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(command: list[str], tmp_path: Path) -> None:
+def test_an_unwritable_file_is_refused_before_computing(command: list[str], tmp_path: Path) -> None:
     code, said = _run(*command, str(tmp_path / "none" / "x"))
     assert code == 2
     assert "is in a folder that is not there" in " ".join(said.replace("│", " ").split())
@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(co
     assert "is a folder" in " ".join(said.replace("│", " ").split())
 
 
-def test_what_was_measured_is_printed_though_the_disk_takes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_printed_though_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full = tmp_path / "gone" / "x.json"
     report.save({"part": 1}, full)  # more parts are to come
     assert "cannot be written" in capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_template_appends_only_and_writes_what_is_trained_on(tokenizer: Any) -> 
 
 
 @pytest.mark.parametrize("role", ["user", "system"])
-def test_text_for_one_request_stands_before_the_turn_that_is_answered_or_in_it(tokenizer: Any, role: Literal["user", "system"]) -> None:
+def test_volatile_text_stands_before_or_in_the_answered_turn(tokenizer: Any, role: Literal["user", "system"]) -> None:
     clock = Message(role, "It is 10:33.")
     call = Message("assistant", tool_calls=(ToolCall("look", {}, "c"),))
     result = Message("tool", "[]", tool_call_id="c")
@@ -333,7 +333,7 @@ def test_rules_mean_the_tools_they_speak_of() -> None:
     assert settled > 30
 
 
-def test_answers_from_texts_say_what_was_asked_for_and_requests_are_judged_by_the_value() -> None:
+def test_answers_from_texts_name_the_thing_and_its_value() -> None:
     catalog = next(one.catalog for one in made(count=60) if {"search", "calculate"} <= {tool.action for tool in one.tools})
     tools = tuple(next(tool for tool in catalog.tools if tool.action == action) for action in ("search", "calculate"))
     said = {relation.said("X") for relation in RELATIONS.values()} | {"The birthplace is X.", "The answer is X."}
@@ -350,7 +350,7 @@ def test_answers_from_texts_say_what_was_asked_for_and_requests_are_judged_by_th
     assert len(seen) == len(said)
 
 
-def test_look_ups_say_which_and_second_searches_what_the_first_one_told() -> None:
+def test_look_ups_name_the_thing_and_quote_first_results() -> None:
     looked, searched = 0, 0
     for talk in (talk for one in made(count=200) for talk in one.dialogues):
         called = [turn for turn in talk.turns if turn.tool is not None]
@@ -378,7 +378,7 @@ def test_after_a_failure_the_thought_quotes_what_comes_next() -> None:
     assert quoted == {True, False}
 
 
-def test_of_two_ids_the_thought_names_the_one_that_is_meant() -> None:
+def test_of_two_ids_the_thought_names_the_meant() -> None:
     count = 0
     for one in made(count=150):
         for talk in one.dialogues:
@@ -467,7 +467,7 @@ def test_a_full_pack_leaves_dialogues_out(tokenizer: Any) -> None:
     assert {completion.dialogue for completion in small.completions} < {completion.dialogue for completion in whole.completions}
 
 
-def test_a_short_dialogue_ends_with_the_name_of_its_last_tool(tokenizer: Any) -> None:
+def test_a_short_dialogue_ends_with_its_last_tools_name(tokenizer: Any) -> None:
     encoder, one = Encoder(tokenizer), made("hermes", 4)[3]
     whole = pack(encoder, one, 1_000_000)
     everyone = {completion.dialogue for completion in whole.completions}
@@ -485,7 +485,7 @@ def test_a_short_dialogue_ends_with_the_name_of_its_last_tool(tokenizer: Any) ->
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_forks_are_where_a_rule_begins_to_matter_and_where_a_name_begins(tokenizer: Any, style: str) -> None:
+def test_forks_stand_where_rules_and_names_begin(tokenizer: Any, style: str) -> None:
     encoder, seen = Encoder(tokenizer), 0
     for one in made(style, 4):
         packed = pack(encoder, one, 1_000_000)
@@ -517,7 +517,7 @@ def test_a_name_forks_where_it_turns_away_from_others() -> None:
     assert apart("call paint") == set()
 
 
-def test_the_end_of_a_name_is_a_fork_where_another_tool_has_the_same_beginning(tokenizer: Any) -> None:
+def test_shared_beginnings_of_names_end_in_a_fork(tokenizer: Any) -> None:
     encoder, seen = Encoder(tokenizer), 0
     for one in made("hermes", 12):
         names = [tool.name for tool in one.tools]
@@ -533,7 +533,7 @@ def test_the_end_of_a_name_is_a_fork_where_another_tool_has_the_same_beginning(t
     assert seen > 3
 
 
-def test_thoughts_stand_before_calls_and_refusals_and_are_kept_to_itself_where_the_system_prompt_wants_no_words() -> None:
+def test_thoughts_stand_before_calls_and_hide_where_wanted() -> None:
     silent = 0
     for one in made():
         assert one.aloud != any(rule in one.system for rule in SILENT)

@@ -23,7 +23,7 @@ def tokenizer() -> Any:
     return tokenizers.train(vocab=700, count=12)
 
 
-def test_the_first_weights_find_where_the_last_tokens_stood_and_say_what_followed() -> None:
+def test_the_first_weights_copy_what_followed_before() -> None:
     torch.manual_seed(0)
     keys, values = torch.randint(10, 2000, (12, 2)), torch.randint(10, 2000, (12, 2))
     entries = torch.cat((keys, torch.full((12, 1), 5), values, torch.full((12, 1), 6)), 1)  # k k : v v ,
@@ -126,7 +126,7 @@ def test_a_resumed_run_steps_as_if_it_had_never_stopped(tmp_path: Path, muon: bo
 
 
 @pytest.mark.parametrize("muon", [True, False])
-def test_heads_become_twice_as_wide_and_the_model_stays_what_it_was(tmp_path: Path, muon: bool) -> None:
+def test_wider_heads_leave_the_model_nearly_the_same(tmp_path: Path, muon: bool) -> None:
     def fresh(head_dim: int, seed: int) -> tuple[Any, models.Optimizers, models.Average]:
         model = models.build(64, layers=2, hidden=64, mlp=64, heads=4, kv_heads=2, head_dim=head_dim, seed=seed)
         return model, models.optimizers(model, 1e-2, muon), models.Average(model)
@@ -162,7 +162,7 @@ def test_heads_become_twice_as_wide_and_the_model_stays_what_it_was(tmp_path: Pa
         checkpoints.wider(dict(narrow.named_parameters()), 48)
 
 
-def test_a_layer_more_says_nothing_at_first_and_learns_from_the_first_step_on(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_new_layer_starts_silent_and_learns(tokenizer: Any, tmp_path: Path) -> None:
     def fresh(layers: int, seed: int) -> Any:
         return models.build(len(tokenizer), layers=layers, hidden=64, mlp=64, heads=4, kv_heads=2, seed=seed)
 
@@ -200,7 +200,7 @@ def test_factors_are_rounded_where_the_processor_is_faster_at_it(monkeypatch: py
         products.fp32_precision = before
 
 
-def test_what_is_exported_lies_between_the_mean_and_the_last_weights(tokenizer: Any, tmp_path: Path) -> None:
+def test_exported_weights_lie_between_mean_and_last(tokenizer: Any, tmp_path: Path) -> None:
     model = models.build(len(tokenizer), layers=1, hidden=64, mlp=64)
     average = models.Average(model)
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_what_is_exported_lies_between_the_mean_and_the_last_weights(tokenizer: 
                 assert torch.equal(file.get_tensor(name), (average.values[name] + moved).bfloat16()), name
 
 
-def test_tokens_that_were_never_read_get_embeddings_that_can_be_told_apart(tokenizer: Any) -> None:
+def test_unread_tokens_get_distinct_embeddings(tokenizer: Any) -> None:
     model = models.build(len(tokenizer), layers=1, hidden=64, mlp=64)
     weight, unread = model.get_input_embeddings().weight, [300, 401, 402, 403]
     with torch.no_grad():

@@ -174,7 +174,7 @@ def test_the_prefix_starts_every_prompt(name: str, kind: str) -> None:
 # --- raw prompts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_raw_prompt_gets_one_bos_where_the_tokenizer_adds_it() -> None:
+def test_a_raw_prompt_gets_one_bos() -> None:
     plain, with_bos = tokenizer(), tokenizer("byte_bpe", None, True)
     assert Renderer(plain).render("Hello").ids == plain("Hello")["input_ids"]
     renderer = Renderer(with_bos)

@@ -33,7 +33,7 @@ def fresh(template: str, tok: Any = None, **options: Any) -> Renderer:
 
 
 @pytest.mark.parametrize(("name", "template"), [("tools-first", LAST_USER), ("keep-thinking", THINKS)])
-def test_a_repair_changes_nothing_in_one_turn_and_keeps_the_prefix_behind_it(name: str, template: str) -> None:
+def test_a_repair_spares_one_turn_and_preserves_prefixes(name: str, template: str) -> None:
     original, repaired = fresh(template), fresh(template, repairs=(name,))
     for messages in ONE_TURN:
         for tools in (TOOLS, []):

@@ -285,7 +285,7 @@ def test_users_and_tools_cannot_mark_their_text_as_a_result() -> None:
     ]
 
 
-def test_a_call_id_that_spells_a_control_token_pairs_as_any_other() -> None:
+def test_a_call_id_like_a_control_token_pairs_normally() -> None:
     renderer = renderer_of()
     for name in ("<|im_start|>", "x\ud800", "<tool_response>"):
         call = Message("assistant", "", (ToolCall("search", {"query": "x"}, name),))

@@ -68,7 +68,7 @@ def test_parts_behind_the_last_cache_control_are_volatile() -> None:
     assert [(piece.text, piece.by) for piece in declared.pieces] == [("It is 10:33.", "cache_control")]
 
 
-def test_text_that_a_request_brings_is_taken_out_where_it_stands() -> None:
+def test_a_requests_volatile_text_leaves_the_system_prompt() -> None:
     brought = [Message("user", "It is 10:33."), Message("user", "Rain.")]
     messages = [Message("system", "Clerk. It is 10:33. Brief."), Message("user", "hi")]
     declared = Declarations().split(messages, brought)
@@ -122,7 +122,7 @@ WORDS = st.text(st.sampled_from("ab \n"), max_size=6)
 
 @given(st.lists(st.tuples(WORDS, WORDS), max_size=4), WORDS)
 @settings(max_examples=200, deadline=None)
-def test_what_is_stable_and_what_is_volatile_is_all_there_was(parts: list[tuple[str, str]], end: str) -> None:
+def test_stable_and_volatile_text_make_up_the_whole(parts: list[tuple[str, str]], end: str) -> None:
     text = "".join(before + volatile(inside) for before, inside in parts) + end
     declared = Declarations().split([Message("system", text)])
     whole = declared.whole[0]["content"] if isinstance(declared.whole[0], dict) else declared.whole[0].content
@@ -161,7 +161,7 @@ def test_the_next_step_goes_on_where_the_ephemeral_text_began() -> None:
     assert two.ids[: kept + 1] != one.ids[: kept + 1]
 
 
-def test_generated_ids_are_put_back_although_the_text_before_them_is_gone() -> None:
+def test_generated_ids_return_although_earlier_text_is_gone() -> None:
     renderer, tok = fresh(), tokenizer()
     messages = asked("It is 10:33.")
     one = renderer.render(messages, TOOLS)
@@ -172,7 +172,7 @@ def test_generated_ids_are_put_back_although_the_text_before_them_is_gone() -> N
     assert two.spliced_tokens == len(written)
 
 
-def test_kept_text_stays_behind_the_user_message_that_it_came_with() -> None:
+def test_kept_text_stays_after_its_user_message() -> None:
     renderer = fresh(keep=True)
     one, two = (renderer.render(asked("It is 10:33.", steps), TOOLS) for steps in (1, 2))
     assert one.moves[0].to == "turn"
@@ -181,7 +181,7 @@ def test_kept_text_stays_behind_the_user_message_that_it_came_with() -> None:
     assert two.ids[:start] == one.ids[:start]
 
 
-def test_text_ahead_opens_the_last_user_message_and_leaves_what_stands_before_it() -> None:
+def test_text_ahead_opens_the_last_user_message() -> None:
     renderer, messages = fresh(ahead=True), [*asked("Rain."), Message("assistant", "Done."), Message("user", "It is 10:34, is it?")]
     layout, plain = renderer.render(messages, TOOLS, volatile="It is 10:33."), renderer.render(messages, TOOLS)
     assert "It is 10:33.\n\nIt is 10:34, is it?" in layout.text
@@ -236,7 +236,7 @@ def test_named_text_stands_before_the_turn_that_is_answered(role: Any, steps: in
     assert "(Rain.)\ntool: one\ntool: two\n" in renderer.render(two, volatile=Message(role, "Rain.")).text, "results are one turn"
 
 
-def test_a_name_that_a_template_does_not_know_shows_the_text_at_the_tail() -> None:
+def test_an_unknown_name_shows_the_text_at_the_tail() -> None:
     messages = asked("", 1)
     layout, plain = (fresh(ahead=ahead).render(messages, TOOLS, volatile="Rain.") for ahead in ("aside", None))
     assert layout.text == plain.text
@@ -291,7 +291,7 @@ def test_a_warm_prefix_is_the_one_that_requests_have() -> None:
     assert layout.prefix_tokens == len(prefix.ids)
 
 
-def test_a_text_that_no_template_can_show_behind_is_an_error_not_a_loss() -> None:
+def test_text_that_no_tail_can_show_is_an_error() -> None:
     deaf = "{{ messages[0].content[:2] }}{% if add_generation_prompt %}>{% endif %}"
     with pytest.raises(TemplateError, match="Rain"):
         fresh(deaf).render([Message("user", "hi"), Message("assistant", "ho")], volatile="Rain.")

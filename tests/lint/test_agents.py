@@ -43,7 +43,7 @@ def test_two_agents_under_one_id_are_compared_each_with_itself() -> None:
     assert found.totals()["reused_share"] > 0.9
 
 
-def test_calls_that_ask_something_else_each_time_are_conversations_of_their_own() -> None:
+def test_unrelated_calls_are_conversations_of_their_own() -> None:
     bodies = list(titles(planner(3)))
     for at, asked in zip((1, 3, 5, 7), ("Petrel berth Friday", "ahoy, who sails there?", "Why?", "The mast broke: what now?"), strict=True):
         bodies[at]["messages"][1] = {"role": "user", "content": asked}
@@ -54,7 +54,7 @@ def test_calls_that_ask_something_else_each_time_are_conversations_of_their_own(
 
 
 @pytest.mark.parametrize("change", ["tools", "other tools", "clock", "text", "all but the words", "summary"])
-def test_what_one_agent_changed_is_still_found_between_those_of_another(change: str) -> None:
+def test_one_agents_change_is_found_between_anothers_requests(change: str) -> None:
     bodies = planner(4)
     for number, body in enumerate(bodies[2:]):
         system = body["messages"][0]
@@ -76,7 +76,7 @@ def test_what_one_agent_changed_is_still_found_between_those_of_another(change: 
     assert [(finding.conversation, finding.request, finding.previous) for finding in found] == [("s1", at, at - 2) for at in steps]
 
 
-def test_a_counter_at_the_start_is_found_at_every_step_of_its_agent() -> None:
+def test_a_leading_counter_is_found_at_every_step() -> None:
     bodies = planner(4)
     for number, body in enumerate(bodies):
         body["messages"][0]["content"] = f"Step {number} of 20. {SYSTEM}"
@@ -98,7 +98,7 @@ def test_raw_text_and_messages_under_one_id_are_two_agents() -> None:
     assert under_one_id(bodies).findings == []
 
 
-def test_an_id_that_looks_like_a_second_agent_is_one_of_its_own() -> None:
+def test_an_id_like_a_second_agent_is_its_own() -> None:
     tracks = Tracks()
 
     def ask(name: str, text: str) -> str:
@@ -141,13 +141,13 @@ def test_one_prompt_of_each_conversation_is_no_conversation() -> None:
     assert (found.conversations, found.findings) == (100, [])
 
 
-def test_sampled_prompts_after_a_beginning_are_not_taken_for_what_became_of_it() -> None:
+def test_sampled_prompts_do_not_continue_a_beginning() -> None:
     """Nothing that is said in them was said there; only the application is the same."""
     found = lint([conversation(0)[0], *(middle(number) for number in range(20))])
     assert (found.conversations, found.findings) == (21, [])
 
 
-def test_sampled_prompts_that_say_much_the_same_are_not_chained_either() -> None:
+def test_similar_sampled_prompts_are_not_chained() -> None:
     """The words are an application's own, so overlap alone tells nothing: no request of it was ever gone on from."""
     bodies = [copy.deepcopy(conversation(7)[7]) for _ in range(5)]
     for number, body in enumerate(bodies):

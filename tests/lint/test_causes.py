@@ -37,7 +37,7 @@ def test_forms_of_values(was: str, now: str, cause: Cause) -> None:
     assert only_finding(with_system_line(conversation(1), [was, now])).cause is cause
 
 
-def test_a_number_in_a_message_needs_a_word_that_says_what_it_is() -> None:
+def test_a_number_needs_a_word_that_names_it() -> None:
     assert causes("You have 30 steps left.", "You have 29 steps left.") == [Cause.COUNTER]
     assert causes("The price is 30 crowns.", "The price is 29 crowns.") == [None]
 
@@ -80,7 +80,7 @@ def test_text_for_one_request_is_told_from_a_window(place: int, said: str) -> No
     assert "for one request" in found[-1].fix
 
 
-def test_a_user_turn_that_was_answered_and_is_gone_is_a_window() -> None:
+def test_a_vanished_answered_turn_is_a_window() -> None:
     bodies = conversation(3)[1:]
     for body in bodies:
         body["messages"][2:2] = [{"role": "user", "content": "And the Gannet?"}]
@@ -109,7 +109,7 @@ def test_a_summary_beside_results_that_are_alike() -> None:
     assert [finding.cause for finding in report(bodies).findings] == [Cause.SUMMARY] * 4
 
 
-def test_text_in_front_of_the_history_that_leaves_nothing_of_it() -> None:
+def test_text_that_replaces_the_whole_history() -> None:
     bodies = conversation(3)[2:]
     bodies[1]["messages"][1:-2] = [{"role": "user", "content": "The Petrel needs a berth; two piers are taken."}]
     bodies[0]["messages"][2:] = bodies[0]["messages"][2:4]
@@ -152,7 +152,7 @@ def counted(matcher: SequenceMatcher[Any]) -> SequenceMatcher[Any]:
     return matcher
 
 
-def test_texts_that_say_the_same_words_over_and_over_are_not_compared_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repetitive_texts_are_not_compared_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of it were spent in requests that only asked why they missed."""
     was = " ".join(f"tide {at % 7} reed" for at in range(90))
     now = " ".join(f"reed {at % 5} tide" for at in range(88))

@@ -63,7 +63,7 @@ def test_a_log_without_responses_compares_none_and_says_so_once() -> None:
     assert (problem.line, "'resp_0'" in problem.message, "provider holds the history" in problem.message) == (2, True, True)
 
 
-def test_a_log_that_begins_in_the_middle_goes_on_from_there() -> None:
+def test_a_log_may_begin_in_the_middle() -> None:
     found = lint(chain(6)[2:])
     assert found.findings == []
     assert (found.conversations, found.totals()["later_requests"], len(found.problems)) == (1, 3, 1)
@@ -79,7 +79,7 @@ def test_a_conversation_that_the_provider_holds(conversation: Any) -> None:
     assert "conv_1" not in str(hidden.as_dict())
 
 
-def test_a_name_that_a_log_gives_to_a_conversation_is_no_such_thing() -> None:
+def test_a_logs_own_conversation_name_is_no_provider_state() -> None:
     items = [{"role": "user", "content": f"{number} boats"} for number in range(4)]
     found = lint([{"conversation": "a", "input": items[:2]}, {"conversation": "a", "input": items[1:]}])
     assert (len(found.findings), found.problems) == (1, [])

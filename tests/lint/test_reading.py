@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, conversations: int, 
     assert grown_kb / 1024 < most_mb
 
 
-def test_conversations_that_are_silent_longest_are_closed_when_much_is_held() -> None:
+def test_the_longest_silent_conversations_are_closed_first() -> None:
     closed: list[str] = []
     tracks = Tracks(most=3, held=1_000, closed=closed.append)
 
@@ -296,12 +296,12 @@ def test_a_conversation_that_begins_is_a_new_one() -> None:
     assert (lint(mixed).conversations, causes(lint(mixed))) == (2, [])
 
 
-def test_in_the_middle_of_a_task_with_other_tools_is_another_application() -> None:
+def test_other_tools_in_the_middle_are_another_application() -> None:
     found = lint([*conversation(2), last_exchange({**conversation(4)[4], "tools": TOOLS[:1]})])
     assert (found.conversations, causes(found)) == (2, [])
 
 
-def test_of_several_conversations_the_one_is_gone_on_from_that_says_the_same() -> None:
+def test_a_request_continues_the_conversation_that_says_the_same() -> None:
     one, other = conversation(3), conversation(3)
     for body in one:
         body["messages"][1]["content"] = "Where lies vessel AX-4417 of harbour master Benedikt?"

@@ -73,7 +73,7 @@ def test_a_damaged_message_costs_no_other_of_its_list(log: Path) -> None:
     assert seen(found) == (1, [], 1)
 
 
-def test_a_first_line_that_was_cut_before_a_very_long_one(log: Path) -> None:
+def test_a_cut_first_line_before_a_very_long_one(log: Path) -> None:
     large = json.dumps({"messages": [{"role": "user", "content": "x" * (stream.CHUNK + 10)}]})
     small = json.dumps({"messages": [{"role": "user", "content": "y"}]})
     found = linted(log, "\n".join(['{"messages": [{"role": "use', large, small, ""]))
@@ -81,7 +81,7 @@ def test_a_first_line_that_was_cut_before_a_very_long_one(log: Path) -> None:
     assert found.problems[0].line == 1
 
 
-def test_an_object_over_several_lines_of_which_one_is_very_long(log: Path) -> None:
+def test_an_object_over_lines_with_a_very_long_one(log: Path) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * (stream.CHUNK + 10)}]}
     for text in (json.dumps(body, indent=1), f'{{"model": "m",\n"messages": {json.dumps(body["messages"])}}}'):
         assert seen(linted(log, text + text.replace("x", "y"))) == (2, [], 0)

@@ -184,7 +184,7 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     ids=["syntax", "filter", "encoding", "missing"],
 )
 @pytest.mark.parametrize("option", ["--template", "--chat-template"])
-def test_a_file_that_is_no_template_is_said_in_one_line(tmp_path: Path, name: str, content: bytes | None, said: str, option: str) -> None:
+def test_a_file_without_template_is_one_line(tmp_path: Path, name: str, content: bytes | None, said: str, option: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     (tmp_path / "log.jsonl").write_text(json.dumps(conversation(0)[0]))

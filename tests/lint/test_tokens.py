@@ -73,7 +73,7 @@ class Counting(Encoder):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_stands_behind_a_change_is_not_tokenised_again_and_has_the_same_ids(seed: int) -> None:
+def test_text_after_a_change_keeps_its_ids(seed: int) -> None:
     rng = random.Random(seed)
     encoder = Counting(tokenizer())
     body, tail = text(rng, 1_500), "<|im_end|>\n<|im_start|>assistant\n"

@@ -127,7 +127,7 @@ def test_a_custom_module_that_changes_is_not_what_it_was(kind: str, load: Callab
         assert found.ids == running.generate(SHORT, sampling=decode(2), reuse="off").ids
 
 
-def test_what_has_no_content_to_compare_is_the_same_in_one_process_only(load: Callable[[str], tuple[Any, Any]]) -> None:
+def test_objects_without_content_are_equal_within_one_process(load: Callable[[str], tuple[Any, Any]]) -> None:
     model, _ = load(SOURCE)
     model.model.layers[0].mlp.lock = threading.Lock()
     known = Fingerprint(model, "aten")

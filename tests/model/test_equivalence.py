@@ -88,7 +88,7 @@ def test_asking_for_few_logits_changes_none(name: str, dtype: torch.dtype) -> No
         assert differing(whole, run) == []
 
 
-def test_rows_that_nobody_asks_for_end_below_the_last_layers_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwanted_rows_end_below_the_last_layers_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
     model = miss("qwen3", BF16, 1).model
     rows: list[int] = []
     kept, down = steps.linear, model.model.model.layers[-1].mlp.down_proj.weight

@@ -151,7 +151,7 @@ class Adapter(torch.nn.Module):
         return self.base_layer(x) + self.scaling["default"] * self.lora_B["default"](self.lora_A["default"](x))
 
 
-def test_adapters_count_from_their_layer_on_and_leave_the_stepped_path() -> None:
+def test_adapters_count_from_their_layer_on() -> None:
     model, ids = models.build("llama"), tokens(40)
     held = HFModel(model)
     known = Fingerprint(model, "aten")

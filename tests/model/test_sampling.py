@@ -78,7 +78,7 @@ def test_greedy_ids_are_those_of_generate(penalty: float) -> None:
     assert ours == tuple(theirs[0, ids.shape[1] :].tolist())
 
 
-def test_a_seed_gives_the_same_ids_alone_packed_cold_and_hit() -> None:
+def test_a_seed_gives_equal_ids_alone_packed_and_hit() -> None:
     fields: dict[str, Any] = {"temperature": 1.2, "top_p": 0.95, "top_k": 50, "min_p": 0.001, "repetition_penalty": 1.1, "seed": 11}
     with engine() as running:
         cold = running.generate(PROMPT, sampling=decode(16, **fields))
@@ -129,7 +129,7 @@ def test_stop_strings_cut_exactly_and_never_leak(text: str, stops: list[str], se
     assert stream.stopped == (expected != text)
 
 
-def test_the_stop_string_that_is_complete_first_counts_even_inside_one_token() -> None:
+def test_the_first_complete_stop_string_counts() -> None:
     tokenizer = models.toy_tokenizer()
     (token,) = tokenizer(" the", add_special_tokens=False)["input_ids"]
     stream = TextStream(tokenizer, (" the", "h"), frozenset())

@@ -72,9 +72,7 @@ def whole(running: Engine) -> bool:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_page_evicted_before_it_was_pinned_is_written_once_more(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
+def test_a_page_evicted_before_its_pin_is_rewritten(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         gone = others_evict(running.store.disk, times, monkeypatch)
         running.warm(SYSTEM + long_text(300), TOOLS, name="tools")
@@ -84,7 +82,7 @@ def test_a_page_evicted_before_it_was_pinned_is_written_once_more(
         assert running.store.disk.index.pinned() == {row.id for row in running.store.disk.index.rows()}
 
 
-def test_flush_does_not_say_that_a_pinned_page_is_there_if_it_is_not(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_reports_a_missing_pinned_page(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         with monkeypatch.context() as patch:
             others_evict(running.store.disk, 1000, patch)
@@ -94,7 +92,7 @@ def test_flush_does_not_say_that_a_pinned_page_is_there_if_it_is_not(model: Any,
         assert whole(running)
 
 
-def test_what_was_pruned_though_it_is_pinned_is_written_again_or_flush_says_so(model: Any, tmp_path: Path) -> None:
+def test_pruned_pinned_pages_are_rewritten_or_reported_by_flush(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         running.warm(SYSTEM + long_text(300), TOOLS, name="tools")
         assert running.flush()
@@ -110,9 +108,7 @@ def test_what_was_pruned_though_it_is_pinned_is_written_again_or_flush_says_so(m
 
 
 @pytest.mark.parametrize("how", ["evicted", "deleted", "lost"])
-def test_a_page_that_goes_before_it_is_read_is_told_as_what_it_is(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_page_that_vanishes_before_reading_is_named_so(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     with engine(model=model, store=unread(tmp_path / "store")) as running:
         wanted = running.generate(PROMPT, **ASK).ids
     with engine(model=model, store=unread(tmp_path / "store")) as running:
@@ -143,7 +139,7 @@ def test_a_page_that_goes_before_it_is_read_is_told_as_what_it_is(
 
 
 @pytest.mark.parametrize("how", ["deleted", "deleted bit by bit", "emptied", "made anew", "made anew, then closed"])
-def test_an_engine_whose_folder_was_deleted_goes_on_in_the_new_one(model: Any, tmp_path: Path, how: str) -> None:
+def test_an_engine_of_a_deleted_folder_uses_the_new(model: Any, tmp_path: Path, how: str) -> None:
     place = tmp_path / "store"
     with engine(model=model, store=place) as running:
         wanted = running.generate(PROMPT, **ASK).ids
@@ -190,9 +186,7 @@ def later(running: Engine, wanted: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("why", ["is a symbolic link", "AGENTCACHE_KEY: must be 64 hexadecimal digits"])
-def test_where_no_folder_can_be_made_an_engine_goes_on_in_memory(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
+def test_without_a_folder_an_engine_goes_on_in_memory(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     place = tmp_path / "store"
     with engine(model=model, store=place) as running:
         wanted = running.generate(PROMPT, **ASK).ids
@@ -219,7 +213,7 @@ def test_where_no_folder_can_be_made_an_engine_goes_on_in_memory(
         assert list(place.rglob("*.safetensors"))
 
 
-def test_what_was_deleted_before_the_folder_was_is_not_written_to_the_new_one(tmp_path: Path) -> None:
+def test_deleted_pages_are_not_written_to_a_new_folder(tmp_path: Path) -> None:
     """Numbers of deletions begin anew with a folder; what an older store's number says is not mistaken for the new one's."""
     store = Store(1 << 26, options=StoreOptions(tmp_path / "store"))
     scope, ids = Scope("alice", "weights"), as_ids(range(512))
@@ -243,7 +237,7 @@ def test_what_was_deleted_before_the_folder_was_is_not_written_to_the_new_one(tm
     store.close()
 
 
-def test_an_index_of_another_folder_is_never_opened_with_the_old_key(tmp_path: Path) -> None:
+def test_another_folders_index_never_opens_with_the_old_key(tmp_path: Path) -> None:
     folder = Folder.open(tmp_path / "store")
     with Index(folder) as index:
         index.set_meta("a", "b")
@@ -306,7 +300,7 @@ def test_the_same_bytes_written_again_are_verified_again(read: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
-def test_a_file_that_is_deleted_or_replaced_stays_as_it_was(read: Any, how: str) -> None:
+def test_a_deleted_or_replaced_file_stays_mapped(read: Any, how: str) -> None:
     running, wanted = read
     for entry in mapped(running):
         file = Path(entry.page.file.path)
@@ -320,7 +314,7 @@ def test_a_file_that_is_deleted_or_replaced_stays_as_it_was(read: Any, how: str)
     assert (done.ids, done.receipt.computed_tokens, done.receipt.disk_tokens) == (wanted, 1, 0)
 
 
-def test_a_changed_page_is_never_written_as_if_it_were_right(read: Any) -> None:
+def test_a_changed_page_is_never_written_as_right(read: Any) -> None:
     running, wanted = read
     for entry in mapped(running):
         file = Path(entry.page.file.path)

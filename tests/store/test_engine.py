@@ -142,7 +142,7 @@ def test_a_page_of_other_kernels_is_exact_and_not_bitwise(model: Any, tmp_path: 
 # -- tool groups and the model's own words -------------------------------------------------------------------------------
 
 
-def test_the_next_engine_finds_a_group_and_its_order_without_warming(model: Any, tmp_path: Path) -> None:
+def test_the_next_engine_finds_a_group_and_its_order(model: Any, tmp_path: Path) -> None:
     system = SYSTEM + long_text(150)
     with engine(model=model, store=tmp_path / "store") as first:
         first.warm(system, TOOLS, name="agents")
@@ -165,7 +165,7 @@ def test_the_next_engine_finds_a_group_and_its_order_without_warming(model: Any,
         assert len(second.store.disk.index.pinned()) == again.pages
 
 
-def test_a_prefix_that_becomes_a_group_later_is_a_group_on_disk(model: Any, tmp_path: Path) -> None:
+def test_a_prefix_made_a_group_is_one_on_disk(model: Any, tmp_path: Path) -> None:
     system = SYSTEM + long_text(300)
     with engine(model=model, store=tmp_path / "store") as first:
         first.generate(chat("hi", system=system), TOOLS, sampling=decode(1))
@@ -178,7 +178,7 @@ def test_a_prefix_that_becomes_a_group_later_is_a_group_on_disk(model: Any, tmp_
         assert written <= 1, "only the group's last page is new"
 
 
-def test_an_audit_counts_what_is_held_in_memory_and_on_disk(model: Any, tmp_path: Path) -> None:
+def test_an_audit_counts_pages_in_memory_and_on_disk(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         assert not any(running.store.audit().values())
         group = running.warm(SYSTEM + long_text(200), TOOLS, name="tools")
@@ -367,7 +367,7 @@ def test_without_memory_or_reuse_nothing_is_written(model: Any, tmp_path: Path) 
     assert not (tmp_path / "off").exists()
 
 
-def test_a_memory_that_cannot_hold_the_prompt_says_what_it_used(model: Any, tmp_path: Path) -> None:
+def test_a_memory_too_small_for_the_prompt_names_use(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=tmp_path / "store") as first:
         first.generate(TURNS, sampling=decode(2))
         assert first.model.spec
@@ -490,7 +490,7 @@ def test_the_host_tier_gives_back_what_it_took() -> None:
     assert len(tree) == 5, "both tiers are full: the oldest went"
 
 
-def test_a_match_longer_than_the_device_ends_where_the_device_does() -> None:
+def test_a_match_ends_where_the_device_memory_does() -> None:
     spec = KVSpec(1, 1, 16, torch.bfloat16)
     tree = PrefixTree(2 * spec.page_bytes, 4 * spec.page_bytes)
     scope = Scope("a", "weights")
@@ -511,7 +511,7 @@ def test_an_index_in_use_is_closed_with_its_engine(model: Any, tmp_path: Path) -
         index.total()
 
 
-def test_what_runs_with_reuse_off_leaves_nothing_on_disk_and_a_sorted_group_its_order(tmp_path: Path) -> None:
+def test_reuse_off_leaves_nothing_and_sorted_groups_their_order(tmp_path: Path) -> None:
     with engine(store=tmp_path / "store") as running:
         assert running.store.disk is not None
         running.generate(chat("x"), TOOLS, sampling=decode(3), reuse="off")
@@ -524,7 +524,7 @@ def test_what_runs_with_reuse_off_leaves_nothing_on_disk_and_a_sorted_group_its_
         assert group.tools == ("alum", "zinc")
 
 
-def test_what_ends_in_another_prompt_is_read_as_far_as_it_is_ours(model: Any, tmp_path: Path) -> None:
+def test_another_prompts_last_page_is_read_up_to_ours(model: Any, tmp_path: Path) -> None:
     """The last page of a stored prompt holds its own tail too: ours begins where that begins, in the page that was read, without a copy."""
     mine = [*TURNS[:-1], {"role": "user", "content": "Another question. " + long_text(10, 5)}]
     with engine(model=model, store=tmp_path / "store") as first:

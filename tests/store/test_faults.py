@@ -254,7 +254,7 @@ def ask(running: Engine, ids: tuple[int, ...]) -> Any:
     return done.receipt
 
 
-def test_every_part_of_a_blob_flipped_or_cut_while_it_is_served(model: Any, store: Path, made: Any) -> None:
+def test_every_part_of_a_served_blob_flipped_or_cut(model: Any, store: Path, made: Any) -> None:
     _, ids = made
     with engine(model=model, store=StoreOptions(store, check_one_in=0)) as running:  # a check would hold pages of files that are cut here
         whole = ask(running, ids)
@@ -463,7 +463,7 @@ def test_a_read_only_store_is_read(model: Any, read_only: Path, made: Any) -> No
     assert {path: path.stat().st_mtime_ns for path in read_only.rglob("*")} == before
 
 
-def test_a_bad_page_of_a_read_only_store_is_read_once(model: Any, read_only: Path, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_stores_bad_page_is_read_once(model: Any, read_only: Path, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = blobs_read_only(read_only)[0]
     file.chmod(0o600)
     flip(file, 6000)
@@ -645,7 +645,7 @@ def test_a_killed_process_pins_and_holds_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unfinished", [True, False])
-def test_what_killed_writers_left_is_swept_when_a_store_is_opened(tmp_path: Path, unfinished: bool) -> None:
+def test_opening_a_store_sweeps_leftovers_of_killed_writers(tmp_path: Path, unfinished: bool) -> None:
     """Once a day it was: a crash loop could fill a disk."""
     options = StoreOptions(tmp_path / "store", disk_bytes=2 * (SPEC.page_bytes + 8192))
 

@@ -158,7 +158,7 @@ def test_nothing_is_forgotten_by_mistake(running: Engine) -> None:
 
 
 @pytest.mark.parametrize("value", NO_NAMES, ids=lambda value: type(value).__name__)
-def test_what_cannot_name_a_group_or_a_namespace_is_refused_by_name(running: Engine, value: Any) -> None:
+def test_impossible_names_of_groups_and_namespaces_are_refused(running: Engine, value: Any) -> None:
     asked: list[tuple[str, Callable[[], Any]]] = [
         ("group", lambda: running.generate(TURNS, group=value, sampling=decode(1))),
         ("namespace", lambda: running.generate(TURNS, namespace=value, sampling=decode(1))),
@@ -173,7 +173,7 @@ def test_what_cannot_name_a_group_or_a_namespace_is_refused_by_name(running: Eng
             ask()
 
 
-def test_what_another_group_has_pinned_of_a_page_stays_and_no_more(running: Engine) -> None:
+def test_pages_pinned_by_another_group_stay(running: Engine) -> None:
     start = [{"role": "system", "content": SYSTEM + long_text(30)}, {"role": "user", "content": "Hello."}]
     longer = [*start, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": long_text(20, 3)}]
     kept = running.pin(start, name="kept")
@@ -194,7 +194,7 @@ def test_what_another_group_has_pinned_of_a_page_stays_and_no_more(running: Engi
 
 
 @pytest.mark.parametrize("force", [True, False])
-def test_what_another_process_prunes_is_not_found_by_the_next_request(model: Any, tmp_path: Path, force: bool) -> None:
+def test_the_next_request_misses_pages_another_process_pruned(model: Any, tmp_path: Path, force: bool) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         for namespace in ("alice", "bob"):
             running.generate(TURNS, namespace=namespace, sampling=decode(4))
@@ -238,9 +238,7 @@ def test_a_request_that_runs_keeps_nothing_of_what_is_forgotten(running: Engine)
 
 
 @pytest.mark.parametrize("ends", ["later", "while the disk deletes"])
-def test_a_request_that_runs_on_old_pages_keeps_nothing_when_they_are_forgotten(
-    running: Engine, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
+def test_a_request_on_forgotten_pages_admits_nothing(running: Engine, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     done = running.generate(TURNS, **ALICE)
     assert running.flush()
     for entry in running.store.tree.entries("alice"):
@@ -261,7 +259,7 @@ def test_a_request_that_runs_on_old_pages_keeps_nothing_when_they_are_forgotten(
     assert running.store.tree.entries("alice") == [], "what it computed continues what is gone"
 
 
-def test_what_waits_to_be_written_is_not_written_after_it_was_pruned(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruned_pages_in_the_writers_queue_are_dropped(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, at, go = blob_io.write, threading.Event(), threading.Event()
 
     def slow(*given: Any) -> Any:
@@ -283,9 +281,7 @@ def test_what_waits_to_be_written_is_not_written_after_it_was_pruned(model: Any,
         assert spaces(running) == {"alice"}, "what was received later is written"
 
 
-def test_pages_on_their_way_from_disk_are_not_kept_if_they_are_deleted_meanwhile(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_deleted_while_being_read_are_not_cached(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         wanted = running.generate(TURNS, **ALICE).ids
     read_many = blob_io.read_many
@@ -304,7 +300,7 @@ def test_pages_on_their_way_from_disk_are_not_kept_if_they_are_deleted_meanwhile
         assert running.store.tree.entries("alice") == [], "what it computed was received before the deletion"
 
 
-def test_a_tool_group_that_is_forgotten_while_it_is_warmed_says_so(model: Any) -> None:
+def test_a_tool_group_forgotten_during_warming_says_so(model: Any) -> None:
     with engine(model=model, store=None, chunk_tokens=64) as running:
         forgotten = []
 
@@ -320,9 +316,7 @@ def test_a_tool_group_that_is_forgotten_while_it_is_warmed_says_so(model: Any) -
         assert {entry.role for entry in running.store.tree.entries("alice")} == {Role.GROUP}
 
 
-def test_a_request_looks_once_and_asks_the_index_only_if_something_was_deleted(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_asks_the_index_only_after_a_deletion(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, looked = [], []
     deletions, generation = IndexMetadata.deletions, Folder.generation
     monkeypatch.setattr(IndexMetadata, "deletions", lambda *given: asked.append(1) or deletions(*given))
@@ -395,7 +389,7 @@ def test_no_text_of_a_forgotten_namespace_stays_in_the_process(model: Any, tmp_p
         assert running.renderer.render(*secrets("three"), namespace="bob").tokenised_chars == spent, "its ids neither"
 
 
-def test_a_request_that_runs_leaves_no_text_of_what_is_forgotten(running: Engine) -> None:
+def test_a_running_request_leaves_no_forgotten_text(running: Engine) -> None:
     stream = running.stream(chat(SECRET), namespace="alice", sampling=decode(40))
     next(stream)
     running.forget(namespace="alice")

@@ -71,7 +71,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_what_was_given_up_is_not_tried_again_because_computing_took_longer_once(clock: list[float]) -> None:
+def test_one_slow_computation_does_not_revive_a_disk(clock: list[float]) -> None:
     rate = Rate()
     rate.forbid(100 * MB, 1000)
     assert too_slow(100 * MB, 1200, rate)
@@ -127,7 +127,7 @@ def test_rates_come_from_loads_that_are_large_enough() -> None:
     assert rate.value == 0.51 * MB
 
 
-def test_a_disk_that_was_given_up_is_looked_at_again_ever_later(clock: list[float]) -> None:
+def test_an_abandoned_disk_is_tried_again_ever_later(clock: list[float]) -> None:
     """One load that was given up forbade the next ones for five minutes, at a rate that no load had shown."""
     rate = Rate(10.0 * MB, clock[0])
     waits = []
@@ -149,7 +149,7 @@ def test_a_disk_that_was_given_up_is_looked_at_again_ever_later(clock: list[floa
     assert rate.believed == 10 * MB
 
 
-def test_what_is_known_of_a_disk_goes_to_the_next_process(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_process_inherits_a_disks_measurements(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     rate = Rate(3.0, clock[0])
     clock[0] += 7
     rate.forbid(100 * MB, 1000)
@@ -221,7 +221,7 @@ def fetch(store: Store) -> PagePrefetch:
 
 
 @pytest.mark.impatient
-def test_a_reader_that_waits_for_the_processor_is_no_slow_disk(shelf: Store, reader: Any, clock: list[float]) -> None:
+def test_a_reader_without_processor_is_no_slow_disk(shelf: Store, reader: Any, clock: list[float]) -> None:
     """After 20 ms without a byte it was given up, on a disk known to read all of it in two."""
     waits, goes = reader
     asked = fetch(shelf)
@@ -444,7 +444,7 @@ def found_wrong(running: Engine, between: Callable[[], object] = lambda: None) -
     assert until(lambda: running.scheduler.hit_audit.wrong == 1 and not running.scheduler.hit_audit.pending)
 
 
-def test_a_page_that_is_wrong_is_found_said_and_computed_again(small: Any, tmp_path: Path) -> None:
+def test_a_wrong_page_is_found_reported_and_computed(small: Any, tmp_path: Path) -> None:
     ids = written(small, tmp_path / "store")
     tamper(small, tmp_path / "store", 1)
     with engine(model=small, store=checked(tmp_path / "store")) as running:
@@ -465,7 +465,7 @@ def test_a_page_that_is_wrong_is_found_said_and_computed_again(small: Any, tmp_p
         assert second.scheduler.hit_audit.wrong == 0
 
 
-def test_a_wrong_page_that_memory_has_dropped_is_quarantined_on_disk(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_page_dropped_by_memory_is_quarantined(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(small, tmp_path / "store")
     tamper(small, tmp_path / "store", 0)
     dropped = threading.Event()
@@ -693,7 +693,7 @@ def test_pages_that_a_stuck_disk_never_gets_to_are_computed(small: Any, tmp_path
         assert running.store.disk.read_rate.value == 0, "nothing was read: that says nothing about the rate"
 
 
-def test_a_busy_device_thread_does_not_make_the_disk_look_slow(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_device_thread_makes_no_slow_disk(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(small, tmp_path / "store")
     learnt: list[float] = []
     monkeypatch.setattr(Rate, "learn", lambda self, amount, ms, load_bytes=None: learnt.append(ms))
@@ -736,7 +736,7 @@ def test_what_nobody_thought_of_is_no_requests_trouble(small: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_prefix_that_another_process_waits_for_is_written_while_its_answer_goes_on(small: Any, tmp_path: Path, waits: bool) -> None:
+def test_an_awaited_prefix_is_written_during_its_answer(small: Any, tmp_path: Path, waits: bool) -> None:
     with engine(model=small, store=tmp_path / "store") as running:
         disk = running.store.disk
         stream = running.stream(PREFIX, sampling=decode(2000))

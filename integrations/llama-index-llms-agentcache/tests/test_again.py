@@ -51,7 +51,7 @@ def test_a_model_made_again_has_the_options_of_its_engine(folder: Path, way: str
     assert "npickleable" not in caplog.text
 
 
-def test_models_of_one_name_share_an_engine_until_the_last_is_closed(folder: Path) -> None:
+def test_models_of_one_name_share_an_engine(folder: Path) -> None:
     options: dict[str, Any] = {"model": str(folder), "store": None, "memory_bytes": 64 << 20, "max_tokens": 2}
     one, other = AgentCacheLLM(**options), AgentCacheLLM(**options, temperature=1.0)
     engine = one.engine
@@ -66,7 +66,7 @@ def test_models_of_one_name_share_an_engine_until_the_last_is_closed(folder: Pat
     assert engine.closed
 
 
-def test_an_engine_outlives_a_model_that_was_dropped_as_long_as_it_is_used(folder: Path) -> None:
+def test_an_engine_in_use_outlives_its_dropped_model(folder: Path) -> None:
     options: dict[str, Any] = {"model": str(folder), "store": None, "memory_bytes": 64 << 20, "max_tokens": 2}
     sharing = AgentCacheLLM(**options).with_superset(tools())
     gc.collect()

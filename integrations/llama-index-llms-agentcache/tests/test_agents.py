@@ -76,7 +76,7 @@ def test_events_carry_deltas_calls_and_small_raws(llm: Make, run: Make) -> None:
     assert [event.response.content for event in events if isinstance(event, AgentOutput)] == ["Let me look.", "At 14:05."]
 
 
-def test_results_that_arrive_in_another_order_are_told_in_the_order_of_their_calls(llm: Make, run: Make) -> None:
+def test_results_are_told_in_the_order_of_their_calls(llm: Make, run: Make) -> None:
     async def slow(harbour: str) -> str:
         """A tool that takes its time."""
         await asyncio.sleep(0.2)
@@ -295,7 +295,7 @@ def test_agent_workflow_hands_off(llm: Make, run: Make, shared: bool) -> None:
     assert shares[1] == 1.0 if shared else shares[1] < 0.3  # the step behind the handoff
 
 
-def test_a_shared_workflow_tells_the_next_agent_its_instructions_at_the_tail(llm: Make, run: Make) -> None:
+def test_a_shared_workflow_puts_the_next_instructions_at_the_tail(llm: Make, run: Make) -> None:
     model = llm(*SCRIPT)
     agents = _pilots(model)
     workflow = SharedAgentWorkflow(agents, root_agent="keeper", system_prompt=PROMPT)
@@ -349,7 +349,7 @@ def _later(workflow: SharedAgentWorkflow, memory: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Skipping serialization of known unserializable key")  # LlamaIndex's own memory
 @pytest.mark.parametrize("memory", ["append", "buffer"])
-def test_an_agent_keeps_its_instructions_when_the_memory_drops_the_handoff(llm: Make, run: Make, memory: str) -> None:
+def test_an_agent_keeps_instructions_when_memory_drops_the_handoff(llm: Make, run: Make, memory: str) -> None:
     workflow, model, told = _shared(llm, *["North."] * 8)
     kind = {"append": AppendOnlyMemory, "buffer": ChatMemoryBuffer}[memory]
     assert run(_later(workflow, kind.from_defaults(token_limit=200 if memory == "append" else 300, tokenizer_fn=model.count))) == "pilot"
@@ -424,7 +424,7 @@ def test_an_agent_that_is_stopped_early_answers_by_its_instructions(llm: Make, r
     assert len(told.prompts) == 3
 
 
-def test_instructions_are_put_back_in_front_of_the_first_user_turn() -> None:
+def test_instructions_return_before_the_first_user_turn() -> None:
     image = ChatMessage(role="user", blocks=[TextBlock(text="one"), TextBlock(text="two")], additional_kwargs={"k": 1})
     said = [system("s"), ChatMessage(role="assistant", content="a"), image, user("b")]
     made = with_told(said, "Told.")
@@ -486,7 +486,7 @@ def _two_turns(agent: Any, memory: Any) -> Any:
     return ask()
 
 
-def test_stable_react_keeps_its_prompt_from_step_to_step_and_run_to_run(llm: Make, run: Make) -> None:
+def test_stable_react_keeps_its_prompt_over_steps_and_runs(llm: Make, run: Make) -> None:
     model, memory = llm(*STEPS), AppendOnlyMemory()
     agent = StableReActAgent(tools=tools(), llm=model, system_prompt=PROMPT)
     assert run(_two_turns(agent, memory)) == ["At 14:05.", "At 14:05, as I said."]

@@ -67,7 +67,7 @@ def test_closing_lets_go_what_cache_points_held(engine: Engine) -> None:
         assert not engine.groups
 
 
-def test_a_point_is_held_as_long_as_one_who_asked_for_it_is_open(engine: Engine) -> None:
+def test_a_point_lasts_while_one_asker_is_open(engine: Engine) -> None:
     with AgentCacheLLM(engine=engine) as one:
         with AgentCacheLLM(engine=engine) as other:
             _ask(one, "Be brief. ", "5m", "persistent")
@@ -79,7 +79,7 @@ def test_a_point_is_held_as_long_as_one_who_asked_for_it_is_open(engine: Engine)
     assert not engine.groups
 
 
-def test_a_short_point_of_one_leaves_the_long_one_of_another(engine: Engine, now: list[float]) -> None:
+def test_a_short_point_leaves_anothers_long_one(engine: Engine, now: list[float]) -> None:
     with AgentCacheLLM(engine=engine) as short, AgentCacheLLM(engine=engine) as long:
         _ask(long, "Be brief. ", "1h")
         _ask(short, "Be brief. ", "5s")
@@ -93,7 +93,7 @@ def test_a_short_point_of_one_leaves_the_long_one_of_another(engine: Engine, now
         assert len(engine.groups) == 1
 
 
-def test_a_short_point_behind_a_long_one_does_not_shorten_it(engine: Engine, now: list[float]) -> None:
+def test_a_later_short_point_shortens_no_long_one(engine: Engine, now: list[float]) -> None:
     with AgentCacheLLM(engine=engine) as model:
         _ask(model, "Be brief. ", "1h")
         _ask(model, "Be brief. ", "5s")

@@ -115,7 +115,7 @@ def test_tool_choice_in_all_its_spellings(model: AgentCacheLLM, choice: Any) -> 
     assert isinstance(found.tool_kwargs["sure"], bool)
 
 
-def test_choice_none_keeps_the_tools_in_the_prompt_and_forbids_calls(model: AgentCacheLLM) -> None:
+def test_choice_none_shows_the_tools_and_forbids_calls(model: AgentCacheLLM) -> None:
     asked = [user("tide?")]
     with_calls = model.chat(asked, tools=tools(), max_tokens=3)
     without = model.chat(asked, tools=tools(), tool_choice="none", max_tokens=40)
@@ -134,7 +134,7 @@ def test_a_superset_masks_and_keeps_the_prompt(model: AgentCacheLLM) -> None:
     assert again.raw["usage"]["prompt_tokens_details"]["cached_tokens"] == first.raw["usage"]["prompt_tokens"] - 1
 
 
-def test_a_schema_that_cannot_be_held_is_refused_before_anything_is_computed(model: AgentCacheLLM) -> None:
+def test_an_unenforceable_schema_is_refused_before_computing(model: AgentCacheLLM) -> None:
     bad = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", "properties": {"x": {"type": "strange"}}}}}
     with pytest.raises((ConfigError, ValueError), match="odd"):
         model.chat([user("?")], tools=[bad], tool_choice="odd")

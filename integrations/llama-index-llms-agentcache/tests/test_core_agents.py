@@ -52,7 +52,7 @@ def test_a_workflow_from_functions(llm: Make, run: Make) -> None:
 
 
 @pytest.mark.parametrize("kind", REACT)
-def test_a_react_agent_hands_off_to_a_function_agent_and_back(llm: Make, run: Make, kind: Any) -> None:
+def test_a_react_agent_hands_off_and_back(llm: Make, run: Make, kind: Any) -> None:
     model = llm(
         act("handoff", to_agent="pilot", reason="Wind."),
         call("wind", harbour="Averil", hour=3),
@@ -72,7 +72,7 @@ def test_a_react_agent_hands_off_to_a_function_agent_and_back(llm: Make, run: Ma
 
 
 @pytest.mark.parametrize("kind", REACT)
-def test_a_react_agent_is_stopped_early_with_an_answer_or_an_error(llm: Make, run: Make, kind: Any) -> None:
+def test_a_react_agent_stops_early_with_answer_or_error(llm: Make, run: Make, kind: Any) -> None:
     async def ask(method: str, *script: str) -> str:
         agent = kind(tools=tools(), llm=llm(*script), early_stopping_method=method)
         return str(await agent.run("Tide?", max_iterations=2))
@@ -206,7 +206,7 @@ def test_a_tool_waits_for_a_person(llm: Make, run: Make) -> None:
 # -- stopping early, direct results, no arguments ----------------------------------------------------------------------
 
 
-def test_what_a_run_says_of_stopping_goes_before_what_its_agent_says(llm: Make, run: Make) -> None:
+def test_a_runs_stop_setting_precedes_its_agents(llm: Make, run: Make) -> None:
     model = llm(*[call("tide", harbour="Averil")] * 2, "I could not say.")
     rendered: list[str] = []
     render = model.engine.renderer.render
@@ -237,7 +237,7 @@ def test_a_function_agent_is_stopped_with_an_error(llm: Make, run: Make) -> None
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_tool_without_arguments_is_run_and_one_may_answer_itself(llm: Make, run: Make, streaming: bool) -> None:
+def test_a_tool_without_arguments_runs_or_answers_itself(llm: Make, run: Make, streaming: bool) -> None:
     def lamp() -> str:
         """Is the lamp lit?"""
         return "it is lit"

@@ -72,9 +72,7 @@ def pay() -> FunctionTool:
 
 @pytest.mark.parametrize("demanded", [{"tool_required": True}, {"tool_choice": "pay"}])
 @pytest.mark.parametrize("error_on_no_tool_call", [True, False])
-def test_a_demanded_call_that_was_cut_says_so_and_not_that_it_should_be_demanded(
-    llm: Make, short: Any, demanded: dict[str, Any], error_on_no_tool_call: bool
-) -> None:
+def test_a_cut_demanded_call_says_that_it_was_cut(llm: Make, short: Any, demanded: dict[str, Any], error_on_no_tool_call: bool) -> None:
     response, max_tokens = _cut_call(short, demanded)
     assert f"max_tokens={max_tokens}" in response.raw["invalid_calls"][0]["error"]
     with pytest.raises(NoToolCallError, match=f"cut short.*max_tokens={max_tokens}: raise it") as caught:
@@ -82,7 +80,7 @@ def test_a_demanded_call_that_was_cut_says_so_and_not_that_it_should_be_demanded
     assert "demand a call" not in str(caught.value)
 
 
-def test_a_call_that_was_cut_is_no_answer_of_an_agent(short: Any, run: Make) -> None:
+def test_a_cut_call_is_no_answer_of_an_agent(short: Any, run: Make) -> None:
     async def ask(max_tokens: int) -> Any:
         return await FunctionAgent(tools=[pay()], llm=short(max_tokens), initial_tool_choice="pay").run("Pay?")
 
@@ -103,7 +101,7 @@ def test_a_malformed_call_is_named_where_a_call_was_demanded(llm: Make) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "max_tokens"), [(Amount, 1), (Amount, 3)])
-def test_an_object_that_was_cut_is_none_even_where_it_fits(short: Any, run: Make, wanted: Any, max_tokens: int) -> None:
+def test_a_cut_object_is_none_even_where_it_fits(short: Any, run: Make, wanted: Any, max_tokens: int) -> None:
     """One token of a number is a number, too."""
     model, prompt = short(max_tokens), PromptTemplate("How much?")
 

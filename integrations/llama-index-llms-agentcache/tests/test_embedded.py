@@ -89,7 +89,7 @@ def test_what_the_model_may_fail_at_ends_all_the_same(embedded: AgentCacheLLM, b
     assert ended in {"solved", "no call", "another call", "misread", "another object", "StructuredOutputError"}
 
 
-def test_a_misread_result_is_told_from_one_that_was_not_shown(bench: Any) -> None:
+def test_a_misread_result_is_told_from_an_unshown_one(bench: Any) -> None:
     desk, wanted = bench.Desk(), [("get_invoice", "A-1")]
     assert bench.judged(desk, wanted, "240", "240") == "no call"
     desk.cancel_order("A-1")

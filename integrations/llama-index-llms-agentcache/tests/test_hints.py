@@ -224,7 +224,7 @@ def _two_runs(model: Any, memory: Any, again: Any = None) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Skipping serialization of known unserializable key")  # LlamaIndex's word for it
 @pytest.mark.filterwarnings("error::agentcache.errors.ReuseWarning")
-def test_a_memory_that_is_lost_is_told_once_and_append_only_memory_is_not_lost(llm: Make, run: Make) -> None:
+def test_a_lost_memory_is_told_once(llm: Make, run: Make) -> None:
     model = llm(*["Ann."] * 12)
     with pytest.warns(ReuseWarning, match=r"lost: LlamaIndex .* with pydantic .* memory=AppendOnlyMemory"):
         assert run(_two_runs(model, _unsaved(), _unsaved())) == ["What is my name?", "Ann."]

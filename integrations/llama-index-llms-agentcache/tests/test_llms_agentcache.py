@@ -142,7 +142,7 @@ def test_chat_with_tools_family(llm: Make, run: Make) -> None:
         assert response.raw["finish_reason"] == "tool_calls"
 
 
-def test_text_before_a_call_is_streamed_and_the_call_is_not(llm: Make) -> None:
+def test_only_text_before_a_call_is_streamed(llm: Make) -> None:
     text = f"Let me look.\n{call('tide', harbour='Averil')}"
     responses = list(llm(text).stream_chat_with_tools(tools(), user_msg="tide?"))
     assert "".join(one.delta for one in responses) == "Let me look." == responses[-1].message.content
@@ -300,7 +300,7 @@ def test_a_completion_that_comes_back_costs_nothing(llm: Make) -> None:
     assert after.cached_tokens >= before.prompt_tokens + before.completion_tokens - 2
 
 
-def test_copies_share_the_engine_and_close_leaves_a_given_one_open(llm: Make) -> None:
+def test_copies_share_the_engine_and_spare_given_ones(llm: Make) -> None:
     import copy
 
     model = llm("One.")

@@ -39,7 +39,7 @@ def test_nothing_is_left_out_without_a_limit() -> None:
     assert memory.get() == []
 
 
-def test_many_turns_go_at_once_and_it_starts_with_a_user_turn() -> None:
+def test_many_turns_go_at_once_up_to_a_user_turn() -> None:
     memory = AppendOnlyMemory.from_defaults(token_limit=400, tokenizer_fn=str.split)  # 20 words a message
     starts = []
     for message in _said(100):
@@ -114,7 +114,7 @@ def test_each_run_in_one_context_counts_with_the_model(llm: Make, run: Make) -> 
     assert memory._size(_spelled()[0]) == len(model.count("§¶ø " * 10)) > 20
 
 
-def test_a_memory_counts_with_the_tokenizer_of_settings_if_its_own_is_gone(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_falls_back_to_the_settings_tokenizer(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = AppendOnlyMemory.from_defaults(llm=llm(), tokenizer_fn=list, token_limit=400)
     assert memory._size(user("one two")) == 7
     again = AppendOnlyMemory.from_dict(memory.to_dict())

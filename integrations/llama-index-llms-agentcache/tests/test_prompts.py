@@ -70,7 +70,7 @@ def test_tools_and_a_prompt_of_ones_own_are_refused(llm: Make) -> None:
     assert not model.metadata.is_function_calling_model
 
 
-def test_agents_write_their_tools_as_text_then_and_stop_at_observations(llm: Make, run: Make, read: list[str]) -> None:
+def test_text_agents_write_tools_and_stop_at_observations(llm: Make, run: Make, read: list[str]) -> None:
     script = (
         'Thought: I look.\nAction: tide\nAction Input: {"harbour": "Averil"}\nObservation: made up',
         "Thought: I know.\nAnswer: 14:05.",

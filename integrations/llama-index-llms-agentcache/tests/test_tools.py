@@ -93,7 +93,7 @@ SETS: list[tuple[Any, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "default", "shown"), SETS)
-def test_a_default_of_sets_is_the_json_that_pydantic_makes_of_it(llm: Callable[..., Any], kind: Any, default: Any, shown: Any) -> None:
+def test_a_default_of_sets_is_pydantics_json(llm: Callable[..., Any], kind: Any, default: Any, shown: Any) -> None:
     def log(day: Any = default) -> str:
         """Read the log."""
         return str(day)

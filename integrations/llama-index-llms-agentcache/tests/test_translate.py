@@ -160,12 +160,12 @@ def test_a_cache_point_ends_after_its_time(llm: Make, monkeypatch: pytest.Monkey
     assert len(pinned()) == 1
 
 
-def test_the_longest_of_several_points_holds_and_a_persistent_one_for_good() -> None:
+def test_the_longest_point_holds_and_a_persistent_one_forever() -> None:
     assert [seconds_of(_point(ttl)) for ttl in ("30s", "5m", "1h", "2d")] == [30, 300, 3600, 172800]
     assert seconds_of(_point(type="persistent")) == float("inf")
 
 
-def test_a_request_with_two_points_is_held_as_the_longer_says(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longer_of_two_points_holds_a_request(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = llm("One."), []
     monkeypatch.setattr(model.engine, "pin", lambda *given, **options: asked.append(options["ttl_s"]))
     blocks = [TextBlock(text="Be brief. " * 20), _point("1h"), _point("5m")]
@@ -191,7 +191,7 @@ def test_a_cache_point_of_an_unknown_kind_is_refused(llm: Make) -> None:
             llm("never").chat([ChatMessage(role="system", blocks=[TextBlock(text="x"), point]), user("hello")])
 
 
-def test_a_cache_point_that_cannot_be_pinned_does_not_break_the_request(run: Make) -> None:
+def test_an_unpinnable_cache_point_breaks_no_request(run: Make) -> None:
     from cases import tiny
     from llama_index.llms.agentcache import ReplayLLM
 

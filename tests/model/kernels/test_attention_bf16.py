@@ -54,7 +54,7 @@ def truth(q: torch.Tensor, keys: Any, values: Any, first: int, window: int) -> t
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128])
-def test_it_is_near_the_truth_and_each_row_is_by_itself(dim: int, count: int, threads: Callable[[int], None]) -> None:
+def test_it_is_near_the_truth_and_row_pure(dim: int, count: int, threads: Callable[[int], None]) -> None:
     threads(count)
     for heads, group, tokens, first, window in SHAPES:
         q, keys, values = case(heads, group, tokens, first, dim)

@@ -25,9 +25,7 @@ def large(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("ins", [64, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192])
-def test_any_few_rows_equal_the_same_rows_of_a_large_product(
-    ins: int, dtype: torch.dtype, count: int, threads: Callable[[int], None]
-) -> None:
+def test_few_rows_equal_those_of_a_large_product(ins: int, dtype: torch.dtype, count: int, threads: Callable[[int], None]) -> None:
     threads(count)
     torch.manual_seed(ins)
     block = accumulation.chain_block(ins, count)
@@ -132,7 +130,7 @@ def test_attention_takes_only_what_it_can() -> None:
         assert not attention_few.takes(rows, other)
 
 
-def test_a_compiler_that_is_too_old_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_too_old_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jit.compiler.__wrapped__() is not None
     monkeypatch.setattr(jit, "OLDEST_LLVM", (999,))
     assert jit.compiler.__wrapped__() is None

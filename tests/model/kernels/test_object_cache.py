@@ -90,7 +90,7 @@ def test_a_changed_byte_is_compiled_again(place: Path, process: Process, at: int
     assert file.read_bytes() == good, "the right code took its place"
 
 
-def test_code_is_vouched_for_under_its_own_name_and_key_only(place: Path, process: Process) -> None:
+def test_code_is_authenticated_under_its_name_and_key(place: Path, process: Process) -> None:
     kernels, _ = process()
     product()
     (file,) = place.glob("*.o")

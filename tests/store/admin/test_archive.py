@@ -84,7 +84,7 @@ def test_what_is_imported_is_what_was_exported(index: Index, other: Index, file:
     assert sum(run for _, run in hits) == len(PROMPT)
 
 
-def test_an_archive_is_a_safetensors_file_that_only_its_owner_reads(file: Path) -> None:
+def test_an_archive_is_a_private_safetensors_file(file: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     with safe_open(file, "pt") as read:
         page = contents(rows_of(PROMPT, Scope("tests", "weights"))[2])
@@ -363,7 +363,7 @@ def test_ids_that_do_not_make_the_keys_are_refused(other: Index, file: Path) -> 
 
 
 @pytest.mark.parametrize("length", [0, 7, 1 << 20, 16 << 20, 1 << 40, 1 << 63, (1 << 64) - 8])
-def test_a_header_of_any_length_is_refused_before_it_is_read(other: Index, file: Path, length: int) -> None:
+def test_a_header_of_wrong_length_is_refused_unread(other: Index, file: Path, length: int) -> None:
     edit(file, lambda content: content.__setitem__(slice(0, 8), length.to_bytes(8, "little")))
     with pytest.raises((BlobError, StoreFormatError)):
         import_group(other.folder, other, file)
@@ -379,7 +379,7 @@ def test_a_header_that_is_none_is_refused(other: Index, tmp_path: Path, text: by
         import_group(other.folder, other, tmp_path / "file")
 
 
-def test_the_work_of_checking_a_header_is_bounded_by_its_length(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_a_header_is_bounded_by_its_length(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forged(file, lambda told: [page.update(layers=1024) for page in told["pages"]])
     monkeypatch.setattr(archive_file, "plan", lambda *_: pytest.fail("the header that belongs to it was made"))
     with pytest.raises(BlobError, match="entries in its header"), open_archive(file):
@@ -398,7 +398,7 @@ def test_what_is_no_plain_file_is_refused(other: Index, tmp_path: Path, make: Ca
 # -- a disk that is full, a name that is none --------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_full_is_said_before_anything_is_written(other: Index, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_before_anything_is_written(other: Index, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(StoreFullError, match="do not fit"):
         import_group(other.folder, other, file)

@@ -86,7 +86,7 @@ def test_an_empty_store_is_sound(tmp_path: Path) -> None:
     assert verify(Folder.open(tmp_path / "new"), fix=True).sound
 
 
-def test_a_store_that_is_read_only_is_verified_and_not_mended(shop: Shop) -> None:
+def test_a_read_only_store_is_verified_but_not_mended(shop: Shop) -> None:
     os.chmod(shop.folder.path, 0o500)
     try:
         folder = Folder.open(shop.folder.path)
@@ -170,7 +170,7 @@ def test_what_a_running_process_is_writing_is_left_alone(shop: Shop) -> None:
     assert part.exists()
 
 
-def test_a_page_evicted_while_it_is_looked_at_is_no_problem(shop: Shop) -> None:
+def test_a_page_evicted_during_a_check_is_no_problem(shop: Shop) -> None:
     with shop.index() as index:
 
         def evict(done: int, total: int) -> None:
@@ -342,7 +342,7 @@ def test_down_to_a_size_groups_go_last(shop: Shop, index: Index) -> None:
     assert intact(shop.folder, shop.rows)
 
 
-def test_a_group_goes_with_what_continues_it_and_without_what_others_share(shop: Shop, index: Index) -> None:
+def test_a_group_goes_with_its_continuations_but_not_shared_pages(shop: Shop, index: Index) -> None:
     prompt = PROMPT.copy()
     prompt[600:] = ids(600, 3)
     shared = stock(index, prompt, "port")

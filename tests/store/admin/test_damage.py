@@ -129,7 +129,7 @@ def test_what_no_writer_wrote_is_mended(store: Folder, said: str) -> None:
 
 @pytest.mark.parametrize("table", ["pages", "segments", "deletions"])
 @pytest.mark.parametrize("number", [1 << 53, (1 << 63) - 1, -7, "'x'"])
-def test_a_table_that_has_no_number_for_its_next_row_is_mended(store: Folder, table: str, number: int | str) -> None:
+def test_a_table_without_next_row_number_is_mended(store: Folder, table: str, number: int | str) -> None:
     with Index(store) as index:  # something in every table, and a number given last
         index.record_deletion(Deletion("nobody"))
         index.database.write(lambda c: c.execute("INSERT INTO segments VALUES (NULL, 'tests', 'w', '', x'00', x'00', 1.0, 1)"))

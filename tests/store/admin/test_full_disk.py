@@ -78,7 +78,7 @@ def test_files_that_leave_no_room_for_a_page_are_told(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_is_left_while_a_store_is_open_goes_within_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_an_open_store_go_within_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(1 << 26, options=StoreOptions(tmp_path / "store"))
     assert store.disk is not None
     assert store.flush()
@@ -165,7 +165,7 @@ def test_an_engine_starts_on_a_full_disk(full: Folder) -> None:
     store.close()
 
 
-def test_a_disk_that_killed_writers_filled_is_swept_before_the_index_is_opened(full: Folder) -> None:
+def test_a_disk_filled_by_killed_writers_is_swept_first(full: Folder) -> None:
     left = leave(full, DEAD, PAGE)
     store = Store.open(1 << 24, 0, StoreOptions(full.path))
     assert store.disk is not None

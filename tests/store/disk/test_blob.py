@@ -150,7 +150,7 @@ def test_reading_stops_between_pieces(folder: Folder) -> None:
     assert len(seen) == 1
 
 
-def test_what_is_no_fault_of_the_blob_is_no_blob_error(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_outside_the_blob_are_no_blob_error(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     written = blob_io.write(folder, row(), page())
     real = os.open
 
@@ -381,7 +381,7 @@ def test_other_pages_are_copied(folder: Folder, tmp_path: Path, tokens: int) -> 
     assert own_memory(fill(encrypted, blob_io.write(encrypted, row(), original)))
 
 
-def test_whole_pages_and_what_is_in_memory_are_mapped_on_local_file_systems(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_pages_are_mapped_on_local_file_systems(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     original = page()
     written = blob_io.write(folder, row(), original)
     fd, size = blob_files.open_file(folder, written.blob)

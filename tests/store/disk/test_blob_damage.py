@@ -228,7 +228,7 @@ def test_hostile_headers_are_refused_before_anything_is_allocated(folder: Folder
 
 
 @pytest.mark.parametrize("length", [0, 100, 4087, 4089, 65536 - 8 + 4096, (1 << 20) - 8, (1 << 64) - 8])
-def test_the_length_of_a_header_is_judged_before_it_is_read(length: int) -> None:
+def test_a_headers_length_is_judged_before_it_is_read(length: int) -> None:
     with pytest.raises(BlobError):
         blob_format.front_bytes(length.to_bytes(8, "little"), 1 << 40)
     assert blob_format.front_bytes((65536 - 8).to_bytes(8, "little"), 65536) == 65536
@@ -243,7 +243,7 @@ def test_counts_are_counts(name: str, value: object) -> None:
         blob_format.unpack(json.dumps({**json.loads(blob_format.pack(row())), name: value}))
 
 
-def test_a_header_that_differs_from_what_its_row_calls_for_is_refused(folder: Folder) -> None:
+def test_a_header_that_contradicts_its_row_is_refused(folder: Folder) -> None:
     """Even by the one who has the key: duplicate names, overlaps, gaps, other shapes."""
     made = row(tokens=4)
     written = blob_io.write(folder, made, page())
@@ -267,7 +267,7 @@ def test_a_header_that_differs_from_what_its_row_calls_for_is_refused(folder: Fo
         assert "header" in str(refused(folder, written)), name
 
 
-def test_a_header_too_long_to_be_read_again_is_not_written(folder: Folder) -> None:
+def test_a_header_too_long_to_read_is_not_written(folder: Folder) -> None:
     with pytest.raises(StoreError, match="header"):
         blob_io.write(folder, row(namespace="n" * 70000), page())
     assert left(folder) == []

@@ -296,7 +296,7 @@ def test_what_was_deleted_is_not_written_after_it(index: Index) -> None:
     assert index.groups() == [GROUP], "what was received later is"
 
 
-def test_a_manifest_says_what_finds_the_group_and_nothing_of_one_call() -> None:
+def test_a_manifest_holds_nothing_of_one_call() -> None:
     made = replace(GROUP, kv_bytes=4096, computed_tokens=600, warm_ms=12.5)
     wanted = (
         '{"created": 5.0, "fingerprint": "fp", "layers": ["l0", "l1"], "model": "model", "name": "tools", "namespace": "ns", '

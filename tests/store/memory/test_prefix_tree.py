@@ -106,7 +106,7 @@ def test_least_recently_used_goes_first_and_leaves_before_their_parents() -> Non
     assert [store.match(HERE, as_ids([*p, 0]), peek=True).tokens for p in (a, b)] == [1024, 0]
 
 
-def test_partial_pages_are_found_by_their_longest_common_run_and_grow() -> None:
+def test_partial_pages_are_found_by_longest_common_run() -> None:
     store = PrefixTree(100 * SPEC.page_bytes)
     keep(store, page_of(1) + [2] * 100 + [3] * 50)
     keep(store, page_of(1) + [2] * 100 + [4] * 80)

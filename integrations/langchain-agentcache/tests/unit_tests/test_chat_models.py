@@ -346,7 +346,7 @@ def test_cache_control_on_a_later_message_pins_up_to_it(chat: Any) -> None:
     assert second.usage_metadata["input_token_details"]["cache_read"] >= held.prefix_tokens
 
 
-def test_a_pin_that_cannot_be_had_does_not_break_the_request(chat: Any) -> None:
+def test_an_impossible_pin_does_not_break_the_request(chat: Any) -> None:
     model = chat(max_tokens=2, memory_bytes=1)
     with pytest.warns(UserWarning, match="nothing was pinned: .*cannot hold this tool group"):
         assert model.invoke(ASKED, cache_control={"type": "ephemeral"}).text

@@ -38,7 +38,7 @@ def told(work: Callable[[], Any]) -> Any:
         child.join()
 
 
-def test_a_model_given_by_name_is_loaded_again_in_the_child(model_folder: str) -> None:
+def test_a_child_loads_a_named_model_again(model_folder: str) -> None:
     model = ChatAgentCache(model=model_folder, max_tokens=4, memory_bytes=35 << 20)
     answer = model.invoke("hello").content
     assert told(lambda: (model.invoke("hello").content, model.invoke("hello").content)) == (answer, answer)

@@ -78,7 +78,7 @@ def test_a_pin_finds_what_the_request_computed(chat: Any, pins: list[Any], way: 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_time_limit_holds_for_a_prompt_that_is_to_be_pinned(chat: Any, pins: list[Any], steps: list[int], way: str) -> None:
+def test_a_time_limit_holds_for_a_prompt_to_pin(chat: Any, pins: list[Any], steps: list[int], way: str) -> None:
     model = chat(max_tokens=1, timeout=SLOW_S / 10)
     with pytest.raises(theirs.ModelTimeoutError, match="passed before the completion ended"):
         WAYS[way](model, LONG)
