@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .answer.parser import Delta, InvalidCall
     from .approximate.calibration import Calibration
+    from .caller_warnings import CallerWarnings
     from .engine import Chunk, Completion, Engine, Stream
     from .layout.declared import volatile
     from .miss_warnings import MissWarnings
@@ -45,6 +46,7 @@ DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from
 
 _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "Calibration": "approximate.calibration",
+    "CallerWarnings": "caller_warnings",
     "Delta": "answer.parser",
     "EngineLease": "shared_engines",
     "InvalidCall": "answer.parser",
@@ -59,6 +61,7 @@ _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
 
 __all__ = [
     "Calibration",
+    "CallerWarnings",
     "Chunk",
     "Completion",
     "Constraint",

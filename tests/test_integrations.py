@@ -30,7 +30,6 @@ OTHERS = {
     "llama-index": {
         "_name_or_path": "what transformers calls a loaded model",
         "_metadata": "a LlamaIndex tool's description, in a copy of the tool",
-        "_getframe": "Python's frames",
     },
 }
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from agentcache import Completion, Delta, Message, Receipt, Stream
 from agentcache.errors import CancelledError
 
-from ._missed import tell_missed
+from ._miss_hints import tell_missed
 from .errors import OutputCutError
 
 ASK = "Give the answer as JSON."

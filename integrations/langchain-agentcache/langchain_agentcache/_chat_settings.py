@@ -14,11 +14,11 @@ from typing_extensions import Self, override
 from agentcache import Engine, Message, ToolGroup
 from agentcache import errors as own
 
+from ._caller_warnings import tell_once
 from ._messages import converted
 from ._names import beside
 from ._profile import profile_of
 from ._settings import SAMPLING, Settings
-from ._told import tell_once
 from ._tools import ToolLike, formatted, own_tools
 from .errors import ModelInvalidRequestError, translated
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentcache import foreign_settings
 
-from ._told import tell_once
+from ._caller_warnings import tell_once
 
 # Words of ChatOllama, OllamaLLM, ChatHuggingFace, HuggingFacePipeline, ChatOpenAI and transformers with the same meaning here.
 SAME = {

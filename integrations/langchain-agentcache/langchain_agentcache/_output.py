@@ -10,7 +10,7 @@ from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call
 
 from agentcache import Completion, Delta, Receipt
 
-from ._missed import hinted
+from ._miss_hints import hinted
 
 PROVIDER = "agentcache"
 _BEHIND = 1 << 16  # under output_version="v1", core numbers blocks of text and thought 0, 1, ..., and joins what has one number

@@ -13,7 +13,7 @@ from typing import Any
 from agentcache import Engine, Message, Tool
 from agentcache.errors import AgentCacheError
 
-from ._told import tell
+from ._caller_warnings import caller_warnings
 from .errors import ModelInvalidRequestError
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -37,7 +37,7 @@ class PinRequest:
         try:
             self.engine.pin(self.messages, self.tools, name=self.label, ttl_s=self.ttl_s, **self.options)
         except AgentCacheError as error:
-            tell(f"cache_control: nothing was pinned: {error}")
+            caller_warnings.warn(f"cache_control: nothing was pinned: {error}")
 
 
 def seconds(cache_control: Mapping[str, Any]) -> float:

@@ -16,11 +16,11 @@ from typing_extensions import Self, override
 
 from agentcache import Engine, EngineLease, Sampling
 
+from ._caller_warnings import caller_warnings
 from ._config import plain, rebuilt
 from ._names import SAME, beside, noted, own_names, template_text
 from ._output import PROVIDER
 from ._pipelines import Pipeline
-from ._told import from_here
 from ._version import __version__
 from .errors import ModelInvalidRequestError, translated
 
@@ -188,7 +188,7 @@ class Settings(BaseLanguageModel):
 
     async def agenerate(self, *args: Any, **kwargs: Any) -> Any:
         """As of LangChain, which makes a task of each prompt: a warning still names the line that waits for all of them."""
-        with from_here():
+        with caller_warnings.from_here():
             return await super().agenerate(*args, **kwargs)
 
     # -- what LangChain asks about ---------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from agentcache import Constraint, Message, Stream, Tool
 
 from . import _pins
 from ._answer import ASK, Answer
+from ._caller_warnings import in_thread
 from ._chat_settings import ChatSettings, tell_names
 from ._limits import arepeated, limited, repeated
 from ._messages import converted, marked, turn
 from ._output import chunk_of, last_chunk, message_of
 from ._structured import structured
-from ._told import in_thread
 from ._tools import ToolLike, constraint, form_of, formatted, may_call, own_tools
 from .errors import ModelInvalidRequestError, translated
 

@@ -14,10 +14,10 @@ from typing_extensions import Self, override
 
 from agentcache import Completion, Logprob, Message, Stream
 
+from ._caller_warnings import in_thread
 from ._limits import arepeated, limited, repeated
 from ._output import metadata_of, usage_of
 from ._settings import Settings
-from ._told import in_thread
 from ._tools import constraint
 from .errors import OutputCutError, translated
 

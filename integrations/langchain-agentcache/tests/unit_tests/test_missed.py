@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,22 +11,20 @@ import script
 from harbour import log, tide
 from langchain.agents import create_agent
 from langchain.agents.middleware import dynamic_prompt
-from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache, _missed, _told
+from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache, _caller_warnings, _miss_hints
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
-from agentcache import Missed, Receipt
+from agentcache import Missed, MissWarnings, Receipt
 from agentcache.lint.values import Cause
 
 KEEPER = "You are the keeper of a lighthouse. Write down wind, tide and every ship that passes. " * 3
 
 
 @pytest.fixture(autouse=True)
-def nothing_said() -> Iterator[None]:
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that begins."""
-    said, _told._said = _told._said, set()
-    _missed._warnings.__init__(_missed.SELDOM)  # type: ignore[misc]
-    yield
-    _told._said = said
+    monkeypatch.setattr(_caller_warnings.caller_warnings, "_said", {})
+    monkeypatch.setattr(_miss_hints, "_warnings", MissWarnings(_miss_hints.SELDOM))
 
 
 @pytest.fixture
@@ -107,11 +104,11 @@ def test_the_middleware_says_it_with_a_name_instead(model: ChatAgentCache) -> No
 
 def test_a_redacted_account_names_nobody() -> None:
     missed = Missed("clock", "system prompt of alice", 3, 10, 200, "alice's clock goes to the end")
-    (text,) = heard(lambda: _missed.tell_missed(Receipt(missed=missed, redacted=True).as_dict()["missed"]))
+    (text,) = heard(lambda: _miss_hints.tell_missed(Receipt(missed=missed, redacted=True).as_dict()["missed"]))
     assert text.startswith("200 prompt tokens were computed again: clock ((redacted)).")
     assert "alice" not in text
-    assert _missed.HINTS["clock"] in text
+    assert _miss_hints.HINTS["clock"] in text
 
 
 def test_every_hint_is_about_a_cause() -> None:
-    assert _missed.HINTS.keys() <= {str(cause) for cause in Cause}
+    assert _miss_hints.HINTS.keys() <= {str(cause) for cause in Cause}

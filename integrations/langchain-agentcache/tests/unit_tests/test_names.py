@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harbour import ASKED
-from langchain_agentcache import AgentCacheLLM, ChatAgentCache, _told, errors
+from langchain_agentcache import AgentCacheLLM, ChatAgentCache, _caller_warnings, errors
 from langchain_core.messages import HumanMessage
 
 from agentcache import Engine, toy
@@ -21,7 +21,7 @@ from agentcache import Engine, toy
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told once was not told before this test."""
-    monkeypatch.setattr(_told, "_said", set())
+    monkeypatch.setattr(_caller_warnings.caller_warnings, "_said", {})
 
 
 # -- the same meaning --------------------------------------------------------------------------------------------------

@@ -5,9 +5,6 @@ The engine's receipt knows cause and cure in words for everybody (`missed`); her
 
 from __future__ import annotations
 
-import sys
-import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -16,12 +13,12 @@ from llama_index.core.agent.workflow.prompts import DEFAULT_EARLY_STOPPING_PROMP
 from llama_index.core.memory.types import BaseMemory
 from llama_index.core.workflow import Context, JsonSerializer, WorkflowRuntimeError
 
-from agentcache import Message, MissWarnings
+from agentcache import CallerWarnings, Message, MissWarnings
 from agentcache.errors import ReuseWarning
 
 SELDOM = ("truncated history",)  # AppendOnlyMemory leaves out turns as well, but not twice in a row: one is not worth a warning
 LEAST = 32  # tokens, as in the engine's `missed`
-OWN = ("llama_index", "llama_index_instrumentation", "workflows", "agentcache", "asyncio", "contextlib", "concurrent", "threading")
+BETWEEN = ("llama_index", "llama_index_instrumentation", "workflows")  # packages between a program's line and a warning about it
 
 _TAIL = "What changes by itself, such as the time or retrieved passages, belongs into the newest user message, or into volatile=[...]"
 _BLOCKS = "Keep response.message with its blocks in the memory, and AppendOnlyMemory hands it out as it was"
@@ -51,8 +48,7 @@ class Hints:
     """Says each once. Safe to use from many threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._said: set[str] = set()
+        self._warnings = CallerWarnings(BETWEEN, ReuseWarning)
         self._missed = MissWarnings(SELDOM)
 
     def tell(self, raw: dict[str, Any], prompt: Sequence[Message] | str, tools: Sequence[str]) -> None:
@@ -64,22 +60,14 @@ class Hints:
         if missed:
             receipt["missed"] = missed
         if (text := self._missed.text(missed)) and missed:
-            self.warn(missed["cause"], f"{text} Said once per cause; raw['receipt']['missed'] tells it of every response.")
-
-    def warn(self, cause: str, text: str) -> None:
-        """One warning, at the caller's line, where this is the first of its cause."""
-        with self._lock:
-            if cause in self._said:
-                return
-            self._said.add(cause)
-        warnings.warn(text, ReuseWarning, stacklevel=_caller())
+            self._warnings.warn_once(missed["cause"], f"{text} Said once per cause; raw['receipt']['missed'] tells it of every response.")
 
     async def look(self) -> None:
         """Say that LlamaIndex has lost a memory between two runs over a Context, where the request that begins the later one shows it."""
         memory = await _forgotten()
         if memory is None:
             return
-        self.warn(
+        self._warnings.warn_once(
             "lost memory",
             f"the {memory} of the run before is lost: LlamaIndex {version('llama-index-core')} with pydantic {version('pydantic')} cannot "
             "save it between two runs over one Context. Give the first run memory=AppendOnlyMemory.from_defaults(llm=llm), which is saved, "
@@ -128,11 +116,3 @@ async def _forgotten() -> str | None:
     except ValueError:
         return type(memory).__name__
     return None
-
-
-def _caller() -> int:
-    """The stacklevel of the nearest frame that is neither LlamaIndex's nor this package's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in OWN:
-        frame, level = frame.f_back, level + 1
-    return level

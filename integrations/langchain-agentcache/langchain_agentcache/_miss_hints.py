@@ -10,7 +10,7 @@ from typing import Any
 
 from agentcache import MissWarnings
 
-from ._told import tell_once
+from ._caller_warnings import tell_once
 
 SELDOM = ("truncated history", "front summary")  # a history that is shortened seldom and much at once is as it should be
 _warnings = MissWarnings(SELDOM)

@@ -1,0 +1,25 @@
+"""Warnings at the line of the caller's program, also from another thread. Knows no settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from agentcache import CallerWarnings
+
+T = TypeVar("T")
+
+BETWEEN = ("langchain_agentcache", "langchain_core", "langchain", "langchain_classic", "langgraph", "langsmith", "pydantic")
+caller_warnings = CallerWarnings(BETWEEN)
+
+
+def tell_once(kind: str, name: str, text: str) -> None:
+    """Warn, the first time in this process that something of this kind and name is to be told."""
+    caller_warnings.warn_once((kind, name), f"{text} (said once)")
+
+
+async def in_thread(call: Callable[..., T], *args: Any) -> T:
+    """The result of a call in another thread."""
+    with caller_warnings.from_here():
+        return await asyncio.to_thread(call, *args)

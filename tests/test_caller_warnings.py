@@ -1,0 +1,68 @@
+"""CallerWarnings: a warning names the line of the program that asked, not a framework's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from agentcache import CallerWarnings
+from agentcache.errors import ReuseWarning
+
+FRAMEWORK = ModuleType("framework.inside")
+exec("def call(function):\n    return function()\n", FRAMEWORK.__dict__)
+
+
+def heard(say: Callable[[], Any]) -> list[tuple[str, str, type[Warning]]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        say()
+    return [(str(one.message), one.filename, one.category) for one in caught]
+
+
+@pytest.fixture
+def framework() -> CallerWarnings:
+    return CallerWarnings(["framework"], ReuseWarning)
+
+
+def test_the_frames_of_a_framework_are_passed(framework: CallerWarnings) -> None:
+    assert heard(lambda: FRAMEWORK.call(lambda: framework.warn("x"))) == [("x", __file__, ReuseWarning)]
+    inside: dict[str, Any] = {"__name__": "framework.inside", "warn": framework.warn}
+    code = compile("def call():\n    warn('x')\n", "framework.py", "exec")
+    exec(code, inside)
+    assert heard(inside["call"]) == [("x", __file__, ReuseWarning)]
+
+
+@pytest.mark.parametrize("how", ["a thread", "a task"])
+def test_what_begins_in_a_block_names_its_line(framework: CallerWarnings, how: str) -> None:
+    async def in_task() -> None:
+        framework.warn("x")
+
+    async def begun() -> None:
+        with framework.from_here():
+            if how == "a thread":
+                await asyncio.to_thread(framework.warn, "x")
+            else:
+                await asyncio.create_task(in_task())
+
+    assert heard(lambda: asyncio.run(begun())) == [("x", __file__, ReuseWarning)]
+
+
+def test_a_thread_of_nobody_is_warned_in_all_the_same(framework: CallerWarnings) -> None:
+    def begun() -> None:
+        thread = threading.Thread(target=framework.warn, args=["x"])
+        thread.start()
+        thread.join()
+
+    assert [said for said, _, _ in heard(begun)] == ["x"]
+
+
+def test_each_cause_is_told_once(framework: CallerWarnings) -> None:
+    said = heard(lambda: [framework.warn_once(cause, cause) for cause in ("a", "b", "a")])
+    assert [text for text, _, _ in said] == ["a", "b"]
+    assert len(heard(lambda: CallerWarnings([]).warn_once("a", "a"))) == 1, "another one has told nothing yet"
