@@ -16,7 +16,7 @@ from .types import Refusal
 class AttachedRanges(Protocol):
     """Repeated text that one request takes from other positions. On the device's thread.
 
-    scope: under which the pages after the first attached range are kept, None while the sequence is exact. admitted_tokens: how many
+    scope: of the pages after the first attached range, None while the sequence is exact. admitted_tokens: how many
     tokens the store has under it. admissible: whether the store may have more.
     """
 

@@ -1,4 +1,4 @@
-"""How the command line says things: sizes, tables, bars, errors in one line. Knows no verbs, and loads no torch."""
+"""Output of the command line: sizes, tables, bars, errors in one line. Knows no verbs, and loads no torch."""
 
 from __future__ import annotations
 

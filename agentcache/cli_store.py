@@ -262,7 +262,7 @@ def inspect(
 
 
 def stats(store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """Count what is stored, by role, namespace and precision; and what the store has counted and measured."""
+    """Count stored pages by role, namespace and precision; and show the store's own counts and measurements."""
     with report_errors(), opened(store) as (folder, index):
         found = _counted(folder, index)
     if as_json:

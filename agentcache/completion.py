@@ -53,7 +53,7 @@ class Completions:
 
 
 def _cut_short(running: Running, parser: AnswerParser) -> bool:
-    """Whether the completion ended inside what was asked for: an object, a call, or a thought with no answer after it."""
+    """True if the completion ended inside an object, a call, or a thought with no answer after it."""
     guide, expected, message = running.decoding.guide, running.asked.expected, parser.message
     out_of_tokens, stopped = running.receipt.finish_reason == "length", running.decoding.text.stopped
     formed = expected is not None and expected.formed

@@ -82,7 +82,7 @@ def replay(engine: Engine, task: Task, mode: str, progress: Progress) -> Replay:
 
 
 def _check(replays: Mapping[str, Replay], group_tokens: int) -> None:
-    """The modes saw the same prompts, paid what they say, and draw the same tokens after them."""
+    """The modes saw the same prompts, paid what they say, and draw the same tokens next."""
     off = replays["off"]
     for mode, one in replays.items():
         assert one.drawn == off.drawn, f"{mode} draws {one.drawn}, reuse off draws {off.drawn}"
@@ -130,7 +130,7 @@ def _sentence(replays: Mapping[str, Replay], group: ToolGroup, bitwise: bool) ->
 
 
 def run(console: Console, task: Task | None = None) -> dict[str, Any]:
-    """The task in all modes; prints what was said and the table, and returns every figure as plain JSON values."""
+    """The task in all modes; prints the dialogue and the table, and returns every figure as plain JSON values."""
     task = task or demo_tasks.task()
     console.print(task.title)
     for mode, meaning in MODES.items():

@@ -22,7 +22,7 @@ Shown = Callable[[str], Callable[[int, int], None]]
 
 @dataclass(slots=True)
 class Replay:
-    """One way through the task: a receipt per step, the ids that all ways must agree in, what was said and done, line by line."""
+    """One way through the task: a receipt per step, the ids that all ways must agree in, the dialogue line by line."""
 
     receipts: list[Receipt] = field(default_factory=list)
     drawn: tuple[int, ...] = ()

@@ -19,7 +19,7 @@
     │   └── CancelledError          the caller cancelled the stream
     ├── StoreError                  the store on disk cannot do what was asked         (also OSError)
     │   ├── StoreFormatError        written by another version, or encrypted with another key
-    │   ├── StorePermissionError    its folder belongs to, or is open to, somebody else
+    │   ├── StorePermissionError    its folder belongs to, or is open to, another user
     │   ├── StoreCorruptError       its index is damaged
     │   ├── StoreBusyError          its index was locked for too long
     │   ├── StoreFullError          the disk or the budget is full
@@ -156,7 +156,7 @@ class GenerationError(AgentCacheError):
 
 
 class NonFiniteLogitsError(GenerationError):
-    """The model produced NaN or infinite logits; nothing of this request was kept for reuse."""
+    """The model produced NaN or infinite logits; no page of this request stays cached."""
 
 
 class WeightsChangedError(GenerationError):
@@ -197,7 +197,7 @@ class StoreFormatError(StoreError):
 
 
 class StorePermissionError(StoreError):
-    """The store's folder belongs to somebody else, or others may read or write it."""
+    """The store's folder belongs to another user, or others may read or write it."""
 
 
 class StoreCorruptError(StoreError):

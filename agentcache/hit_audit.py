@@ -58,7 +58,7 @@ class HitAudit:
             return
         if len(self._waiting) >= QUEUED or not disk.due_for_check():
             return
-        count = running.admitted_tokens  # not what it takes from other places
+        count = running.admitted_tokens  # without tokens from other positions
         found = self.store.tree.match(scope, running.ids.array(count + 1), peek=True)
         if len(found.pages) * PAGE_TOKENS >= count:
             keys = tuple(entry.key for entry in found.entries)
@@ -117,7 +117,7 @@ class HitAudit:
             self._count(wrong=1)
         except StoreError as error:
             why += f"; it could not be quarantined: {error}"
-        with suppress(StoreWarning):  # an error where warnings are errors: not on the thread that serves everybody
+        with suppress(StoreWarning):  # an error where warnings are errors: not on the thread that serves all requests
             warnings.warn(f"{why}: it is not used again; `agentcache verify --fix` removes it", StoreWarning, stacklevel=2)
         self.wrong += 1
 

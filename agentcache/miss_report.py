@@ -16,7 +16,7 @@ from .types import Layout, Missed
 if TYPE_CHECKING:
     from .lint.open_conversations import OpenConversations
 
-NAMESPACES = 64  # whose conversations are kept apart
+NAMESPACES = 64  # with conversations of their own
 CONVERSATIONS = 32  # open ones of each: their last prompts
 CHARS = 4 << 20  # of those of each
 LEAST = 32  # tokens that had to be computed again: less is not worth a word

@@ -1,4 +1,4 @@
-"""Which missed prefixes are worth a warning, and in which words: for packages that know where to warn. Knows no engine and no framework."""
+"""Warnings about missed prefixes, in words: for packages that know where to warn. Knows no engine and no framework."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MissWarnings:
         self._causes: deque[str] = deque(maxlen=LAST)  # "" for a request without one
 
     def text(self, missed: Mapping[str, Any] | None) -> str | None:
-        """What to say of a request, given `missed` as its receipt's `as_dict` has it, with a "hint" if there is one; None for nothing."""
+        """The warning of a request, given `missed` as its receipt's `as_dict` has it, with a "hint" if there is one; None for nothing."""
         cause = missed["cause"] if missed else ""
         self._causes.append(cause)  # no lock, which a forked child might find held: appending and counting are one step each
         often = self._causes.count(cause)

@@ -1,4 +1,4 @@
-"""What is known of a model without its weights: read off its files, or off a running engine. Downloads nothing and renders no prompt."""
+"""Facts about a model without its weights: read off its files, or off a running engine. Downloads nothing and renders no prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a program may ask of a model before it uses it. None: it cannot be known without downloading something.
+    """Facts that a program may ask before it uses a model. None: it cannot be known without downloading something.
 
     context_tokens: of prompt and completion together. reasoning: its template, or its response template, has a place for thoughts.
     tool_calling: its template shows tools. later_system: its template shows a system message in the middle where it stands.
@@ -34,13 +34,13 @@ class ModelFacts:
 
     @classmethod
     def of_files(cls, model: str, *, revision: str | None = None, chat_template: str | None = None) -> ModelFacts:
-        """Of a folder, of a Hugging Face id whose files are on this machine, or of "embedded"."""
+        """Read the facts of a folder, of a Hugging Face id whose files are on this machine, or of "embedded"."""
         files = _Files(model, revision)
         return cls._of(_context(files.json("config.json")), files.tokenizer(), chat_template)
 
     @classmethod
     def of_engine(cls, engine: Engine, *, chat_template: str | None = None) -> ModelFacts:
-        """Of the model that an engine runs."""
+        """Read the facts of the model that an engine runs."""
         said = {name: getattr(engine.tokenizer, name, None) for name in ("chat_template", "response_template")}
         if isinstance(many := said["chat_template"], dict):  # several, by name
             said["chat_template"] = many.get("tool_use") or many.get("default")
@@ -93,7 +93,7 @@ class _Files:
         return config
 
     def json(self, name: str) -> dict[str, Any]:
-        """What a JSON file says; nothing if it is not there, or broken."""
+        """The object of a JSON file; empty if it is missing, or broken."""
         path = self._path(name)
         try:
             return dict(json.loads(path.read_text(encoding="utf-8"))) if path is not None else {}

@@ -12,10 +12,10 @@ V = TypeVar("V")
 
 
 class Covering(Protocol):
-    """What was deleted on purpose."""
+    """A deletion on purpose."""
 
     def covers(self, namespace: str, made: float) -> bool:
-        """Whether what this namespace had made at that time is gone."""
+        """Tell whether it covers an object of this namespace, made at that time."""
         ...
 
 

@@ -19,7 +19,7 @@ def finite(sequence: Sequence, start: int, stop: int) -> bool:
 
 
 def alike(own: Page, kept: Page, tokens: int, close: float) -> bool:
-    """Tell whether a kept page is what was computed, in its first tokens. close: relative error allowed, 0 for equal bits."""
+    """Tell whether a cached page equals the computed one, in its first tokens. close: relative error allowed, 0 for equal bits."""
     pairs = (
         (own.keys[..., :tokens], kept.keys[..., :tokens]),
         (own.values[..., :tokens, :], kept.values[..., :tokens, :]),

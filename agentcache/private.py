@@ -1,6 +1,6 @@
 """Files that only their owner may read and write: where they lie by default, checked before they are used, put there whole or not at all.
 
-Knows nothing of what is in them.
+Knows nothing of their content.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def put(path: Path, content: bytes, durable: bool = True) -> None:
 
 
 def check(path: Path, kind: Any) -> None:
-    """Refuse what is not ours alone."""
+    """Refuse a path that is missing, a link, of another kind, of another user, or open to others."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

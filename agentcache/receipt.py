@@ -189,7 +189,7 @@ class Account:
         self.receipt.computed_tokens = self.receipt.computed_tokens or tokens
 
     def record_grade(self, grade: Grade, bitwise: bool, refusals: Iterable[Refusal]) -> None:
-        """Say how near the state is that the next token is read off; answered tokens stay what they are."""
+        """Record how near to exact the state of the next token is; answered tokens stay as recorded."""
         receipt = self.receipt
         answered = receipt.completion_tokens > 0
         receipt.bitwise = bitwise and (receipt.bitwise or not answered)

@@ -84,7 +84,7 @@ class Recorder:
                 line = line[os.write(self._file, line) :]
 
     def close(self) -> None:
-        """End the recording; what is recorded later is not written. Closing twice is fine."""
+        """End the recording; later records are not written. Closing twice is fine."""
         with self._lock:
             file, self._file = self._file, None
         if file is not None:

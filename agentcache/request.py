@@ -41,7 +41,7 @@ class Asked:
     sampling: Sampling
     # ids that end a completion
     stop_ids: frozenset[int]
-    # when the request came, by the store's clock: what was deleted since is not kept
+    # arrival, by the store's clock: tokens deleted since are not cached
     received: Moment
     # when the request came, by time.perf_counter()
     called: float
@@ -162,7 +162,7 @@ class Running:
 
     @property
     def restless(self) -> bool:
-        """Whether weights changed so often that the request is answered without reuse."""
+        """True if weights changed so often that the request is answered without reuse."""
         return self.renewals > RENEWALS
 
     @property

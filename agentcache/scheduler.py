@@ -1,4 +1,4 @@
-"""Who goes into the next forward: one thread owns the device, many requests share it. Knows no prompts, only token ids.
+"""The choice of requests for the next forward: one thread owns the device, many requests share it. Knows no prompts, only token ids.
 
 Each round: requests that decode get one token each; then prompts are filled, short ones first, with the rest of the row budget. While a
 request decodes, that budget is what fits in about STEP_MS, so a long prefill does not stall others. A long prompt waits while another

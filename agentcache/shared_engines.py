@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 
 class Shareable(Protocol):
-    """What can be shared: an Engine."""
+    """An object that can be shared: an Engine."""
 
     @property
     def closed(self) -> bool: ...
@@ -18,7 +18,7 @@ class Shareable(Protocol):
 
 
 class Droppable(Protocol):
-    """What a lease holds of an engine: its timed pins."""
+    """The timed pins that a lease holds of an engine."""
 
     def drop(self, lease: EngineLease) -> None: ...
 
@@ -26,7 +26,7 @@ class Droppable(Protocol):
 E = TypeVar("E", bound=Shareable)
 
 _lock = threading.Lock()
-_engines: WeakValueDictionary[str, Any] = WeakValueDictionary()  # by what they were made of
+_engines: WeakValueDictionary[str, Any] = WeakValueDictionary()  # by model and options
 _users: WeakKeyDictionary[Any, WeakSet[EngineLease]] = WeakKeyDictionary()
 _turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # to load: one at a time, of each
 
@@ -63,7 +63,7 @@ class EngineLease:
 
     @staticmethod
     def is_shared(engine: Shareable) -> bool:
-        """Whether `Engine.shared` made this engine."""
+        """Tell whether `Engine.shared` made this engine."""
         return engine in _users
 
     def _use(self, engine: Shareable) -> None:
@@ -102,7 +102,7 @@ class EngineLease:
 
 
 def shared_engine(make: Callable[..., E], model: Any, tokenizer: Any, lease: EngineLease, options: Mapping[str, Any]) -> E:
-    """The engine of this process for a model and its options, used by the lease; made if nobody uses one."""
+    """The engine of this process for a model and its options, used by the lease; made for the first lease."""
     key = _key(make, model, tokenizer, options)
     if (engine := _joined(key, lease)) is not None:
         return engine  # type: ignore[no-any-return]
@@ -128,7 +128,7 @@ def _joined(key: str, lease: EngineLease) -> Any:
 
 
 def _key(make: Callable[..., Any], model: Any, tokenizer: Any, options: Mapping[str, Any]) -> str:
-    """What an engine is made of. No other object has an id while its engine lives; a token changes no weights."""
+    """The model and options of an engine as a key. No other object has an id while its engine lives; a token changes no weights."""
     weights = os.fspath(model) if isinstance(model, (str, os.PathLike)) else id(model)
     plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items() if name != "token"}
     plain["dtype"] = str(options.get("dtype")).removeprefix("torch.")

@@ -171,7 +171,7 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
         return self._completion
 
     def close(self) -> None:
-        """Stop the request; what it had computed stays reusable."""
+        """Stop the request; its computed tokens stay reusable."""
         self._request.events.cancel()
         self._over = True
 

@@ -48,7 +48,7 @@ class TimedPins:
     def pin(
         self, pin: Callable[..., ToolGroup], key: Key, ttl_s: float, lease: EngineLease | None, asked: Mapping[str, Any], weights: str
     ) -> ToolGroup:
-        """The group that `pin(**asked)` makes, named `key` and a digest of what was asked; one that is pinned only lasts longer.
+        """The group that `pin(**asked)` makes, named `key` and a digest of `asked`; one that is pinned only lasts longer.
 
         weights: the fingerprint under which a group is looked up.
         """

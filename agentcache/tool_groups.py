@@ -89,7 +89,7 @@ class ToolGroups:
             raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
 
     def let_go(self, deletion: Deletion) -> None:
-        """Unpin what was deleted on purpose."""
+        """Unpin tool groups that were deleted on purpose."""
         with self._lock:
             for name, held in list(self._held.items()):
                 if deletion.forced and (deletion.names(*name) or deletion.covers(name[0], held.created)):

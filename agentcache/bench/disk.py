@@ -76,7 +76,7 @@ def allow_writing(engine: Engine, allowed: bool) -> None:
 
 
 def hit(engine: Engine, namespace: str, messages: Any, tools: Any, new: int, cold: bool) -> tuple[Timed, Any]:
-    """A request whose pages are on disk only; (times, receipt). The engine must not refuse slow disks: what they cost is the question."""
+    """A request whose pages are on disk only; (times, receipt). The engine must not refuse slow disks: their cost is measured."""
     engine.store.clear(namespace)
     if cold:
         drop_caches(blobs(engine, namespace))

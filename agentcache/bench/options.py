@@ -112,7 +112,7 @@ class Loading:
         return shapes.load((self.shape or Shape.small).value, dtype=self.dtype.value, texts=texts)
 
     def engine(self, texts: Iterable[str] = (), store: Any = None) -> Any:
-        """A running engine; store: where its pages are kept, None to keep them in memory."""
+        """A running engine; store: the place of its pages, None for memory."""
         import torch
 
         from ..engine import Engine

@@ -169,7 +169,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """Rows, shares, episodes, files of cases; nothing for what was not asked."""
+    """Rows, shares, episodes, files of cases; nothing for parts that were not asked."""
     caption = "95 % intervals; fpr of requests that no tool fits, the others of those that one fits; then tsa of the baselines"
     rows = [[row["split"], str(row["tools"]), *cells(row)] for row in found["rows"]]
     shares = [[row["split"], str(row["tools"]), row["share"], *cells(row)] for row in found["shares"]]

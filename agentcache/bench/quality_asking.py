@@ -1,4 +1,4 @@
-"""Asks a model, by real greedy decoding through the engine, and reads what it calls. Knows of right answers only their shape."""
+"""Asks a model, by real greedy decoding through the engine, and reads its calls. Knows of right answers only their shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentcache bench react`: recorded episodes replayed call by call; what was computed, against what was new at all.
+"""`agentcache bench react`: recorded episodes replayed call by call; computed tokens against new ones.
 
 Physics: an agent's prompts repeat themselves; only tokens after the longest prefix seen before are new. An oracle that remembers every
 token sequence counts those; the engine must compute them, one more per call (logits need a forward), and as good as nothing else.

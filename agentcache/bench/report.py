@@ -23,7 +23,7 @@ Cell = Callable[[Row], str]
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """With thousands separated; a dash for what was not measured."""
+    """The number with thousands separated; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -170,7 +170,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Run:
-    """A measurement under way: the engine, what is said of it, what was found, and the tables that are shown at its end."""
+    """A measurement under way: the engine, its description, the figures, and the tables that are shown at its end."""
 
     engine: Any
     say: Progress

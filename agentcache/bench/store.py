@@ -132,7 +132,7 @@ class Files:
         return {"agentcache": self.write, "raw": self.write_raw}
 
     def check(self) -> None:
-        """After each repeat: whether what came back is what was written. `load` looks at its pages itself."""
+        """Compare, after each repeat, the bytes read with those written. `load` looks at its pages itself."""
 
 
 def run(files: Files, repeats: int, say: Say = lambda _: None) -> dict[str, Any]:

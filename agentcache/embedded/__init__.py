@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).parent / "model"
 
 
 def folder() -> Path:
-    """The model's folder, each of its files verified (once per process); ModelLoadError names what is missing or damaged."""
+    """The model's folder, each of its files verified (once per process); ModelLoadError names missing and damaged files."""
     return _verified(_FOLDER)
 
 
@@ -63,5 +63,5 @@ def sums(path: Path) -> dict[str, str]:
 
 
 def seal(path: Path) -> None:
-    """Writes SHA256SUMS for what is in the folder."""
+    """Write SHA256SUMS for the files of the folder."""
     (path / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums(path).items()), "utf-8")

@@ -27,7 +27,7 @@ _ENCODE_SORTED = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort
 class Turn:
     """One message as the template gets it. `source` is its index in the caller's list, `data` must not be modified.
 
-    notes: how it differs from what the caller gave; "{}" in them stands for the index. digest: what it says, without ids.
+    notes: differences from the caller's message; "{}" in them stands for the index. digest: of its content, without ids.
     """
 
     source: int
@@ -37,7 +37,7 @@ class Turn:
 
     @property
     def chars(self) -> int:
-        """Roughly what it costs to remember."""
+        """Characters that it takes to remember it, roughly."""
         return 200 + len(self.data.get("content", "")) * 2
 
     @property
@@ -112,7 +112,7 @@ def _value_key(message: Message | Mapping[str, Any]) -> tuple[Any, ...] | None:
         return None
     try:
         return (type(message), _ENCODE(calls) if calls else "", *fields)
-    except (TypeError, ValueError, RecursionError):  # no JSON: what is wrong with it is told elsewhere
+    except (TypeError, ValueError, RecursionError):  # no JSON: the renderer raises the error
         return None
 
 
@@ -135,7 +135,7 @@ def text_of(content: Any) -> str:
 
 def _canonical_message(message: Plain, clean: Callable[[str], str], notes: dict[str, None]) -> Plain:
     def cleaned(text: str) -> str:
-        valid = text.encode("utf-8", "replace").decode() if _SURROGATE.search(text) else text  # what a broken decoder leaves behind
+        valid = text.encode("utf-8", "replace").decode() if _SURROGATE.search(text) else text  # a broken decoder leaves such
         if valid is not text:
             notes["message {}: lone surrogates replaced"] = None
         safe = clean(valid)

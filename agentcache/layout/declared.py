@@ -1,11 +1,11 @@
-"""What is declared volatile in a request: found, and taken out of the messages. Knows nothing of templates or tokens.
+"""Volatile text that a request declares: found, and taken out of the messages. Knows nothing of templates or tokens.
 
     marker          volatile(text) in the system prompt
-    cache_control   content parts of a system message behind the last one that has it
+    cache_control   content parts of a system message after the last one that has it
     rule            what a pattern of a reviewed layout.toml matches in the system prompt
     volatile        texts that the request brings along; where one stands in the system prompt, it is taken out there
 
-Only the leading system messages are looked at: everything behind them is history, which is appended to and never moved. Nothing is
+Only the leading system messages are looked at: everything after them is history, which is appended to and never moved. Nothing is
 guessed, and nothing depends on earlier requests.
 """
 
@@ -65,7 +65,7 @@ class Declared:
 
     @property
     def brought(self) -> tuple[Piece, ...]:
-        """What stands in no message."""
+        """Text that stands in no message."""
         return tuple(piece for piece in self.pieces if piece.message is None)
 
 
@@ -78,7 +78,7 @@ class Rule:
 
 
 def read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
-    """The rules of a layout.toml: tables [[volatile]] with `pattern`, and `class` as a name. ConfigError tells what is wrong."""
+    """The rules of a layout.toml: tables [[volatile]] with `pattern`, and `class` as a name. ConfigError names the fault."""
     try:
         found = tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -138,7 +138,7 @@ class Declarations:
     def split(
         self, messages: Sequence[Message | Mapping[str, Any]], volatile: Sequence[Message] = (), namespace: str = "default"
     ) -> Declared:
-        """Messages that cannot be read are left as they are: whoever renders them says what is wrong."""
+        """Messages that cannot be read are left as they are: the renderer raises their error."""
         stable, whole, pieces = list(messages), list(messages), list[Piece]()
         texts = tuple(message.content for message in volatile)
         for index, message in enumerate(messages):

@@ -1,4 +1,4 @@
-"""Whether a caller's value can be written as JSON, and where it cannot. Knows nothing of messages and tools."""
+"""Values that JSON cannot write, found in a caller's value by place. Knows nothing of messages and tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLACE = 160  # characters of a place that an error shows
 
 
 def fault(value: Any, place: str) -> str | None:
-    """What of this value is no JSON and where, for an error; None if all of it is. place: what the value is called."""
+    """The part of this value that is no JSON, and its place, for an error; None if all is JSON. place: the value's name."""
     left: list[tuple[Any, str, int]] = [(value, place, 0)]
     while left:
         value, place, level = left.pop()

@@ -1,4 +1,4 @@
-"""What a Renderer remembers: renderings with their ids, and the model's own ids of messages. Knows nothing of templates.
+"""The memory of a Renderer: renderings with their ids, and the model's own ids of messages. Knows nothing of templates.
 
 Both tables are bounded, and a namespace never sees the records of another.
 """
@@ -23,7 +23,7 @@ GENERATED = 8_000_000  # ids held by them
 
 
 class Kept(Protocol):
-    """Where the model's own ids of messages are kept beyond one process."""
+    """A store of the model's own ids of messages beyond one process."""
 
     def learn(self, namespace: str, key: bytes, ids: Sequence[int]) -> None: ...
 
@@ -32,7 +32,7 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The ids that the model produced behind a prompt, for the message they became. made: when, by time.time(); 0 if that is not known."""
+    """The ids that the model produced after a prompt, for the message they became. made: their time, by time.time(); 0 if unknown."""
 
     prompt: Encoded
     ids: tuple[int, ...]
@@ -122,7 +122,7 @@ class Memory:
                 self._held_ids -= self._generated.popitem(last=False)[1].size
 
     def forget(self, deletion: Covering) -> None:
-        """Forget what was deleted: the ids of messages by their age, of renderings all, which are made again."""
+        """Forget deleted text: the ids of messages by their age, and all renderings, which are made again."""
         with self._lock:
             for known in [name for name in self._renderings if deletion.covers(name[0], 0.0)]:
                 self._drop(*known)
@@ -131,7 +131,7 @@ class Memory:
                     self._held_ids -= self._generated.pop(name).size
 
     def absent(self, namespace: str, key: bytes) -> bool:
-        """Whether this message was looked for beyond this process, in vain."""
+        """Tell whether a search beyond this process missed this message."""
         with self._lock:
             return (namespace, key) in self._absent
 
@@ -150,7 +150,7 @@ class Memory:
 
 
 def usable(record: Encoded, shared: int, valid: Collection[bytes]) -> int:
-    """How many of the shared characters may be used again: none behind a splice that is cut or whose message changed."""
+    """Count the shared characters that may be used again: none after a splice that is cut or whose message changed."""
     for splice in record.splices:
         if splice.stop > shared or splice.key not in valid:
             return min(shared, splice.start)

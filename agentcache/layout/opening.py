@@ -16,7 +16,7 @@ Render = Callable[[Sequence[Turn], bool], Layout]  # the messages, and whether a
 
 
 def opening(messages: Sequence[Turn], render: Render) -> Layout:
-    """What the prompt that asks for an answer to `messages` and the prompt with something behind them both begin with."""
+    """The common start of the prompt that asks for an answer to `messages` and of the prompt with more after them."""
     last = messages[-1]
     if _of(last, "role") != "assistant":  # it is answered next
         asked, continued = render(messages, True), render([*messages, Message("assistant", SENTINEL)], False)

@@ -1,7 +1,7 @@
 """Messages and tools to token ids and named spans: rendered once, tokenised only where new. Knows nothing of models or stores.
 
 messages, tools
-   | declared, tail       what is declared volatile, behind what is not
+   | declared, tail       declared volatile text, after the stable text
    | canonical, schemas   checked; one form for equal requests
    | template.render      transformers' own renderer, once
    | memory, tokenise     known text keeps its ids; own generated ids stay as the model wrote them
@@ -69,7 +69,7 @@ class Renderer:
 
     @property
     def report(self) -> TemplateReport:
-        """What the chat template does with text; found by rendering small conversations, once."""
+        """The report of the chat template; found by rendering small conversations, once."""
         return self._template.report
 
     # --- the path of one request -----------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Renderer:
         return hashlib.blake2b(self._encoder.identity + self._template.identity + key, digest_size=16).digest()
 
     def _recall(self, namespace: str, request: Request, have: Collection[bytes]) -> None:
-        """Learn what an earlier process remembered of the turns behind those that this one knows; the first of them first."""
+        """Learn an earlier process's ids of the turns after those that this one knows, in order."""
         unknown = []
         for number in reversed(range(1, len(request.turns))):
             key = request.keys[number + 1]
@@ -172,7 +172,7 @@ class Renderer:
             self._recall_turn(namespace, request, number)
 
     def _recall_turn(self, namespace: str, request: Request, number: int) -> None:
-        """Learn the ids of turn `number`, behind the prompt as it is rendered now; all turns before it were asked for."""
+        """Learn the ids of turn `number`, after the prompt as it is rendered now; all turns before it were asked for."""
         assert self._kept is not None
         key = request.keys[number + 1]
         ids = self._kept.generated(namespace, self._name(key))
@@ -203,7 +203,7 @@ class Renderer:
         if rendering != "stock":
             declared = self._declarations.split(leading, (), namespace)
             leading = declared.stable if self._tail.mode == "enforce" else declared.whole
-        # A user message stands behind the system text, as in every request to come; it is cut off again.
+        # A user message stands after the system text, as in every request to come; it is cut off again.
         opened = [*leading, Message("user", SENTINEL)]
         request = self._requests.build(opened, tools, rendering, tools_order, sticky, template_kwargs or {}, namespace)
         whole = self._layout(request, rendering, namespace, True)
@@ -313,7 +313,7 @@ class Renderer:
 
 
 class _Frame:
-    """Where the parts of one rendering stand: worked out once, for splicing and for the spans."""
+    """Places of the parts of one rendering: worked out once, for splicing and for the spans."""
 
     def __init__(self, request: Request, shape: Shape, generation: bool) -> None:
         self._request = request
@@ -331,11 +331,11 @@ class _Frame:
         self.places = places(text, self._request.turns, self._request.keys[1:], self.shape, self._stop, known, shared)
 
     def shows(self, number: int) -> bool:
-        """Whether turn `number` was found, so that the end of the one before it is known; true behind the last turn."""
+        """Tell whether turn `number` was found, so that the end of the one before it is known; true after the last turn."""
         return number >= len(self.places) or self.places[number].start is not None
 
     def turn_stop(self, number: int, start: int) -> int:
-        """Where the turn ends that stands behind `start`: at the next turn shown, at the tools, or at the generation prompt."""
+        """The end of the turn after `start`: the next turn shown, the tools, or the generation prompt."""
         later = [place.start for place in self.places[number + 1 :] if place.start is not None and place.start > start]
         tools = [self._tools[0]] if self._tools is not None and self._tools[0] > start else []
         return min([*later[:1], *tools, self._stop])

@@ -21,7 +21,7 @@ class EndlessError(TemplateError):
 
 
 class _Stop(BaseException):
-    """Ends a rendering that nobody waits for any more."""
+    """Ends a rendering whose caller has left."""
 
 
 class Rendering(threading.Thread):
@@ -41,7 +41,7 @@ class Rendering(threading.Thread):
                 self._error = error
 
     def text(self) -> str:
-        """What was rendered, to be asked once. Raises what rendering raised, or EndlessError; leaving early, by Ctrl-C too, ends it."""
+        """The rendered text, to be asked once. Raises the error of rendering, or EndlessError; leaving early, by Ctrl-C too, ends it."""
         self.start()
         try:
             self.join(LIMIT_S)

@@ -45,13 +45,13 @@ REPAIRS = {
 
 
 def applicable(source: str) -> list[str]:
-    """What LayoutOptions could say about this template: names of repairs that change it, and "date" where it prints one."""
+    """Settings of LayoutOptions for this template: names of repairs that change it, and "date" where it prints one."""
     found = [name for name, repair in REPAIRS.items() if repair.rewrite(source) != source]
     return found + ["date"] * ("strftime_now" in source or "date_string" in source)
 
 
 def date_variables(date: str) -> dict[str, str]:
-    """What templates that are told the day, instead of asking for it, read: Llama's."""
+    """Names that templates read for the day, where they do not ask for it: Llama's."""
     return {"date_string": datetime.fromisoformat(date).strftime("%d %b %Y")}
 
 

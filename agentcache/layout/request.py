@@ -23,7 +23,7 @@ TOOL_LISTS = 128  # remembered tool lists; each costs two small renderings and a
 
 @dataclass(frozen=True, slots=True)
 class ToolList:
-    """Tools ready to render. `root` names them with the template's arguments, `text` is what they add to a prompt."""
+    """Tools ready to render. `root` names them with the template's arguments, `text` is their part of a prompt."""
 
     schemas: list[Plain]
     notes: tuple[str, ...]
@@ -33,7 +33,7 @@ class ToolList:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is rendered. keys[i] names the history of the first i turns. notes: differences from stock, in words."""
+    """Messages and tools to render. keys[i] names the history of the first i turns. notes: differences from stock, in words."""
 
     turns: list[Turn]
     tools: ToolList
@@ -49,7 +49,7 @@ class Request:
 class Requests:
     """Builds requests for one template and one tokenizer; what agents send again at each step is worked out once.
 
-    By namespace: how long a prompt takes tells nobody what others have sent.
+    By namespace: the time of a prompt tells nothing about the prompts of others.
     """
 
     def __init__(self, template: Template, encoder: Encoder) -> None:

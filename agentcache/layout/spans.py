@@ -1,4 +1,4 @@
-"""Where messages, tools and the generation prompt stand in a joint rendering. Knows nothing of stores or models.
+"""Places of messages, tools and the generation prompt in a joint rendering. Knows nothing of stores or models.
 
 Positions are searched once from left to right, each message by the header its template was seen to write plus the start of its
 content. Content that the template changes or drops leaves its text to the neighbour: the cover stays whole.
@@ -15,7 +15,7 @@ from .canonical import Turn, text_of
 from .template import Shape
 from .tokenise import Encoded, Place
 
-HEAD = 48  # characters of content that identify a message behind its header
+HEAD = 48  # characters of content that identify a message after its header
 SURE = 8  # and as many that do so without one
 
 
@@ -29,7 +29,7 @@ class Mark:
 
 
 def places(text: str, turns: Sequence[Turn], keys: Sequence[bytes], shape: Shape, stop: int, known: Encoded, shared: int) -> list[Place]:
-    """Where each turn stands in text[:stop]. What `known` tells about the shared characters is taken over; keys[i] ends in turn i."""
+    """Find each turn in text[:stop]. Places that `known` holds in the shared characters are taken over; keys[i] ends in turn i."""
     out: list[Place] = []
     for place, key in zip(known.places, keys, strict=False):
         if place.key != key or place.stop > min(shared, stop):
@@ -60,7 +60,7 @@ def _find(text: str, turn: Turn, content: str, header: str, cursor: int, stop: i
     """(start of the header if it was recognised, start of the content, its length)."""
     heads = [content[:HEAD], json.dumps(content[:HEAD], ensure_ascii=False)[1:-1][:HEAD]] if content else []
     if turn.kind == "call" and not heads:
-        heads = [""]  # the header alone; the names of the calls are looked for behind it
+        heads = [""]  # the header alone; the names of the calls are looked for after it
     for head in heads if header else ():
         at = text.find(header + head, cursor, stop)
         if at >= 0:
@@ -85,18 +85,18 @@ def _length(text: str, content: str, head: str, at: int) -> int:
 
 
 def _overtaken(text: str, later: Sequence[Turn], cursor: int, at: int) -> bool:
-    """Whether a system text stands behind the message that follows it: some templates glue it to the last user message."""
+    """Tell whether a system text stands after the message that follows it: some templates glue it to the last user message."""
     head = text_of(later[0].data.get("content")).strip()[:HEAD] if later else ""
     return len(head) > 2 and 0 <= text.find(head, cursor, at) < at
 
 
 def _boundary(text: str, end: int, at: int, closer: str) -> int:
-    """Where a turn starts whose header was not recognised: behind the previous turn's closing text."""
+    """The start of a turn whose header was not recognised: after the previous turn's closing text."""
     return end + len(closer) if closer and text.startswith(closer, end) and end + len(closer) <= at else end
 
 
 def generation_start(text: str, shape: Shape, generation: bool) -> int:
-    """Where the generation prompt starts, the end of the text if there is none."""
+    """The start of the generation prompt, the end of the text if there is none."""
     return len(text) - len(shape.generation) if generation and shape.generation and text.endswith(shape.generation) else len(text)
 
 
@@ -113,7 +113,7 @@ def marks(turns: Sequence[Turn], found: Sequence[Place], size: int, stop: int, t
 
 
 def _with_tools(out: list[Mark], start: int, stop: int) -> list[Mark]:
-    """The tools' interval laid over the others, which go on behind it."""
+    """The tools' interval laid over the others, which go on after it."""
     before = [mark for mark in out if mark.char < start] or [Mark(0, "system")]
     inside = [mark for mark in out if start <= mark.char < stop]
     after = [mark for mark in out if mark.char >= stop]

@@ -2,7 +2,7 @@
 
 text    |---- prompt ----|-- the message as rendered --|terminator\n|---- next turn ...
                          start                      stop
-ids     |--- as they were|---- as generated -----------|-- encoded behind the last generated id
+ids     |--- as they were|---- as generated -----------|-- encoded after the last generated id
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _controls(encoder: Encoder, ids: list[int], end: int) -> list[int]:
 
 
 def _message_stop(encoder: Encoder, text: str, start: int, stop: int, end_text: str | None, closer: str) -> int:
-    """Where the text ends that the generated ids stand for. `end_text`: the control token they end with, if they do."""
+    """The end of the text that the generated ids stand for. `end_text`: the control token they end with, if they do."""
     if end_text is not None:
         at = text.find(end_text, start, stop)  # the first one: no message's content can spell it
         if at >= 0:

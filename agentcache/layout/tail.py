@@ -1,7 +1,7 @@
-"""Where volatile text goes: behind everything, as the template can show it. Knows neither tokenizers nor what was declared, or how.
+"""The place of volatile text: after everything, as the template can show it. Knows neither tokenizers nor what was declared, or how.
 
 A form is tried by rendering it and holding it against the prompt without the text: whatever stands before must still stand there,
-unchanged, and the text behind it. A template that hoists, drops or refuses a form is found out that way, on the conversation at hand.
+unchanged, and the text after it. A template that hoists, drops or refuses a form is found out that way, on the conversation at hand.
 
     system text    a system message at the tail; with allow_demote, else, what user text may be
     user text      the end of the last message, if that is the user's; else a user message of its own; else the last user message
@@ -31,7 +31,7 @@ NO_TAIL = "the chat template shows no text behind the last message without chang
 
 @dataclass(frozen=True, slots=True)
 class Rendered(Layout):
-    """A Layout that knows the history it came from, so that `remember` can name it: without what is there for this prompt only."""
+    """A Layout that knows the history it came from, so that `remember` can name it: without the text of this prompt only."""
 
     encoded: Encoded = field(default=EMPTY, repr=False, compare=False)
     chain: bytes = field(default=b"", repr=False, compare=False)
@@ -88,7 +88,7 @@ def _shown(messages: list[Any], pieces: Sequence[Piece], options: LayoutOptions,
 
 
 def _fixed(places: Sequence[Place], behind: bool, ahead: bool | str | None) -> int:
-    """How many characters of the prompt without the text must stand in the prompt with it: up to the end of the message that the text
+    """Count the characters of the prompt without the text that the prompt with it must share: up to the end of the message that the text
     follows (`behind`: the last one, else the last user message), or, with `ahead`, up to the start of that one if it is the user's; with
     a name, up to the start of tool results that end the prompt, too.
     """
@@ -140,7 +140,7 @@ def _role(message: Message | Mapping[str, Any]) -> Any:
 
 
 def _end(base: str, text: str, pieces: Sequence[Piece], start: int) -> int | None:
-    """Where the last of the pieces ends, if all stand behind `start` and not only in `base`; templates may trim them, and what spells a
+    """The end of the last piece, if all stand after `start` and not only in `base`; templates may trim them, and what spells a
     token is changed.
     """
     stop = start
@@ -166,7 +166,7 @@ def _result(base: Rendered, full: Rendered, pieces: Sequence[Piece], form: Form,
     made = replace(full, spans=_with_volatile(full.spans, shared, covered), differences=(*full.differences, note), moves=moves)
     if options.keep:
         return made
-    # what is remembered of this prompt is remembered without the text that no later prompt will have
+    # the renderer remembers this prompt without the text that no later prompt will have
     return replace(
         made,
         prefix_tokens=min(base.prefix_tokens, shared),

@@ -1,4 +1,4 @@
-"""A chat template: rendered by transformers' own renderer, and probed for what it does with text. Knows nothing of tokens.
+"""A chat template: rendered by transformers' own renderer, and probed for its treatment of text. Knows nothing of tokens.
 
 Nothing about a template is assumed from its family or name: small conversations of made-up words are rendered and compared.
 """
@@ -44,7 +44,7 @@ _OPENINGS = ("Qz opening", "\n\nQz", "  Qz", "7 Qz", "!Qz", "é", "字", "/Qz", 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What probing found. P1 = system, user; P2 = P1 + call, result; P3 = P2 + call, result; P4 = P3 + answer, user.
+    """Findings of probing. P1 = system, user; P2 = P1 + call, result; P3 = P2 + call, result; P4 = P3 + answer, user.
 
     step_preserving: P1 is a prefix of P2 and P2 of P3. turn_preserving: P3 is a prefix of P4. None: the template refused the probe.
     absent_is_empty: a call without content renders as one with empty content (or is refused). dated: today's date may be shown.
@@ -289,7 +289,7 @@ def _shows(text: str | None, *words: str) -> bool:
 
 
 def _tools_at(first: str | None, last: str | None, plain: str) -> ToolsAt:
-    """Where P1 and P4 show the tool, against the system text and the two user texts. `plain` is P1 without tools."""
+    """Places of the tool in P1 and P4, against the system text and the two user texts. `plain` is P1 without tools."""
     if first is None or "Zdescqg" not in first and "zprobe_fn" not in first:
         return "absent"
     word = "Zdescqg" if "Zdescqg" in first else "zprobe_fn"
@@ -324,7 +324,7 @@ def _inserted(shown: str, plain: str, name: str) -> str:
 
 
 def _shared_start(headers: Mapping[tuple[str, str], str]) -> str:
-    """What user and assistant turns both start with, as "<|im_start|>"; "" if not known."""
+    """The common start of user and assistant turns, as "<|im_start|>"; "" if not known."""
     users = [text for (_, kind), text in headers.items() if kind == "user"]
     others = [text for (before, kind), text in headers.items() if before == "user" and kind in ("assistant", "call")]
     start = users[0][: common_chars(users[0], others[0])] if users and others else ""

@@ -39,7 +39,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The interface of a transformers tokenizer that is used here."""
 
     is_fast: bool
 
@@ -60,7 +60,7 @@ class Splice:
 
 
 class Place(NamedTuple):
-    """Where a message stands: its header starts at `start` (None: not shown), its content ends at `stop`. `key` names the history."""
+    """The place of a message: its header starts at `start` (None: not shown), its content ends at `stop`. `key` names the history."""
 
     key: bytes
     kind: str
@@ -79,7 +79,7 @@ class Encoded:
     places: Sequence[Place] = ()
 
     def tokens_before(self, char: int) -> int:
-        """How many tokens end at or before `char`."""
+        """Count the tokens that end at or before `char`."""
         return bisect_right(self.ends, char)
 
 
@@ -139,7 +139,7 @@ class Encoder:
 
     @cached_property
     def vocabulary(self) -> int:
-        """How many ids there are, added ones included."""
+        """The number of ids, added ones included."""
         return len(self._tokenizer)  # type: ignore[arg-type]
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
@@ -168,7 +168,7 @@ class Encoder:
     def resume(self, known: Encoded, shared: int, text: str) -> tuple[Encoded, int]:
         """`text` encoded, and how many characters were tokenised for it. `known.text[:shared] == text[:shared]`.
 
-        Splices that end within the shared part are kept; the text behind the last of them is a section of its own.
+        Splices that end within the shared part are kept; the text after the last of them is a section of its own.
         """
         splices = tuple(splice for splice in known.splices if splice.stop <= shared)
         floor, first = (splices[-1].stop, splices[-1].last) if splices else (0, 0)
