@@ -42,7 +42,7 @@ class Calibration:
     margin: a greedy choice that is ahead of the next best by less (nats) is not made after moved text: the prompt is computed; 0: it is.
     kl, top1: mean KL (nats per token) allowed, and share of equal first choices asked for. watch_one_in: one in so many requests served
     with segments is computed again in idle time. precision: the fewest bits of stored pages that a segment may come from. tau: least
-    similarity of text on disk that is proposed, of an engine's own calibration; it moves no answer. measured: what was seen.
+    similarity of text on disk that is proposed, of an engine's own calibration; it moves no answer. measured: figures of the search.
     """
 
     fingerprint: str
@@ -190,7 +190,7 @@ def find(given: Given, folder: str | os.PathLike[str] | None, fingerprint: str, 
 
 @dataclass(slots=True)
 class Calibrations:
-    """An engine's own: the one it was given, else its folder's. Read once as long as its weights stay what they are."""
+    """An engine's own calibration: the one it was given, else its folder's. Read once for its weights."""
 
     given: Given
     folder: str | os.PathLike[str] | None

@@ -156,5 +156,5 @@ class DriftMonitor:
         why = f"mean KL of {len(self._seen)} sampled prompts is {self.kl:.3g} nats per token, calibrated is {check.bound:.3g}"
         self._switch_off(why)
         self._switch_off = None  # once
-        with suppress(ReuseWarning):  # an error where warnings are errors: not on the thread that serves everybody
+        with suppress(ReuseWarning):  # an error where warnings are errors: not on the thread that serves all requests
             warnings.warn(f"segment reuse is switched off: {why}; run `agentcache calibrate` again", ReuseWarning, stacklevel=2)

@@ -1,6 +1,6 @@
 """Text of kept prompts found again although it is not quite equal: MinHash over canonical words, and an LSH index. Knows no pages.
 
-It only proposes: where text stands that says nearly the same. What is reused has equal ids (ngram_index.py finds those without this).
+It only proposes places of text with nearly the same words. Reused tokens have equal ids (ngram_index.py finds those without this).
 
     one index per scope (keys.py)         one signature per text, with up to PLACES places that differ in ids or in what stands left
 """
@@ -115,7 +115,7 @@ class Signer:
     def __init__(self) -> None:
         self._minhash = datasketch().MinHash
         self._permutations = self._minhash(PERMUTATIONS).permutations
-        self._known: OrderedDict[bytes, Signature] = OrderedDict()  # by a digest: no text outlives what was said
+        self._known: OrderedDict[bytes, Signature] = OrderedDict()  # by a digest: no text outlives its prompt
         self._lock = threading.Lock()
 
     def sign(self, window: Window) -> Signature:
@@ -204,7 +204,7 @@ class LSHIndex:
             return True
 
     def find(self, scope: Scope, signature: Signature, exact: bytes) -> list[Proposal]:
-        """Kept texts whose similarity is estimated as `tau` at least; equal ones first, then by likeness, then by likeness of what is left.
+        """Kept texts whose similarity is estimated as `tau` at least; equal ones first, then by likeness of words, then of left context.
 
         exact: digest of the ids that are asked for.
         """

@@ -1,7 +1,7 @@
 """Text that kept prompts repeat: which tokens of a new prompt stand, equal token for token, anywhere in them. Knows no models.
 
 An exact index over runs of GRAM ids: every fourth place of every kept page is in it, chosen by content, so that a repeat of 64 tokens is
-missed about once in a million times. What it proposes is aligned and compared token by token before it is returned.
+missed about once in a million times. Each proposal is aligned and compared token by token before it is returned.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class SegmentQuery:
 class SegmentPrefetch:
     """Ask `pending()` until it is False, on one thread. `close()` ends it.
 
-    tokens: of the prompt, in repeats whose pages came; bytes, ms: what was read from disk, and the time of all of it. refusals: what was
+    tokens: of the prompt, in repeats whose pages came; bytes, ms: of reading from disk, all of it. refusals: what was
     found and not read, and why. notes: what else went wrong. wake: called from the reading thread when something is done.
     """
 
@@ -109,7 +109,7 @@ class SegmentPrefetch:
         self.notes: list[str] = []
         self._children: dict[bytes, list[Row]] = {}
         self._pages: dict[bytes, Row | None] = {}
-        self._chosen: list[tuple[StoredRepeat, list[StoredRepeat]]] = []  # what is read, and all that it serves
+        self._chosen: list[tuple[StoredRepeat, list[StoredRepeat]]] = []  # the repeat that is read, and all that it serves
         self._chain: PagePrefetch | None = None
         self._stop = threading.Event()
         self._over = threading.Event()
@@ -147,7 +147,7 @@ class SegmentPrefetch:
     # -- finding ---------------------------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """Find, on a reading thread, text of the prompt that is on disk, and choose what is worth reading."""
+        """Find, on a reading thread, text of the prompt that is on disk, and choose the repeats that are worth reading."""
         try:
             self._chosen = self._worth_it(self._repeats())
         except FAULTS as error:  # a damaged index: computed instead, and said
@@ -264,11 +264,11 @@ class SegmentPrefetch:
     # -- loading ---------------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """One chain after the other: what they share is read once."""
+        """One chain after the other: shared pages are read once."""
         while self._chosen:
             deepest, served = self._chosen[0]
             if self._chain is None:
-                gain_ms = sum(repeat.tokens for repeat in served) * self._ms_per_token  # of what is repeated, not of all the pages hold
+                gain_ms = sum(repeat.tokens for repeat in served) * self._ms_per_token  # of the repeated tokens, not of all the pages hold
                 wanted = PageQuery(self._scope, _asked(deepest.ids), self._ms_per_token, self._wanted.spec, gain_ms=gain_ms)
                 self._chain = PagePrefetch(wanted, self._wake, self._tree, self._disk, self._store.adopt)
             if self._chain.pending():

@@ -41,7 +41,7 @@ class StoredText:
     def sign(self, tau: float | None = None) -> None:
         """Keep signatures of what prompts say from now on, where there is a disk; those that are there can be asked for.
 
-        tau: least similarity of what is proposed, None for what it is already. Loads a library for some seconds. ConfigError: it is not
+        tau: least similarity of a proposal, None for the present one. Loads a library for some seconds. ConfigError: it is not
         installed, or tau is wrong.
         """
         disk, index = self._store.disk, self.index

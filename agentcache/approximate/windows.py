@@ -1,7 +1,7 @@
-"""Windows of a rendered prompt: runs of tokens that may come again elsewhere, and what they say in canonical words. Knows no stores.
+"""Windows of a rendered prompt: runs of tokens that may come again elsewhere, and their canonical words. Knows no stores.
 
 Windows start at anchors, and every `stride` tokens after one up to the next: equal text after equal anchors has equal windows, wherever
-it stands. Words are canonical for finding only (case, white space; times, ids, long numbers masked); what is reused is compared by token.
+it stands. Words are canonical for finding only (case, white space; times, ids, long numbers masked); reuse compares tokens.
 
     anchors     messages · tools, each schema · Thought / Action / Action Input / Observation · tool results · documents · paragraphs
 """
@@ -26,7 +26,7 @@ Texts = Callable[[Sequence[int]], Sequence[str]]  # what each of these tokens sa
 WINDOW = 64
 STRIDE = 32
 BACK = 512  # how far before new text its anchor is looked for
-LEFT = 16  # words directly left of a window that are kept with it
+LEFT = 16  # words directly left of a window that are stored with it
 MARGIN = 96  # tokens that are sure to hold so many words
 NAMESPACES = 16  # whose tokens' texts are remembered: some megabytes each for a large vocabulary
 CLOSE = 8  # an anchor so near after another one is none
@@ -65,7 +65,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Prompt tokens [start, stop). words: what they say, canonical; left: the words directly before. kind: of the anchor before it."""
+    """Prompt tokens [start, stop). words: canonical; left: the words directly before. kind: of the anchor before it."""
 
     start: int
     stop: int

@@ -1,6 +1,6 @@
 """Deletions on purpose, numbered: how every process that runs lets go of what one of them, or a command, deleted. Knows no contents.
 
-    record first, in the index ──> then rows and blobs go ──> a running process sees another `generation` file, and reads what is new
+    record first, in the index ──> then rows and blobs go ──> a running process sees another `generation` file, and reads the new rows
 
 The number of the last one is the store's generation. Whatever was received before a deletion is never written after it: what writes asks,
 in its own transaction, for the deletions since then.
@@ -68,7 +68,7 @@ class Deletion:
         return self.group == name and self.namespace == namespace
 
     def meets(self, scope: Scope, ids: Ids, made: float) -> bool:
-        """Tell whether a sequence of these ids has what was deleted in it."""
+        """Tell whether a sequence of these ids holds deleted pages."""
         if self.group is None:
             return self.covers(scope.namespace, made)
         if not self.keys or (scope.namespace, scope.fingerprint) != (self.namespace, self.fingerprint):

@@ -20,7 +20,7 @@ class Entry:
     """One cached page, or the root of a tree (without page and ids).
 
     ids: its valid tokens. numerics: digests of all kernels that had a part in it, those of the pages before it included.
-    role: what it serves. row: its row in the index of the store on disk, 0 if it is not there. made: when it was, by time.time().
+    role: its use. row: its row in the index of the store on disk, 0 if it is not there. made: when it was, by time.time().
     """
 
     key: bytes
@@ -50,7 +50,7 @@ class EntryIndex(Protocol):
     """A view of the pages in memory; the tree's lock guards it."""
 
     def __len__(self) -> int:
-        """How much can be found by it."""
+        """Count the tokens that it finds."""
         ...
 
     def add(self, entry: Entry) -> None:

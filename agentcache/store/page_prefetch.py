@@ -57,7 +57,7 @@ class _Read:
         self.began = time.perf_counter()
         try:
             self.failed = self._disk.read(self.found, self.pages, self.stop, self._progress)
-        except (OSError, MemoryError, RuntimeError) as error:  # a StoreError too: the index could not be told what was wrong
+        except (OSError, MemoryError, RuntimeError) as error:  # a StoreError too: the index could not take the quarantine
             self.failed = Reason.EVICTED if isinstance(error, StoreLostError) else Reason.BAD_BLOB, str(error)
         finally:
             self.ended = time.perf_counter()
@@ -81,7 +81,7 @@ class _Read:
 class PagePrefetch:
     """Ask `pending()` until it is False, on one thread: by then memory holds what came. `close()` ends it.
 
-    tokens, bytes, ms: what was read from disk. refusals: what was not, and why. wake: called from the reading thread when it is done.
+    tokens, bytes, ms: of reading from disk. refusals: of reading. wake: called from the reading thread when it is done.
     adopt: admits pages that were read. state: READING and AWAITING go on by themselves.
     """
 
@@ -216,7 +216,7 @@ class PagePrefetch:
     def _keep(self, read: _Read, good: int) -> None:
         known, found = self._known(), read.found
         if known.tokens // PAGE_TOKENS < found.place:
-            return  # what they continue was evicted meanwhile
+            return  # their parent was evicted meanwhile
         rows, pages = found.rows[:good], [*known.pages[: found.place], *read.pages[:good]]
         end = found.place * PAGE_TOKENS + sum(found.counts[:good])
         entries = self._adopt(self._scope, self._ids[:end].tolist(), pages, rows, read.generation)

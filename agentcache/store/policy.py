@@ -18,7 +18,7 @@ TRUST = 0.1  # share of the computing time that may go into finding out that a d
 LEAST_TRUST_MS = 20.0
 FIRST_BYTES = 2 << 20  # read before the first progress is reported
 HUNG_MS = 5000.0  # nothing read at all for so long, where the cost of computing is unknown
-NOISE = 1.25  # by how much computing the same may take longer another time: what was given up shall not look worth it then
+NOISE = 1.25  # computing the same may take so many times longer later: an abandoned load shall not look worth it then
 SMALL_BYTES = 1 << 20  # a smaller load tells of latencies and not of a rate
 
 
@@ -55,7 +55,7 @@ class Rate:
 
     @property
     def believed(self) -> float:
-        """The rate by which loads are chosen; 0 where nothing is known, or so long ago that what it forbids deserves another try."""
+        """The rate by which loads are chosen; 0 where it is unknown, or so old that the loads it forbids deserve another try."""
         now = time.monotonic()
         value = 0.0 if now - self.at > RETRY_S else self.value
         if self.given_up and now - self.given_up_at < min(RETRY_S, LOOK_S * 4 ** min(self.given_up - 1, 8)):
@@ -87,9 +87,9 @@ def too_slow(load_bytes: int, compute_ms: float, rate: Rate) -> float:
 
 
 def give_up(elapsed_ms: float, read_bytes: int, load_bytes: int, compute_ms: float, rate: Rate) -> bool:
-    """Tell whether a running load should be left for computing: what is left of it takes longer than computing everything.
+    """Tell whether a running load should be left for computing: its rest takes longer than computing everything.
 
-    What is seen of it is weighed against the disk's believed rate, as if that had been seen for a tenth of the computing time; a disk of
+    Its rate is weighed against the disk's believed rate, as if that had been measured for a tenth of the computing time; a disk of
     which nothing is known is watched for as long, and one that shows nothing may take so long, or twice what its rate lets expect.
     """
     if not compute_ms:
@@ -126,7 +126,7 @@ class WriteBudget:
 
 
 def budgets(device: str | None, memory_bytes: int | None) -> tuple[int, int]:
-    """Bytes for pages on the device, by default a quarter of what is free, and for those that wait in the computer's memory beside it."""
+    """Bytes for pages on the device, by default a quarter of free memory, and for those that wait in the computer's memory beside it."""
     free = psutil.virtual_memory().available // 4
     cuda = bool(device) and str(device).startswith("cuda")
     if memory_bytes is not None:

@@ -16,7 +16,7 @@ class ToolGroup:
 
     page_keys: hexadecimal, in order; the last page may be partly filled. Equal prefixes under equal weights have equal ones.
     tools: names, in the order in which they are shown. model: the name it was loaded by. layers: cumulative fingerprint of each layer, so
-    that a model with other upper layers can find what it shares. kv_bytes, computed_tokens, warm_ms: of the call that made it; 0 in a
+    that a model with other upper layers can find shared layers. kv_bytes, computed_tokens, warm_ms: of the call that made it; 0 in a
     manifest that was read.
     """
 

@@ -1,7 +1,7 @@
 """`agentcache calibrate`: which repair keeps a model's answers near what computing everything gives, and costs least.
 
 Every setting serves the same repeated text of the same recorded prompts, and its answers are held against exact ones: KL per token of the
-recorded answer, and how often the first choice is the same. The fastest setting within the bounds is kept; none is kept if none is.
+recorded answer, and how often the first choice is the same. The fastest setting within the bounds is chosen; none, if none is within them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .trials import Say, Trials, row
 HALOS = (0, 4, 8, 16, 32, 64, 128)
 SHARES = (0.08, 0.16)
 SHARED = (4, 8, 32)  # halos that they are tried with
-PROBES = (0.05, 0.1, 0.2)  # with a halo of 8: what deviates more is computed, and what is left may keep bounds that all of it does not
+PROBES = (0.05, 0.1, 0.2)  # with a halo of 8: segments that deviate more are computed, and the rest may keep bounds that all together break
 WINDOWS = (16, 64)  # distances after which a token may be resumed, and taken whole
 
 Seen = tuple[Calibration, dict[str, Any]]  # a setting, and its row over all families
@@ -28,7 +28,7 @@ Seen = tuple[Calibration, dict[str, Any]]  # a setting, and its row over all fam
 
 def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]:
     """Settings to try: halos; some of them with pages stored with fewer bits, or with the most deviating tokens computed again; a probe;
-    resuming at a quarter, half, three quarters of the layers. All of them with what is given: margin, and tail, of which a mean over a few
+    resuming at a quarter, half, three quarters of the layers. All of them with the given margin and tail, of which a mean over a few
     cases does not tell how seldom it is missed, and how badly. Not tau, by which text on disk is proposed: it moves no answer."""
     spec = trials.engine.model.spec
     assert spec is not None
@@ -61,7 +61,7 @@ class Bounds:
 
 
 def calibrate(trials: Trials, cases: Sequence[Case], bounds: Bounds, say: Say) -> tuple[Calibration | None, list[dict[str, Any]]]:
-    """The fastest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and what was seen of each."""
+    """The fastest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and the figures of each."""
     seen = measure(trials, cases, say, bounds.given)
     return choose(seen, bounds.kl, bounds.top1), [row for _, row in seen]
 

@@ -1,10 +1,10 @@
-"""Text that stands at another position, served from what was kept of it: how much, how fast, how far off. Draws no tables.
+"""Text at another position, served from cached pages: its share, time and drift. Draws no tables.
 
-Physics: attaching a token copies its KV (about 100 kB for a 0.6B model), computing it costs 2 FLOPs per weight. What is copied was computed
-after other text, so it is near what computing would give, not equal: the halo, what is resumed and what is computed again bring it nearer.
+Physics: attaching a token copies its KV (about 100 kB for a 0.6B model), computing it costs 2 FLOPs per weight. Copied KV was computed
+after other text, so it is near what computing would give, not equal: the halo, resuming and computing again bring it nearer.
 
     off       nothing is reused                             exact     the longest exact prefix
-    bound     every token that was kept anywhere, counted   bare      every run as it is, re-indexed, no repair
+    bound     every token that is cached anywhere, counted   bare      every run as it is, re-indexed, no repair
     ours      as the calibration says, and variations of it by name
 """
 

@@ -1,6 +1,6 @@
 """A tool group as one file, to carry it to another store. Knows no models; what an archive says is checked before it is used.
 
-An archive is in clear, and without another store's keys: what is imported is authenticated, and encrypted, as the importing store does it.
+An archive is in clear, and without another store's keys: the importing store authenticates and encrypts its pages anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An archive as a file: a tool group's pages, whose header follows from what it says of them. Writes nothing, believes nothing.
+"""An archive as a file: a tool group's pages, whose header follows from its own rows. Writes nothing, believes nothing.
 
     length (8) | header, JSON | pages, each layer after layer | ids of all pages | digests        a safetensors file (docs/format-blobs.md)
 
@@ -88,7 +88,7 @@ class Archive:
         return self.group.name, self.group.namespace, self.group.fingerprint, self.group.regime
 
     def page(self, number: int, progress: Callable[[int], None]) -> Callable[[int], list[memoryview]]:
-        """Gives a page's layers, asked for in order. BlobError with the last one if the page is not what was exported."""
+        """Gives a page's layers, asked for in order. BlobError with the last one if the page differs from the exported one."""
         row, digest = self.rows[number], blake3()
         size = sum(part.bytes for part in blob_format.parts(row))
         expected = self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]

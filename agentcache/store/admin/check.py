@@ -1,4 +1,4 @@
-"""Is everything stored as it was written? Finds what is not, and mends it. Knows no requests, and prints nothing.
+"""The check that everything is stored as it was written: finds damage, and mends it. Knows no requests, and prints nothing.
 
 damaged index     made anew from what the pages say of themselves      page without a row      deleted once its writer is dead
 changed row       made anew from what its page says of itself          unfinished page         likewise
@@ -53,7 +53,7 @@ class Report:
 
 
 def verify(folder: Folder, *, fix: bool = False, progress: Progress | None = None) -> Report:
-    """Check the index, every byte of every page, and every file. fix: mend what is wrong, and touch nothing else.
+    """Check the index, every byte of every page, and every file. fix: mend damage, and touch nothing else.
 
     Pages that another process evicts meanwhile are no problem; nor are files that a running process has not finished.
     """

@@ -117,7 +117,7 @@ def _item(row: Row) -> _Item:
 
 
 def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool) -> tuple[int, int]:
-    """Last pages first; returns how many, and of how many bytes. What was pinned since it was chosen stays."""
+    """Delete, last pages first; the pages and bytes that went. Pages pinned since they were chosen stay."""
     left = iter(sorted(items, key=lambda item: -item.place))
     count = size = 0
     while batch := [item.id for item in islice(left, BATCH)]:

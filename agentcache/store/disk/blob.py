@@ -20,7 +20,7 @@ from .folder import Folder
 from .schema import Row
 
 PIECE = 1 << 20  # bytes read, then hashed while they are still in a core's cache
-MAPPED_PIECE = 1 << 23  # what is mapped is hashed in larger ones: between two of them a thread waits for the interpreter
+MAPPED_PIECE = 1 << 23  # mapped bytes are hashed in larger ones: between two of them a thread waits for the interpreter
 TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
 Progress = Callable[[int], None]
 
@@ -97,7 +97,7 @@ class Blob:
 
 
 def open_blob(folder: Folder, name: str) -> Blob:
-    """A blob whose header, ids and macs are what was written; BlobError otherwise."""
+    """A blob whose header, ids and macs are as written; BlobError otherwise."""
     fd, size = blob_files.open_file(folder, name)
     try:
         length = bytearray(min(8, size))

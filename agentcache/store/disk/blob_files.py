@@ -238,7 +238,7 @@ def unlink(folder: Folder, name: str, suffix: str = WHOLE) -> bool:
 
 
 def files(folder: Folder) -> Iterator[File]:
-    """All blobs that lie in the store, finished or not. What has another name is not ours and is left out."""
+    """All blobs that lie in the store, finished or not. Files of other names are not ours and are left out."""
     try:
         places = [entry.path for entry in os.scandir(folder.blobs) if entry.is_dir(follow_symlinks=False)]
         for place in sorted(places):

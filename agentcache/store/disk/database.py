@@ -116,7 +116,7 @@ class Database:
         return self._persist(transact, BRIEF_S if brief else BUSY_S)
 
     def close(self) -> None:
-        """Close the connections of all threads. What is used after that raises StoreError."""
+        """Close the connections of all threads. Later use raises StoreError."""
         self._closed = True
         with self._lock:
             for link in self._links:

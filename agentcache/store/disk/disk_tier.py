@@ -185,7 +185,7 @@ class DiskTier:
         return self.compute_ms(fingerprint) if self.options.refuse_slow else 0.0
 
     def remember_rates(self, fingerprint: str, ms_per_token: float) -> None:
-        """Leave what was measured to the next process."""
+        """Leave the measurements to the next process."""
         if ms_per_token:
             self.index.set_meta(f"compute/{process_identity.machine()}/{fingerprint}", repr(ms_per_token))
         if self.read_rate != self._known_rate:
@@ -277,7 +277,7 @@ class DiskTier:
             left = f", files that no row of the index names take {self._unnamed_bytes}" if self._unnamed_bytes else ""
             self.writer.failure = f"{full}: one page takes {need} bytes{left}"
             return False
-        self.writer.tell_uses()  # else what was used a moment ago may look old
+        self.writer.tell_uses()  # else pages used a moment ago may look old
         above: set[int] = set()
         at: Entry | None = parent
         while at is not None:
@@ -365,7 +365,7 @@ class DiskTier:
         return {"disk_pages": int(str(found["rows"])), **counts, "refused_pages": len(self._bad), "waiting_pages": len(self.writer)}
 
     def close(self, fingerprint: str = "", ms_per_token: float = 0.0) -> None:
-        """Write what waits, leave what was measured to the next process, release the pins and leases of this one."""
+        """Write pending pages, leave the measurements to the next process, release the pins and leases of this one."""
         self._readers.shutdown(cancel_futures=True)
         self.writer.close()
         with suppress(StoreError):  # pins and leases die with this process anyway, rates are measured again

@@ -5,7 +5,7 @@ DIR/            0700, ours, no symlink
   key           32 random bytes, 0600: authenticates everything in the store
   encryption    "none", or the cipher and a value that tells whether a key is the right one
   generation    the number of the last deletion (deletion.py); another file each time, so that one look tells whether there was one
-  blobs/        pages (blob_io.py)        index.sqlite    what is where (index.py)        index.lock    held by who has the index open
+  blobs/        pages (blob_io.py)        index.sqlite    places of pages (index.py)      index.lock    held while the index is open
   kernels/      compiled code, in the default folder only (model/object_cache.py)
 """
 
@@ -61,7 +61,7 @@ def _from_hex(text: str) -> bytes | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folder:
-    """An opened store's folder, checked. key: authenticates what is stored. writable: if not, all is read-only, which is no error."""
+    """An opened store's folder, checked. key: authenticates stored bytes. writable: if not, all is read-only, which is no error."""
 
     path: Path
     key: bytes = field(repr=False)
@@ -149,7 +149,7 @@ class Folder:
 
 
 def _prepare(place: Path, create: bool, secret: bytes | None) -> bool:
-    """Make what is missing, check the rest; returns whether the folder can be written."""
+    """Make missing files, check the rest; True if the folder can be written."""
     if create:
         place.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):

@@ -79,7 +79,7 @@ class IndexMetadata:
     # -- deletions -------------------------------------------------------------------------------------------------
 
     def record_deletion(self, done: Deletion) -> None:
-        """Number a deletion, before what it is about goes: whatever others write from now on, they know of it."""
+        """Number a deletion, before its pages go: writers know of it from now on."""
         if self.folder.writable:
             self.folder.tell_generation(self._db.write(lambda connection: deletion.record(connection, done)))
 
@@ -227,7 +227,7 @@ class IndexMetadata:
     # -- the model's own ids ---------------------------------------------------------------------------------------
 
     def put_splices(self, splices: Iterable[tuple[str, bytes, bytes]], since: int | None = None, made: float | None = None) -> None:
-        """Keep (namespace, key, ids), made at that time, but what was deleted after generation `since`; beyond MOST_SPLICES the longest
+        """Keep (namespace, key, ids), made at that time, but those deleted after generation `since`; beyond MOST_SPLICES the longest
         unused go."""
         now = time.time() if made is None else made
         known = [(namespace, key, guard(self.folder, ids, named("splice", namespace, key))) for namespace, key, ids in splices]
@@ -356,7 +356,7 @@ class IndexMetadata:
             self._db.write(mend)
 
     def empty_log(self) -> bool:
-        """Leave no copy of what was deleted in the write-ahead log. False: another process is reading it, or it is not ours to write."""
+        """Leave no copy of deleted rows in the write-ahead log. False: another process is reading it, or it is not ours to write."""
         if not self.folder.writable:
             return False
         return not self._db.read(lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone())[0]

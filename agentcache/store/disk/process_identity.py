@@ -59,9 +59,9 @@ def token() -> str:
 
 
 def alive(token: object, since: object = None) -> bool:
-    """Tell whether the process of this token runs. What is no token is dead, and so is a foreign one whose time is none.
+    """Tell whether the process of this token runs. A text that is no token is dead, and so is a foreign token without a time.
 
-    since: when it left what is asked about (time.time()). A process of another boot or container counts as running for a day after that;
+    since: time of its trace (time.time()). A process of another boot or container counts as running for a day after that;
     without `since`, always.
     """
     own = _token(os.getpid())

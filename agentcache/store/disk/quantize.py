@@ -1,4 +1,4 @@
-"""Keys and values in fewer bits, by consent: what is stored differs a little from what was computed. Knows no files.
+"""Keys and values in fewer bits, by consent: stored numbers differ a little from computed ones. Knows no files.
 
     int8    one byte each. Scales: per KV head and channel, over the tokens of the page, for keys and values alike. x = q * scale
     int4    half a byte each. Lowest value and step of each group of 64 neighbours: tokens of one channel for keys, channels of one token

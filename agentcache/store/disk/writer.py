@@ -65,7 +65,7 @@ class Writer:
 
     save: writes one page. touch: counts rows as used and returns those that are gone. awaited: whether other processes wait for a
     prefix. counts: what happened to pages, by word. budget: what may be written, for who saves to ask. quiet: set while no request is
-    computed. failure: the last disk error, in words. deletions: what is offered has survived those.
+    computed. failure: the last disk error, in words. deletions: offered pages have survived those.
     """
 
     def __init__(
