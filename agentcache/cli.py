@@ -93,7 +93,7 @@ def doctor(
 
 def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | None] | None) -> dict[str, Any]:
     """conflict: tells what is in the way of this package, given by the module that stands outside it."""
-    from .bench.machine import versions
+    from .bench.environment import versions
     from .model.machine import describe
 
     report: dict[str, Any] = {

@@ -10,7 +10,7 @@ import typer
 
 from agentcache import traces
 from agentcache.bench import report
-from agentcache.bench.machine import machine, versions
+from agentcache.bench.environment import machine, versions
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption, numbers
 from agentcache.cli_print import report_errors
 from agentcache.engine import Engine

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from agentcache import toy
 from agentcache.bench import baselines, catalog, disk, engine_timing
 from agentcache.bench.engine_timing import common
-from agentcache.bench.machine import Samples, Watch
+from agentcache.bench.environment import Samples, Watch
 from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
 from agentcache.engine import Engine, Stream
 from agentcache.errors import CancelledError

@@ -21,7 +21,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from agentcache.bench import report, store
-from agentcache.bench.machine import Samples, machine, versions
+from agentcache.bench.environment import Samples, machine, versions
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Shape
 from agentcache.cli_print import report_errors
 from agentcache.kv import PAGE_TOKENS, KVSpec

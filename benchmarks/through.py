@@ -12,7 +12,7 @@ import torch
 import typer
 
 from agentcache.bench import report
-from agentcache.bench.machine import machine, versions
+from agentcache.bench.environment import machine, versions
 from agentcache.bench.options import (
     Dtype,
     DtypeOption,

@@ -105,7 +105,7 @@ def store(
     with report_errors():
         from . import report
         from . import store as bench
-        from .machine import machine, versions
+        from .environment import machine, versions
 
         with tempfile.TemporaryDirectory(dir=store_dir) as folder, report.Progress() as say:
             about = {"bench": "store", "machine": machine(), "versions": versions(("torch", "blake3"))}

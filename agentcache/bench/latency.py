@@ -14,7 +14,7 @@ from ..engine import Engine
 from ..errors import ConfigError
 from ..store.tool_group import ToolGroup
 from . import baselines, catalog, disk, engine_timing
-from .machine import Samples, Watch
+from .environment import Samples, Watch
 
 METHODS = ("stock", "static", "recipe", "kept", "off", "disk_cold", "disk_warm", "hit", "floor")
 SLOW = frozenset({"stock", "static", "off"})  # these compute the whole prompt

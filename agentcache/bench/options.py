@@ -128,7 +128,7 @@ def described(engine: Any) -> dict[str, Any]:
     """Machine, versions, model and numerics: what the figures depend on."""
     import torch
 
-    from .machine import machine, versions
+    from .environment import machine, versions
 
     numerics = engine.model.numerics
     return {

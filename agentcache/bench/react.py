@@ -23,7 +23,7 @@ from ..store.keys import as_ids
 from ..traces import Answers, Call, Episode
 from ..types import Sampling
 from . import baselines, engine_timing
-from .machine import Watch
+from .environment import Watch
 
 SLACK = 1.02  # computed tokens may exceed new ones by this factor, and by one per call
 Say = Callable[[str], None]

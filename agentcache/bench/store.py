@@ -22,7 +22,7 @@ from ..store.disk.index import Index, Row
 from ..store.keys import Scope, page_key
 from . import shapes
 from .disk import PIECE, drop_caches, raw_ms
-from .machine import Samples, Watch
+from .environment import Samples, Watch
 
 Say = Callable[[str], None]
 

@@ -1,10 +1,10 @@
 """Why a prompt's prefix moved: first differing token, who wrote it, what it costs, the fix. Loads no model, no torch; runs no request.
 
-reading, shapes      recorded requests of any provider, one at a time
-tracks               which conversation a request belongs to
+sources              recorded requests of any provider, one at a time
+conversations        which conversation a request belongs to
 render, templated    its prompt as parts with one writer each: characters, or tokens of a chat template
 compare, history     two requests: what differs, and which kind of fault that is (volatile, texts: two texts)
-judge                a finding: position, cost, fix (fixes)
+diagnose             a finding: position, cost, fix (fixes)
 report               all of it for one file; show, page, suggest: for people, a browser, the engine
 """
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from ..layout.tail import Rendered
 from ..types import Missed
-from .judge import judge
+from .conversations import Conversations
+from .diagnose import diagnose
 from .templated import Tokens, tokens_of
-from .tracks import Tracks
 from .values import Call, Request, Said, Shown
 
 
@@ -26,7 +26,7 @@ class Pair(NamedTuple):
         """The first difference and its cause; None if the later goes on from the earlier, or fewer tokens than `least` were lost."""
         if self.new.encoded.ids[: self.old.stable] == self.old.encoded.ids[: self.old.stable]:
             return None
-        found = judge(*self, "", redact=True).finding
+        found = diagnose(*self, "", redact=True).finding
         if found is None or found.cost_tokens < least:
             return None
         return Missed(str(found.cause), found.writer, found.token, found.char, found.cost_tokens, found.fix)
@@ -37,11 +37,11 @@ class OpenConversations:
 
     def __init__(self, most: int, chars: int) -> None:
         self._prompts: dict[str, Tokens] = {}
-        self._tracks = Tracks(most, chars, lambda name: self._prompts.pop(name, None))
+        self._conversations = Conversations(most, chars, lambda name: self._prompts.pop(name, None))
         self._number = 0
 
     def __len__(self) -> int:
-        assert len(self._prompts) == len(self._tracks)
+        assert len(self._prompts) == len(self._conversations)
         return len(self._prompts)
 
     @property
@@ -54,7 +54,7 @@ class OpenConversations:
         new = tokens_of(layout.encoded, layout.spans)
         self._number += 1
         now = _request(self._number, layout.request)
-        track, was = self._tracks.place(now)
+        track, was = self._conversations.place(now)
         old = self._prompts.get(track.name)
         self._prompts[track.name] = new
         return None if was is None or old is None else Pair(was, now, old, new)

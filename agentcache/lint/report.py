@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .conversations import HELD, Conversations
+from .diagnose import diagnose
 from .hazards import Hazards
-from .judge import judge
-from .reading import open_values
+from .provider_formats import ProviderFormats
 from .render import Prompt, written
-from .shapes import Shaper
+from .sources import open_values
 from .templated import REFUSALS, Loaded, Templated, Tokens
-from .tracks import HELD, Tracks
 from .values import Cause, Finding, Hazard, Problem, Request, Step
 
 PROBLEMS = 1_000  # kept in full; further ones are counted
@@ -123,11 +123,11 @@ class _Run:
         catalogs = options.tools_dir
         if catalogs is None and isinstance(source, (str, Path)) and Path(named).is_file():
             catalogs = Path(named).resolve().parent.parent / "tools"
-        self._shaper = Shaper(catalogs, options.transcripts)
+        self._formats = ProviderFormats(catalogs, options.transcripts)
         self._templated = Templated(options.tokenizer) if options.tokenizer else None
         self._prompts: dict[str, Prompt] = {}
         held = HELD // 8 if options.tokenizer else HELD  # ids and where they end take several times the room of their characters
-        self._tracks = Tracks(held=held, closed=lambda name: self._prompts.pop(name, None))
+        self._conversations = Conversations(held=held, closed=lambda name: self._prompts.pop(name, None))
         self._hazards = Hazards(options.redact)
         self._firsts: dict[tuple[str, ...], tuple[Request, Prompt, str]] = {}
         self._names: dict[str, str] = {}
@@ -153,7 +153,7 @@ class _Run:
         number = 1
         for line, value in self._values:
             try:
-                for request in self._shaper.requests(value, line, number, partial(self._note, line)):
+                for request in self._formats.requests(value, line, number, partial(self._note, line)):
                     first = self._options.tools_first
                     yield request if first is None else replace(request, tools_first=first)
                     number += 1
@@ -161,7 +161,7 @@ class _Run:
                 self._note(line, "nested too deeply: left out")
 
     def _step(self, request: Request) -> None:
-        track, before = self._tracks.place(request)
+        track, before = self._conversations.place(request)
         name = self._name(track.name)
         old = self._prompts.get(track.name)
         prompt = self._prompt(request, old)
@@ -172,13 +172,13 @@ class _Run:
             self._first(request, prompt, name)
             return
         self._hazards.came_back(before, request)
-        judged = judge(before, request, old, prompt, name, redact=self._options.redact)
-        if judged.finding is not None:
-            self._report.findings.append(judged.finding)
-        elif isinstance(old, Tokens) and isinstance(prompt, Tokens) and judged.reused < min(len(old.encoded.ids), len(prompt.encoded.ids)):
+        found = diagnose(before, request, old, prompt, name, redact=self._options.redact)
+        if found.finding is not None:
+            self._report.findings.append(found.finding)
+        elif isinstance(old, Tokens) and isinstance(prompt, Tokens) and found.reused < min(len(old.encoded.ids), len(prompt.encoded.ids)):
             said = "the generation prompt is not kept in the history: what the model answers is computed again as history"
             self._hazards.note(request, Cause.TEMPLATE, "template", said)
-        self._add(request, prompt, name, judged.reused, judged.again, False, judged.finding)
+        self._add(request, prompt, name, found.reused, found.again, False, found.finding)
 
     def _first(self, request: Request, prompt: Prompt, name: str) -> None:
         """The first request of a conversation; with `across`, against the first one of the conversation before."""
@@ -190,9 +190,9 @@ class _Run:
         if known is not None:
             was, _, other = known
             bare_was, bare_now = _stable(was), _stable(request)
-            judged = judge(bare_was, bare_now, written(bare_was), written(bare_now), name, across=True, redact=self._options.redact)
-            if judged.finding is not None:
-                self._report.findings.append(replace(judged.finding, detail=f"{judged.finding.detail}; compared with {other!r}"))
+            found = diagnose(bare_was, bare_now, written(bare_was), written(bare_now), name, across=True, redact=self._options.redact)
+            if found.finding is not None:
+                self._report.findings.append(replace(found.finding, detail=f"{found.finding.detail}; compared with {other!r}"))
         self._firsts[key] = request, prompt, name
         if len(self._firsts) > APPLICATIONS:
             self._firsts.pop(next(iter(self._firsts)))

@@ -19,8 +19,8 @@ from ..layout.spans import generation_start, marks, places, spans
 from ..layout.template import Template
 from ..layout.tokenise import EMPTY, Encoded, Encoder, common_chars
 from ..types import Span
-from .behind import resumed
 from .render import Part, Prompt
+from .retokenise import resumed
 from .values import Cause, Request, Said
 
 

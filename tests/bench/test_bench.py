@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import toy
-from agentcache.bench import baselines, catalog, disk, engine_timing, latency, machine, react, report, shapes
+from agentcache.bench import baselines, catalog, disk, engine_timing, environment, latency, react, report, shapes
 from agentcache.bench.cli import app
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError, StoreError
@@ -239,7 +239,7 @@ def test_tool_sizes_are_as_described() -> None:
 
 
 def test_load_of_this_process_is_not_foreign() -> None:
-    with machine.Watch() as seen:
+    with environment.Watch() as seen:
         sum(range(2_000_000))
     assert seen.wall_ms > 0
     assert 0 <= seen.foreign <= 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentcache.lint import Cause, Options, Report, lint
-from agentcache.lint.tracks import Tracks
+from agentcache.lint.conversations import Conversations
 from agentcache.lint.values import Request, Said
 from tests.lint.requests import SYSTEM, TOOLS, conversation, tool, with_system_line
 
@@ -99,7 +99,7 @@ def test_raw_text_and_messages_under_one_id_are_two_agents() -> None:
 
 
 def test_an_id_like_a_second_agent_is_its_own() -> None:
-    tracks = Tracks()
+    tracks = Conversations()
 
     def ask(name: str, text: str) -> str:
         said = Said("system", text), Said("user", f"asked of {text}")
@@ -112,7 +112,7 @@ def test_an_id_like_a_second_agent_is_its_own() -> None:
 
 def test_agents_that_are_closed_are_forgotten() -> None:
     closed: list[str] = []
-    tracks = Tracks(most=2, closed=closed.append)
+    tracks = Conversations(most=2, closed=closed.append)
     for name, text in (("a", "Sail."), ("a", "Write titles of four words."), ("b", "Sail."), ("a", "Sail.")):
         request = Request(1, 1, name, (Said("system", text),), (), (Said("user", f"{name} asks {text}"),))
         before = tracks.place(request)[1]

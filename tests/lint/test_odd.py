@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.lint import Options, Report, lint, streamed
+from agentcache.lint import Options, Report, json_stream, lint
 from agentcache.lint.templated import Loaded
 from tests import chat_templates as templates
 from tests.checkout import ROOT
@@ -139,12 +139,12 @@ def test_what_only_begins_is_left_out_soon(odd: str, monkeypatch: pytest.MonkeyP
             tried += 1
             return super().raw_decode(text, at)
 
-    monkeypatch.setattr(streamed.json, "JSONDecoder", Counting)
+    monkeypatch.setattr(json_stream.json, "JSONDecoder", Counting)
     notes: list[str] = []
     text = b'[{"a": 1}, {"a": 2},\n' + odd.encode() * 20_000
-    found = list(streamed.Stream(text, io.BytesIO(), lambda line, why: notes.append(why)).values())
+    found = list(json_stream.JsonStream(text, io.BytesIO(), lambda line, why: notes.append(why)).values())
     assert [value for _, value in found] == [{"a": 1}, {"a": 2}]
-    assert tried < 2 * streamed.TRIES
+    assert tried < 2 * json_stream.TRIES
     assert len(notes) == 1
 
 

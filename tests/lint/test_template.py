@@ -104,11 +104,11 @@ def test_ids_do_not_depend_on_what_was_tokenised_before() -> None:
     bodies = with_system_line(conversation(3), [f"It is 09:2{number}:53." for number in range(4)])
     made: list[Any] = []
     lint([{"conversation_id": "a", **body} for body in bodies], Options(tokenizer=Loaded(TOKENIZER, templates.CHATML)))
-    from agentcache.lint.shapes import Shaper
+    from agentcache.lint.provider_formats import ProviderFormats
 
     templated, known = Templated(Loaded(TOKENIZER, templates.CHATML)), None
     for number, body in enumerate(bodies):
-        (request,) = Shaper().requests(body, 1, number, lambda said: None)
+        (request,) = ProviderFormats().requests(body, 1, number, lambda said: None)
         known = templated.prompt(request, known)
         made.append(known)
         assert list(known.encoded.ids) == TOKENIZER(known.encoded.text, add_special_tokens=False)["input_ids"]

@@ -12,7 +12,7 @@ import pytest
 
 from agentcache.layout.tokenise import Encoded, Encoder
 from agentcache.lint import Cause, Options, lint
-from agentcache.lint.behind import LEAST, resumed
+from agentcache.lint.retokenise import LEAST, resumed
 from agentcache.lint.templated import Loaded
 from tests import chat_templates
 from tests.checkout import ROOT

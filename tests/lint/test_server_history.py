@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentcache.lint import Options, Report, lint
-from agentcache.lint.kept import Kept
+from agentcache.lint.server_history import ServerHistories
 
 TOOLS = [{"type": "function", "name": "find_berth", "description": "Finds.", "parameters": {"type": "object", "properties": {}}}]
 
@@ -87,7 +87,7 @@ def test_a_logs_own_conversation_name_is_no_provider_state() -> None:
 
 
 def test_what_is_kept_is_bounded_and_the_newest_stays() -> None:
-    kept, told = Kept(held=4_000), list[str]()
+    kept, told = ServerHistories(held=4_000), list[str]()
     alone = [
         kept.whole(body["request"], body, lambda wording, *values: told.append(wording % values))[1]
         for number in range(40)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .kept import Kept, conversation_id
+from .server_history import ServerHistories, conversation_id
 from .values import Call, Note, Request, Said, Shown
 
 _WRAPPERS = ("request", "body", "req", "payload", "kwargs", "params", "data", "json", "attributes")
@@ -25,13 +25,13 @@ _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Shaper:
+class ProviderFormats:
     """Turns JSON values into requests. catalogs: folder of what `tools_ref` names; transcripts: a list is a whole conversation."""
 
     catalogs: Path | None = None
     transcripts: bool = False
     _known: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
-    _kept: Kept = field(default_factory=Kept, repr=False)
+    _histories: ServerHistories = field(default_factory=ServerHistories, repr=False)
 
     def requests(self, value: Any, line: int, first: int, note: Note) -> Iterator[Request]:
         """The requests in one value of the source, numbered from `first`."""
@@ -47,7 +47,7 @@ class Shaper:
             yield from self._episode(body, track, line, first, note)
             return
         answer = _answer(outer, note) or (_answer(body, note) if body is not outer else None)
-        whole, alone = self._kept.whole(body, outer, note)
+        whole, alone = self._histories.whole(body, outer, note)
         request = _request(whole, body.get("tools") or body.get("functions") or (), track, line, first, answer, note)
         yield replace(request, alone=True) if alone else request
 

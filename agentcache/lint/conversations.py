@@ -31,7 +31,7 @@ LEAST = 0.1  # the same, if its last message is among them: a window or a summar
 
 
 @dataclass(slots=True)
-class Track:
+class Conversation:
     """An open conversation: its name, its last request, and what that one's messages are known by.
 
     followed: the log has its beginning, or two requests of it that go on from each other, and so may have the next one too.
@@ -53,13 +53,13 @@ class Track:
         return self.known_front
 
 
-class Tracks:
+class Conversations:
     """Open conversations, found by name or by likeness. `closed` hears the name of each that had to go."""
 
     def __init__(self, most: int = OPEN, held: int = HELD, closed: Callable[[str], object] = lambda name: None) -> None:
         self._most, self._held, self._closed = most, held, closed
         self._size = 0
-        self._open: OrderedDict[str, Track] = OrderedDict()
+        self._open: OrderedDict[str, Conversation] = OrderedDict()
         self._where: dict[bytes, dict[str, None]] = {}  # mark: names of the conversations whose last request has it, the newest last
         self._ids: dict[str, dict[str, None]] = {}  # id: names of the conversations under it, the newest last
         self._words: OrderedDict[str, Words] = OrderedDict()  # of the last requests that were asked about
@@ -69,7 +69,7 @@ class Tracks:
     def __len__(self) -> int:
         return len(self._open)
 
-    def place(self, request: Request) -> tuple[Track, Request | None]:
+    def place(self, request: Request) -> tuple[Conversation, Request | None]:
         """The conversation, with `request` as its last now, and the request before it, if any."""
         marks: Counter[bytes] = Counter()
         if request.track is not None:
@@ -101,7 +101,7 @@ class Tracks:
             self._closed(gone.name)
         return known, before
 
-    def _opened(self, request: Request) -> Track:
+    def _opened(self, request: Request) -> Conversation:
         """A new conversation: named by its id, with a number if it is not the first one under that."""
         self._made += 1
         count = 1
@@ -109,10 +109,10 @@ class Tracks:
         while name in self._open:
             count += 1
             name = f"{given} ({count})"
-        self._open[name] = track = Track(name, request, _begins(request))
+        self._open[name] = track = Conversation(name, request, _begins(request))
         return track
 
-    def _forget(self, track: Track) -> None:
+    def _forget(self, track: Conversation) -> None:
         """What finds it; it is found again once it is placed."""
         if track.last.track is not None and (names_of := self._ids.get(track.last.track)) is not None:
             names_of.pop(track.name, None)
@@ -187,14 +187,14 @@ class Tracks:
                 best, best_score = name, score
         return best
 
-    def _words_of(self, track: Track) -> Words:
+    def _words_of(self, track: Conversation) -> Words:
         if track.name not in self._words:
             self._words[track.name] = Words.of(track.last)
             if len(self._words) > NEAR:
                 self._words.popitem(last=False)
         return self._words[track.name]
 
-    def _starts_over(self, track: Track, request: Request, marks: Counter[bytes]) -> bool:
+    def _starts_over(self, track: Conversation, request: Request, marks: Counter[bytes]) -> bool:
         """Whether the request is only the beginning of that conversation once more, or of another one; or a text that lacks its end."""
         last = track.last
         if (last.prompt is None) != (request.prompt is None):

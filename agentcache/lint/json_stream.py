@@ -28,7 +28,7 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value
 
 
-class Stream:
+class JsonStream:
     """The values of one stream, in order, with their lines; what cannot be read is told to note(line, why)."""
 
     def __init__(self, head: bytes, file: IO[bytes], note: Note) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentcache.lint import Report, lint
-from agentcache.lint import streamed as stream
+from agentcache.lint import json_stream as stream
 from tests.lint.requests import conversation, with_system_line
 
 BODIES = with_system_line(conversation(3), [f"It is 09:{number}7:53." for number in range(4)])
@@ -97,7 +97,7 @@ def test_where_a_chunk_ends_makes_no_difference(log: Path, monkeypatch: pytest.M
             monkeypatch.setattr(stream, "CHUNK", size)
             told: list[int] = []
             with log.open("rb") as file:
-                values = list(stream.Stream(file.read(1), file, lambda line, said, told=told: told.append(line)).values())  # type: ignore[misc]
+                values = list(stream.JsonStream(file.read(1), file, lambda line, said, told=told: told.append(line)).values())  # type: ignore[misc]
             monkeypatch.undo()
             assert [value for _, value in values] == bodies
             assert len(told) == whole[2]

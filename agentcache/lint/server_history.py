@@ -14,7 +14,7 @@ from .values import Note
 HELD = 32 << 20  # characters of the histories held, at most, what they share counted in each of them
 
 
-class Kept:
+class ServerHistories:
     """What stood in a history once a response was given, by the response's id."""
 
     def __init__(self, held: int = HELD) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import ConfigError
-from .streamed import CHUNK, Note, Stream, is_message
+from .json_stream import CHUNK, JsonStream, Note, is_message
 
 
 def open_values(source: str, note: Note) -> Iterator[tuple[int, Any]]:
@@ -64,9 +64,9 @@ def _of_bytes(file: IO[bytes], note: Note) -> Iterator[tuple[int, Any]]:
     first, newline, _ = text.lstrip().partition(b"\n")
     start = 1 + text[: len(text) - len(text.lstrip())].count(b"\n")
     if text.lstrip()[:1] == b"[" and not _is_list_line(first, bool(newline)):
-        return Stream(text, file, note).values()
+        return JsonStream(text, file, note).values()
     if text.lstrip()[:1] == b"{" and newline and _goes_on(first, text.lstrip(), len(head) == CHUNK):
-        return Stream(text, file, note).values()
+        return JsonStream(text, file, note).values()
     return _lines(text.lstrip(), file, start, note)
 
 

@@ -16,7 +16,7 @@ from .volatile import hidden, line_pattern, pattern
 BEFORE, BEHIND = 60, 100  # characters of context
 
 
-class Judged(NamedTuple):
+class Diagnosis(NamedTuple):
     """What one pair came to, in tokens: how much the earlier prompt made reusable, what must be computed again, and why."""
 
     reused: int
@@ -24,7 +24,9 @@ class Judged(NamedTuple):
     finding: Finding | None
 
 
-def judge(was: Request, now: Request, old: Prompt, new: Prompt, conversation: str, *, across: bool = False, redact: bool = False) -> Judged:
+def diagnose(
+    was: Request, now: Request, old: Prompt, new: Prompt, conversation: str, *, across: bool = False, redact: bool = False
+) -> Diagnosis:
     """The finding of two consecutive requests and their prompts, if the later does not go on from the earlier."""
     if isinstance(old, Tokens) and isinstance(new, Tokens):
         at, shared = _token_parting(old, new)
@@ -32,7 +34,7 @@ def judge(was: Request, now: Request, old: Prompt, new: Prompt, conversation: st
         at = parting(old, new)
         shared = at.shared if at is not None else min(old.size, new.size)
     if at is None:
-        return Judged(new.tokens(shared), 0, None)
+        return Diagnosis(new.tokens(shared), 0, None)
     changes = compare(was, now)
     cost = new.tokens(again(old, new, at))
     cause, writer, where, detail, also = _explained(was, old, new, at, changes)
@@ -53,7 +55,7 @@ def judge(was: Request, now: Request, old: Prompt, new: Prompt, conversation: st
         across=across,
         pattern="" if redact or where != "system" else _pattern(was, now, cause),
     )
-    return Judged(shared // new.unit, cost, found)
+    return Diagnosis(shared // new.unit, cost, found)
 
 
 def _token_parting(old: Tokens, new: Tokens) -> tuple[Parting | None, int]:

@@ -14,7 +14,7 @@ import pytest
 
 from agentcache.errors import ConfigError
 from agentcache.lint import Cause, Options, Report, lint
-from agentcache.lint.tracks import Tracks
+from agentcache.lint.conversations import Conversations
 from agentcache.lint.values import Request, Said
 from tests.lint.requests import SYSTEM, TOOLS, conversation, with_system_line
 
@@ -249,7 +249,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, conversations: int, 
 
 def test_the_longest_silent_conversations_are_closed_first() -> None:
     closed: list[str] = []
-    tracks = Tracks(most=3, held=1_000, closed=closed.append)
+    tracks = Conversations(most=3, held=1_000, closed=closed.append)
 
     def ask(name: str, chars: int) -> bool:
         request = Request(1, 1, name, history=(Said("user", "x" * chars),))
