@@ -20,7 +20,7 @@ ToolOrder = Literal["given", "sorted", "sticky"]
 Rendering = Literal["canonical", "stock"]
 Reuse = Literal["exact", "lossy", "approximate", "off"]
 Precision = Literal["exact", "int8", "int4"]
-Grade = Literal["exact", "int8", "int4", "approximate"]  # how near kept keys and values are to computed ones
+Grade = Literal["exact", "int8", "int4", "approximate"]  # how near cached keys and values are to computed ones
 LayoutMode = Literal["enforce", "warn", "off"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
@@ -33,7 +33,7 @@ def check_reuse(reuse: Reuse) -> Reuse:
 
 
 def check_name(setting: str, value: object) -> None:
-    """Refuse what cannot name a namespace or a tool group: ConfigError."""
+    """Refuse a value that cannot name a namespace or a tool group: ConfigError."""
     if not isinstance(value, str) or any("\ud800" <= char <= "\udfff" for char in value):
         raise ConfigError(f"{setting}={shown(value)}: must be a string that UTF-8 can write")
 
@@ -76,67 +76,51 @@ SpanKind = Literal["system", "tools", "turn", "volatile", "generation", "text"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A named run [start, stop) of prompt tokens. `message` is the index of the message it shows, if one."""
+    """A named run [start, stop) of prompt tokens."""
 
     kind: SpanKind
     start: int
     stop: int
-    message: int | None = None
+    message: int | None = None  # index of the message that it shows
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Volatile text that was declared, and what became of it.
+    """Declared volatile text, and its new place."""
 
-    message: where it stood, characters [start, stop) of that message's text; None: the request brought it along. by: how it was declared
-    ("marker", "cache_control", "rule", "volatile"). to: "tail", behind everything and for this request only; "turn", behind the last user
-    message; "stays". role: as whose text it is rendered now. why: of text that stays.
-    """
-
-    message: int | None
-    start: int
+    message: int | None  # the message where it stood; None: the request brought it
+    start: int  # characters [start, stop) of that message's text
     stop: int
-    by: str
-    to: Literal["tail", "turn", "stays"]
-    role: Role
-    why: str = ""
+    by: str  # its declaration: "marker", "cache_control", "rule" or "volatile"
+    to: Literal["tail", "turn", "stays"]  # "tail": after everything, for this request only; "turn": after the last user message
+    role: Role  # the role that says it now
+    why: str = ""  # the reason, for text that stays
 
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Why a prompt did not go on from the one before it in its conversation, as `agentcache lint` says of a log. Holds no text of them.
+    """The cause that a prompt did not continue the one before it, in the words of `agentcache lint`. Holds no text of them."""
 
-    cause: such as "clock", "changed tool set", "edited history". writer: who wrote the first differing token, such as "system" or a tool's
-    name. token, char: where that is. cost_tokens: what stood in the earlier prompt and had to be computed again. fix: what to do.
-    """
-
-    cause: str
-    writer: str
-    token: int
-    char: int
-    cost_tokens: int
-    fix: str
+    cause: str  # such as "clock", "changed tool set", "edited history"
+    writer: str  # of the first differing token, such as "system" or a tool's name
+    token: int  # place of the first difference, in tokens
+    char: int  # the same in characters
+    cost_tokens: int  # tokens of the earlier prompt that were computed again
+    fix: str  # the way out, in words
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
-    """What becomes of text that is declared volatile. Undeclared text never moves.
+    """Settings for text that is declared volatile, and for the chat template. Undeclared text never moves."""
 
-    mode: "enforce" moves it to the tail, "warn" leaves it and says so in the receipt, "off" leaves it. rules: a layout.toml whose patterns
-    declare text of the system prompt. allow_demote: where the template has no system text at the tail, a user message may say it. keep: put
-    it behind the last user message, where it stays while that is answered, instead of behind everything. ahead: open the last user message
-    with it instead of ending it, for models that take what ends a request for a part of it; a name: show it as messages of that name, which
-    the template writes before the last turn; None: what `volatile_ahead` in the tokenizer's config says. repairs: names of changes to the
-    chat template, see docs/layout.md. date: the day, as 2026-11-21, that a template which prints the date is told; None for the clock's.
-    """
-
-    mode: LayoutMode = "enforce"
-    rules: str | os.PathLike[str] | None = None
-    allow_demote: bool = False
-    keep: bool = False
+    mode: LayoutMode = "enforce"  # "enforce" moves volatile text to the tail, "warn" leaves it and the receipt says so, "off" leaves it
+    rules: str | os.PathLike[str] | None = None  # a layout.toml whose patterns declare text of the system prompt
+    allow_demote: bool = False  # a user message may say it where the template has no system text at the tail
+    keep: bool = False  # put it after the last user message, where it stays while that is answered
+    # open the last user message with it; a name: as messages of that name, before the last turn; None: as the tokenizer's config says
     ahead: bool | str | None = None
-    repairs: tuple[str, ...] = ()
-    date: str | None = None
+    repairs: tuple[str, ...] = ()  # names of changes to the chat template, see docs/layout.md
+    date: str | None = None  # the day, as 2026-11-21, for a template that prints it; None: the clock's
 
     def __post_init__(self) -> None:
         if isinstance(self.repairs, str):
@@ -151,37 +135,29 @@ class LayoutOptions:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One rendered prompt: token ids and named spans that cover [0, len(ids)) in order, without gaps.
-
-    prefix_tokens: length of the stable part (system and tools), the natural end of a tool group.
-    differences: in words, each way in which the ids differ from the tokenizer's own `apply_chat_template`; empty = stock.
-    spliced_tokens: how many ids are the model's own generated ids put back verbatim.
-    tokenised_chars: how many characters went through the tokenizer for this prompt (the rest was remembered).
-    moves: what became of text that was declared volatile.
-    ephemeral_tokens: how many of the last ids stand behind the start of text that is for this prompt only: no later prompt shares them.
-    """
+    """A rendered prompt: token ids, and named spans that cover [0, len(ids)) in order, without gaps."""
 
     ids: Sequence[int]
     spans: tuple[Span, ...]
     text: str
-    prefix_tokens: int = 0
-    differences: tuple[str, ...] = ()
-    spliced_tokens: int = 0
-    tokenised_chars: int = 0
-    moves: tuple[Move, ...] = ()
-    ephemeral_tokens: int = 0
+    prefix_tokens: int = 0  # length of the stable part, system and tools: the natural end of a tool group
+    differences: tuple[str, ...] = ()  # each difference from the tokenizer's own `apply_chat_template`, in words; empty: stock
+    spliced_tokens: int = 0  # the model's own generated ids, put back verbatim
+    tokenised_chars: int = 0  # characters that went through the tokenizer for this prompt; the rest was remembered
+    moves: tuple[Move, ...] = ()  # of volatile text
+    ephemeral_tokens: int = 0  # the last ids, from the start of text for this prompt only; no later prompt shares them
 
 
 class Reason(str, Enum):
-    """Why something was not reused, or not reused as well as it could be."""
+    """The reason that tokens were not reused, or not as near to exact as they could be."""
 
     REUSE_OFF = "REUSE_OFF"  # the caller asked for no reuse
     COLD = "COLD"  # nothing of this prompt was known
     DIVERGED = "DIVERGED"  # known up to here, other tokens from here on
     LAST_TOKEN = "LAST_TOKEN"  # the last prompt token is always computed: its logits are needed
-    EVICTED = "EVICTED"  # was kept, then dropped for the byte budget
-    DELETED = "DELETED"  # was kept, then deleted on purpose: `Engine.forget`, `agentcache prune`
-    FINGERPRINT = "FINGERPRINT"  # kept under other weights, config or versions
+    EVICTED = "EVICTED"  # cached once, then dropped for the byte budget
+    DELETED = "DELETED"  # cached once, then deleted on purpose: `Engine.forget`, `agentcache prune`
+    FINGERPRINT = "FINGERPRINT"  # cached under other weights, config or versions
     NUMERICS = "NUMERICS"  # exact, but computed by kernels that round differently: not bitwise
     LAYER_KIND = "LAYER_KIND"  # the model has layers whose state cannot be paged
     ROPE_REGIME = "ROPE_REGIME"  # rotary frequencies change with the length of this prompt
@@ -192,7 +168,7 @@ class Reason(str, Enum):
     LOSSY = "LOSSY"  # stored with fewer bits than computed: not lent to an exact request
     NON_FINITE = "NON_FINITE"  # a computation produced NaN or infinity and was not kept
     PROBE = "PROBE"  # a segment's recomputed head differs too much from its stored one
-    UNSURE = "UNSURE"  # a choice behind moved text was closer than the calibrated margin: made again behind everything computed
+    UNSURE = "UNSURE"  # a choice after moved text was closer than the calibrated margin: made again with everything computed
     DRIFT = "DRIFT"  # segment reuse is switched off: sampled answers drifted beyond the calibrated bound
 
     __str__ = str.__str__
@@ -203,19 +179,15 @@ OF_BITS = (Reason.APPROXIMATE, Reason.LOSSY, Reason.NUMERICS, Reason.NOT_ROW_PUR
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Prompt tokens [start, stop) whose KV was taken from `shift` positions before, where they stood behind other text.
-
-    whole_tokens: needed no computing. resumed_tokens: taken below some layer, computed above. halo_tokens: computed again.
-    precision: in how many bits they were stored.
-    """
+    """Prompt tokens [start, stop) whose KV was taken from `shift` positions before, after other text."""
 
     start: int
     stop: int
     shift: int
-    whole_tokens: int
-    resumed_tokens: int
-    halo_tokens: int
-    precision: Precision = "exact"
+    whole_tokens: int  # attached in all layers
+    resumed_tokens: int  # attached below some layer, computed above
+    halo_tokens: int  # computed again
+    precision: Precision = "exact"  # of the stored pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,26 +210,20 @@ def _finite(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen, and when to stop. temperature 0 is greedy.
+    """Settings of decoding, and of its end."""
 
-    `forced` are completion ids (or text, tokenised without special tokens) that are decoded instead of sampled ones, then
-    sampling goes on: replays of recorded episodes use it. With `ignore_eos` only max_tokens and `stop` end a completion.
-    logprobs: the completion says how likely each of its tokens was, beside so many of the likeliest; None for no such account.
-    context_tokens: the most that prompt and completion may have together, where that is less than the model's context.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    forced: tuple[int, ...] | str = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    context_tokens: int | None = None
+    max_tokens: int = 256  # of the completion
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # share of probability that is drawn from; 1: all
+    top_k: int = 0  # tokens that are drawn from; 0: all
+    min_p: float = 0.0  # tokens below this share of the likeliest are left out
+    repetition_penalty: float = 1.0  # 1: none
+    seed: int | None = None  # the same seed draws the same completion
+    stop: tuple[str, ...] = ()  # texts that end the completion
+    forced: tuple[int, ...] | str = ()  # ids, or text without special tokens, decoded before sampling begins: replays use it
+    ignore_eos: bool = False  # only max_tokens and stop end the completion
+    logprobs: int | None = None  # log-probabilities of the completion's tokens, with so many of the likeliest; None: no account
+    context_tokens: int | None = None  # the most that prompt and completion have together, below the model's context
 
     def __post_init__(self) -> None:
         def refuse(name: str, rule: str) -> None:
@@ -289,33 +255,27 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was, in nats, by the model's own distribution: before temperature, penalties and constraints.
-
-    top: the likeliest ids with theirs, best first.
-    """
+    """The log-probability of a token, in nats, by the model's own distribution: before temperature, penalties and constraints."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest ids with theirs, best first
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a completion may be, enforced token by token. Without one decoding is free.
+    """The form of a completion, enforced token by token. Without one decoding is free.
 
-    tool_choice: "auto" (text or calls), "none", "any" (calls only), or the name of one tool, called once. Whatever is called is one of the
-    tools, with arguments valid against its schema. allowed: the tools that may be called; the others stay in the prompt, which does not
-    change. parallel: whether more than one call may be made. schema: the text is JSON that it allows, True for any object; regex and
-    grammar (Lark, as llguidance reads it) alike. With tools and "auto" a completion is either that text or calls. Objects that name
-    their properties get no others unless `additionalProperties` says so.
+    A call names one of the tools, with arguments valid against its schema. With tools and "auto" a completion is either text of the form or
+    calls. Objects that name their properties get no others unless `additionalProperties` says so.
     """
 
-    tool_choice: str = "auto"
-    allowed: tuple[str, ...] | None = None
-    parallel: bool = True
-    schema: Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    grammar: str | None = None
+    tool_choice: str = "auto"  # "auto" (text or calls), "none", "any" (calls only), or the name of one tool, called once
+    allowed: tuple[str, ...] | None = None  # tools that may be called; the others stay in the prompt, which does not change
+    parallel: bool = True  # several calls are allowed
+    schema: Mapping[str, Any] | bool | None = None  # the text is JSON of this schema; True: any object
+    regex: str | None = None  # the text matches it
+    grammar: str | None = None  # the text follows it: Lark, as llguidance reads it
 
     def __post_init__(self) -> None:
         if not isinstance(self.tool_choice, str) or not self.tool_choice:
@@ -335,48 +295,38 @@ class Constraint:
 
     @property
     def structured(self) -> bool:
-        """Whether the text, if there is one, has a prescribed form."""
+        """True if text has a prescribed form."""
         return self.schema is not None or self.regex is not None or self.grammar is not None
 
     @property
     def calls(self) -> bool:
-        """Whether a completion must be a call."""
+        """True if a completion must be a call."""
         return self.tool_choice not in ("auto", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What `forget` deleted. pages, bytes: on disk; memory_pages, memory_bytes: in this engine's memory. groups: names of tool groups.
+    """Pages and texts that `forget` deleted."""
 
-    splices: messages whose own ids were kept on disk.
-    """
-
-    memory_pages: int = 0
+    memory_pages: int = 0  # in this engine's memory
     memory_bytes: int = 0
-    pages: int = 0
+    pages: int = 0  # on disk
     bytes: int = 0
-    groups: tuple[str, ...] = ()
-    splices: int = 0
+    groups: tuple[str, ...] = ()  # names of tool groups
+    splices: int = 0  # messages whose own ids were on disk
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Where and how pages are kept on disk.
+    """Settings of the store on disk."""
 
-    folder: None for AGENTCACHE_DIR, else the user's cache folder. disk_bytes: at most so much; turns go first, tool groups last.
-    write_bytes_per_hour: what is above is not written. precision: "int8" and "int4" save bytes, and serve reuse="lossy" only.
-    refuse_slow: what takes longer to read than to compute is computed.
-    check_one_in: every so many exact hits from disk are recomputed in idle time and compared; 0 for never.
-    encryption_key: 32 bytes; None for AGENTCACHE_KEY, else no encryption.
-    """
-
-    folder: str | os.PathLike[str] | None = None
-    disk_bytes: int = 20 << 30
-    write_bytes_per_hour: int = 64 << 30
-    precision: Precision = "exact"
-    refuse_slow: bool = True
-    check_one_in: int = 64
-    encryption_key: bytes | None = field(default=None, repr=False)
+    folder: str | os.PathLike[str] | None = None  # None: AGENTCACHE_DIR, else the user's cache folder
+    disk_bytes: int = 20 << 30  # at most; turns go first, tool groups last
+    write_bytes_per_hour: int = 64 << 30  # at most; more is not written
+    precision: Precision = "exact"  # "int8" and "int4" save bytes, and serve reuse="lossy" only
+    refuse_slow: bool = True  # compute tokens whose pages take longer to read
+    check_one_in: int = 64  # of so many exact hits from disk one is recomputed in idle time and compared; 0: none
+    encryption_key: bytes | None = field(default=None, repr=False)  # 32 bytes; None: AGENTCACHE_KEY, else no encryption
 
     def __post_init__(self) -> None:
         if not isinstance(self.refuse_slow, bool):
