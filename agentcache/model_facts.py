@@ -21,16 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts that a program may ask before it uses a model. None: it cannot be known without downloading something.
+    """Facts that a program may ask before it uses a model. None: unknown without a download."""
 
-    context_tokens: of prompt and completion together. reasoning: its template, or its response template, has a place for thoughts.
-    tool_calling: its template shows tools. later_system: its template shows a system message in the middle where it stands.
-    """
-
-    context_tokens: int | None = None
-    reasoning: bool | None = None
-    tool_calling: bool | None = None
-    later_system: bool | None = None
+    context_tokens: int | None = None  # of prompt and completion together
+    reasoning: bool | None = None  # its template, or its response template, has a place for thoughts
+    tool_calling: bool | None = None  # its template shows tools
+    later_system: bool | None = None  # its template shows a system message in the middle where it stands
 
     @classmethod
     def of_files(cls, model: str, *, revision: str | None = None, chat_template: str | None = None) -> ModelFacts:

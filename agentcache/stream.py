@@ -19,21 +19,16 @@ from .types import Logprob, Message
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of a request. `message` is the assistant turn to send back; unchanged, it costs nothing the next time.
-
-    invalid_calls: calls that it began and that are none. cut: max_tokens or a stop string ended it inside an object, a call, or a thought
-    with no answer after it: nothing in it is a result but the whole calls of `message`. shortened: under a constraint a text or a list
-    ended early, so that the whole fits into max_tokens; it is valid. logprobs: one for each of `ids`, if the sampling asked for them.
-    """
+    """The result of a request. Of a cut one only the whole calls of `message` are results."""
 
     text: str
     ids: tuple[int, ...]
-    message: Message
+    message: Message  # the assistant turn to send back; unchanged, it costs nothing the next time
     receipt: Receipt
-    invalid_calls: tuple[InvalidCall, ...] = ()
-    cut: bool = False
-    shortened: bool = False
-    logprobs: tuple[Logprob, ...] = ()
+    invalid_calls: tuple[InvalidCall, ...] = ()  # calls that it began and that are none
+    cut: bool = False  # max_tokens or a stop string ended it inside an object, a call, or a thought with no answer after it
+    shortened: bool = False  # under a constraint a text or a list ended early, so that the whole fits into max_tokens; it is valid
+    logprobs: tuple[Logprob, ...] = ()  # one for each of `ids`, if the sampling asked for them
 
     @property
     def finish_reason(self) -> str | None:

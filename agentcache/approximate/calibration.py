@@ -33,33 +33,23 @@ PRECISIONS: tuple[Precision, ...] = ("exact", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """When segments of one model may be attached, and how they are repaired.
+    """The conditions under which segments of one model are attached, and their repair."""
 
-    fingerprint: of the weights. layers: how many the model has. steps: (distance, layer), both ascending, the last layer is `layers`.
-    least: shortest run that is attached. tail: so many tokens at most, of the last turn and after it, are never attached. share:
-    of a run's whole tokens, how many are computed again: those whose values differ most in layer 1. probe: largest relative difference of
-    the halo's last keys, as stored and as computed, in the middle layer; 0: no probe.
-    margin: a greedy choice that is ahead of the next best by less (nats) is not made after moved text: the prompt is computed; 0: it is.
-    kl, top1: mean KL (nats per token) allowed, and share of equal first choices asked for. watch_one_in: one in so many requests served
-    with segments is computed again in idle time. precision: the fewest bits of stored pages that a segment may come from. tau: least
-    similarity of text on disk that is proposed, of an engine's own calibration; it moves no answer. measured: figures of the search.
-    """
-
-    fingerprint: str
-    layers: int
-    steps: tuple[tuple[int, int], ...]
-    least: int
-    kl: float
-    tail: int = 0
-    share: float = 0.0
-    probe: float = 0.0
-    margin: float = 0.0
-    top1: float = 0.0
-    watch_one_in: int = 32
-    model: str = ""
-    precision: Precision = "exact"
-    tau: float = 0.8
-    measured: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: str  # of the weights
+    layers: int  # of the model
+    steps: tuple[tuple[int, int], ...]  # (distance, layer), both ascending, up to `layers`
+    least: int  # tokens of the shortest run that is attached
+    kl: float  # mean KL allowed, nats per token
+    tail: int = 0  # tokens of the last turn and after it that are never attached, at most
+    share: float = 0.0  # of a run's whole tokens, computed again: those whose values differ most in layer 1
+    probe: float = 0.0  # largest relative difference of the halo's last keys, stored and computed, in the middle layer; 0: no probe
+    margin: float = 0.0  # a greedy choice that is ahead by fewer nats is made with everything computed; 0: none is
+    top1: float = 0.0  # share of equal first choices asked for
+    watch_one_in: int = 32  # of so many requests served with segments one is computed again in idle time
+    model: str = ""  # its name
+    precision: Precision = "exact"  # the fewest bits of stored pages that a segment may come from
+    tau: float = 0.8  # least similarity of proposals from disk, of an engine's own calibration; it moves no answer
+    measured: Mapping[str, Any] = field(default_factory=dict)  # figures of the search
 
     def __post_init__(self) -> None:
         def refuse(name: str, rule: str) -> None:

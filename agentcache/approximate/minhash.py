@@ -38,25 +38,22 @@ _PACKED = struct.Struct("<16s16s32sIiI")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """MinHash of a window. digest: of the canonical words; values: uint32 [PERMUTATIONS]; left: of what stands before it, uint32 [LEFT]."""
+    """MinHash of a window."""
 
-    digest: bytes
-    values: np.ndarray
-    left: np.ndarray
+    digest: bytes  # of the canonical words
+    values: np.ndarray  # uint32 [PERMUTATIONS]
+    left: np.ndarray  # of the words before it, uint32 [LEFT]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Place of a text of `tokens` tokens: at `slot` of page number `page` under the page with the key `parent`.
-
-    The page is the one with its middle; slot is negative where it starts on the page before. exact: digest of its ids.
-    """
+    """Place of a cached text: under the page with the key `parent`, where the text's middle stands."""
 
     signature: Signature
-    exact: bytes
+    exact: bytes  # digest of its ids
     parent: bytes
-    page: int
-    slot: int
+    page: int  # number of that page
+    slot: int  # its start there; negative: on the page before
     tokens: int
 
     @property
@@ -82,15 +79,12 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A kept text that says nearly the same as a window: estimated Jaccard similarity of both, and of what stands left of them.
-
-    exact: it has the same ids, unless there is a collision.
-    """
+    """A cached text with nearly the words of a window."""
 
     kept: Kept
-    similarity: float
-    left: float
-    exact: bool
+    similarity: float  # estimated Jaccard similarity of both
+    left: float  # the same of the words to their left
+    exact: bool  # equal ids, unless there is a collision
 
 
 def datasketch() -> Any:

@@ -28,16 +28,13 @@ _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Prompt tokens [start, stop) that equal kept ones: from slot `offset` of the first of these consecutive pages on.
-
-    pages: those of the entries; they stay valid by reference.
-    """
+    """Prompt tokens [start, stop) that equal cached ones."""
 
     start: int
     stop: int
-    entries: tuple[Entry, ...]
-    offset: int
-    pages: tuple[Page, ...] = ()
+    entries: tuple[Entry, ...]  # consecutive pages that hold them
+    offset: int  # slot of the first token in the first of these
+    pages: tuple[Page, ...] = ()  # those of the entries; they stay valid by reference
 
     @property
     def source(self) -> int:

@@ -69,20 +69,16 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentQuery:
-    """The text of a prompt that may stand at other positions on disk. scope: how exact its pages must be stored.
+    """The text of a prompt that may stand at other positions on disk."""
 
-    windows: of the prompt, those beyond token `since` count. ms_per_token: cost of computing, 0 if unknown. least: shorter repeats are left
-    alone. most_bytes: read at most, within a quarter of the budget of pages in memory.
-    """
-
-    scope: Scope
+    scope: Scope  # with the precision that its pages must have
     ids: Ids
-    windows: Sequence[Window]
-    ms_per_token: float
+    windows: Sequence[Window]  # of the prompt
+    ms_per_token: float  # cost of computing, 0 if unknown
     spec: KVSpec
-    since: int = 0
-    least: int = 32
-    most_bytes: int = MOST_BYTES
+    since: int = 0  # windows before this token do not count
+    least: int = 32  # tokens of the shortest repeat that is read
+    most_bytes: int = MOST_BYTES  # read at most, within a quarter of the budget of pages in memory
 
 
 class SegmentPrefetch:

@@ -65,13 +65,13 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Prompt tokens [start, stop). words: canonical; left: the words directly before. kind: of the anchor before it."""
+    """Prompt tokens [start, stop) and their words."""
 
     start: int
     stop: int
-    kind: Kind
-    words: tuple[str, ...]
-    left: tuple[str, ...]
+    kind: Kind  # of the anchor before it
+    words: tuple[str, ...]  # canonical
+    left: tuple[str, ...]  # the words directly before
 
 
 class TokenTexts:

@@ -24,13 +24,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of a run. tail: tokens after the prefix; repeats: values of a median (slow_repeats: of slow methods); decode: tokens."""
+    """Settings of a run."""
 
-    tools: tuple[int, ...] = (5, 10, 20, 50, 100)
-    tail: int = 70
-    repeats: int = 9
-    slow_repeats: int = 9
-    decode: int = 8
+    tools: tuple[int, ...] = (5, 10, 20, 50, 100)  # numbers of tools
+    tail: int = 70  # tokens after the prefix
+    repeats: int = 9  # values of a median
+    slow_repeats: int = 9  # the same of slow methods
+    decode: int = 8  # tokens of an answer
 
     def __post_init__(self) -> None:
         most = len(catalog.OPENINGS) - 1

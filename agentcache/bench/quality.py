@@ -38,21 +38,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Parts of a run. agents: requests at a time; part_tools: tools of the requests of `paired`.
-
-    paired: so many requests with reuse and without.
-    """
+    """Parts of a run."""
 
     tools: Sequence[int] = (5, 20, 50)
     splits: Sequence[str] = SPLITS
-    count: int = 200
-    episodes: int = 100
+    count: int = 200  # requests of a cell
+    episodes: int = 100  # dialogues of a style
     styles: Sequence[str] = ("hermes", "langchain", "llamaindex")
-    selection: Sequence[Path] = ()
+    selection: Sequence[Path] = ()  # files of cases
     tools_dir: Path | None = None
-    agents: int = 8
-    paired: int = 0
-    part_tools: int = 20
+    agents: int = 8  # requests at a time
+    paired: int = 0  # requests asked with reuse and without
+    part_tools: int = 20  # tools of the requests of `paired`
 
     def __post_init__(self) -> None:
         for name, given, known in (("split", self.splits, SPLITS), ("style", self.styles, STYLES)):

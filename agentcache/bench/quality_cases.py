@@ -43,22 +43,20 @@ class Right:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One decision. prompt: chat messages or a raw text; context: whether it depends on text before the tool or the request; volatile:
-    what is shown at the prompt's tail.
-    """
+    """One decision."""
 
-    prompt: Sequence[Plain] | str
+    prompt: Sequence[Plain] | str  # chat messages or a raw text
     tools: Sequence[Plain]
     right: Right | None
     query: str
     catalog: int
-    context: bool = False
+    context: bool = False  # it depends on text before the tool or the request
     kind: str = ""
     style: str = "hermes"
     says: str = ""  # what the answer has to say where no call is right: words that come from results
     wants: bool = True  # whether anything is asked for: a greeting needs no tool
     rivals: bool = False  # whether another tool is about the same thing, so that its name alone does not lead to the right one
-    volatile: tuple[Message, ...] = ()
+    volatile: tuple[Message, ...] = ()  # text at the prompt's tail
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,14 @@ FIGURES = ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "bm25_params_tsa", "fir
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A model's answer: the call, if it made one, and its text. failed: why there is no answer at all.
+    """A model's answer."""
 
-    ids: the tokens it drew; cached: tokens of the prompt that were not computed for it.
-    """
-
-    name: str | None
+    name: str | None  # of the called tool
     arguments: Mapping[str, Any]
     text: str = ""
-    failed: str = ""
-    ids: tuple[int, ...] = ()
-    cached: int = field(default=0, compare=False)
+    failed: str = ""  # the reason that there is no answer
+    ids: tuple[int, ...] = ()  # the tokens it drew
+    cached: int = field(default=0, compare=False)  # prompt tokens that were not computed
 
 
 # Values

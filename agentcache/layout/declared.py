@@ -45,22 +45,22 @@ def volatile(text: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Volatile text, and where it stood: characters [start, stop) of a message's text without marks; message None: it came along."""
+    """Volatile text, and its place."""
 
-    text: str
+    text: str  # without marks
     role: Role
-    by: By
-    message: int | None = None
-    start: int = 0
+    by: By  # its declaration
+    message: int | None = None  # index of the message where it stood; None: the request brought it
+    start: int = 0  # characters [start, stop) of that message's text without marks
     stop: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """stable: the messages without `pieces`, as many as there were. whole: with the pieces in their places, and without marks."""
+    """Messages of a request, with their volatile text apart."""
 
-    stable: list[Any]
-    whole: list[Any]
+    stable: list[Any]  # the messages without `pieces`, as many as there were
+    whole: list[Any]  # with the pieces in their places, and without marks
     pieces: tuple[Piece, ...]
 
     @property

@@ -44,20 +44,16 @@ _OPENINGS = ("Qz opening", "\n\nQz", "  Qz", "7 Qz", "!Qz", "é", "字", "/Qz", 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """Findings of probing. P1 = system, user; P2 = P1 + call, result; P3 = P2 + call, result; P4 = P3 + answer, user.
+    """Findings of probing. P1 = system, user; P2 = P1 + call, result; P3 = P2 + call, result; P4 = P3 + answer, user."""
 
-    step_preserving: P1 is a prefix of P2 and P2 of P3. turn_preserving: P3 is a prefix of P4. None: the template refused the probe.
-    absent_is_empty: a call without content renders as one with empty content (or is refused). dated: today's date may be shown.
-    """
-
-    step_preserving: bool | None
-    turn_preserving: bool | None
+    step_preserving: bool | None  # P1 is a prefix of P2 and P2 of P3; None: the template refused the probe
+    turn_preserving: bool | None  # P3 is a prefix of P4; None as above
     tools_at: ToolsAt
     system: Literal["kept", "dropped", "refused"]
     renders_call_ids: bool
     parallel_calls: bool
-    absent_is_empty: bool
-    dated: bool
+    absent_is_empty: bool  # a call without content renders as one with empty content, or is refused
+    dated: bool  # today's date may be shown
 
     @property
     def prefix_preserving(self) -> bool:

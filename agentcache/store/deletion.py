@@ -36,21 +36,16 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """A deletion on purpose.
+    """A deletion on purpose."""
 
-    namespace: None for all. before: only pages made earlier (time.time()), None for all. forced: pinned pages too.
-    group: the name of a tool group, if only its pages and what continues them are meant. keys: its pages but for those that other groups
-    share. prefix_tokens: where the last of them ends.
-    """
-
-    namespace: str | None = None
-    before: float | None = None
-    forced: bool = True
-    group: str | None = None
+    namespace: str | None = None  # None: all
+    before: float | None = None  # only pages made earlier, by time.time(); None: all
+    forced: bool = True  # pinned pages too
+    group: str | None = None  # name of a tool group: only its pages and their continuations
     fingerprint: str = ""
-    keys: tuple[bytes, ...] = ()
-    prefix_tokens: int = 0
-    generation: int = 0
+    keys: tuple[bytes, ...] = ()  # the group's pages but for those that other groups share
+    prefix_tokens: int = 0  # end of the last of them
+    generation: int = 0  # its number in the store
 
     @classmethod
     def of_group(cls, group: ToolGroup, others: Iterable[ToolGroup], forced: bool) -> Deletion:

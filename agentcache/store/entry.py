@@ -17,23 +17,19 @@ if TYPE_CHECKING:  # who only looks into the index needs no torch
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One cached page, or the root of a tree (without page and ids).
-
-    ids: its valid tokens. numerics: digests of all kernels that had a part in it, those of the pages before it included.
-    role: its use. row: its row in the index of the store on disk, 0 if it is not there. made: when it was, by time.time().
-    """
+    """One cached page, or the root of a tree (without page and ids)."""
 
     key: bytes
     scope: Scope
-    ids: Ids
+    ids: Ids  # its valid tokens
     page: Page | None
     parent: Entry | None
-    numerics: frozenset[str] = frozenset()
+    numerics: frozenset[str] = frozenset()  # digests of all kernels that had a part in it, those of the pages before it included
     children: dict[bytes, Entry] = field(default_factory=dict)
     pins: int = 0
-    role: Role = Role.TURN
-    row: int = 0
-    made: float = field(default_factory=time.time)
+    role: Role = Role.TURN  # its use
+    row: int = 0  # its row in the index of the store on disk, 0 if it is not there
+    made: float = field(default_factory=time.time)  # time.time()
 
     @property
     def place(self) -> int:
@@ -79,18 +75,14 @@ class Match:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageQuery:
-    """The pages that a prompt asks the disk for.
-
-    prefix_tokens: length of the prefix that other processes may wait for. ms_per_token: cost of computing, 0 if unknown. gain_ms: cost of
-    computing what the pages are wanted for, None for all that memory lacks.
-    """
+    """The pages that a prompt asks the disk for."""
 
     scope: Scope
     ids: Ids
-    ms_per_token: float
+    ms_per_token: float  # cost of computing, 0 if unknown
     spec: KVSpec
-    prefix_tokens: int = 0
-    gain_ms: float | None = None
+    prefix_tokens: int = 0  # length of the prefix that other processes may wait for
+    gain_ms: float | None = None  # cost of computing the tokens that want these pages; None: all that memory lacks
 
 
 def common(a: Ids, b: Ids) -> int:

@@ -24,17 +24,13 @@ SMALL_BYTES = 1 << 20  # a smaller load tells of latencies and not of a rate
 
 @dataclass(slots=True)
 class Rate:
-    """Bytes per millisecond of verified reading.
+    """Bytes per millisecond of verified reading. Times are those of time.monotonic()."""
 
-    value: of loads that were finished, smoothed, the last one at `at`; 0: none was. given_up: loads in a row that were not, the last one at
-    `given_up_at`; they leave it to be `most` at most. Times are those of time.monotonic().
-    """
-
-    value: float = 0.0
-    at: float = field(default_factory=time.monotonic)
-    most: float = 0.0
-    given_up: int = 0
-    given_up_at: float = 0.0
+    value: float = 0.0  # of finished loads, smoothed; 0: there was none
+    at: float = field(default_factory=time.monotonic)  # the last finished load
+    most: float = 0.0  # after abandoned loads it is at most this
+    given_up: int = 0  # abandoned loads in a row
+    given_up_at: float = 0.0  # the last of them
 
     def learn(self, amount: float, ms: float) -> None:
         """Take in a load that was finished. A small one never makes the rate look lower."""

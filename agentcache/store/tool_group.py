@@ -12,27 +12,22 @@ from .keys import Scope
 
 @dataclass(frozen=True, slots=True)
 class ToolGroup:
-    """A named, pinned prefix, as `warm` and `pin` return it and as its manifest records it for later processes.
-
-    page_keys: hexadecimal, in order; the last page may be partly filled. Equal prefixes under equal weights have equal ones.
-    tools: names, in the order in which they are shown. model: the name it was loaded by. layers: cumulative fingerprint of each layer, so
-    that a model with other upper layers can find shared layers. kv_bytes, computed_tokens, warm_ms: of the call that made it; 0 in a
-    manifest that was read.
-    """
+    """A named, pinned prefix, as `warm` and `pin` return it and as its manifest records it for later processes."""
 
     name: str
     namespace: str
     fingerprint: str
     regime: str
     prefix_tokens: int
-    page_keys: tuple[str, ...] = field(repr=False)
-    tools: tuple[str, ...]
-    model: str
+    page_keys: tuple[str, ...] = field(repr=False)  # hexadecimal, in order; the last page may be partly filled
+    tools: tuple[str, ...]  # names, in the order in which they are shown
+    model: str  # the name it was loaded by
+    # cumulative fingerprint of each layer, so that other upper layers find shared lower ones
     layers: tuple[str, ...] = field(default=(), repr=False)
     created: float = 0.0
-    kv_bytes: int = field(default=0, compare=False)
-    computed_tokens: int = field(default=0, compare=False)
-    warm_ms: float = field(default=0.0, compare=False)
+    kv_bytes: int = field(default=0, compare=False)  # of the call that made it; 0 in a manifest that was read
+    computed_tokens: int = field(default=0, compare=False)  # as kv_bytes
+    warm_ms: float = field(default=0.0, compare=False)  # as kv_bytes
 
     @property
     def pages(self) -> int:

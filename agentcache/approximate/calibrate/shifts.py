@@ -61,14 +61,14 @@ def cases(episodes: Sequence[Episode], count: int, families: Sequence[str] = FAM
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Selection of shifts and traces. count: at most so many per family; most_tokens: of a prompt, estimated; made: further episodes."""
+    """Selection of shifts and traces."""
 
-    workload: Sequence[Path] = ()
-    families: Sequence[str] = FAMILIES
-    count: int = 4
-    most_tokens: int = 8192
-    tools_dir: Path | None = None
-    made: Sequence[Episode] = ()
+    workload: Sequence[Path] = ()  # files of traces
+    families: Sequence[str] = FAMILIES  # kinds of shifts
+    count: int = 4  # cases of a family, at most
+    most_tokens: int = 8192  # of a prompt, estimated
+    tools_dir: Path | None = None  # folder of catalogs that traces name
+    made: Sequence[Episode] = ()  # further episodes
 
     def cases(self) -> tuple[list[Case], list[str]]:
         """The cases, and texts to train a tokenizer on where the model brings none. Neither is required to be there."""

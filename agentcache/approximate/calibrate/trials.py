@@ -48,19 +48,17 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A case made ready. answer: ids that all methods are forced to say; bound: tokens that any of them could reuse."""
+    """A case made ready."""
 
     case: Case
     namespace: str
-    answer: tuple[int, ...]
-    bound: int
+    answer: tuple[int, ...]  # ids that all methods are forced to say
+    bound: int  # tokens that any of them could reuse
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One case under one method. refused: failed probes; unsure: 1 if a choice was closer than the calibration's margin: what follows is
-    computed anew, and alike. work_tokens: computed ones, in tokens through all layers. kl: nats per token; top1: equal first choices.
-    """
+    """One case under one method."""
 
     family: str
     method: str
@@ -69,13 +67,13 @@ class Served:
     prefix_tokens: int
     reused_tokens: int
     computed_tokens: int
-    refused: int
-    unsure: int
-    work_tokens: float
+    refused: int  # failed probes
+    unsure: int  # 1 if a choice was closer than the calibration's margin: later tokens are computed anew, and alike
+    work_tokens: float  # computed ones, in tokens through all layers
     step_ms: float
     exact_step_ms: float
-    kl: float
-    top1: float
+    kl: float  # nats per token
+    top1: float  # share of equal first choices
 
 
 SUMMED = ("prompt_tokens", "bound_tokens", "prefix_tokens", "reused_tokens", "computed_tokens", "refused", "unsure", "work_tokens")

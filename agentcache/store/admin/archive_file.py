@@ -34,13 +34,13 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Offsets in an archive. front: all bytes before the pages. pages: offset of each. ids, digests, bytes: offsets, the last the end."""
+    """Offsets in an archive."""
 
-    front: bytes
-    pages: tuple[int, ...]
-    ids: int
-    digests: int
-    bytes: int
+    front: bytes  # all bytes before the pages
+    pages: tuple[int, ...]  # offset of each
+    ids: int  # offset
+    digests: int  # offset
+    bytes: int  # offset of the end
 
 
 def plan(group: ToolGroup, rows: Sequence[Row]) -> Plan:

@@ -28,13 +28,13 @@ Progress = Callable[[int, int], None]  # bytes looked at so far, of how many
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """kind: index, page, missing, quarantined, orphan or part. name: of the file. mended: it is gone, or made anew."""
+    """Damage that the check found."""
 
-    kind: str
-    name: str
+    kind: str  # index, page, missing, quarantined, orphan or part
+    name: str  # of the file
     why: str
     bytes: int = 0
-    mended: bool = False
+    mended: bool = False  # it is gone, or made anew
 
 
 @dataclass(slots=True)

@@ -49,19 +49,15 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Offsets in the blob of one row.
+    """Offsets in the blob of one row."""
 
-    front: all bytes before the data. layer: the tensors of each layer without their number. sealed: whether layers and ids are encrypted.
-    ids, macs, bytes: offsets in the file, the last one of its end.
-    """
-
-    front: bytes
-    layer: tuple[Tensor, ...]
+    front: bytes  # all bytes before the data
+    layer: tuple[Tensor, ...]  # the tensors of each layer without their number
     layer_bytes: int
-    sealed: bool
-    ids: int
-    macs: int
-    bytes: int
+    sealed: bool  # layers and ids are encrypted
+    ids: int  # offset
+    macs: int  # offset
+    bytes: int  # offset of the end
 
     def at(self, layer: int) -> int:
         """Offset of a layer in the file."""

@@ -77,15 +77,15 @@ CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT RO
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One stored page. id 0: not in the index yet. place i: positions [512·i, ..). bad: why it is quarantined, None if it is not."""
+    """One stored page."""
 
-    id: int
+    id: int  # 0: not in the index yet
     page_key: bytes
     parent: bytes
     namespace: str
     fingerprint: str
     regime: str
-    place: int
+    place: int  # page i holds positions [512·i, ..)
     tokens: int
     ids: Ids = field(compare=False, repr=False)  # the key says it
     numerics: frozenset[str]
@@ -97,10 +97,10 @@ class Row:
     head_dim: int
     blob: str = ""
     bytes: int = 0
-    created: float = 0.0
-    used: int = 0
+    created: float = 0.0  # time.time()
+    used: int = 0  # a counter that only grows
     hits: int = 0
-    bad: str | None = None
+    bad: str | None = None  # the reason of its quarantine
 
 
 NAMES = tuple(column.name for column in fields(Row))
