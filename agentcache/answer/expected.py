@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import AgentCacheError
 from ..types import Constraint, Layout, Sampling, Tool, ToolCall
-from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, THINK, THINK_END, CallForm
+from .call_forms import PLAIN, CallForm
+from .family_forms import PROBE_ARGUMENTS, PROBE_TOOL
 from .grammar import Grammars
 from .parser import AnswerParser
 from .response_template import ResponseTemplate, template_for, template_of
@@ -111,7 +112,9 @@ def _template(prompt: str, grammars: Grammars, notes: list[str], *, held: bool) 
     begun = own.begun(prompt) if own else None
     if own is not None and begun is not None and not (held and not reads(own, begun, grammars.form)):
         return own, begun
-    return template_for(grammars.form.fields), THINK if prompt.rstrip().endswith(THINK) else ""
+    form = grammars.form
+    thought = form.thought[0].rstrip()
+    return template_for(PLAIN if held and not form.known else form.fields), thought if prompt.rstrip().endswith(thought) else ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,7 +125,7 @@ def reads(template: ResponseTemplate, begun: str, form: CallForm) -> bool:
     call = f"{form.before}{PROBE_TOOL}{form.between}{json.dumps(PROBE_ARGUMENTS)}{form.after}"
     more = f"{form.joint}{call}" if form.joint is not None else ""
     parser = AnswerParser(template, begun, names=(PROBE_TOOL,))
-    parser.push(f"zthought{THINK_END}\n\n" if parser.thinks else "")
+    parser.push(f"zthought{form.thought[1]}\n\n" if parser.thinks else "")
     parser.push(f"{form.trigger}{form.open}{call}{more}{form.close}")
     parser.finish()
     return parser.message.tool_calls == (ToolCall(PROBE_TOOL, PROBE_ARGUMENTS),) * (2 if more else 1) and not parser.message.content

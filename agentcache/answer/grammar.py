@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PromptError
 from ..namespace_lru import Covering
 from ..types import Constraint, Layout, Message, Tool, ToolCall
-from .call_forms import PROBE_ARGUMENTS, PROBE_TOOL, CallForm, form_of
+from .call_forms import CallForm
+from .family_forms import PROBE_ARGUMENTS, PROBE_TOOL, form_of
 
 if TYPE_CHECKING:
     from .grammar_compiler import GrammarCompiler

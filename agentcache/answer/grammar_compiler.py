@@ -15,15 +15,12 @@ from typing import Any
 from ..errors import ConfigError, ToolSchemaError
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Constraint, Tool
-from .call_forms import THINK, THINK_END, CallForm
+from .call_forms import CallForm
 from .grammar_rules import Thinking, arguments_schema, grammar
 from .guide import LONGEST, Compiled, Guide, Vocabulary
 
 PATTERNS = 8  # that allOf puts on one value
 COMPILED = 64  # remembered grammars; making one takes some milliseconds, more with many tools
-
-# Tokens that are part of what is written, whatever the tokenizer calls them; all other special tokens never appear in a completion.
-_WRITTEN = (b"<tool_call>", b"</tool_call>", b"<think>", b"</think>", b"[TOOL_CALLS]")
 
 
 class GrammarCompiler:
@@ -88,11 +85,11 @@ class GrammarCompiler:
 
     def _thinking(self, prompt: str, may: bool) -> Thinking:
         """may: a thought that the prompt has not begun is allowed."""
-        end = prompt.rstrip()
-        if end.endswith(THINK):
+        end, (opened, closed) = prompt.rstrip(), self.form.thought
+        if end.endswith(opened):
             return "open"
         source = str(getattr(self.tokenizer, "chat_template", "") or "")
-        return "may" if may and THINK in source and not end.endswith(THINK_END) else "none"
+        return "may" if may and opened in source and not end.endswith(closed) else "none"
 
     def _check_patterns(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]]) -> None:
         """Refuse a value that must match many patterns at once: compiling doubles its work with each, and nothing can cancel it."""
@@ -120,7 +117,7 @@ class GrammarCompiler:
     def _tokens_of(self, library: Any) -> tuple[Any, Vocabulary]:
         with self._lock:
             if self._tokens is None:
-                self._tokens = _tokens(library, self.tokenizer, self._vocab, self._stop_ids)
+                self._tokens = _tokens(library, self.tokenizer, self._vocab, self._stop_ids, self.form)
             return self._tokens
 
 
@@ -171,13 +168,15 @@ class _Tokens:
         return self._encode(text)
 
 
-def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int]) -> tuple[Any, Vocabulary]:
+def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int], form: CallForm) -> tuple[Any, Vocabulary]:
+    """Special tokens that the form spells are written like any others; no other special token is part of a completion."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(f"constraint=...: needs a fast tokenizer, and {type(tokenizer).__name__} is none")
     base = library.LLTokenizer(backend.to_str(), eos_token=[token for token in stop_ids if token < len(tokenizer)] or [0])
     tokens = [base.decode_bytes([token]) for token in range(base.vocab_size)]
-    never = [token for token, text in enumerate(tokens) if base.is_special_token(token) and text not in _WRITTEN]
+    spelled = "\n".join(form.literals).encode()
+    never = [token for token, text in enumerate(tokens) if base.is_special_token(token) and (not text or text not in spelled)]
     ends = stop_ids or [max(vocab, len(tokens))]  # without an end of turn one is made up, which no model can draw
     tokens += [b""] * (max(vocab, ends[-1] + 1) - len(tokens))
 
@@ -185,7 +184,9 @@ def _tokens(library: Any, tokenizer: Any, vocab: int, stop_ids: list[int]) -> tu
         return list(backend.encode(text, add_special_tokens=False).ids)
 
     wrapped = library.TokenizerWrapper(_Tokens(encode, tokens, sorted({*never, *ends}), ends[0]))
-    return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=ends), Vocabulary(tokens, encode, ends)
+    exits = (form.argument[2] if form.argument else "", form.answer[1])
+    vocabulary = Vocabulary(tokens, encode, ends, thought=form.thought[1], exits=exits)
+    return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=ends), vocabulary
 
 
 def _patterns(schema: Any) -> Counter[str]:

@@ -1,7 +1,8 @@
 """The grammar of one request, as text: free text, reasoning, calls in the form of a model's family, JSON by a schema. Knows no tokens.
 
-A completion is      [thought] text | [thought] [text trigger] calls
+A completion is      [thought] text | [thought] [text] trigger calls
 with a call form of  trigger open call (joint call)* close      and a call of      before NAME between ARGUMENTS after
+and, where text stands between marks of its own, either it or calls.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ Thinking = Literal["none", "may", "open"]  # whether a thought may come first; o
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPEN_ENDED = {"additionalProperties", "patternProperties", "anyOf", "oneOf"}
 _ANY = r"(.|\n)*"
-_THOUGHT = "thought: thought_text /\\n{0,2}/"
 _CLOSER = re.compile(r"<[/|][^<>]*>")
-_THOUGHT_STARTS = r"\s*<think>(.|\n)*"
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def grammar(constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], form
     regex: the constraint's, made fit for a grammar.
     """
     calls = bool(tools) and constraint.tool_choice != "none"
-    lines = _thoughts(thinking)
+    lines = _thoughts(thinking, form)
     lines += _texts(constraint, calls, form, thinking, regex)
     if calls:
         lines += _calls(tools, form, constraint.parallel and constraint.tool_choice in ("auto", "any"))
@@ -77,22 +76,30 @@ def grammar(constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], form
     return json.dumps({"grammars": parts})
 
 
-def _thoughts(thinking: Thinking) -> list[str]:
+def _thoughts(thinking: Thinking, form: CallForm) -> list[str]:
+    if thinking == "none":
+        return ["start: rest"]
+    opened, closed = map(_pattern, form.thought)
+    thought = "thought: thought_text" + ("" if form.answer[0] else " /\\n{0,2}/")
     if thinking == "open":
-        return ["start: thought rest", _THOUGHT, f"thought_text[lazy]: /{_ANY}<\\/think>/"]
-    if thinking == "may":
-        return ["start: thought rest | first", _THOUGHT, f"thought_text[lazy]: /<think>{_ANY}<\\/think>/"]
-    return ["start: rest"]
+        return ["start: thought rest", thought, f"thought_text[lazy]: /{_ANY}{closed}/"]
+    return ["start: thought rest | first", thought, f"thought_text[lazy]: /{opened}{_ANY}{closed}/"]
 
 
 def _texts(constraint: Constraint, calls: bool, form: CallForm, thinking: Thinking, regex: str) -> list[str]:
     """What comes behind the thought, or first where there is none (then it must not look like one)."""
     whole = _quoted(form.trigger) + " calls" if form.trigger else "calls"
     if constraint.structured or constraint.calls:
-        lines = [f"rest: {'structured' if constraint.structured else whole}{f' | {whole}' if constraint.structured and calls else ''}"]
+        text = _between(form, "structured") if constraint.structured else whole
+        lines = [f"rest: {text}{f' | {whole}' if constraint.structured and calls else ''}"]
         lines += ["first: rest"] if thinking == "may" else []
         return lines + (_structured(constraint, regex) if constraint.structured else [])
-    return _free("rest", calls, form, ()) + (_free("first", calls, form, (_THOUGHT_STARTS,)) if thinking == "may" else [])
+    never = rf"\s*{_pattern(form.thought[0])}{_ANY}"
+    return _free("rest", calls, form, ()) + (_free("first", calls, form, (never,)) if thinking == "may" else [])
+
+
+def _between(form: CallForm, text: str) -> str:
+    return " ".join((_quoted(form.answer[0]), text, _quoted(form.answer[1]))).strip()
 
 
 def _structured(constraint: Constraint, regex: str) -> list[str]:
@@ -106,6 +113,13 @@ def _structured(constraint: Constraint, regex: str) -> list[str]:
 
 def _free(rule: str, calls: bool, form: CallForm, never: Sequence[str]) -> list[str]:
     """Free text that is no call, or with calls behind it. A lazy rule ends where the trigger does: from there on it is a call."""
+    if form.answer[0]:  # either text or calls, each behind its own mark
+        marks = "|".join(_pattern(mark) for mark in (form.trigger, *form.answer) if mark)
+        text = f"{rule.upper()}_TEXT: /{_ANY}/ & ~/{_ANY}({marks}){_ANY}/"
+        whole = f" | {_quoted(form.trigger)} calls" if calls else ""
+        lazy = "[lazy]" if form.answer[1] else ""
+        body = f"{rule}_body{lazy}: {rule.upper()}_TEXT {_quoted(form.answer[1])}"
+        return [f"{rule}: {_quoted(form.answer[0])} {rule}_body{whole}", body, text]
     never = [*never, *([] if calls and form.trigger else [_looks_like_a_call(form)])]
     text = f"{rule.upper()}_TEXT: /{_ANY}/" + "".join(f" & ~/{pattern}/" for pattern in never)
     if not calls:
@@ -118,7 +132,7 @@ def _free(rule: str, calls: bool, form: CallForm, never: Sequence[str]) -> list[
 
 def _looks_like_a_call(form: CallForm) -> str:
     if form.trigger:
-        return _ANY + re.escape(form.trigger) + _ANY
+        return _ANY + _pattern(form.trigger) + _ANY
     return r"\s*\{\"name\"" + _ANY
 
 
@@ -155,7 +169,7 @@ def _value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], end: s
     text = rf"(.|\n){{{least},{most}}}" if least or most != "" else _ANY
     if isinstance(pattern := schema.get("pattern"), str):
         text = _whole(pattern)
-    never = "|".join(re.escape(mark).replace("/", r"\/") for mark in _CLOSER.findall(closers))  # a reader would take it for the end
+    never = "|".join(map(_pattern, _CLOSER.findall(closers)))  # a reader would take it for the end
     return [f"{rule}[lazy]: {rule.upper()} {_quoted(end)}", f"{rule.upper()}: /{text}/ & ~/{_ANY}({never}){_ANY}/"]
 
 
@@ -171,3 +185,8 @@ def _whole(pattern: str) -> str:
 def _quoted(text: str) -> str:
     """A literal; nothing for the empty one."""
     return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _pattern(text: str) -> str:
+    """A regex of a literal text."""
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")

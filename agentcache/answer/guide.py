@@ -38,13 +38,15 @@ _CLOSERS, _NUMERIC = b'}]",', b"0123456789.-+eE"
 _NUMBER = re.compile(rb"-?[0-9][0-9.eE+-]*$")
 _EASY, _LATE = b"n0123456789ft", b"\\[{ \n\t"  # which bytes an ending tries first and last
 _STRUCTURE = re.compile(rb'[",]')
-_TAGS = ("</think>", "\n</parameter>\n")
 
 
 class Vocabulary:
-    """A tokenizer's ids as endings need them. tokens: bytes of each id. encode: ids of a literal text. ends: ids that end a turn."""
+    """A tokenizer's ids as endings need them. tokens: bytes of each id. encode: ids of a literal text. ends: ids that end a turn.
 
-    def __init__(self, tokens: Sequence[bytes], encode: Any, ends: Sequence[int]) -> None:
+    thought: text that ends a thought. exits: texts that end other free text.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], encode: Any, ends: Sequence[int], *, thought: str, exits: Sequence[str]) -> None:
         self.tokens = tokens
         first = np.array([token[0] if token else -1 for token in tokens])
         self.numeric = np.isin(first, list(_NUMERIC))
@@ -61,8 +63,12 @@ class Vocabulary:
         self.closing = frozenset(single[byte] for byte in _CLOSERS if byte in single)
         self._known: dict[bytes, list[int]] = {}
         self.encode = encode
-        self.thought = list(encode(_TAGS[0]))
-        self.exits = [[single[ord('"')]] if ord('"') in single else list(encode('"')), *(list(encode(text)) for text in _TAGS)]
+        self.thought = list(encode(thought))
+        self.exits = [
+            [single[ord('"')]] if ord('"') in single else list(encode('"')),
+            self.thought,
+            *(list(encode(text)) for text in exits if text),
+        ]
 
     def allowed(self, matcher: Any) -> Bits:
         """Which ids may come next."""

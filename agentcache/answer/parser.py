@@ -161,7 +161,10 @@ class AnswerParser:
             return False
         if region is sink:
             return bool(found.end() > found.start())
-        self._open(region, found)
+        if region.kind != "mark":
+            self._open(region, found)
+        elif not self._made or isinstance(self._made[-1], InvalidCall):
+            self._say("text", found.start(), found.end())
         return True
 
     def _open(self, region: Region, found: Any) -> None:
@@ -213,7 +216,7 @@ class AnswerParser:
         text = text.lstrip() if held is None else held + text
         kept = text.rstrip()
         if kept:
-            self._out.append(Delta(kind, kept))
+            self._out.append(Delta("reasoning" if kind == "reasoning" else "text", kept))
             self._said[kind].append(kept)
         self._space[kind] = text[len(kept) :] if kept or held is not None else None
 
@@ -286,7 +289,7 @@ class AnswerParser:
         body = self._text[self._body : stop]
         half = region.close.pattern.search(body, partial=True) if ended and region.close else None
         opened = self._text[self._start : self._body]
-        text = opened + (body[: half.start()] if half else body)
+        text = opened + body[: half.start()] if half else self._text[self._start : end]
         calls = [] if ended and self._cut else region.calls(text, None if self._template.typed else self._tools)
         for call in calls:
             self._take(whole(self._typed(call) if self._template.typed else call))
@@ -301,5 +304,5 @@ class AnswerParser:
 
     def _typed(self, call: ToolCall) -> ToolCall:
         known = {each["name"]: each.get("parameters") or {} for tool in self._tools if "name" in (each := tool.get("function", tool))}
-        schema = known.get(call.name, {})
-        return ToolCall(call.name, {key: value_of(text, schema, key) for key, text in call.arguments.items()})
+        schema, said = known.get(call.name, {}), call.arguments.items()
+        return ToolCall(call.name, {key: value_of(value, schema, key) if isinstance(value, str) else value for key, value in said})

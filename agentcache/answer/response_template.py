@@ -16,7 +16,8 @@ from .call_forms import PLAIN, Fields
 from .call_json import CallKeys, load
 
 CALLS, TEXT, THOUGHTS = "tool_calls", "content", frozenset({"reasoning_content", "reasoning", "thinking"})
-Kind = Literal["text", "reasoning", "call"]
+MARKS = "marks"  # a field of rows: what is left of a section of calls once they are read
+Kind = Literal["text", "reasoning", "call", "mark"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +116,7 @@ def _compiled(said: str) -> ResponseTemplate:
 
 def _region(name: str, field: Any, said: Mapping[str, Any]) -> Region:
     calls = name.startswith(CALLS) and field.open_re is not None
-    kind: Kind = "call" if calls else "reasoning" if name in THOUGHTS else "text"
+    kind: Kind = "call" if calls else "reasoning" if name in THOUGHTS else "mark" if name == MARKS else "text"
     opened, close = _mark(field.open_re, said.get("open")), _mark(field.close_re, said.get("close"))
     return Region(kind, opened, close, field.join or "", _keys(said) if calls else None)
 
@@ -147,7 +148,7 @@ def _keys(field: Mapping[str, Any]) -> CallKeys | None:
         return None
     name, arguments = (function[key].strip("{}") for key in ("name", "arguments"))
     if arguments == "content":
-        return None
+        return CallKeys(name="", arguments=()) if name == "name" else None
     inside = "" if field.get("transform_each") else "content."
     if not (name.startswith(inside) and arguments.startswith(inside)):
         return None

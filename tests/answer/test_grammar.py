@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from agentcache import Constraint, Tool
-from agentcache.answer.call_forms import CallForm, form_of
+from agentcache.answer.call_forms import CallForm
+from agentcache.answer.family_forms import form_of
 from agentcache.answer.grammar import Grammars
 from agentcache.answer.grammar_rules import closed
 from agentcache.answer.parser import parse

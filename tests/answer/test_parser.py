@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.answer.call_forms import HERMES as HERMES_FORM
-from agentcache.answer.call_forms import TAGS
+from agentcache.answer.family_forms import HERMES as HERMES_FORM
+from agentcache.answer.family_forms import TAGS
 from agentcache.answer.parser import AnswerParser, Delta, parse
 from agentcache.answer.response_template import template_for
 from agentcache.types import Message, ToolCall

@@ -137,6 +137,12 @@ def test_arguments_of_one_object_come_while_they_are_written() -> None:
     assert [(d.kind, d.text) for d in reader.push(" way")] == [("arguments", " way")]
 
 
+def test_arguments_after_a_naming_mark_come_while_they_are_written() -> None:
+    reader = stream(CHANNELS)
+    assert [d.text for d in reader.push(CHANNEL[:-3])] == ["tide", '{"harbour": "Averi']
+    assert [(d.kind, d.text) for d in reader.push('l"}')] == [("arguments", 'l"}')]
+
+
 def test_text_waits_no_longer_than_it_must() -> None:
     reader = stream(OBJECT)
     assert [d.text for d in reader.push("Hello <tool")] == ["Hello"]
@@ -149,7 +155,6 @@ def test_text_waits_no_longer_than_it_must() -> None:
         (OBJECT, "Well: <tool_call>\n{broken</tool_call> so."),
         (OBJECT, '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
         (OBJECT, '<tool_call>{"name": "tide", "arguments": [1]}</tool_call>'),
-        (CHANNELS, CHANNEL[:-1]),
         (LIST, '<|START_ACTION|>[{"tool_name": "tide"}]<|END_ACTION|>'),
         (LIST, "<|START_ACTION|>[3]<|END_ACTION|>"),
         (CHANNELS, "No channel at all."),
@@ -164,9 +169,8 @@ def test_malformed_calls_and_text_without_a_place_are_text(template: dict[str, A
         assert "".join(d.text for d in deltas) == text
 
 
-@pytest.mark.parametrize("template", [OBJECT, TAGS], ids=["object", "tags"])
-def test_half_a_call_is_none(template: dict[str, Any]) -> None:
-    text = CALL if template is OBJECT else TAGGED
+@pytest.mark.parametrize(("template", "text"), [(OBJECT, CALL), (TAGS, TAGGED), (CHANNELS, CHANNEL)], ids=["object", "tags", "channels"])
+def test_half_a_call_is_none(template: dict[str, Any], text: str) -> None:
     for stop in range(1, len(text) - 1, 3):
         reader = stream(template)
         deltas = taken(reader, text[:stop], range(stop), cut="at max_tokens=1")

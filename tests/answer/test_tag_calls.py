@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache import Constraint, Engine, Message, Sampling, Tool, toy
-from agentcache.answer.call_forms import HERMES, TAGS
 from agentcache.answer.expected import reads
+from agentcache.answer.family_forms import HERMES, TAGS
 from agentcache.answer.grammar import Grammars
 from agentcache.answer.parser import AnswerParser
 from agentcache.answer.response_template import template_for, template_of

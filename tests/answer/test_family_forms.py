@@ -1,0 +1,285 @@
+"""Each family's form: read off a chat template of its shape, read back from what that renders, and written under a constraint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentcache import Constraint, Engine, Message, Sampling, Tool, ToolCall
+from agentcache.answer.call_forms import PLAIN
+from agentcache.answer.grammar import Grammars
+from agentcache.answer.parser import AnswerParser
+from agentcache.answer.response_template import template_for
+from agentcache.layout import Renderer
+from tests import models
+from tests.answer.deltas import message_of
+from tests.answer.grammars import drawn_blindly, spelled
+
+pytest.importorskip("llguidance")
+
+OBJECT = "{{ c.function.arguments | tojson }}"
+NAMED = '{"name": "{{ c.function.name }}", "arguments": ' + OBJECT + "}"
+VALUES = "{% for k, v in c.function.arguments | items %}BEFORE{{ k }}BETWEEN{{ v if v is string else v | tojson }}AFTER{% endfor %}"
+GEMMA = (
+    "{% for k, v in c.function.arguments | items %}{{ ',' if not loop.first }}{{ k }}:"
+    "{{ '<|\"|>' + v + '<|\"|>' if v is string else v }}{% endfor %}"
+)
+
+
+def values(before: str, between: str, after: str) -> str:
+    return VALUES.replace("BEFORE", before).replace("BETWEEN", between).replace("AFTER", after)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What its chat template writes: each call, and what stands around and between them, around thoughts and around text."""
+
+    call: str
+    opened: str = ""
+    joint: str = ""
+    closed: str = ""
+    thought: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
+    text: tuple[str, str] = ("", "\n")
+    # calls as a constraint writes them, where the template shows them otherwise
+    written: str = ""
+    parallel: bool = True
+    flat: bool = False
+
+
+FAMILIES = {
+    "nemotron": Family(NAMED, "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    "lfm2": Family(NAMED, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    "phi4": Family(NAMED, "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    "granite3": Family(NAMED, "<|tool_call|>[", ", ", "]"),
+    "mistral": Family("[TOOL_CALLS]{{ c.function.name }}[ARGS]" + OBJECT, thought=("[THINK]", "[/THINK]"), text=("", "")),
+    "seed": Family(
+        "\n<seed:tool_call>\n<function={{ c.function.name }}>\n"
+        + values("<parameter=", ">", "</parameter>\n")
+        + "</function>\n</seed:tool_call>",
+        thought=("<seed:think>", "</seed:think>\n"),
+    ),
+    "glm": Family(
+        "\n<tool_call>{{ c.function.name }}\n"
+        + values("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+        + "</tool_call>"
+    ),
+    "minimax": Family(
+        '<invoke name="{{ c.function.name }}">\n' + values('<parameter name="', '">', "</parameter>\n") + "</invoke>\n",
+        "<minimax:tool_call>\n",
+        closed="</minimax:tool_call>",
+    ),
+    "gpt-oss": Family(
+        " to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>" + OBJECT + "<|call|>",
+        thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        text=("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
+        written='<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}',
+        parallel=False,
+    ),
+    "deepseek": Family(
+        "<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>" + OBJECT + "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>",
+        closed="<｜tool▁calls▁end｜>",
+    ),
+    "kimi": Family(
+        "<|tool_call_begin|>functions.{{ c.function.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>" + OBJECT + "<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        closed="<|tool_calls_section_end|>",
+        written="<|tool_calls_section_begin|><|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        parallel=False,
+    ),
+    "cohere": Family(
+        '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", "parameters": ' + OBJECT + "}",
+        "<|START_ACTION|>[\n",
+        ",\n",
+        "\n]<|END_ACTION|>",
+        thought=("<|START_THINKING|>", "<|END_THINKING|>"),
+        text=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        parallel=False,
+    ),
+    "gemma": Family(
+        "<|tool_call>call:{{ c.function.name }}{{ '{' }}" + GEMMA + "}<tool_call|>",
+        thought=("<|channel>thought\n", "<channel|>"),
+        parallel=False,
+        flat=True,
+    ),
+}  # fmt: skip
+LOOK = {
+    "type": "object",
+    "properties": {
+        "query": {"type": "string", "maxLength": 6},
+        "n": {"type": "integer", "minimum": 0, "maximum": 9},
+        "deep": {"type": "object"},
+    },
+    "required": ["query"],
+}
+TOOLS = [Tool("look", "", LOOK), Tool("ping")]
+SHOWN = [{"name": tool.name, "parameters": tool.parameters} for tool in TOOLS]
+
+
+@cache
+def grammars(name: str) -> Grammars:
+    family, made = FAMILIES[name], models.toy_tokenizer()
+    (opened, closed), (before, after) = family.thought, family.text
+    call = "{{ JOINT if not loop.first }}".replace("JOINT", repr(family.joint)) + family.call
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}" + opened + "{{ m.reasoning_content }}" + closed + "{% endif %}"
+        "{% if m.content and m.role == 'assistant' %}" + before + "{{ m.content }}" + after + "{% else %}{{ m.content }}{% endif %}"
+        "{% if m.tool_calls %}" + family.opened + "{% for c in m.tool_calls %}" + call + "{% endfor %}" + family.closed + "{% endif %}"
+        "<|im_end|>\n{% if loop.first and tools %}{{ tools | tojson }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return Grammars(made, models.VOCAB, frozenset({made.eos_token_id}), Renderer(made).render)
+
+
+def rendered(made: Grammars, message: Message) -> str:
+    """An assistant's turn, as its chat template shows it."""
+    shown = Renderer(made.tokenizer).render([Message("user", "Tide?"), message], TOOLS, generation=False).text
+    return str(shown.split("<|im_start|>assistant\n")[-1].split("<|im_end|>")[0])
+
+
+def read(made: Grammars, text: str, cuts: list[int]) -> AnswerParser:
+    parser = AnswerParser(template_for(made.form.fields), tools=SHOWN, names=("look", "ping"))
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    deltas = [d for a, b in zip(places, places[1:]) for d in parser.push(text[a:b])] + parser.finish()
+    if not parser.invalid_calls:
+        assert message_of(deltas) == parser.message
+    return parser
+
+
+@cache
+def turns(name: str) -> list[tuple[Message, str]]:
+    """Assistant's turns and what the chat template shows of each."""
+    arguments = {"query": "tide {7} é", "n": 3} | ({} if FAMILIES[name].flat else {"deep": {"a": [1, None, "}"]}})
+    calls = (ToolCall("look", arguments), ToolCall("ping", {}))
+    said = (
+        Message("assistant", "I look.", calls, reasoning="Tides? Maybe <b>."),
+        Message("assistant", "", calls[:1]),
+        Message("assistant", "At noon.", reasoning="Hm."),
+        Message("assistant", "At noon."),
+    )
+    return [(message, rendered(grammars(name), message)) for message in said]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=15, deadline=None)
+@given(cuts=st.lists(st.integers(0, 400), max_size=60))
+def test_what_the_template_shows_is_read_back(name: str, cuts: list[int]) -> None:
+    for message, text in turns(name):
+        for places in ([], cuts):
+            parser = read(grammars(name), text, places)
+            said = parser.message
+            assert (said.content, said.reasoning) == (message.content, message.reasoning), text
+            assert [(c.name, dict(c.arguments)) for c in said.tool_calls] == [(c.name, dict(c.arguments)) for c in message.tool_calls]
+            assert parser.invalid_calls == ()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_is_read_back_character_by_character(name: str) -> None:
+    for _, text in turns(name):
+        assert read(grammars(name), text, list(range(len(text)))).message == read(grammars(name), text, []).message
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_a_call_of_any_family_is_none(name: str) -> None:
+    made = grammars(name)
+    text = rendered(made, Message("assistant", "", (ToolCall("look", {"query": "tide", "n": 3}, "functions.look:0"),))).lstrip()
+    whole = read(made, text, []).message
+    for stop in range(len(text)):
+        parser = AnswerParser(template_for(made.form.fields), tools=SHOWN, names=("look", "ping"))
+        parser.push(text[:stop])
+        parser.finish("at max_tokens=9: raise it")
+        calls, content = parser.message.tool_calls, parser.message.content
+        assert calls == whole.tool_calls or (not calls and content == text[:stop].strip()), text[:stop]
+
+
+WRITTEN = sorted(set(FAMILIES) - {"gemma"})
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_written_as_the_template_shows_them(name: str) -> None:
+    made, family = grammars(name), FAMILIES[name]
+    assert made.form.known
+    one = family.written or rendered(made, Message("assistant", "", (ToolCall("ping", {}, "functions.ping:0"),))).lstrip()
+    for constraint in (Constraint("ping"), Constraint("any"), Constraint()):
+        assert spelled(made, constraint, one, TOOLS) == "end", one
+    assert spelled(made, Constraint("look"), one, TOOLS) not in ("end", "more")
+    two = rendered(made, Message("assistant", "", (ToolCall("ping", {}, "a"), ToolCall("look", {"query": "tide"}, "b")))).lstrip()
+    if family.parallel:
+        assert spelled(made, Constraint("any"), two, TOOLS) == "end", two
+        assert spelled(made, Constraint("any", parallel=False), two, TOOLS) not in ("end", "more")
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_is_drawn_is_a_valid_call(name: str, seed: int) -> None:
+    made = grammars(name)
+    text = drawn_blindly(made, Constraint("look"), seed, TOOLS)
+    if text:
+        parser = AnswerParser(template_for(made.form.fields if made.form.known else PLAIN), tools=SHOWN)
+        parser.push(text)
+        parser.finish()
+        (call,) = parser.message.tool_calls
+        assert call.name == "look"
+        assert len(call.arguments["query"]) <= 6
+        assert call.arguments.keys() <= LOOK["properties"].keys()
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "cohere"])
+def test_text_stands_between_the_marks_of_its_family(name: str) -> None:
+    made = grammars(name)
+    opened, closed = made.form.answer
+    schema = Constraint(schema={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    assert spelled(made, Constraint(), f"{opened}At noon.{closed}", TOOLS) == "end"
+    assert spelled(made, Constraint("none"), f"{opened}At noon.{closed}", TOOLS) == "end"
+    assert spelled(made, Constraint(), "At noon.", TOOLS) == ""
+    assert spelled(made, schema, f'{opened}{{"a": 1}}{closed}', []) == "end"
+    assert spelled(made, schema, '{"a": 1}', []) == ""
+    thought = "".join((made.form.thought[0], "Hm.", made.form.thought[1]))
+    assert spelled(made, schema, f'{thought}{opened}{{"a": 1}}{closed}', [], thinks=True) == "end"
+    assert spelled(made, schema, f'{thought}{opened}{{"a": 1}}{closed}', []) != "end"
+    assert json.loads(read(made, f'{thought}{opened}{{"a": 1}}{closed}', []).message.content) == {"a": 1}
+
+
+def test_marks_that_are_special_tokens_are_written() -> None:
+    made = models.toy_tokenizer()
+    made.chat_template = grammars("gpt-oss").tokenizer.chat_template
+    marks = ["<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>", "<|call|>"]
+    made.add_special_tokens({"additional_special_tokens": [*marks, "<|refusal|>"]})
+    ids = dict(zip(marks, made.convert_tokens_to_ids(marks)))
+    grammar = Grammars(made, len(made), frozenset({ids["<|call|>"]}), Renderer(made).render)
+    guide = grammar.guide(Constraint("ping"), TOOLS, "")
+    for token in (*made(FAMILIES["gpt-oss"].written, add_special_tokens=False)["input_ids"], ids["<|call|>"]):
+        masked = guide.mask(torch.zeros(len(made)))
+        assert masked is not None
+        assert masked[token] == 0
+        assert masked[made.convert_tokens_to_ids("<|refusal|>")] == -torch.inf
+        guide.accept(token)
+
+
+def spoken(text: str, tokenizer: Any) -> Sampling:
+    """What makes an engine say exactly this."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Sampling(forced=(*ids, tokenizer.eos_token_id), max_tokens=len(ids) + 1)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "glm", "gemma"])
+def test_the_engine_reads_and_writes_its_templates_form(tiny: Any, name: str) -> None:
+    message, text = turns(name)[0]
+    with Engine(tiny("qwen3"), grammars(name).tokenizer, store=None) as engine:
+        free = engine.generate([Message("user", "Tide?")], TOOLS, sampling=spoken(text, engine.tokenizer))
+        held = engine.generate([Message("user", "Tide?")], TOOLS, sampling=Sampling(max_tokens=200), constraint=Constraint("ping"))
+    assert [(c.name, dict(c.arguments)) for c in free.message.tool_calls] == [(c.name, dict(c.arguments)) for c in message.tool_calls]
+    assert (free.message.content, free.message.reasoning) == (message.content, message.reasoning)
+    assert free.receipt.reasoning_tokens > 0
+    assert free.finish_reason == "tool_calls"
+    assert [(c.name, dict(c.arguments)) for c in held.message.tool_calls] == [("ping", {})]
+    assert any("Hermes" in note for note in held.receipt.notes) == (name == "gemma")
