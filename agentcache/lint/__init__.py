@@ -1,4 +1,4 @@
-"""Why a prompt's prefix moved: first differing token, who wrote it, what it costs, the fix. Loads no model, no torch; runs no request.
+"""The cause that a prompt's prefix moved: first differing token, writer, cost, fix. Loads no model, no torch; runs no request.
 
 sources              recorded requests of any provider, one at a time
 conversations        which conversation a request belongs to

@@ -1,6 +1,6 @@
-"""Which conversation under one id a request goes on: a planner, its sub-agents and a writer of titles have one each. Keeps nothing.
+"""The conversation under one id that a request continues: a planner, its sub-agents and a writer of titles have one each. Keeps nothing.
 
-Requests of one agent share their front: its tools and how its system text begins. Where those changed, what was said tells.
+Requests of one agent share their front: its tools and how its system text begins. Where those changed, the messages decide.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Front = tuple[bool, tuple[str, ...], str]
 
 
 class Line(Protocol):
-    """What one agent said last."""
+    """The last messages of one agent."""
 
     @property
     def last(self) -> Request: ...
@@ -32,12 +32,12 @@ L = TypeVar("L", bound=Line)
 
 
 def front_of(request: Request) -> Front:
-    """What all requests of an agent share: its tools, and how its system text begins, but for times and ids; raw text has neither."""
+    """The common front of an agent's requests: its tools, and the start of its system text, but for times and ids; raw text has neither."""
     return request.prompt is not None, tuple(sorted({tool.name for tool in request.tools})), _start(request)[:200]
 
 
 def whose(lines: Sequence[L], request: Request) -> L | None:
-    """Of the conversations under one id, the newest one first, the one that this request goes on; None: it begins another one."""
+    """The conversation that this request continues, of those under one id, newest first; None: it begins another one."""
     if not lines:
         return None
     newest = lines[0].last
@@ -62,7 +62,7 @@ def _likest(lines: Sequence[L], request: Request) -> L | None:
 
 
 def _likeness(last: Request, request: Request) -> int:
-    """How surely a request with another front is the same agent's; 0: it is not."""
+    """The certainty that a request with another front is the same agent's; 0: it is not."""
     if (last.prompt is None) != (request.prompt is None):
         return 0
     old, new = _start(last), _start(request)
@@ -78,7 +78,7 @@ def _likeness(last: Request, request: Request) -> int:
 
 
 def _asked_once(last: Request, request: Request) -> bool:
-    """Whether both are questions that are not gone on from, and not the same: each call of a writer of titles is one."""
+    """True if both are questions without continuation, and differ: each call of a writer of titles is one."""
     if last.prompt is not None or request.prompt is not None or not last.history or not request.history:
         return False
     if any(said.role in ("assistant", "tool") for said in (*last.history, *request.history)):
@@ -87,7 +87,7 @@ def _asked_once(last: Request, request: Request) -> bool:
 
 
 def _shared(last: Request, request: Request) -> int:
-    """How many messages are said again."""
+    """Count the messages that are sent again."""
     return len({alike(said) for said in last.history} & {alike(said) for said in request.history})
 
 

@@ -93,7 +93,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _tool_text(was: str, now: str) -> tuple[Cause, str]:
-    """The schema of one tool changed: the order of its keys or items, a volatile value in it, or what it says."""
+    """The schema of one tool changed: the order of its keys or items, a volatile value in it, or its words."""
     old, new = parsed(was), parsed(now)
     if json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True):
         return Cause.ORDER, "the keys of its schema are in another order"
@@ -167,6 +167,6 @@ def _lines(old: list[str], new: list[str], front: bool) -> tuple[Cause, str]:
 
 
 def _goes_on(old: list[str], at: int, new: list[str], to: int) -> bool:
-    """Whether from here on the two go on alike: some lines, or the rest of the earlier one."""
+    """True if from here on the two go on alike: some lines, or the rest of the earlier one."""
     size = min(4, len(old) - 1 - at, len(new) - to)  # the last line of the earlier one may have been half a line
     return size > 0 and old[at : at + size] == new[to : to + size]

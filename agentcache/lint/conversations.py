@@ -1,4 +1,4 @@
-"""Which conversation a request belongs to: by the id its log gives, else by what it shares with the last request of each.
+"""The conversation of a request: by the id its log gives, else by its common part with the last request of each.
 
 Under one id several agents may speak, each in conversations of its own: `agents` says which of them a request goes on.
 """
@@ -47,7 +47,7 @@ class Conversation:
 
     @property
     def front(self) -> Front:
-        """What all requests of its agent share."""
+        """The common front of its agent's requests."""
         if self.known_front is None:
             self.known_front = front_of(self.last)
         return self.known_front
@@ -113,7 +113,7 @@ class Conversations:
         return track
 
     def _forget(self, track: Conversation) -> None:
-        """What finds it; it is found again once it is placed."""
+        """Drop the keys that find it; placing it sets them again."""
         if track.last.track is not None and (names_of := self._ids.get(track.last.track)) is not None:
             names_of.pop(track.name, None)
             if not names_of:
@@ -171,7 +171,7 @@ class Conversations:
         return self._replaced(request) if best is None and request.prompt is None else best
 
     def _replaced(self, request: Request) -> str | None:
-        """The open conversation that this one may be with its history replaced: a request in the middle of a task that nobody began."""
+        """The open conversation that this one may be with its history replaced: a request in the middle of a task without a beginning."""
         told = [*request.system[1:], *request.history[:1]]
         if _begins(request) and not any(speaks_of_summary(said.content) for said in told):
             return None
@@ -195,7 +195,7 @@ class Conversations:
         return self._words[track.name]
 
     def _starts_over(self, track: Conversation, request: Request, marks: Counter[bytes]) -> bool:
-        """Whether the request is only the beginning of that conversation once more, or of another one; or a text that lacks its end."""
+        """True if the request is only the beginning of that conversation once more, or of another one; or a text that lacks its end."""
         last = track.last
         if (last.prompt is None) != (request.prompt is None):
             return True
@@ -225,33 +225,33 @@ class Conversations:
 
 
 def _begins(request: Request) -> bool:
-    """Whether nobody has answered yet."""
+    """True if there is no answer yet."""
     return all(said.role not in ("assistant", "tool") for said in request.history)
 
 
 class Words(NamedTuple):
-    """What a history says: all its words, and those that name something: with digits, or long, and not the system text's."""
+    """The words of a history: all, and those that name something: with digits, or long, and not the system text's."""
 
     naming: set[str]
     all: set[str]
 
     @classmethod
     def of(cls, request: Request) -> Words:
-        """Of one request."""
+        """Words of one request."""
         found = set(_WORD.findall(" ".join(said.content for said in request.history)))
         common = set(_WORD.findall(" ".join(said.content for said in request.system)))
         naming = {word for word in found if len(word) >= 7 or any(letter.isdigit() for letter in word)}
         return cls(naming - common, {word for word in found if len(word) >= 3})
 
     def overlap(self, known: Words) -> bool:
-        """Whether this may be about the same as what is known: two conversations of one application share some words too."""
+        """True if this may be about the known text: two conversations of one application share some words too."""
         if min(len(self.naming), len(known.naming)) >= FEW:
             return share(self.naming, known.naming) >= NAMED
         return share(self.all, known.all) >= WORDED
 
 
 def share(words: set[str], known: set[str]) -> float:
-    """Which share of the words is known."""
+    """The share of the words that is known."""
     return len(words & known) / max(1, len(words))
 
 

@@ -17,7 +17,7 @@ BEFORE, BEHIND = 60, 100  # characters of context
 
 
 class Diagnosis(NamedTuple):
-    """What one pair came to, in tokens: how much the earlier prompt made reusable, what must be computed again, and why."""
+    """The result of one pair, in tokens: reusable ones, those to compute again, and the cause."""
 
     reused: int
     again: int
@@ -59,7 +59,7 @@ def diagnose(
 
 
 def _token_parting(old: Tokens, new: Tokens) -> tuple[Parting | None, int]:
-    """Where the ids part; a difference inside the generation prompt is none."""
+    """The place where the ids part; a difference inside the generation prompt is none."""
     shared = shared_start(old.encoded.ids, new.encoded.ids)
     if shared >= min(old.stable, len(new.encoded.ids)):
         return None, shared
@@ -72,7 +72,7 @@ def _token_parting(old: Tokens, new: Tokens) -> tuple[Parting | None, int]:
 
 
 def _pattern(was: Request, now: Request, cause: Cause) -> str:
-    """What finds the first changed span of the system text again."""
+    """A pattern that finds the first changed span of the system text again."""
     for one, other in zip(was.system, now.system):
         if one.content != other.content:
             at = common_chars(one.content, other.content)

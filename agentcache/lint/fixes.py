@@ -1,4 +1,4 @@
-"""What to do about each cause, in one sentence that names the writer. Finds nothing."""
+"""The fix for each cause, in one sentence that names the writer. Finds nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is likely to cost reuse, seen in one request alone, or in what became of an answer. Compares no prompts."""
+"""Hazards: likely costs of reuse, seen in one request alone, or in an answer that came back. Compares no prompts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Hazards:
             yield name, hash(text[spot.start : spot.stop])
 
     def came_back(self, was: Request, now: Request) -> None:
-        """Whether the model's recorded answer stands in the next request as it was said."""
+        """True if the model's recorded answer stands in the next request unchanged."""
         at = len(was.history)
         if was.answer is None or at >= len(now.history) or now.history[at].role != "assistant":
             return

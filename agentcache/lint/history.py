@@ -1,4 +1,4 @@
-"""Two message lists of one conversation: the first place where the later one does not go on from the earlier, and what was done there."""
+"""Two message lists of one conversation: the first place where the later one does not go on from the earlier, and the change there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANY = 8  # places of one message that are tried
 
 
 class Turned(NamedTuple):
-    """What happened to the history: `was` and `at` are the indices of the first difference in the earlier and the later list."""
+    """A change of the history: `was` and `at` are the indices of the first difference in the earlier and the later list."""
 
     cause: Cause
     was: int
@@ -36,7 +36,7 @@ class Turned(NamedTuple):
 
 
 def speaks_of_summary(text: str) -> bool:
-    """Whether a text says that it stands for earlier messages."""
+    """True if a text says that it stands for earlier messages."""
     return _SUMMARY.search(text[:400]) is not None
 
 
@@ -53,7 +53,7 @@ def alike(said: Said) -> tuple[object, ...]:
 
 
 def _meant(arguments: str) -> str:
-    """What arguments stand for, also dumped twice or printed as Python does."""
+    """The value of arguments, also dumped twice or printed as Python does."""
     value: object = parsed(arguments)
     if value is None and arguments.lstrip()[:1] == '"':
         try:
@@ -74,7 +74,7 @@ def _settled(text: str) -> str:
 
 
 def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
-    """What keeps `now` from starting with `was`; None if nothing does, or if `now` only stops earlier."""
+    """The change that keeps `now` from starting with `was`; None if there is none, or if `now` only stops earlier."""
     first = next((at for at, (one, other) in enumerate(zip(was, now)) if one != other), min(len(was), len(now)))
     if first >= len(was) or first >= len(now):
         return None
@@ -93,7 +93,7 @@ def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
     gone, come = _moved(old, new)
     if come == 0 and gone:
         return _removed(was, now, first, gone)
-    if len(old) == 1 and come and old[0][0] != "assistant" and new[0][0] == "assistant":  # answered, and said once more behind that
+    if len(old) == 1 and come and old[0][0] != "assistant" and new[0][0] == "assistant":  # answered, and sent once more after that
         return Turned(Cause.EDITED, first, first, f"the last message ({old[0][0]}) was not kept: taken out again")
     if gone == 0 and come:
         cause = Cause.SUMMARY if front else Cause.EDITED
@@ -108,13 +108,13 @@ def turned(was: Sequence[Said], now: Sequence[Said]) -> Turned | None:
 
 
 def _unwrapped(was: Said, now: Said) -> bool:
-    """Whether a user's message was first shown inside more text, such as a workflow's state or retrieved passages, and is bare now."""
+    """True if a user's message was first shown inside more text, such as a workflow's state or retrieved passages, and is bare now."""
     bare = now.content.strip()
     return was.role == now.role == "user" and len(bare) < len(was.content.strip()) and bool(bare) and was.content.strip().endswith(bare)
 
 
 def _summed_up(was: Said, now: Said) -> bool:
-    """Whether a message was a summary, and is another one now."""
+    """True if a message was a summary, and is another one now."""
     return was.role == now.role != "tool" and speaks_of_summary(was.content) and speaks_of_summary(now.content)
 
 
@@ -141,7 +141,7 @@ def _moved(old: list[tuple[object, ...]], new: list[tuple[object, ...]]) -> tupl
 
 
 def _permuted(old: list[tuple[object, ...]], new: list[tuple[object, ...]]) -> int:
-    """How many messages from here on are the same in another order: results in the order in which they arrived."""
+    """Count the messages from here on that are the same in another order: results in the order in which they arrived."""
     seen: Counter[tuple[object, ...]] = Counter()
     for count, (one, other) in enumerate(zip(old[:16], new[:16]), 1):
         seen[one] += 1
@@ -182,7 +182,7 @@ def _text_changed(was: Said, now: Said, at: int) -> Turned:
 
 
 def _calls_dropped(was: Said, now: Said) -> bool:
-    """Whether an assistant message lost what it said before its call or its answer, and nothing else."""
+    """True if an assistant message lost its text before its call or its answer, and nothing else."""
     if was.role != "assistant" or now.role != "assistant" or alike(was)[2] != alike(now)[2]:
         return False
     old, new = unthought(was.content), unthought(now.content)
@@ -190,7 +190,7 @@ def _calls_dropped(was: Said, now: Said) -> bool:
 
 
 def _removed(was: Sequence[Said], now: Sequence[Said], at: int, gone: int) -> Turned:
-    """Messages that are gone: text for one request, which nobody answered as a turn, or the history itself."""
+    """Messages that are gone: text for one request, which no turn answered, or the history itself."""
     said = was[at : at + gone]
     # what stood before the newest message, and has a successor there now: written for each request
     moving = at + gone == len(was) - 1 and len(now) > 1 and now[-2].role == said[0].role
@@ -232,7 +232,7 @@ def _replaced_tail(old: Sequence[Said], new: Sequence[Said], at: int, front: boo
 
 
 def similar(was: str, now: str, share: float = 0.2) -> bool:
-    """Whether two texts start and end alike for a good part of the shorter."""
+    """True if two texts start and end alike for a good part of the shorter."""
     head = common_chars(was, now)
     most = min(len(was), len(now))
     return head + shared_end(was, now, most - head) >= share * most

@@ -1,4 +1,4 @@
-"""JSON values one behind the other, or in an array, out of a stream of any size: a damaged one is passed over. Knows no files.
+"""JSON values one after the other, or in an array, out of a stream of any size: a damaged one is passed over. Knows no files.
 
 A buffer holds little more than one value. Only the outermost array is opened; if it is one request, a list of messages, it is one value.
 """
@@ -15,16 +15,16 @@ CHUNK = 1 << 20  # bytes read at a time
 MOST = 64 << 20  # characters of one value, beyond which it is taken for damaged
 TRIES = 500  # places in damaged text at which a value might begin and does not, before the rest is left out; some more for each value
 TRIES_EACH = 4
-NEAR = 16  # characters before the end of what was read where an error may only say that the value goes on
+NEAR = 16  # characters before the end of the buffer where an error may only say that the value goes on
 
 Note = Callable[[int, str], None]
 
 _SPACE = re.compile(r"[ \t\r\n,]*")
-_BEGINS = re.compile(r"[\n,][ \t\r\n]*(?=[{\[])")  # where a value may begin behind a damaged one
+_BEGINS = re.compile(r"[\n,][ \t\r\n]*(?=[{\[])")  # where a value may begin after a damaged one
 
 
 def is_message(value: Any) -> bool:
-    """Whether a value is a message: a list that starts with one is a request, and no array of requests."""
+    """True if a value is a message: a list that starts with one is a request, and no array of requests."""
     return isinstance(value, dict) and "role" in value
 
 
@@ -74,7 +74,7 @@ class JsonStream:
         self._pass(self._at + 1)
 
     def _skip(self) -> bool:
-        """Whether a value, or a bracket, stands behind spaces and commas."""
+        """True if a value, or a bracket, stands after spaces and commas."""
         while True:
             found = _SPACE.match(self._buffer, self._at)
             assert found is not None
@@ -100,7 +100,7 @@ class JsonStream:
         return True
 
     def _value(self) -> tuple[Any, int]:
-        """The value at this place, and where it stops; what was read ends inside it: reads on. Raises what decoding raises."""
+        """The value at this place, and its end; reads on where the buffer ends inside it. Raises what decoding raises."""
         while True:
             try:
                 value, stop = self._decoder.raw_decode(self._buffer, self._at)
@@ -126,7 +126,7 @@ class JsonStream:
         return found
 
     def _search(self) -> bool:
-        """Whether there is a next value, moving to it: behind a line or a comma, and no piece of the damaged one."""
+        """Move to the next value, if there is one: after a line or a comma, and no piece of the damaged one."""
         while True:
             found = _BEGINS.search(self._buffer, self._at)
             if found is None:
@@ -147,7 +147,7 @@ class JsonStream:
             self._pass(stop)
 
     def _whole(self, value: Any) -> bool:
-        """Whether a value behind a damaged one is no piece of that: a message, a part of one, a tool."""
+        """True if a value after a damaged one is no piece of that: a message, a part of one, a tool."""
         if self._messages is not None:
             return is_message(value)
         if isinstance(value, list):

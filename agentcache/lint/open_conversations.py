@@ -61,7 +61,7 @@ class OpenConversations:
 
 
 def _request(number: int, rendered: Any) -> Request:
-    """A rendered prompt in lint's words: canonical, without what was there for one prompt only."""
+    """A rendered prompt in lint's words: canonical, without text for one prompt only."""
     said = [_said(turn.source, turn.data) for turn in rendered.turns]
     leading = next((at for at, one in enumerate(said) if one.role != "system"), len(said))
     tools = tuple(

@@ -134,7 +134,7 @@ def _track(raw: Mapping[str, Any]) -> str | None:
 
 
 def _answer(outer: Mapping[str, Any], note: Note) -> Said | None:
-    """What the model said, if the log has it beside the request."""
+    """The model's answer, if the log has it beside the request."""
     for key in ("response", "completion", "output"):
         found = outer.get(key)
         if not isinstance(found, Mapping):
@@ -180,7 +180,7 @@ def _named(catalog: Mapping[str, Any], listed: Sequence[Any], note: Note) -> lis
 
 
 def _events(events: Any, note: Note) -> list[tuple[int, list[Any]]]:
-    """(before which message, tools) of what was added in the middle of a conversation."""
+    """(index of the next message, tools) of tools added in the middle of a conversation."""
     out = []
     for event in _list(events, "tools_events", note):
         before = event.get("before_message", 0) if isinstance(event, Mapping) else None
@@ -304,7 +304,7 @@ def _arguments(arguments: Any) -> str:
 
 
 def _text(content: Any) -> str:
-    """What a content says; parts that are no text stand as their JSON."""
+    """The text of a content; parts that are no text stand as their JSON."""
     if isinstance(content, str) or content is None:
         return content or ""
     if not isinstance(content, list):

@@ -1,4 +1,4 @@
-"""A request's prompt as parts with one writer each, in characters: what is compared when no tokenizer is given. Knows no templates.
+"""A request's prompt as parts with one writer each, in characters: compared when no tokenizer is given. Knows no templates.
 
 The rendering is neutral: each part once, in the order in which the provider shows them; four characters stand for one token.
 """
@@ -56,7 +56,7 @@ class Prompt:
 
 
 class Parting(NamedTuple):
-    """Where two prompts part: the index of the part, how much of it is shared, and how much is shared in all."""
+    """The place where two prompts part: the index of the part, the shared length of it, and the shared length in all."""
 
     part: int
     inside: int
@@ -93,7 +93,7 @@ def _message(said: Said) -> str:
 
 
 def parting(was: Prompt, now: Prompt) -> Parting | None:
-    """Where `now` leaves `was`; None if it goes on from all of it, or only stops earlier."""
+    """The place where `now` leaves `was`; None if it goes on from all of it, or only stops earlier."""
     shared = 0
     for at, (one, other) in enumerate(zip(was.parts, now.parts)):
         if one.body != other.body:
@@ -116,7 +116,7 @@ def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def again(was: Prompt, now: Prompt, at: Parting) -> int:
-    """Characters or ids behind the parting that stood in the earlier prompt too, and must be computed again all the same."""
+    """Characters or ids after the parting that stood in the earlier prompt too, and must be computed again all the same."""
     left = Counter(part.body for part in was.parts[at.part :])
     ids = None if isinstance(now.parts[at.part].body, str) else array("q", [one for part in was.parts[at.part :] for one in part.body])
     total = 0
@@ -132,7 +132,7 @@ def again(was: Prompt, now: Prompt, at: Parting) -> int:
 
 
 def _elsewhere(known: array[int], ids: Sequence[int]) -> int:
-    """How many of these ids stand in a row somewhere among the known: a message that was wrapped in more text, or is wrapped in it now.
+    """Count these ids that stand in a row somewhere among the known: a message that was wrapped in more text, or is wrapped in it now.
 
     Its first ids may be cut otherwise beside other text, so that a run is looked for at a few places.
     """
@@ -146,7 +146,7 @@ def _elsewhere(known: array[int], ids: Sequence[int]) -> int:
 
 
 def _alike(one: Any, other: Any, skip: int) -> int:
-    """What two bodies share at their start, behind `skip`, and at their end."""
+    """The common parts of two bodies: at their start, after `skip`, and at their end."""
     one, other = one[skip:], other[skip:]
     head = shared_start(one, other)
     most = min(len(one), len(other)) - head
@@ -157,7 +157,7 @@ def _alike(one: Any, other: Any, skip: int) -> int:
 
 
 def _inner(one: str, other: str) -> int:
-    """What of a text is found again at another place: raw prompts whose middle moved."""
+    """The part of a text that is found at another place: raw prompts whose middle moved."""
     for size in (200, 60):
         if len(one) < size or len(other) < size:
             continue

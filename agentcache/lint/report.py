@@ -1,4 +1,4 @@
-"""All of one source: each request after the other, the findings, what they cost together. Prints nothing."""
+"""All of one source: each request after the other, the findings, and their cost. Prints nothing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .templated import REFUSALS, Loaded, Templated, Tokens
 from .values import Cause, Finding, Hazard, Problem, Request, Step
 
 PROBLEMS = 1_000  # kept in full; further ones are counted
-APPLICATIONS = 256  # of which the first request of the newest conversation is kept, for `across`
-PARTS = 400  # steps of which the parts are kept: the bars of the page
+APPLICATIONS = 256  # with the first request of the newest conversation, for `across`
+PARTS = 400  # steps with their parts: the bars of the page
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to look. tools_first: None for what the provider is known to do; price: of a million prompt tokens, computed and cached."""
+    """Settings of lint. tools_first: None for the provider's known order; price: of a million prompt tokens, computed and cached."""
 
     tools_first: bool | None = None
     tokenizer: Loaded | None = None
@@ -39,7 +39,7 @@ class Options:
 
 @dataclass(slots=True)
 class Report:
-    """What was found in one source."""
+    """The findings in one source."""
 
     source: str
     unit: str
@@ -221,5 +221,5 @@ def _quoted(value: object) -> str:
 
 
 def _stable(request: Request) -> Request:
-    """What all conversations of an application share."""
+    """The common front of an application's conversations."""
     return replace(request, history=(), prompt=None)

@@ -1,11 +1,11 @@
-"""Tokenising a prompt whose start changed: what stands behind the change is not tokenised again. Knows text and tokens only.
+"""Tokenising a prompt whose start changed: text after the change is not tokenised again. Knows text and tokens only.
 
     known   |== shared ==|xx|========== moved ==========|..
     new     |== shared ==|yyyyy|========== moved ==========|.......
                          |-- window --|
 
 The window is tokenised; where its tokens agree with the known ones over a run, the known ones go on (the proof of `layout.tokenise`,
-read from the other side). Where it fails, all behind the change is tokenised.
+read from the other side). Where it fails, all text after the change is tokenised.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from ..layout.tokenise import BACK, RUN, Encoded, Encoder, agreement, common_chars
 from .texts import shared_end
 
-LEAST = 2_000  # characters behind a change that are worth the search
+LEAST = 2_000  # characters after a change that are worth the search
 ANCHOR = 256  # characters that are looked for in the new text
 LAST = 64  # characters at the end of a prompt that the next one may not keep: the generation prompt
 

@@ -1,4 +1,4 @@
-"""Histories that a provider keeps: a responses request may name what it goes on from, and hold only what is new. Makes it whole again.
+"""Histories that a provider holds: a responses request may name the response it continues, with new items only. Makes it whole again.
 
 That takes the response it names, from the same log. Where that is missing, the request can be compared with nothing, and is marked so.
 """
@@ -11,15 +11,15 @@ from typing import Any
 
 from .values import Note
 
-HELD = 32 << 20  # characters of the histories held, at most, what they share counted in each of them
+HELD = 32 << 20  # characters of the histories held, at most, shared ones counted in each of them
 
 
 class ServerHistories:
-    """What stood in a history once a response was given, by the response's id."""
+    """The items of a history up to a response, by the response's id."""
 
     def __init__(self, held: int = HELD) -> None:
         self._held, self._size = held, 0
-        self._items: OrderedDict[str, tuple[list[Any], int]] = OrderedDict()  # what nothing went on from is kept longest
+        self._items: OrderedDict[str, tuple[list[Any], int]] = OrderedDict()  # histories without continuation stay longest
         self._told = False
 
     def whole(self, body: Mapping[str, Any], outer: Mapping[str, Any], note: Note) -> tuple[Mapping[str, Any], bool]:
@@ -60,7 +60,7 @@ def conversation_id(value: Any) -> str | None:
 
 
 def _is_held(conversation: Any) -> bool:
-    """Whether this names a conversation that the provider holds, and is no name that a log gives to its own."""
+    """True if this names a conversation that the provider holds, and no log's own name."""
     named = conversation if isinstance(conversation, str) else conversation_id(conversation)
     return named is not None and named.startswith("conv_")
 

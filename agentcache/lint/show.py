@@ -57,7 +57,7 @@ def _head(report: Report) -> Text:
 
 
 def strip(step: Step, width: int) -> list[tuple[str, int]]:
-    """(colour, columns) of one step: what was reused, computed again, new."""
+    """(colour, columns) of one step: reused, computed again, new."""
     total = max(1, step.tokens)
     again = min(width, -(-step.again * width // total)) if step.again else 0
     reused = min(width - again, round(step.reused * width / total))
@@ -65,7 +65,7 @@ def strip(step: Step, width: int) -> list[tuple[str, int]]:
 
 
 def _marks(encoding: str) -> dict[str, str]:
-    """What a column of a strip is drawn with; letters where the stream has no blocks: then it is likely to have no colours either."""
+    """The character of a strip's column; letters where the stream has no blocks: then it is likely to have no colours either."""
     try:
         "█".encode(encoding)
     except UnicodeEncodeError:

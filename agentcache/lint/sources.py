@@ -1,4 +1,4 @@
-"""JSON values out of files of any size, and out of a program's own objects, one at a time. Knows nothing of what they mean."""
+"""JSON values out of files of any size, and out of a program's own objects, one at a time. Knows nothing of their meaning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _of_file(file: IO[bytes], note: Note) -> Iterator[tuple[int, Any]]:
 
 
 def _of_object(source: str) -> Iterator[tuple[int, Any]]:
-    """What `module:object` yields or returns; the object's code runs."""
+    """The requests that `module:object` yields or returns; the object's code runs."""
     name, _, attribute = source.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -71,7 +71,7 @@ def _of_bytes(file: IO[bytes], note: Note) -> Iterator[tuple[int, Any]]:
 
 
 def _is_list_line(line: bytes, ended: bool) -> bool:
-    """Whether a line that starts with "[" is one request, a bare list of messages, and not the start of an array of requests."""
+    """True if a line that starts with "[" is one request, a bare list of messages, and not the start of an array of requests."""
     try:
         value = json.loads(line) if ended or len(line) < CHUNK else None
     except (ValueError, RecursionError):
@@ -80,9 +80,9 @@ def _is_list_line(line: bytes, ended: bool) -> bool:
 
 
 def _goes_on(first: bytes, text: bytes, more: bool) -> bool:
-    """Whether an object is spread over several lines: the first line is no value, nor is any of the next ones."""
+    """True if an object is spread over several lines: the first line is no value, nor is any of the next ones."""
     lines = text.split(b"\n")[1:4]
-    cut = more and text.count(b"\n") <= len(lines)  # the last of them goes on behind what was read
+    cut = more and text.count(b"\n") <= len(lines)  # the last of them goes on after the bytes read
     if cut and lines.pop()[:1] == b"{":
         return False  # in an object that is spread, a key stands there, or a space
     for line in (first, *lines):

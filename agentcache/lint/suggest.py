@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 def entries(report: Report) -> list[Entry]:
-    """What would be declared volatile: spans of the system text that are likely to change, and others that did."""
+    """Spans to declare volatile: those of the system text that are likely to change, and others that did."""
     found: dict[str, Entry] = {}
     for entry in _likely(report.hazards):
         found.setdefault(entry.pattern, entry)

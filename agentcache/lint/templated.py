@@ -88,7 +88,7 @@ class Tokens(Prompt):
         return next((span for span in self.spans if span.start <= token < span.stop), None)
 
     def char(self, token: int) -> int:
-        """Where in the text a token starts."""
+        """The character at which a token starts."""
         return self.encoded.ends[token - 1] if 0 < token <= len(self.encoded.ends) else 0
 
 

@@ -1,4 +1,4 @@
-"""What a chat template does to reuse: small conversations rendered, as `layout/template.py` does, with more questions. No model."""
+"""The effect of a chat template on reuse: small conversations rendered, as `layout/template.py` does, with more questions. No model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Probe:
 
 
 def template_of(name: str) -> Any:
-    """What renders: the template of a file, or the tokenizer of a folder or an id."""
+    """A renderer: the template of a file, or the tokenizer of a folder or an id."""
     path = Path(name)
     if path.is_file() and path.name != "tokenizer_config.json":
         return Bare(read_template(path))
@@ -140,7 +140,7 @@ class _Asking:
             return None
 
     def reasoning(self, system: list[Plain]) -> bool | None:
-        """Whether a run with reasoning stays as it was at the next user turn; None if reasoning is never shown."""
+        """True if a run with reasoning is unchanged at the next user turn; None if reasoning is never shown."""
         call, result = _step({"zarg": "zval"})
         run = [*system, _USER, {**call, "reasoning_content": _THOUGHT}, result]
         one = self._shown(run)
@@ -150,18 +150,18 @@ class _Asking:
         return two.startswith(one)
 
     def generation(self, system: list[Plain]) -> bool | None:
-        """Whether the prompt that an answer followed is still the start of the prompt with that answer in it."""
+        """True if the prompt that an answer followed is still the start of the prompt with that answer in it."""
         one, two = self._shown([*system, _USER]), self._shown([*system, _USER, {"role": "assistant", "content": "Zansqc words."}, _NEXT])
         return None if one is None or two is None else two.startswith(one)
 
     def toggled(self, system: list[Plain]) -> float | None:
-        """Which share of a prompt with tools is left when the tools are not sent."""
+        """The share of a prompt with tools that is left when the tools are not sent."""
         messages = [*system, _USER, *_step({"zarg": "zval"})]
         one, two = self._shown(messages), self._shown(messages, ())
         return None if one is None or two is None else round(common_chars(one, two) / len(one), 3)
 
     def dated(self, system: list[Plain]) -> str | None:
-        """Where the template prints the time, if it does: rendered with two clocks, put before it as a macro."""
+        """The place where the template prints the time, if it does: rendered with two clocks, put before it as a macro."""
         source = self._tokenizer.get_chat_template(None, [_TOOL])
         if "strftime_now" not in source:
             return None
@@ -178,17 +178,17 @@ class _Asking:
         return "it can tell the time, but did not here"
 
     def tool_keys(self, system: list[Plain]) -> bool | None:
-        """Whether the order of a schema's keys shows."""
+        """True if the order of a schema's keys shows."""
         turned = {"function": dict(reversed(list(_TOOL["function"].items()))), "type": "function"}
         return _differ(self._shown([*system, _USER]), self._shown([*system, _USER], (turned,)))
 
     def argument_keys(self, system: list[Plain]) -> bool | None:
-        """Whether the order of a call's arguments shows."""
+        """True if the order of a call's arguments shows."""
         one, two = {"zarg": "zval", "zbrg": 1}, {"zbrg": 1, "zarg": "zval"}
         return _differ(*(self._shown([*system, _USER, *_step(arguments)]) for arguments in (one, two)))
 
     def string_arguments(self, system: list[Plain]) -> tuple[str, bool | None, str]:
-        """What becomes of arguments that are JSON text instead of an object."""
+        """The rendering of arguments that are JSON text instead of an object."""
         given = self._shown([*system, _USER, *_step({"zarg": "zval"})])
         text = self._shown([*system, _USER, *_step('{"zarg": "zval"}')])
         if text is None:
@@ -196,13 +196,13 @@ class _Asking:
         return ("same", None, "") if text == given else ("written differently", None, "send arguments as objects")
 
     def beside(self, system: list[Plain]) -> bool | None:
-        """Whether text next to a call is shown."""
+        """True if text next to a call is shown."""
         call, result = _step({"zarg": "zval"})
         shown = self._shown([*system, _USER, {**call, "content": "Zbesideqi"}, result])
         return None if shown is None else "Zbesideqi" in shown
 
     def later_system(self, system: list[Plain]) -> tuple[str, bool | None, str]:
-        """Where a system message in the middle goes."""
+        """The place of a system message from the middle."""
         later = {"role": "system", "content": "Zlaterqj words."}
         shown = self._shown([*system, _USER, {"role": "assistant", "content": "Zansqc words."}, later, _NEXT])
         if shown is None:

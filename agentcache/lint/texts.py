@@ -16,7 +16,7 @@ from .volatile import Value, kind_of, values
 
 WINDOW = 160  # characters around the difference that are cut into values, so that values are whole
 MOST = 1_500  # values on each side up to which pieces are aligned; longer differences are one piece
-PAIRS = 1_000_000  # of equal values that aligning may look at; what is not aligned by then is one piece, not a second of waiting
+PAIRS = 1_000_000  # of equal values that aligning may look at; the rest is one piece, not a second of waiting
 
 
 class Aligner(SequenceMatcher[Value]):
@@ -103,7 +103,7 @@ def causes(was: str, now: str, in_system: bool = False) -> list[Cause | None]:
 
 
 def same_items(was: str, now: str) -> bool:
-    """Whether the texts hold the same in another order: JSON keys, lines, or items of a list."""
+    """True if the texts hold the same in another order: JSON keys, lines, or items of a list."""
     if was == now or abs(len(was) - len(now)) > 8:
         return False
     if (one := parsed(was)) is not None and one == parsed(now):

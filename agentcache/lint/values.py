@@ -1,4 +1,4 @@
-"""What the parts of lint hand to each other: requests as they were read, and what was found in them. Reads and decides nothing."""
+"""Values that the parts of lint hand to each other: requests as read, and findings in them. Reads and decides nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Json = Mapping[str, Any]
 
 
 class Note(Protocol):
-    """Hears what cannot be used as it is: wording of ours, with %s for each value of the source, which not everybody may be shown."""
+    """Hears of unusable input: wording of ours, with %s for each value of the source, which may be redacted."""
 
     def __call__(self, said: str, *values: object) -> None: ...
 
 
 class Cause(str, Enum):
-    """Why a prompt is not the previous prompt and more."""
+    """The cause that a prompt is not the previous prompt and more."""
 
     CLOCK = "clock"  # a date, a time of day, a duration
     ID = "id"  # a uuid, a session, an address, call ids made anew
@@ -125,7 +125,7 @@ class Finding:
     """A request that could not go on from the one before it.
 
     token, char: where its prompt first differs. cost_tokens: what had to be computed again though it stood in the previous prompt.
-    also: causes of further differences behind the first. across: compared with another conversation instead of its own.
+    also: causes of further differences after the first. across: compared with another conversation instead of its own.
     pattern: finds the changed span of a system text again, "" where no pattern does.
     """
 
@@ -162,7 +162,7 @@ class Hazard:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One request in numbers of tokens: what the previous prompt of its conversation made reusable, and what it did not.
+    """One request in numbers of tokens: those that the previous prompt of its conversation made reusable, and the rest.
 
     again: stood in the previous prompt and had to be computed all the same. parts: (kind, tokens), in order.
     """

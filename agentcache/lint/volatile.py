@@ -21,7 +21,7 @@ _MIXED = r"(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]"  # letters and
 _TAGGED = r"[A-Za-z]{2,16}[_-](?=[A-Za-z0-9]*\d)[A-Za-z0-9]{6,}"
 _RUN = r"(?=[\w+/-]*\d)(?=[\w+/-]*[A-Za-z])[A-Za-z0-9](?:[A-Za-z0-9]|[_+/-](?=[A-Za-z0-9_+/-])){8,127}={0,2}"  # an id, if it looks random
 
-# The alternatives in the order in which they win; what they match is one value, never a piece of one.
+# The alternatives in the order in which they win; a match is one value, never a piece of one.
 _VALUES = (
     rf"(?P<stamp>(?<![\w.-]){_STAMP}|(?<!\d)\d{{8}}T\d{{4,6}}Z?\b)",
     rf"(?P<time>(?<![\w:.]){_TIME}{_ZONE}{{0,2}}(?![\w:]))",
@@ -36,7 +36,7 @@ _VALUES = (
 )
 _VALUE = re.compile("|".join(_VALUES), re.DOTALL)
 _NO_RUN = re.compile("|".join(each for each in _VALUES if "<run>" not in each), re.DOTALL)
-# Words before a bare number that say what it is (the nearest one counts), and words right behind it, which count more.
+# Words before a bare number that name it (the nearest one counts), and words right after it, which count more.
 _CUES = re.compile(
     r"(?P<clock>\b(?:time|date|clock|now|today|timestamp|elapsed|uptime|since|weekday|datum|uhr)(?![a-z]))"
     r"|(?P<id>(?:\b|_)(?:ids?|uuid|guid|session|nonce|hash|sha\d*|token|salt|seed|pid|fingerprint|etag|key)(?:\b|_))"
@@ -52,7 +52,7 @@ _ID_CUE = re.compile(r"(\b|_)(id|ids|uuid|guid|session|nonce|hash|sha\d*|token|s
 _NOW_CUE = re.compile(
     r"\b(current(ly)?|now|today(?:'s)?|as of|generated (at|on)|timestamp|date|time|updated|datum|uhrzeit)\b", re.IGNORECASE
 )
-_NEAR = 48  # characters before a value in which a word says what it is
+_NEAR = 48  # characters before a value in which a word names it
 
 
 class Value(NamedTuple):
@@ -79,7 +79,7 @@ def values(text: str) -> list[Value]:
 
 
 def _random(run: str) -> bool:
-    """Whether letters, digits and cases alternate as nobody writes them: `V1StGXR8_Z5jdHi6B-myT`, not `getUser2` or `python-3`."""
+    """True if letters, digits and cases alternate as no writer does: `V1StGXR8_Z5jdHi6B-myT`, not `getUser2` or `python-3`."""
     kinds = ["0" if c.isdigit() else "a" if c.islower() else "A" for c in run if c.isalnum()]
     turns = sum(one != other and one + other != "Aa" for one, other in zip(kinds, kinds[1:]))
     return turns >= 3 and turns >= 0.27 * len(kinds)
@@ -90,7 +90,7 @@ _PLAIN = ("space", "mark")
 
 
 def kind_of(was: list[Value], now: list[Value], before: str, after: str, in_system: bool) -> Cause | None:
-    """What a changed region is, if it is only volatile values: `before` and `after` are the text around it."""
+    """The class of a changed region, if it is only volatile values: `before` and `after` are the text around it."""
     told = [value for value in (*was, *now) if value.kind not in _PLAIN]
     if not told or not was or not now:
         return None
