@@ -73,15 +73,15 @@ Tools = Seq[Tool | Mapping[str, Any]]
 class Engine:
     """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager.
 
-    In a forked child requests raise EngineForkedError, and `close` leaves alone what is the parent's: make another engine there.
+    In a forked child requests raise EngineForkedError, and `close` leaves the parent's pins and files alone: make another engine there.
 
     model: Hugging Face id, folder, or a loaded model (then with its tokenizer). loading: device, dtype, load_in_4bit, load_in_8bit,
     revision, token, trust_remote_code, as of transformers' from_pretrained, for a model that is loaded here. memory_bytes: budget for
     cached pages, by default a quarter of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact",
-    "lossy" to accept what is stored with fewer bits, "approximate" to accept repeated text from other positions too, or "off" to keep
-    nothing. calibration: what `agentcache calibrate` wrote, where it is not in the store's folder. store: folder or options of the store
-    on disk, None to keep nothing there. layout: what becomes of text that is declared volatile. strict: calls of requests without a
-    constraint are held to the tools' schemas; by default if the model's generation config has `strict_calls`.
+    "lossy" to accept pages of fewer bits, "approximate" to accept repeated text from other positions too, or "off" to cache nothing.
+    calibration: the file of `agentcache calibrate`, where it is not in the store's folder. store: folder or options of the store on
+    disk, None for no disk. layout: the place of text that is declared volatile. strict: calls of requests without a constraint are
+    held to the tools' schemas; by default if the model's generation config has `strict_calls`.
     """
 
     def __init__(
@@ -322,14 +322,14 @@ class Engine:
     # -- keeping in order ------------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """Declare a change that cannot be noticed (a sparse `.data` edit, state inside a hook): no page so far is used again."""
+        """Declare a change that cannot be noticed (a sparse `.data` edit, state inside a hook): no earlier page is used again."""
         if self.fingerprint:
             self.fingerprint.invalidate()
 
     def forget(self, *, namespace: str | None = None, group: str | None = None, older_than: float | None = None) -> Forgotten:
-        """Delete what is kept in memory and on disk, pinned or not: of a namespace, made more than `older_than` seconds ago (0: all), or
-        both; or the tool group of that name, in `namespace` or "default", and what continues it and no other group shares. Every engine
-        over the store lets go by its next request; requests that run keep nothing of it. StoreError: the disk's part cannot be deleted."""
+        """Delete pages in memory and on disk, pinned or not: of a namespace, made more than `older_than` seconds ago (0: all), or both;
+        or the tool group of that name, in `namespace` or "default", and its continuations that no other group shares. Every engine
+        over the store lets go by its next request; running requests cache none of them. StoreError: the disk's part cannot be deleted."""
         self.check_open()
         return self.store.delete(namespace, group, older_than, self._groups.all)
 
@@ -360,7 +360,7 @@ class Engine:
             raise EngineClosedError("the engine is closed: create a new one")
 
     def close(self) -> None:
-        """End running requests, write what is to be kept, free all pages, give the model object back as it was. Closing twice is fine."""
+        """End running requests, write pending pages, free all pages, give the model object back as it was. Closing twice is fine."""
         self._closed = True
         self._end()
 

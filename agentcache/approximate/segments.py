@@ -3,7 +3,7 @@
 windows   the new text of a prompt; stored pages that say the same are asked for, and this prompt's are noted for later
 propose   repeated runs after the exact prefix, in the same namespace and under the same weights
 attach    moved to where they are wanted; their heads (halo) are left to be computed
-advance   at each junction, once the halo is computed: does it agree with what was stored? which tokens differ most?
+advance   at each junction, once the halo is computed: does it agree with the stored keys? which tokens differ most?
 doubt     at each greedy choice: is it clear enough to be the choice after everything computed, too?
 """
 
@@ -32,7 +32,7 @@ from .segment_prefetch import SegmentPrefetch, SegmentQuery
 from .stored_text import StoredText
 from .windows import TokenTexts, Window, windows
 
-PROBED = 4  # tokens of a halo, the last ones, that are compared with what was stored
+PROBED = 4  # tokens of a halo, the last ones, that are compared with the stored ones
 
 
 def ranges(runs: Sequence[tuple[Run, frozenset[int]]], calibration: Calibration) -> tuple[list[Attach], list[Segment]]:
@@ -285,7 +285,7 @@ class SegmentReuse:
         self.calibration = None if for_good else self.calibration
 
     def answered(self) -> None:
-        """Note what the prompt says and is kept exactly: later processes can find it. Perhaps the monitor computes the request again."""
+        """Index the exactly cached text of the prompt: later processes can find it. Perhaps the monitor computes the request again."""
         running, kept = self._running, self._running.admitted_tokens
         if self.scope is not None and self.calibration is not None:
             self._owner.monitor.consider(running, self.calibration)

@@ -1,4 +1,4 @@
-"""The place of volatile text: after everything, as the template can show it. Knows neither tokenizers nor what was declared, or how.
+"""The place of volatile text: after everything, as the template can show it. Knows neither tokenizers nor declarations.
 
 A form is tried by rendering it and holding it against the prompt without the text: whatever stands before must still stand there,
 unchanged, and the text after it. A template that hoists, drops or refuses a form is found out that way, on the conversation at hand.

@@ -69,7 +69,7 @@ def read(
     """Fill the first `tokens` slots of an empty page in the computer's memory from the blob of `row`.
 
     progress: called with the bytes of each piece, from one thread at a time. stop: give up between two pieces; that is a BlobError too.
-    BlobError: the blob is not what it should be. StoreError: it could not be read for another reason. The page is empty and zero then.
+    BlobError: the blob is damaged or foreign. StoreError: it could not be read for another reason. The page is empty and zero then.
     """
     (error,) = read_many(folder, [(row, page, tokens)], stop=stop, progress=progress, threads=threads)
     if error is not None:
@@ -103,7 +103,7 @@ def describe(folder: Folder, name: str) -> Row:
 
 
 def verify(folder: Folder, row: Row) -> None:
-    """Check every byte of a blob, in little memory. BlobError says what is wrong."""
+    """Check every byte of a blob, in little memory. BlobError names the fault."""
     with opened(folder, row) as blob:
         scratch = memoryview(bytearray(min(PIECE, blob.plan.layer_bytes)))
         for layer in range(row.layers):

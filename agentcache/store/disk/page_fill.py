@@ -1,6 +1,6 @@
 """Pages being filled from blobs, by several threads at once. Writes no files, and knows no index.
 
-One layer is one unit of work: threads take layers in turn, so that one reads while another hashes what it has just read. A page counts
+One layer is one unit of work: threads take layers in turn, so that one reads while another hashes the bytes it has just read. A page counts
 as filled only when the macs of all its layers, and the one over everything else, were right.
 
 A full page keeps the memory of the system's page cache, mapped, which other processes share: nothing is copied, and no new memory has
@@ -167,7 +167,7 @@ class Reading:
             self._at = len(self.fillings)
 
     def close(self) -> None:
-        """Empty what was not finished, once no thread works any more."""
+        """Empty unfinished pages, once no thread works any more."""
         for filling in self.fillings:
             if not filling.ended:
                 filling.error = filling.error or StoreError(f"reading of blob {filling.row.blob!r} was interrupted")
