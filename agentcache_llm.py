@@ -110,7 +110,7 @@ def main() -> None:
     found = _quick_conflict()
     if found:
         sys.exit(f"agentcache: {found}")
-    from agentcache.cli import app
+    from agentcache.cli.app import app
 
     app(prog_name=PACKAGE, obj=conflict)
 

@@ -16,13 +16,13 @@ from agentcache.approximate.calibrate.trials import lossy_copy
 from agentcache.bench import catalog, report
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption
 from agentcache.bench.report import number, table
-from agentcache.cli_print import report_errors
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 from agentcache.kv import PAGE_TOKENS, KVSpec, Sequence
 from agentcache.model.hf import HFModel
 from agentcache.runner import Runner, Work
 from agentcache.store.disk import quantize
+from agentcache.terminal import report_errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def read_counts() -> dict[str, Any]:
     for path in wheel:
         folders[path.relative_to(WHEEL).parts[0] if path.parent != WHEEL else "."] += lines([path])
     many = sorted((found for path in wheel for found in parameters(path) if found[0] > 8), reverse=True)
-    commands = [found for found in many if Path(found[1].split(":")[0]).name.startswith("cli")]
+    commands = [found for found in many if re.search(r"\bcli(/|\.py:)", found[1])]
     wing = WHEEL / "approximate"
     near = [path for path in wheel if not path.is_relative_to(wing) and re.search(r"(?i)\bapproximat(?!e=)", path.read_text())]
     drawing = (ROOT / "docs" / "structure.md").read_text().partition("## The main path")[2].partition("## ")[0]

@@ -12,8 +12,8 @@ from agentcache import traces
 from agentcache.bench import report
 from agentcache.bench.environment import machine, versions
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption, numbers
-from agentcache.cli_print import report_errors
 from agentcache.engine import Engine
+from agentcache.terminal import report_errors
 
 from . import strategies
 

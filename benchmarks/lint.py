@@ -15,9 +15,9 @@ from rich.table import Table
 
 from agentcache.bench.options import JsonOption
 from agentcache.bench.report import Progress, finish, table
-from agentcache.cli_print import report_errors
 from agentcache.errors import ConfigError
 from agentcache.lint import Cause, Options, Report, lint
+from agentcache.terminal import report_errors
 from agentcache.traces import Episode, read
 
 from .lint_faults import FAULTS, append_only, injected, requests, scored

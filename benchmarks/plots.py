@@ -11,8 +11,8 @@ import matplotlib
 import typer
 
 from agentcache.bench.options import to_write
-from agentcache.cli_print import report_errors
 from agentcache.errors import ConfigError
+from agentcache.terminal import report_errors
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -23,9 +23,9 @@ from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, Th
 from agentcache.bench.quality_asking import Ask, all_solved, asking
 from agentcache.bench.quality_cases import SPLITS, Episode
 from agentcache.bench.quality_score import Said
-from agentcache.cli_print import report_errors
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
+from agentcache.terminal import report_errors
 from agentcache.types import Sampling
 from examples.embedded import cases as drawn
 

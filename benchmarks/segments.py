@@ -13,34 +13,36 @@ import typer
 
 from agentcache import traces
 from agentcache.approximate.calibrate import search, shifts
-from agentcache.approximate.calibrate.trials import Trials, rows
-from agentcache.bench import report
-from agentcache.bench.options import (
+from agentcache.approximate.calibrate.cli import (
     AllowedKl,
     Answer,
     CalibrationFile,
-    Dtype,
-    DtypeOption,
     Families,
     Halo,
-    JsonOption,
-    Loading,
     MadeUp,
     Margin,
-    ModelOption,
     MostTokens,
     Off,
-    ShapeOption,
     Tail,
-    ThreadsOption,
     Tools,
-    ToolsDir,
     Workloads,
+)
+from agentcache.approximate.calibrate.trials import Trials, rows
+from agentcache.bench import report
+from agentcache.bench.options import (
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    Loading,
+    ModelOption,
+    ShapeOption,
+    ThreadsOption,
+    ToolsDir,
     names,
     to_write,
 )
 from agentcache.bench.quality_cases import recorded
-from agentcache.cli_print import report_errors
+from agentcache.terminal import report_errors
 from examples.embedded.cases import MADE_UP, selections
 
 from . import segments_parts, segments_show, segments_verdicts

@@ -22,7 +22,7 @@ from agentcache.bench.options import (
     numbers,
 )
 from agentcache.bench.report import number, table
-from agentcache.cli_print import report_errors
+from agentcache.terminal import report_errors
 from agentcache.types import StoreOptions
 
 from . import steps_parts

@@ -23,12 +23,12 @@ from safetensors.torch import load_file, save_file
 from agentcache.bench import report, store
 from agentcache.bench.environment import Samples, machine, versions
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Shape
-from agentcache.cli_print import report_errors
 from agentcache.kv import PAGE_TOKENS, KVSpec
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
+from agentcache.terminal import report_errors
 from agentcache.types import StoreOptions
 
 from . import llama_cpp

@@ -24,8 +24,8 @@ from agentcache.bench.options import (
     ThreadsOption,
     to_write,
 )
-from agentcache.cli_print import report_errors
 from agentcache.errors import ConfigError
+from agentcache.terminal import report_errors
 
 from . import through_langchain, through_llamaindex, through_task
 from .episode import load_episode

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from agentcache.cli import app
+from agentcache.cli.app import app
 from tests.checkout import ROOT
 
 PAGE = ROOT / "docs" / "commands.md"

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentcache import demo, demo_tasks, embedded
-from agentcache.demo_tools import Desk, arithmetic
+from agentcache import embedded
+from agentcache.demo import run as demo
+from agentcache.demo import tasks as demo_tasks
+from agentcache.demo.tools import Desk, arithmetic
 from agentcache.types import StoreOptions, ToolCall
 
 weights = pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")

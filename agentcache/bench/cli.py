@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli_print import report_errors
 from ..errors import ConfigError
+from ..terminal import report_errors
 from ..types import StoreOptions
 from .options import (
     Dtype,

@@ -58,21 +58,7 @@ DtypeOption = Annotated[Dtype, typer.Option(help="Type of the weights (of a --sh
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default its own choice.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", callback=to_write, help="Also write the JSON line to FILE.")]
 
-Workloads = Annotated[list[Path] | None, typer.Option("--workload", help="A recorded trace (.jsonl); may be given several times.")]
 ToolsDir = Annotated[Path | None, typer.Option(help="Folder of the catalogs that traces name; default: ../tools.")]
-Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: see docs/approximate.md.")]
-Answer = Annotated[int, typer.Option("--answer", min=1, help="Tokens of the recorded answer that are compared.")]
-Margin = Annotated[
-    float, typer.Option(min=0.0, help="A greedy choice closer than this (nats) is made after computing everything; 0: never.")
-]
-Tail = Annotated[int, typer.Option(min=0, help="At most so many tokens of the last turn are always computed; a --calibration has its own.")]
-MostTokens = Annotated[int, typer.Option(min=0, help="Leave out recorded prompts of more tokens (estimated); 0: none.")]
-MadeUp = Annotated[int, typer.Option("--made-up", min=0, help="Also so many requests of the embedded model's generated world.")]
-Tools = Annotated[int, typer.Option("--tools", min=2, help="Tools of each of these.")]
-Halo = Annotated[int | None, typer.Option(min=0, help="This halo, and no search for a setting. Default with a --shape: 16.")]
-CalibrationFile = Annotated[Path | None, typer.Option(help="What calibrate wrote; default: the fastest setting is found first.")]
-Off = Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt with reuse off.")]
-AllowedKl = Annotated[float, typer.Option(min=0.0, help="Mean KL allowed, in nats per token of the answer.")]
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from agentcache.approximate.calibrate import search, shifts
 from agentcache.approximate.calibrate.trials import Served, Trials, bound, first_unsure, row, rows
 from agentcache.approximate.calibration import Calibration
 from agentcache.bench.quality_cases import made_up
-from agentcache.cli import app
+from agentcache.cli.app import app
 from agentcache.errors import ConfigError, ReuseWarning
 from agentcache.traces import Call, Episode, read
 from agentcache.types import Precision

@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import agentcache_llm
-from agentcache import __version__, cli, cli_print
+from agentcache import __version__, terminal
 from agentcache.bench import report
+from agentcache.cli import app as cli
 from agentcache.errors import ConfigError
 from tests.checkout import ROOT
 
@@ -130,5 +131,5 @@ def test_calibrate_looks_at_its_store_first(tmp_path: Path) -> None:
 
 def test_rows_of_a_report() -> None:
     report = {"a": {"b": True, "c_bytes": 2**31, "d": None, "e": ["x", 1], "f": []}}
-    rows = [(label.strip(), value) for label, value in cli_print.lines(report)]
+    rows = [(label.strip(), value) for label, value in terminal.lines(report)]
     assert rows == [("a", ""), ("b", "yes"), ("c", "2.0 GB"), ("d", "unknown"), ("e", "x, 1"), ("f", "none")]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentcache import cli
+from agentcache.cli import app as cli
 from agentcache.layout.declared import read_rules
 from tests.checkout import ROOT
 from tests.lint.requests import SYSTEM, conversation, with_system_line

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentcache import Engine, cli, cli_print
+from agentcache import Engine, terminal
+from agentcache.cli import app as cli
 from agentcache.errors import ConfigError
 from agentcache.store.disk import process_identity
 from agentcache.store.disk.folder import Folder
@@ -296,16 +297,16 @@ def test_prune_asks_for_one_purpose(place: Path, options: list[str], why: str) -
 
 @pytest.mark.parametrize(("text", "wanted"), [("5GB", 5 << 30), ("500 mb", 500 << 20), ("1.5g", 3 << 29), ("4096", 4096), ("2KiB", 2048)])
 def test_sizes_are_understood(text: str, wanted: int) -> None:
-    assert cli_print.bytes_of(text, "--max-size") == wanted
+    assert terminal.bytes_of(text, "--max-size") == wanted
 
 
 def test_sizes_and_ages_are_readable() -> None:
-    assert [cli_print.size(n) for n in (0, 1023, 1024, 5 << 20, 3 << 29, 5 << 40)] == [
+    assert [terminal.size(n) for n in (0, 1023, 1024, 5 << 20, 3 << 29, 5 << 40)] == [
         "0 bytes", "1023 bytes", "1.0 kB", "5.0 MB", "1.5 GB", "5120.0 GB"
     ]  # fmt: skip
-    assert [cli_print.seconds_of(text, "") for text in ("90s", "2m", "1.5h", "30d", "2w")] == [90, 120, 5400, 30 * 86400, 14 * 86400]
+    assert [terminal.seconds_of(text, "") for text in ("90s", "2m", "1.5h", "30d", "2w")] == [90, 120, 5400, 30 * 86400, 14 * 86400]
     with pytest.raises(ConfigError, match="5GB"):
-        cli_print.bytes_of("٥GB", "--max-size")
+        terminal.bytes_of("٥GB", "--max-size")
 
 
 # -- export and import -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from agentcache.cli import app
+from agentcache.cli.app import app
 from tests.checkout import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentcache import cli
+from agentcache.cli import app as cli
 from agentcache.lint import Cause, Options, Report, lint
 from agentcache.lint.templated import Loaded, Templated
 from agentcache.lint.templates import Bare, Probe, probe, template_of

@@ -8,31 +8,33 @@ from typing import Annotated
 import typer
 
 from ...bench.options import (
-    AllowedKl,
-    Answer,
-    CalibrationFile,
     Dtype,
     DtypeOption,
-    Families,
-    Halo,
     JsonOption,
     Loading,
-    MadeUp,
-    Margin,
     ModelOption,
-    MostTokens,
-    Off,
     ShapeOption,
-    Tail,
     ThreadsOption,
-    Tools,
     ToolsDir,
-    Workloads,
     to_write,
 )
-from ...cli_print import report_errors
 from ...errors import CalibrationError
+from ...terminal import report_errors
 
+Workloads = Annotated[list[Path] | None, typer.Option("--workload", help="A recorded trace (.jsonl); may be given several times.")]
+Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: see docs/approximate.md.")]
+Answer = Annotated[int, typer.Option("--answer", min=1, help="Tokens of the recorded answer that are compared.")]
+Margin = Annotated[
+    float, typer.Option(min=0.0, help="A greedy choice closer than this (nats) is made after computing everything; 0: never.")
+]
+Tail = Annotated[int, typer.Option(min=0, help="At most so many tokens of the last turn are always computed; a --calibration has its own.")]
+MostTokens = Annotated[int, typer.Option(min=0, help="Leave out recorded prompts of more tokens (estimated); 0: none.")]
+MadeUp = Annotated[int, typer.Option("--made-up", min=0, help="Also so many requests of the embedded model's generated world.")]
+Tools = Annotated[int, typer.Option("--tools", min=2, help="Tools of each of these.")]
+Halo = Annotated[int | None, typer.Option(min=0, help="This halo, and no search for a setting. Default with a --shape: 16.")]
+CalibrationFile = Annotated[Path | None, typer.Option(help="What calibrate wrote; default: the fastest setting is found first.")]
+Off = Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt with reuse off.")]
+AllowedKl = Annotated[float, typer.Option(min=0.0, help="Mean KL allowed, in nats per token of the answer.")]
 Cases = Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")]
 
 

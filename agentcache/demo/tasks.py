@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
-from .demo_tools import Desk
-from .engine import Engine
-from .receipt import Receipt
-from .types import Message, Sampling, StoreOptions, Tool, ToolCall
+from ..engine import Engine
+from ..receipt import Receipt
+from ..types import Message, Sampling, StoreOptions, Tool, ToolCall
+from .tools import Desk
 
 MOST_STEPS = 8  # of one question
 TYPES = {"str": "string", "int": "integer", "float": "number"}
@@ -101,7 +101,7 @@ class Task:
 
 def task() -> Task:
     """The task that ships with the package."""
-    raw = json.loads(files("agentcache").joinpath("demo_data", "town.json").read_text("utf-8"))
+    raw = json.loads(files("agentcache").joinpath("demo", "town.json").read_text("utf-8"))
     tools = tuple(described(getattr(Desk, name)) for name in raw["tools"])
     questions, answers = (tuple(map(tuple, raw[name])) for name in ("questions", "answers"))
     return Task(raw["system"], questions, answers, tools)

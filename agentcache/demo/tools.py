@@ -55,7 +55,7 @@ class Desk:
     """A desk's texts, notes and tickets. Each method named in TOOLS is a tool: its docstring is what the model reads."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, str] = json.loads(files("agentcache").joinpath("demo_data", "town.json").read_text("utf-8"))["texts"]
+        self.texts: dict[str, str] = json.loads(files("agentcache").joinpath("demo", "town.json").read_text("utf-8"))["texts"]
         self.notes: list[str] = []
         self.tickets: dict[str, str] = {}
 

@@ -20,12 +20,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import demo_tasks
-from .demo_tasks import Replay, Task
-from .engine import Engine
-from .receipt import Receipt
-from .store.tool_group import ToolGroup
-from .types import Sampling, StoreOptions
+from ..engine import Engine
+from ..receipt import Receipt
+from ..store.tool_group import ToolGroup
+from ..types import Sampling, StoreOptions
+from . import tasks
+from .tasks import Replay, Task
 
 MODES = {
     "off": "nothing is kept: each step computes its whole prompt",
@@ -50,7 +50,7 @@ def first_breath(engine: Engine) -> None:
 def second_process(task: Task, folder: str) -> Replay:
     """The task in a process of its own, which reads `folder` and writes nothing there."""
     spec = {**task.spec(), "folder": folder}
-    ran = subprocess.run([sys.executable, "-m", "agentcache.demo"], input=json.dumps(spec), capture_output=True, text=True, check=False)
+    ran = subprocess.run([sys.executable, "-m", "agentcache.demo.run"], input=json.dumps(spec), capture_output=True, text=True, check=False)
     if ran.returncode:
         raise RuntimeError(f"the second process failed: {ran.stderr[-2000:]}")
     told = json.loads(ran.stdout.splitlines()[-1])
@@ -59,7 +59,7 @@ def second_process(task: Task, folder: str) -> Replay:
 
 def _second(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The second process: play the task and tell its figures."""
-    task, options = demo_tasks.made(spec), StoreOptions(spec["folder"], write_bytes_per_hour=0, check_one_in=0, refuse_slow=False)
+    task, options = tasks.made(spec), StoreOptions(spec["folder"], write_bytes_per_hour=0, check_one_in=0, refuse_slow=False)
     with task.build(options) as engine:
         first_breath(engine)
         done = replay(engine, task, "second", Progress(disable=True))
@@ -131,7 +131,7 @@ def _sentence(replays: Mapping[str, Replay], group: ToolGroup, bitwise: bool) ->
 
 def run(console: Console, task: Task | None = None) -> dict[str, Any]:
     """The task in all modes; prints the dialogue and the table, and returns every figure as plain JSON values."""
-    task = task or demo_tasks.task()
+    task = task or tasks.task()
     console.print(task.title)
     for mode, meaning in MODES.items():
         console.print(f"  [bold]{mode:<7}[/bold]{meaning}")

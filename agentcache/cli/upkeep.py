@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli_print import bar, bytes_of, report_errors, say_json, seconds_of, shown, size
-from .cli_store import FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, one, opened
-from .errors import ConfigError, StoreError
+from ..errors import ConfigError, StoreError
+from ..terminal import bar, bytes_of, report_errors, say_json, seconds_of, shown, size
+from .store import FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, one, opened
 
 if TYPE_CHECKING:
-    from .store.disk.folder import Folder
+    from ..store.disk.folder import Folder
 
 
 def verify(
@@ -24,8 +24,8 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Check the index and every byte of every page. Exit code 1 if something is wrong and not mended."""
-    from .store.admin import check
-    from .store.disk.folder import Folder
+    from ..store.admin import check
+    from ..store.disk.folder import Folder
 
     with report_errors():
         folder = Folder.open(store, create=False)
@@ -58,7 +58,7 @@ def prune(
     as_json: JsonOption = False,
 ) -> None:
     """Delete from the store: down to a size, by age, by namespace, one tool group, or all."""
-    from .store.admin.prune import prune as pruned
+    from ..store.admin.prune import prune as pruned
 
     with report_errors():
         _one_purpose(max_size, group, everything, older_than, namespace)
@@ -109,7 +109,7 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a tool group to one file. It holds the prompt in clear."""
-    from .store.admin.archive import export_group
+    from ..store.admin.archive import export_group
 
     with report_errors(), opened(store) as (folder, index):
         group = one(index, name, namespace, fingerprint)
@@ -131,7 +131,7 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Take a tool group from one file into the store. It works with the model it was made with."""
-    from .store.admin.archive import import_group
+    from ..store.admin.archive import import_group
 
     with report_errors(), opened(store, create=True) as (folder, index), bar("importing", as_json) as tell:
         done = import_group(folder, index, file, name=name, namespace=namespace, progress=tell)
@@ -149,8 +149,8 @@ def import_(
 
 def examine(place: Path | None) -> dict[str, Any]:
     """The store, for `doctor`: nothing is made. `problem` stands where it cannot be used."""
-    from .private import default_path
-    from .store.disk.folder import Folder
+    from ..private import default_path
+    from ..store.disk.folder import Folder
 
     found = default_path() if place is None else place
     if found is None:
@@ -179,8 +179,8 @@ def _standing(place: Path) -> dict[str, str]:
 
 
 def _indexed(folder: Folder) -> dict[str, Any]:
-    from .store.admin.check import index_problems
-    from .store.disk.index import Index
+    from ..store.admin.check import index_problems
+    from ..store.disk.index import Index
 
     if problems := index_problems(folder):
         return {"index": problems, "problem": "the index is damaged: `agentcache verify --fix` makes it anew"}

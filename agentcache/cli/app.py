@@ -17,11 +17,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from . import __version__, cli_lint, cli_store, cli_tend
-from .approximate.calibrate.cli import calibrate, segments
-from .bench.cli import app as bench_app
-from .bench.options import to_write, write
-from .cli_print import facts, report_errors, say_json
+from .. import __version__
+from ..approximate.calibrate.cli import calibrate, segments
+from ..bench.cli import app as bench_app
+from ..bench.options import to_write, write
+from ..terminal import facts, report_errors, say_json
+from . import lint, upkeep
+from . import store as stores
 
 app = typer.Typer(
     name="agentcache",
@@ -33,11 +35,11 @@ app = typer.Typer(
 bench_app.command()(segments)
 app.add_typer(bench_app, name="bench")
 
-for _verb in (cli_store.warm, cli_store.ls, cli_store.inspect, cli_tend.verify, cli_tend.prune, cli_tend.export):
+for _verb in (stores.warm, stores.ls, stores.inspect, upkeep.verify, upkeep.prune, upkeep.export):
     app.command()(_verb)
-app.command("import")(cli_tend.import_)
-app.command()(cli_store.stats)
-app.command()(cli_lint.lint)
+app.command("import")(upkeep.import_)
+app.command()(stores.stats)
+app.command()(lint.lint)
 app.command()(calibrate)
 
 _VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "blake3", "numpy", "bitsandbytes")
@@ -63,7 +65,7 @@ def demo(
     ] = None,
 ) -> None:
     """Let the embedded model answer with real tools, reuse off, cold, warm and in a second process, and show what each step paid."""
-    from .demo import run
+    from ..demo.run import run
 
     with report_errors():
         report = run(Console())
@@ -76,13 +78,13 @@ def doctor(
     context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Folder or id of a model: also say how it can be served.")] = None,
     shape: Annotated[str | None, typer.Option(help="The same for a known shape with random weights (see bench --help).")] = None,
-    store: cli_store.StoreOption = None,
-    as_json: cli_store.JsonOption = False,
+    store: stores.StoreOption = None,
+    as_json: stores.JsonOption = False,
 ) -> None:
     """Say what is bit-identical on this machine, with which padding, threads and versions, and what is not and why."""
     with report_errors():
         report = _examine(model, shape, context.obj)
-        report["store"] = cli_tend.examine(store)
+        report["store"] = upkeep.examine(store)
     if as_json:
         say_json(report)
     else:
@@ -93,8 +95,8 @@ def doctor(
 
 def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | None] | None) -> dict[str, Any]:
     """conflict: tells what is in the way of this package, given by the module that stands outside it."""
-    from .bench.environment import versions
-    from .model.machine import describe
+    from ..bench.environment import versions
+    from ..model.machine import describe
 
     report: dict[str, Any] = {
         "installation": (conflict and conflict()) or "ok",
@@ -113,12 +115,12 @@ def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | 
 
 
 def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
-    from .engine import Engine
+    from ..engine import Engine
 
     if model is not None:
         engine = Engine(model, store=None)
     else:
-        from .bench.shapes import load
+        from ..bench.shapes import load
 
         engine = Engine(*load(str(shape)), store=None)
     with engine:

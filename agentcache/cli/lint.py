@@ -12,12 +12,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .bench.options import write
-from .cli_print import bar, report_errors, shown
-from .errors import ConfigError
+from ..bench.options import write
+from ..errors import ConfigError
+from ..terminal import bar, report_errors, shown
 
 if TYPE_CHECKING:
-    from .lint import Report
+    from ..lint import Report
 
 Names = Annotated[
     str | None,
@@ -89,9 +89,9 @@ def _report(
     suggest: Path | None,
     hidden: bool,
 ) -> Report:
-    from .lint import Options
-    from .lint import lint as linted
-    from .lint.templated import load
+    from ..lint import Options
+    from ..lint import lint as linted
+    from ..lint.templated import load
 
     if redact and suggest is not None:
         raise ConfigError("--redact and --suggest-layout: patterns show text of the requests; give one of them")
@@ -114,8 +114,8 @@ def _report(
 
 
 def _written(report: Report, html: Path | None, suggest: Path | None) -> None:
-    from .lint.page import page
-    from .lint.suggest import toml
+    from ..lint.page import page
+    from ..lint.suggest import toml
 
     for path, text in ((html, page), (suggest, toml)):
         if path is not None:
@@ -123,7 +123,7 @@ def _written(report: Report, html: Path | None, suggest: Path | None) -> None:
 
 
 def _say(report: Report, as_json: bool) -> None:
-    from .lint.show import shown as drawn
+    from ..lint.show import shown as drawn
 
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))  # ASCII: text of a trace may hold lone surrogates
@@ -146,7 +146,7 @@ def _print(drawn: RenderableType) -> None:
 
 def _template(name: str, as_json: bool) -> bool:
     """The table of a template's probes; whether one of them costs reuse."""
-    from .lint.templates import probe, template_of
+    from ..lint.templates import probe, template_of
 
     probes = probe(template_of(name))
     if as_json:

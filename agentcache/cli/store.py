@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .bench.options import Dtype
-from .cli_print import bar, facts, listing, report_errors, say_json, shown, size
-from .errors import ConfigError, StoreError
+from ..bench.options import Dtype
+from ..errors import ConfigError, StoreError
+from ..terminal import bar, facts, listing, report_errors, say_json, shown, size
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .store.disk.folder import Folder
-    from .store.disk.index import Index
-    from .store.tool_group import ToolGroup
+    from ..engine import Engine
+    from ..store.disk.folder import Folder
+    from ..store.disk.index import Index
+    from ..store.tool_group import ToolGroup
 
 WARMED = ("name", "namespace", "prefix_tokens", "pages", "kv_bytes", "computed_tokens", "warm_ms")  # what `warm --json` says of a group
 
@@ -47,8 +47,8 @@ FingerprintOption = Annotated[str | None, typer.Option(help="First characters of
 @contextmanager
 def opened(place: Path | None, create: bool = False) -> Iterator[tuple[Folder, Index]]:
     """The store at `place`, by default where it lies on this machine."""
-    from .store.disk.folder import Folder
-    from .store.disk.index import Index
+    from ..store.disk.folder import Folder
+    from ..store.disk.index import Index
 
     folder = Folder.open(place, create=create)
     with Index(folder, unshared=True) as index:
@@ -69,7 +69,7 @@ def one(index: Index, name: str, namespace: str | None, fingerprint: str | None)
 
 def _about(index: Index, group: ToolGroup) -> dict[str, Any]:
     """Facts of a tool group and its pages."""
-    from .store.admin.check import pages_of
+    from ..store.admin.check import pages_of
 
     rows = [row for row in pages_of(index, group) if row is not None]
     return {
@@ -115,7 +115,7 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Compute the prefix of a system prompt and tools, and keep it on disk for every later process."""
-    from .store.disk.folder import Folder
+    from ..store.disk.folder import Folder
 
     began = time.perf_counter()
     with report_errors():
@@ -123,8 +123,8 @@ def warm(
         if not schemas and not prompt:
             raise ConfigError("nothing to warm: give --tools, --system or both")
         Folder.open(store)  # before a model is loaded
-        from .engine import Engine
-        from .types import StoreOptions
+        from ..engine import Engine
+        from ..types import StoreOptions
 
         with Engine(model, dtype=dtype.value if dtype else None, store=StoreOptions(store)) as engine:
             with bar("warming", as_json) as tell:
@@ -143,7 +143,7 @@ def warm(
 
 def _flushed(engine: Engine, group: ToolGroup) -> int:
     """Bytes of the group's pages on disk; StoreError if they are not all there."""
-    from .store.admin.check import pages_of
+    from ..store.admin.check import pages_of
 
     engine.flush()
     disk = engine.store.disk
@@ -214,7 +214,7 @@ def ls(
 
 
 def _sums(index: Index, namespace: str | None) -> list[dict[str, Any]]:
-    from .store.keys import Role
+    from ..store.keys import Role
 
     models = {group.fingerprint: group.model for group in index.groups()}
     roles = {int(role): role.name.lower() for role in Role}
@@ -238,7 +238,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Show one tool group: its manifest, and whether all its pages are still there."""
-    from .store.admin.check import pages_of
+    from ..store.admin.check import pages_of
 
     with report_errors(), opened(store) as (_, index):
         group = one(index, name, namespace, fingerprint)
@@ -274,8 +274,8 @@ def stats(store: StoreOption = None, as_json: JsonOption = False) -> None:
 def _counted(folder: Folder, index: Index) -> dict[str, Any]:
     import shutil
 
-    from .store.disk import process_identity
-    from .store.keys import Role
+    from ..store.disk import process_identity
+    from ..store.keys import Role
 
     found: dict[str, Any] = {"store": str(folder.path), **index.stats()}
     roles = {int(role): role.name.lower() for role in Role}
