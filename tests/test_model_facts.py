@@ -29,6 +29,7 @@ def test_of_a_chat_template_that_is_given(model_folder: Path) -> None:
     of = lambda template: ModelFacts.of_files(str(model_folder), chat_template=template)  # noqa: E731
     assert of(NO_TOOLS).tool_calling is False
     assert of(CHAT_TEMPLATE + "{%- if enable_thinking is defined %}{{- '<think>' }}{%- endif %}").reasoning is True
+    assert of(NO_TOOLS + "{# [THINK] #}").reasoning is True
     assert of(CHATML).later_system is True
     assert of("{% for %}").tool_calling is False, "it shows nothing"
 

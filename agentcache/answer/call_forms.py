@@ -21,9 +21,10 @@ THINK, THINK_END = "<think>", "</think>"
 
 Fields = Mapping[str, Mapping[str, Any]]
 
-# Response templates as transformers reads them, but for three things. Several fields may hold calls: those called tool_calls and a suffix.
-# A call in JSON ends with its JSON, whatever its strings say; only then must its close mark follow, where it has one. What opens the field
-# "marks" is the end of a section of calls, and dropped.
+# Response templates as transformers reads them, but for four things. Several fields may hold calls: tool_calls, and the same with a suffix.
+# A call in JSON ends with its JSON, whatever its strings say; only then must its close mark follow, where it has one. Calls of one field
+# are a list in Python, or in JSON. What opens the field "marks" is the end of a section of calls, and dropped.
+PYTHON_CALLS, MARKS = "tool_calls_python", "marks"
 _WITH_NAME = {"repeats": True, "content": "json", "transform": {"type": "function", "function": "{content}"}}
 NAMED = {"repeats": True, "content": "json", "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
 _FIRST = r"(?<=\A(?:\s*<think>.*?</think>)?\s*)"
@@ -44,10 +45,11 @@ PLAIN: Fields = {
     "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", **_WITH_NAME},
     "tool_calls_listed": {"open": "[TOOL_CALLS]", **_WITH_NAME},
     "tool_calls_closed": {
-        "open": ["<TOOLCALL>", "<|tool_call_start|>", "<|tool_call|>"],
-        "close_pattern": r"</TOOLCALL>|<\|tool_call_end\|>|<\|/tool_call\|>|\Z",
+        "open": ["<TOOLCALL>", "<tool_calls>", "<|tool_call|>"],
+        "close_pattern": r"</TOOLCALL>|</tool_calls>|<\|/tool_call\|>|\Z",
         **_WITH_NAME,
     },
+    PYTHON_CALLS: {"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", "repeats": True},
     "tool_calls_bare": {
         "open_pattern": _FIRST + r'(?=\{"name")',
         "close_pattern": r"\s*\Z",

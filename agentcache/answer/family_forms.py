@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from .call_forms import NAMED, CallForm, tagged_call, thought_between
+from .call_forms import MARKS, NAMED, CallForm, tagged_call, thought_between
 
 PROBE_TOOL, PROBE_ARGUMENTS = "zprobe_fn", {"zarg": "zval"}
 _TOOL, _VALUE = PROBE_TOOL, r'\{\s*"zarg"\s*:\s*"zval"\s*\}'
@@ -38,10 +38,10 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
     (rf"<tool_call>\s*<function={_TOOL}>\s*<parameter=zarg>\s*zval\s*</parameter>\s*</function>\s*</tool_call>", TAGS),
     # Qwen 2.5 and 3, Hermes, Granite 4, EXAONE 4 and many more
     (rf"<tool_call>{_CALL_AFTER_SPACE}(?P<after>\s*\}}\s*</tool_call>)", HERMES),
-    # Mistral up to its tokenizer v7, Nemotron Nano 2, LFM2, Phi-4-mini, Granite 3
+    # Mistral up to its tokenizer v7, Nemotron Nano 2, LFM2, Phi-4-mini, Granite 3, Jamba
     (
-        rf"(?P<trigger>\[TOOL_CALLS\]|<TOOLCALL>|<\|tool_call_start\|>|<\|tool_call\|>)(?P<open>\s*\[\s*){_CALL}[^\]]*"
-        r"(?P<close>\](?:</TOOLCALL>|<\|tool_call_end\|>|<\|/tool_call\|>)?)",
+        rf"(?P<trigger>\[TOOL_CALLS\]|<TOOLCALL>|<tool_calls>|<\|tool_call_start\|>|<\|tool_call\|>)(?P<open>\s*\[\s*){_CALL}[^\]]*"
+        r"(?P<close>\](?:</TOOLCALL>|</tool_calls>|<\|tool_call_end\|>|<\|/tool_call\|>)?)",
         CallForm("[TOOL_CALLS]", after="}", joint=", "),
     ),
     # Ministral 3, Devstral, Magistral: Mistral from v11
@@ -117,7 +117,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
                     "</invoke>",
                     r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>',
                 ),
-                "marks": {"open": "</minimax:tool_call>"},
+                MARKS: {"open": "</minimax:tool_call>"},
             },
         ),
     ),
@@ -166,7 +166,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
                     "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<name>[^\s<｜]+)<｜tool▁sep｜>",
                     "close": "<｜tool▁call▁end｜>",
                 },
-                "marks": {"open": "<｜tool▁calls▁end｜>"},
+                MARKS: {"open": "<｜tool▁calls▁end｜>"},
             },
         ),
     ),
@@ -188,7 +188,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
                     r"(?::\d+)?\s*<\|tool_call_argument_begin\|>",
                     "close": "<|tool_call_end|>",
                 },
-                "marks": {"open": "<|tool_calls_section_end|>"},
+                MARKS: {"open": "<|tool_calls_section_end|>"},
             },
         ),
     ),
@@ -233,6 +233,7 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
     # Llama 3
     (rf"{_CALL}(?P<after>\s*\}})", CallForm("", joint=None)),
 )
+THOUGHT_MARKS = frozenset(form.thought[0] for _, form in ROWS)
 
 
 def form_of(shown: str) -> CallForm:

@@ -289,8 +289,9 @@ class AnswerParser:
         body = self._text[self._body : stop]
         half = region.close.pattern.search(body, partial=True) if ended and region.close else None
         opened = self._text[self._start : self._body]
-        text = opened + body[: half.start()] if half else self._text[self._start : end]
-        calls = [] if ended and self._cut else region.calls(text, None if self._template.typed else self._tools)
+        inner = body[: half.start()] if half else body
+        text = opened + inner if half else self._text[self._start : end]
+        calls = [] if ended and self._cut else region.calls(text, inner, None if self._template.typed else self._tools)
         for call in calls:
             self._take(whole(self._typed(call) if self._template.typed else call))
         if not calls:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..types import ToolCall
-from .call_forms import PLAIN, Fields
+from .call_forms import MARKS, PLAIN, PYTHON_CALLS, Fields
 from .call_json import CallKeys, load
+from .call_python import python_calls
 
 CALLS, TEXT, THOUGHTS = "tool_calls", "content", frozenset({"reasoning_content", "reasoning", "thinking"})
-MARKS = "marks"  # a field of rows: what is left of a section of calls once they are read
 Kind = Literal["text", "reasoning", "call", "mark"]
 
 
@@ -45,24 +45,32 @@ class Region:
     join: str = ""
     # of calls in JSON
     keys: CallKeys | None = None
-    # transformers' template of this region alone, of calls that are written otherwise
+    # transformers' template of this region alone, of calls that are written otherwise; None: as a list in Python
     alone: Any = None
 
-    def calls(self, text: str, tools: Sequence[Any] | None) -> list[ToolCall]:
-        """The calls that transformers reads in the text of such a region; none if they are malformed.
+    def calls(self, text: str, body: str, tools: Sequence[Any] | None) -> list[ToolCall]:
+        """The calls in the text of such a region, all of it and what its marks enclose; none if they are malformed.
 
         tools: as they were rendered; by their schemas transformers gives values types. None: all values stay text.
         """
-        from transformers.utils.chat_parsing import parse_response
-
-        try:
-            said = parse_response(text, self.alone, prefix="", tools=tools).get(CALLS, [])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # so a template's transforms fail on what a model wrote
-            return []
+        if self.alone is None:
+            said = load(body)
+            if said is None:
+                return python_calls(body)
+        else:
+            said = self._parsed(text, tools)
         listed = said if isinstance(said, list) else [said]
         calls = [_call(each) for one in listed for each in (one if isinstance(one, list) else [one])]
         found = [call for call in calls if call is not None]
         return found if len(found) == len(calls) else []
+
+    def _parsed(self, text: str, tools: Sequence[Any] | None) -> Any:
+        from transformers.utils.chat_parsing import parse_response
+
+        try:
+            return parse_response(text, self.alone, prefix="", tools=tools).get(CALLS, [])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # so a template's transforms fail on what a model wrote
+            return []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +113,7 @@ def _compiled(said: str) -> ResponseTemplate:
     loaded = load_response_template(whole)
     made = {name: _region(name, each, whole["fields"][name]) for name, each in loaded.fields.items()}
     for name, region in made.items():
-        if region.kind == "call" and region.keys is None:
+        if region.kind == "call" and region.keys is None and name != PYTHON_CALLS:
             alone = {**whole, "defaults": {}, "fields": {CALLS: whole["fields"][name]}}
             made[name] = replace(region, alone=load_response_template(alone))
     sink = made.get(loaded.implicit)

@@ -56,6 +56,14 @@ class Family:
 FAMILIES = {
     "nemotron": Family(NAMED, "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
     "lfm2": Family(NAMED, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    "jamba": Family(NAMED, "<tool_calls>[", ", ", "]</tool_calls>"),
+    "lfm2.5": Family(
+        "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ ', ' if not loop.first }}{{ k }}="
+        "{{ \"'\" + v + \"'\" if v is string else v | tojson if v is mapping else v | string }}{% endfor %})",
+        "<|tool_call_start|>[",
+        ", ",
+        "]<|tool_call_end|>",
+    ),
     "phi4": Family(NAMED, "<|tool_call|>[", ", ", "]<|/tool_call|>"),
     "granite3": Family(NAMED, "<|tool_call|>[", ", ", "]"),
     "mistral": Family("[TOOL_CALLS]{{ c.function.name }}[ARGS]" + OBJECT, thought=("[THINK]", "[/THINK]"), text=("", "")),
@@ -201,7 +209,7 @@ def test_half_a_call_of_any_family_is_none(name: str) -> None:
         assert calls == whole.tool_calls or (not calls and content == text[:stop].strip()), text[:stop]
 
 
-WRITTEN = sorted(set(FAMILIES) - {"gemma"})
+WRITTEN = sorted(set(FAMILIES) - {"gemma", "lfm2.5"})
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -271,7 +279,7 @@ def spoken(text: str, tokenizer: Any) -> Sampling:
     return Sampling(forced=(*ids, tokenizer.eos_token_id), max_tokens=len(ids) + 1)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "glm", "gemma"])
+@pytest.mark.parametrize("name", ["gpt-oss", "glm", "gemma", "lfm2.5"])
 def test_the_engine_reads_and_writes_its_templates_form(tiny: Any, name: str) -> None:
     message, text = turns(name)[0]
     with Engine(tiny("qwen3"), grammars(name).tokenizer, store=None) as engine:
@@ -282,4 +290,4 @@ def test_the_engine_reads_and_writes_its_templates_form(tiny: Any, name: str) ->
     assert free.receipt.reasoning_tokens > 0
     assert free.finish_reason == "tool_calls"
     assert [(c.name, dict(c.arguments)) for c in held.message.tool_calls] == [("ping", {})]
-    assert any("Hermes" in note for note in held.receipt.notes) == (name == "gemma")
+    assert any("Hermes" in note for note in held.receipt.notes) == (name in ("gemma", "lfm2.5"))

@@ -186,3 +186,17 @@ def test_a_list_that_was_cut_keeps_its_whole_calls() -> None:
     parser = read_whole('[TOOL_CALLS][{"name": "search", "arguments": {}}, {"name": "get_wea')
     assert parser.message == Message("assistant", '{"name": "get_wea', (ToolCall("search", {}),))
     assert len(parser.invalid_calls) == 1
+
+
+PYTHON = "<|tool_call_start|>[search(query='a }]\"', n=[1, {'x': true}]), get_weather(city=None)]<|tool_call_end|>"
+
+
+def test_calls_in_python_are_read_and_never_run() -> None:
+    calls = (ToolCall("search", {"query": 'a }]"', "n": [1, {"x": True}]}), ToolCall("get_weather", {"city": None}))
+    assert parse(f"I look.{PYTHON}", TOOLS) == Message("assistant", "I look.", calls)
+    assert message_of(taken_apart(PYTHON, list(range(len(PYTHON))))).tool_calls == calls
+    for odd in ("search(1)", "search(**x)", "search(query=open('x'))", "search(query={1})", "search(query=1j)", "search(", "1", "[" * 999):
+        text = f"<|tool_call_start|>{odd}<|tool_call_end|>"
+        parser = read_whole(text)
+        assert parser.message == Message("assistant", text), odd
+        assert len(parser.invalid_calls) == 1

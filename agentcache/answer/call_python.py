@@ -1,0 +1,39 @@
+"""Calls in Python: a list of calls with keyword arguments, as text. Runs nothing of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+from ..types import ToolCall
+
+_JSON = {"true": True, "false": False, "null": None}
+
+
+def python_calls(text: str) -> list[ToolCall]:
+    """The calls of a list, or the one call; none if the text is anything else, or an argument is no JSON value."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        return [_call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return []
+
+
+def _call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call with keyword arguments only")
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("an argument has no name")
+        value = ast.literal_eval(_Constants().visit(keyword.value))
+        arguments[keyword.arg] = json.loads(json.dumps(value))
+    return ToolCall(ast.unparse(node.func), arguments)
+
+
+class _Constants(ast.NodeTransformer):
+    """JSON's names of constants, as templates write them in dicts."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON[node.id]) if node.id in _JSON else node
