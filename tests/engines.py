@@ -51,7 +51,7 @@ def long_text(words: int, salt: int = 0) -> str:
     return " ".join(f"n{salt}-{(i * 7919 + salt) % 997}" for i in range(words))
 
 
-def until(holds: Callable[[], Any], seconds: float = 20.0) -> bool:
+def wait_until(holds: Callable[[], Any], seconds: float = 20.0) -> bool:
     """Wait for what the device thread does in its own time."""
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:

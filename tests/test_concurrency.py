@@ -14,11 +14,11 @@ import pytest
 from agentcache import Engine
 from agentcache.errors import CancelledError, EngineClosedError
 from agentcache.kv import Page
-from tests.engines import SYSTEM, Spy, chat, check_store, decode, engine, long_text, until
+from tests.engines import SYSTEM, Spy, chat, check_store, decode, engine, long_text, wait_until
 
 
 def idle(running: Engine) -> bool:
-    return until(lambda: not running.scheduler.live and not running.scheduler._waiting)
+    return wait_until(lambda: not running.scheduler.live and not running.scheduler._waiting)
 
 
 def leave(stream: Any, how: str) -> None:
@@ -77,7 +77,7 @@ def test_twenty_threads_half_of_them_cancelled() -> None:
         assert again.ids == expected[1], "what a cancelled request left behind is right"
         running.store.clear()
         assert running.store.bytes == 0
-        assert until(lambda: gc.collect() is not None and not len(pages)), f"{len(pages)} pages leaked"
+        assert wait_until(lambda: gc.collect() is not None and not len(pages)), f"{len(pages)} pages leaked"
 
 
 @pytest.mark.parametrize("how", ["close", "break", "raise", "forget"])
@@ -231,4 +231,4 @@ def test_an_idle_engine_holds_no_sequence_alive() -> None:
             patch.setattr(Page, "__init__", counted)
             running.generate(chat("y"), sampling=decode(2), reuse="off")
         assert refs
-        assert until(lambda: gc.collect() is not None and all(ref() is None for ref in refs))
+        assert wait_until(lambda: gc.collect() is not None and all(ref() is None for ref in refs))

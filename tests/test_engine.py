@@ -19,7 +19,7 @@ from agentcache.errors import CalibrationError, ConfigError, GenerationError, St
 from agentcache.store.disk.database import alone
 from agentcache.store.disk.folder import Folder
 from tests import models
-from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, until
+from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, wait_until
 
 TURNS = chat("What is the wind?", "North, four.", "And the tide? " + long_text(30))
 
@@ -279,7 +279,7 @@ def test_an_engine_that_could_not_be_made_leaves_nothing_behind(tmp_path: Path) 
     with pytest.raises(CalibrationError):
         Engine(model, models.toy_tokenizer(), store=tmp_path / "store", reuse="approximate")
     gc.collect()
-    assert until(lambda: {thread.name for thread in threading.enumerate()} <= threads)
+    assert wait_until(lambda: {thread.name for thread in threading.enumerate()} <= threads)
     assert model.config._attn_implementation == before
     os.close(alone(Folder.open(tmp_path / "store")))
     (tmp_path / "file").touch()

@@ -14,7 +14,7 @@ from agentcache import Engine, Reason, Sampling, errors
 from agentcache.kv import Page
 from agentcache.runner import Runner
 from tests import models
-from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, until
+from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, wait_until
 
 MARK = "^"  # in no text of these tests
 POISON = models.toy_tokenizer().convert_tokens_to_ids(MARK)
@@ -246,7 +246,7 @@ def test_an_error_holds_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(errors.GenerationError) as caught:
             running.generate(chat("x"), sampling=decode(2))
         assert caught.value.__cause__ is not None
-        assert until(lambda: gc.collect() is not None and not len(pages))
+        assert wait_until(lambda: gc.collect() is not None and not len(pages))
 
 
 def test_a_fault_outside_the_model_fails_one_request(monkeypatch: pytest.MonkeyPatch) -> None:

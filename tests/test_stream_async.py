@@ -9,7 +9,7 @@ import pytest
 
 from agentcache import Stream
 from agentcache.errors import CancelledError
-from tests.engines import chat, decode, engine, until
+from tests.engines import chat, decode, engine, wait_until
 
 ASKED = chat("Which ships passed?")
 
@@ -57,7 +57,7 @@ def test_cancelled_with_its_task() -> None:
                 await task
 
         asyncio.run(both())
-        assert until(lambda: running.scheduler.live == 0)
+        assert wait_until(lambda: running.scheduler.live == 0)
 
 
 def test_a_loop_closed_mid_stream() -> None:
@@ -68,7 +68,7 @@ def test_a_loop_closed_mid_stream() -> None:
         loop.run_until_complete(asyncio.sleep(0.2))
         loop.close()
         assert not task.done()
-        assert until(lambda: running.scheduler.live == 0), "nobody reads on, so nobody computes on"
+        assert wait_until(lambda: running.scheduler.live == 0), "nobody reads on, so nobody computes on"
         stream.close()
         del task
         with pytest.raises(CancelledError):
@@ -83,7 +83,7 @@ def test_a_loop_closed_between_two_reads() -> None:
         loop.run_until_complete(stream.__anext__())
         assert running.scheduler.live == 1
         loop.close()
-        assert until(lambda: running.scheduler.live == 0, 5)
+        assert wait_until(lambda: running.scheduler.live == 0, 5)
         with pytest.raises(CancelledError):
             _ = stream.completion
 

@@ -14,7 +14,7 @@ from agentcache import Constraint, Engine, Message, Sampling, Tool, ToolCall
 from agentcache.errors import CancelledError, ConfigError, GenerationError
 from tests import models
 from tests.answer.grammars import FAMILIES
-from tests.engines import MB, Spy, chat, engine, until
+from tests.engines import MB, Spy, chat, engine, wait_until
 
 pytest.importorskip("llguidance")
 
@@ -251,7 +251,7 @@ def test_a_matcher_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPat
             running.generate(ASKED, TOOLS, constraint=Constraint("ping"))
         monkeypatch.undo()
         assert running.generate(ASKED, TOOLS, sampling=hot(0), constraint=Constraint("ping")).message.tool_calls
-        assert until(lambda: running.scheduler.live == 0)
+        assert wait_until(lambda: running.scheduler.live == 0)
 
 
 def test_cancelled_half_way() -> None:
@@ -260,7 +260,7 @@ def test_cancelled_half_way() -> None:
             next(stream)
         with pytest.raises(CancelledError):
             _ = stream.completion
-        assert until(lambda: running.scheduler.live == 0)
+        assert wait_until(lambda: running.scheduler.live == 0)
 
 
 def test_greedy_and_penalties() -> None:

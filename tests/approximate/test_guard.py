@@ -25,7 +25,7 @@ from agentcache.runner import Outcome, Runner, Work
 from agentcache.types import StoreOptions
 from tests import models
 from tests.approximate.repeated_text import FIRST, GREEDY, LAYERS, OTHER, calibration, engine, prompt, tiny_model
-from tests.engines import until
+from tests.engines import wait_until
 from tests.families import tokens
 
 BOOK = " ".join(f"line {at} of the other book is number {at * 31 % 89}." for at in range(30))
@@ -68,7 +68,7 @@ def test_sampling_for_truth_compares_no_more_than_the_exact_prefix(tmp_path: Pat
         running.generate([{"role": "user", "content": f"Read. {text}"}], sampling=GREEDY)
         receipt = running.generate(asked, sampling=GREEDY).receipt
         assert 512 < receipt.disk_tokens < receipt.cached_tokens < 1024, "prefix and segment would fit into the prefix's pages"
-        assert until(lambda: running.scheduler.hit_audit.checked and not running.scheduler.hit_audit.pending)
+        assert wait_until(lambda: running.scheduler.hit_audit.checked and not running.scheduler.hit_audit.pending)
         audit = running.scheduler.hit_audit
         assert (audit.checked, audit.wrong) == (receipt.cached_tokens - receipt.segment_tokens, 0)
 
@@ -80,7 +80,7 @@ def test_an_answered_request_waits_for_no_collection_of_garbage() -> None:
         gc.disable()
         try:
             assert running.generate(OTHER, sampling=GREEDY).receipt.segments
-            assert until(lambda: not any(type(one) is Running for one in gc.get_objects()), seconds=5)
+            assert wait_until(lambda: not any(type(one) is Running for one in gc.get_objects()), seconds=5)
         finally:
             gc.enable()
 

@@ -25,7 +25,7 @@ from agentcache.store.policy import Rate
 from agentcache.store.store import Store
 from agentcache.types import Reason, StoreOptions
 from tests.approximate.windows import WordWindow
-from tests.store.stored_pages import edit, page, path, same
+from tests.store.stored_pages import blob_path, edit_file, noise_page, same_numbers
 
 SPEC = KVSpec(2, 1, 16, torch.float32)
 SCOPE = Scope("default", "weights")
@@ -45,7 +45,7 @@ def windows(ids: Ids, first: int = 0, size: int = 64) -> list[WordWindow]:
 def pages(ids: Ids) -> list[Page]:
     """Pages whose contents follow from their first id."""
     cuts = [ids[at : at + PAGE_TOKENS] for at in range(0, len(ids), PAGE_TOKENS)]
-    return [page(SPEC, len(cut), seed=int(cut[0])) for cut in cuts]
+    return [noise_page(SPEC, len(cut), seed=int(cut[0])) for cut in cuts]
 
 
 TEXTS: WeakKeyDictionary[Store, StoredText] = WeakKeyDictionary()
@@ -130,7 +130,9 @@ def test_a_later_process_finds_repeated_text_on_disk(folder: Path) -> None:
     assert found.bytes > 0
     assert repeats(store, PROMPT) == [(100, 400, 604)]
     run = ngram_index.repeats(store.tree, SCOPE, PROMPT, 0, 32)[0]
-    assert all(same(own, page(SPEC, 512, seed=int(entry.ids[0])), 512) for own, entry in zip(run.pages, run.entries, strict=True))
+    assert all(
+        same_numbers(own, noise_page(SPEC, 512, seed=int(entry.ids[0])), 512) for own, entry in zip(run.pages, run.entries, strict=True)
+    )
     assert [entry.place for entry in run.entries] == [1]
     assert len(store) == 2, "the page before it came, the page behind did not"
 
@@ -229,7 +231,7 @@ def test_a_damaged_page_is_refused_by_name(folder: Path) -> None:
     store = opened(folder)
     assert store.disk is not None
     rows = list(store.disk.index.rows())
-    edit(path(store.disk.folder, rows[1]), lambda content: content.__setitem__(20_000, content[20_000] ^ 1))
+    edit_file(blob_path(store.disk.folder, rows[1]), lambda content: content.__setitem__(20_000, content[20_000] ^ 1))
     found = brought(store, PROMPT, first=4)
     assert found.tokens == 0
     [refusal] = found.refusals

@@ -23,10 +23,11 @@ from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role, Scope
 from tests.checkout import ROOT
 from tests.engines import TOOLS, chat, decode, long_text
-from tests.store.stocked_store import ids, intact, stock
-from tests.store.stored_pages import edit, path
+from tests.store.index_rows import random_ids
+from tests.store.stocked_store import reads_back, store_group
+from tests.store.stored_pages import blob_path, edit_file
 
-PROMPT = ids(1200)
+PROMPT = random_ids(1200)
 Run = Callable[..., "tuple[int, str]"]
 
 
@@ -35,8 +36,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store with the group `harbour/north` and another prompt."""
     monkeypatch.delenv("AGENTCACHE_KEY", raising=False)
     with Index(Folder.open(tmp_path / "store")) as index:
-        stock(index, PROMPT, "harbour/north")
-        stock(index, ids(700, 1), role=Role.TURN, scope=Scope("alice", "weights"))
+        store_group(index, PROMPT, "harbour/north")
+        store_group(index, random_ids(700, 1), role=Role.TURN, scope=Scope("alice", "weights"))
         index.add_counters({"hits": 7})
         index.set_meta("read_rate", "1000000.0 1795241530.79")
     return tmp_path / "store"
@@ -75,7 +76,7 @@ def damage(place: Path) -> None:
     folder = Folder.open(place)
     with Index(folder) as index:
         row = next(index.rows(namespace="tests"))
-    edit(path(folder, row), lambda content: content.__setitem__(5000, content[5000] ^ 1))
+    edit_file(blob_path(folder, row), lambda content: content.__setitem__(5000, content[5000] ^ 1))
 
 
 # -- looking ---------------------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def test_ls_of_an_empty_store(tmp_path: Path) -> None:
 
 def test_names_cannot_speak_to_the_terminal(place: Path) -> None:
     with Index(Folder.open(place)) as index:
-        stock(index, ids(100, 8), "[red]evil\x1b[31m\n")
+        store_group(index, random_ids(100, 8), "[red]evil\x1b[31m\n")
     out = said("ls", "--store", place)
     assert "\x1b" not in out
     assert "[red]evil\\x1b[31m\\n" in out
@@ -138,8 +139,8 @@ def test_inspect_says_which_pages_are_gone(place: Path) -> None:
 
 def test_a_name_that_several_groups_have_is_asked_about(place: Path) -> None:
     with Index(Folder.open(place)) as index:
-        stock(index, PROMPT, "harbour/north", scope=Scope("alice", "weights"))
-        stock(index, PROMPT, "harbour/north", scope=Scope("alice", "other weights"))
+        store_group(index, PROMPT, "harbour/north", scope=Scope("alice", "weights"))
+        store_group(index, PROMPT, "harbour/north", scope=Scope("alice", "other weights"))
     for verb in (["inspect", "harbour/north"], ["export", "harbour/north", place / "file"], ["prune", "--group", "harbour/north"]):
         err = refused(*verb, "--store", place)
         assert "3 tool groups 'harbour/north'" in err
@@ -208,7 +209,7 @@ def test_a_damaged_index_is_named_with_the_way_out(place: Path) -> None:
 
 def test_an_encrypted_store_asks_for_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Index(Folder.open(tmp_path / "store", key=bytes(32))) as index:
-        stock(index, PROMPT, "harbour")
+        store_group(index, PROMPT, "harbour")
     key = {"AGENTCACHE_KEY": "00" * 32}
     assert "is encrypted: give its key" in refused("ls", "--store", tmp_path / "store")
     assert _run("ls", "--store", tmp_path / "store", env=key)[0] == 0
@@ -243,7 +244,7 @@ def test_verify_makes_a_damaged_index_anew(place: Path) -> None:
     assert "index made anew with 5 rows: all sound now" in said("verify", "--fix", "--store", place)
     folder = Folder.open(place)
     with Index(folder) as index:
-        assert intact(folder, list(index.rows()))
+        assert reads_back(folder, list(index.rows()))
 
 
 # -- prune -----------------------------------------------------------------------------------------------------------

@@ -26,12 +26,12 @@ ME = process_identity.token()
 DEAD = f"1.1.{ME.rpartition('.')[2]}"  # pid 1 did not start then
 
 
-def some(count: int, seed: int = 0) -> Ids:
+def random_ids(count: int, seed: int = 0) -> Ids:
     """Token ids; the shorter of two with one seed begins the longer."""
     return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.uint32)
 
 
-def pages(ids: Ids, scope: Scope = SCOPE, **more: Any) -> list[Row]:
+def rows_of_prompt(ids: Ids, scope: Scope = SCOPE, **more: Any) -> list[Row]:
     """The rows of a prompt, root first."""
     rows, parent = [], scope.root
     for place, key in enumerate(chain(scope.root, ids)):
@@ -45,20 +45,20 @@ def pages(ids: Ids, scope: Scope = SCOPE, **more: Any) -> list[Row]:
     return rows
 
 
-def kept(index: Index, ids: Ids, **more: Any) -> list[Row]:
+def added_rows(index: Index, ids: Ids, **more: Any) -> list[Row]:
     """Add a prompt's pages; the rows as the index has them."""
-    rows = pages(ids, **more)
+    rows = rows_of_prompt(ids, **more)
     index.add(rows)
     return [found for row in rows if (found := index.row(row.page_key, row.fingerprint, row.precision)) is not None]
 
 
-def raw(folder: Folder, sql: str, *values: object) -> list[Any]:
+def run_sql(folder: Folder, sql: str, *values: object) -> list[Any]:
     """Behind the index's back."""
     with closing(sqlite3.connect(folder.index)) as connection, connection:
         return connection.execute(sql, values).fetchall()
 
 
-def run(*children: Callable[[], None]) -> None:
+def run_in_forks(*children: Callable[[], None]) -> None:
     """Run these in forked children at once; all must succeed."""
     workers = [FORK.Process(target=child) for child in children]
     for worker in workers:

@@ -7,70 +7,61 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from agentcache.kv import Page
-from agentcache.store.disk import blob_io, process_identity
+from agentcache.store.disk import blob_io
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Ids, Role, Scope, chain
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import PAGE_TOKENS
-from tests.store.stored_pages import SPEC, fill, page, row, same
-
-DEAD = f"1.1.{process_identity.token().rpartition('.')[2]}"  # pid 1 did not start then
+from tests.store.stored_pages import SPEC, noise_page, read_page, same_numbers, unstored_row
 
 
-def ids(count: int, seed: int = 0) -> Ids:
-    """Token ids of a prompt."""
-    return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.uint32)
-
-
-def contents(wanted: Row) -> Page:
+def page_of_row(wanted: Row) -> Page:
     """What a page holds: the same for the same ids, wherever and however long it is stored."""
-    return page(SPEC, PAGE_TOKENS, seed=int(wanted.ids[0]))
+    return noise_page(SPEC, PAGE_TOKENS, seed=int(wanted.ids[0]))
 
 
-def rows_of(prompt: Ids, scope: Scope, role: int = Role.GROUP, **more: Any) -> list[Row]:
+def rows_of_group(prompt: Ids, scope: Scope, role: int = Role.GROUP, **more: Any) -> list[Row]:
     """The rows of a prompt's pages, root first, without blobs."""
     parent, rows = scope.root, []
     for place, key in enumerate(chain(scope.root, prompt)):
         own = prompt[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS]
-        base = row(SPEC, len(own), scope.precision, namespace=scope.namespace)
+        base = unstored_row(SPEC, len(own), scope.precision, namespace=scope.namespace)
         same_scope = {"fingerprint": scope.fingerprint, "regime": scope.regime, "created": time.time()}
         rows.append(replace(base, page_key=key, parent=parent, place=place, ids=own, role=int(role), **{**same_scope, **more}))
         parent = key
     return rows
 
 
-def stock(index: Index, prompt: Ids, name: str | None = None, *, scope: Scope | None = None, **more: Any) -> list[Row]:
+def store_group(index: Index, prompt: Ids, name: str | None = None, *, scope: Scope | None = None, **more: Any) -> list[Row]:
     """Store a prompt's pages, and a group of that name over them; returns the rows as the index has them."""
     scope = scope or Scope("tests", "weights")
     written = []
-    for wanted in rows_of(prompt, scope, **more):
+    for wanted in rows_of_group(prompt, scope, **more):
         if index.row(wanted.page_key, wanted.fingerprint, wanted.precision) is None:
-            written.append(blob_io.write(index.folder, wanted, contents(wanted)))
+            written.append(blob_io.write(index.folder, wanted, page_of_row(wanted)))
     assert index.add(written) == []
     keys = chain(scope.root, prompt)
     if name is not None:
-        index.put_group(group(prompt, name, scope))
+        index.put_group(manifest_of(prompt, name, scope))
     found = [index.row(key, scope.fingerprint, scope.precision) for key in keys]
     return [row for row in found if row is not None]
 
 
-def group(prompt: Ids, name: str, scope: Scope, created: float = 0.0) -> ToolGroup:
+def manifest_of(prompt: Ids, name: str, scope: Scope, created: float = 0.0) -> ToolGroup:
     """The manifest of a prompt."""
     keys = tuple(key.hex() for key in chain(scope.root, prompt))
     made = created or time.time()
     return ToolGroup(name, scope.namespace, scope.fingerprint, scope.regime, len(prompt), keys, ("tide", "wind"), "toy", ("a", "b"), made)
 
 
-def intact(folder: Folder, rows: list[Row]) -> bool:
+def reads_back(folder: Folder, rows: list[Row]) -> bool:
     """Whether these pages are read back as they were stored."""
-    return all(same(fill(folder, found), contents(found), found.tokens) for found in rows)
+    return all(same_numbers(read_page(folder, found), page_of_row(found), found.tokens) for found in rows)
 
 
-def everything(folder: Folder) -> dict[Path, bytes]:
+def blob_bytes(folder: Folder) -> dict[Path, bytes]:
     """All pages' files, byte by byte."""
     return {path: path.read_bytes() for path in folder.blobs.rglob("*") if path.is_file()}

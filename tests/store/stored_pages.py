@@ -20,7 +20,7 @@ from agentcache.store.keys import Scope, page_key
 SPEC = KVSpec(3, 2, 16, torch.bfloat16)
 
 
-def page(spec: KVSpec = SPEC, tokens: int = 512, seed: int = 0) -> Page:
+def noise_page(spec: KVSpec = SPEC, tokens: int = 512, seed: int = 0) -> Page:
     """A page with noise in its first slots."""
     noise = torch.Generator().manual_seed(seed)
     made = Page(spec)
@@ -30,7 +30,7 @@ def page(spec: KVSpec = SPEC, tokens: int = 512, seed: int = 0) -> Page:
     return made
 
 
-def row(spec: KVSpec = SPEC, tokens: int = 512, precision: str = "exact", first: int = 0, namespace: str = "tests") -> Row:
+def unstored_row(spec: KVSpec = SPEC, tokens: int = 512, precision: str = "exact", first: int = 0, namespace: str = "tests") -> Row:
     """A row for the first page of a prompt first, first + 1, ...; without a blob."""
     ids = np.arange(first, first + tokens, dtype=np.uint32)
     scope = Scope(namespace, "weights")
@@ -41,24 +41,24 @@ def row(spec: KVSpec = SPEC, tokens: int = 512, precision: str = "exact", first:
     )  # fmt: skip
 
 
-def path(folder: Folder, row: Row) -> Path:
+def blob_path(folder: Folder, row: Row) -> Path:
     """The file of a row's blob."""
     return folder.blobs / row.blob[:2] / f"{row.blob}.safetensors"
 
 
-def fill(folder: Folder, written: Row, tokens: int | None = None, spec: KVSpec = SPEC, **more: Any) -> Page:
+def read_page(folder: Folder, written: Row, tokens: int | None = None, spec: KVSpec = SPEC, **more: Any) -> Page:
     """A new page filled from a blob."""
     found = Page(spec)
     blob_io.read(folder, written, found, tokens=written.tokens if tokens is None else tokens, **more)
     return found
 
 
-def same(a: Page, b: Page, tokens: int) -> bool:
+def same_numbers(a: Page, b: Page, tokens: int) -> bool:
     """Whether the first slots hold the same numbers."""
     return torch.equal(a.keys[..., :tokens], b.keys[..., :tokens]) and torch.equal(a.values[..., :tokens, :], b.values[..., :tokens, :])
 
 
-def refused(folder: Folder, written: Row, spec: KVSpec = SPEC, kind: type[StoreError] = BlobError, **more: Any) -> StoreError:
+def refused_read(folder: Folder, written: Row, spec: KVSpec = SPEC, kind: type[StoreError] = BlobError, **more: Any) -> StoreError:
     """Reading fails and leaves an empty page of zeros."""
     found = Page(spec)
     with pytest.raises(kind) as caught:
@@ -69,7 +69,7 @@ def refused(folder: Folder, written: Row, spec: KVSpec = SPEC, kind: type[StoreE
     return caught.value
 
 
-def edit(file: Path, change: Callable[[bytearray], object]) -> bytes:
+def edit_file(file: Path, change: Callable[[bytearray], object]) -> bytes:
     """Change a file's bytes in place; returns what they were."""
     before = file.read_bytes()
     content = bytearray(before)
@@ -78,6 +78,6 @@ def edit(file: Path, change: Callable[[bytearray], object]) -> bytes:
     return before
 
 
-def left(folder: Folder) -> list[Path]:
+def files_under_blobs(folder: Folder) -> list[Path]:
     """All files under blobs/."""
     return [path for path in folder.blobs.rglob("*") if not path.is_dir()]

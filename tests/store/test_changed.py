@@ -122,7 +122,7 @@ def test_a_page_that_vanishes_before_reading_is_named_so(model: Any, tmp_path: P
                 elif how == "deleted":
                     prune(folder, index, namespace="default")
             if how == "lost":
-                for file in stored_pages.left(folder):
+                for file in stored_pages.files_under_blobs(folder):
                     file.unlink()
             return read_many(folder, jobs, **more)
 
@@ -223,14 +223,14 @@ def test_deleted_pages_are_not_written_to_a_new_folder(tmp_path: Path) -> None:
         with pytest.warns(StoreWarning):
             store.heed()
         assert store.disk is not None
-        store.admit(scope, ids, [stored_pages.page()], "n", received=received)
+        store.admit(scope, ids, [stored_pages.noise_page()], "n", received=received)
         assert len(store) == 0, "received under a store that is gone: nobody knows what was deleted since"
         kept = store.heed()
         other.record_deletion(Deletion("alice"))
         store.heed()
-        store.admit(scope, ids, [stored_pages.page()], "n", received=kept)
+        store.admit(scope, ids, [stored_pages.noise_page()], "n", received=kept)
         assert len(store) == 0, "deleted in the new one since"
-        store.admit(scope, ids, [stored_pages.page()], "n", received=store.heed())
+        store.admit(scope, ids, [stored_pages.noise_page()], "n", received=store.heed())
         assert len(store) == 1
         assert store.flush()
         assert other.total()[0] == 1
@@ -332,14 +332,14 @@ def test_a_changed_page_is_never_written_as_right(read: Any) -> None:
 def test_a_page_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder.open(tmp_path / "store")
     monkeypatch.setattr(blob_files, "local", lambda path: True)
-    row = blob_io.write(folder, stored_pages.row(), stored_pages.page())
+    row = blob_io.write(folder, stored_pages.unstored_row(), stored_pages.noise_page())
     bring_in = blob_files.bring_in
 
     def late(*given: Any) -> None:
         bring_in(*given)
-        over(stored_pages.path(folder, row), stored_pages.path(folder, row).read_bytes())
+        over(stored_pages.blob_path(folder, row), stored_pages.blob_path(folder, row).read_bytes())
 
     with monkeypatch.context() as patch:
         patch.setattr(blob_files, "bring_in", late)
-        assert "was written to while it was read" in str(stored_pages.refused(folder, row))
-    assert stored_pages.same(stored_pages.fill(folder, row), stored_pages.page(), 512)
+        assert "was written to while it was read" in str(stored_pages.refused_read(folder, row))
+    assert stored_pages.same_numbers(stored_pages.read_page(folder, row), stored_pages.noise_page(), 512)

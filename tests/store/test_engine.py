@@ -22,7 +22,7 @@ from agentcache.store.keys import Role, Scope, as_ids
 from agentcache.store.memory.prefix_tree import PrefixTree
 from agentcache.types import StoreOptions
 from tests import models
-from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, until
+from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, wait_until
 from tests.store import stored_pages
 
 TURNS = chat(long_text(150), "North, four.", "And the tide? " + long_text(60, 1))
@@ -410,7 +410,7 @@ def test_cancelling_while_pages_are_read(model: Any, tmp_path: Path, held: Any) 
         other = running.generate(chat("someone else"), sampling=decode(2), reuse="off")
         assert len(other.ids) == 2, "others go on meanwhile"
         stream.close()
-        assert until(lambda: not running.scheduler._waiting)
+        assert wait_until(lambda: not running.scheduler._waiting)
         go.set()
         done = running.generate(TURNS, sampling=decode(3))
         assert done.ids == expected
@@ -462,7 +462,7 @@ def test_a_short_request_is_written_without_being_waited_for(model: Any, tmp_pat
     with engine(model=model, store=tmp_path / "store") as running:
         running.generate(TURNS, sampling=decode(1))
         assert running.store.disk
-        assert until(lambda: running.store.disk.index.total()[0] >= 2, 5)
+        assert wait_until(lambda: running.store.disk.index.total()[0] >= 2, 5)
 
 
 # -- the host tier ---------------------------------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def test_the_host_tier_gives_back_what_it_took() -> None:
     prompts: list[tuple[Any, Page]] = []
     for i in range(5):
         ids = as_ids(list(range(1000 * i, 1000 * i + 300)))
-        prompts.append((ids, stored_pages.page(spec, 300, seed=i)))
+        prompts.append((ids, stored_pages.noise_page(spec, 300, seed=i)))
         tree.admit(scope, ids, [prompts[-1][1]], "n")
     assert (tree.bytes, tree.host_bytes) == (2 * spec.page_bytes, 3 * spec.page_bytes)
     for _ in range(2):
@@ -483,10 +483,10 @@ def test_the_host_tier_gives_back_what_it_took() -> None:
             found = tree.match(scope, as_ids([*ids.tolist(), 9]))
             assert found.tokens == 300
             assert found.pages[0].tier == "device"
-            assert stored_pages.same(found.pages[0], page, 300)
+            assert stored_pages.same_numbers(found.pages[0], page, 300)
             assert tree.bytes <= 2 * spec.page_bytes
             assert tree.host_bytes <= 3 * spec.page_bytes
-    tree.admit(scope, as_ids(list(range(9000, 9100))), [stored_pages.page(spec, 100, seed=9)], "n")
+    tree.admit(scope, as_ids(list(range(9000, 9100))), [stored_pages.noise_page(spec, 100, seed=9)], "n")
     assert len(tree) == 5, "both tiers are full: the oldest went"
 
 
@@ -495,7 +495,7 @@ def test_a_match_ends_where_the_device_memory_does() -> None:
     tree = PrefixTree(2 * spec.page_bytes, 4 * spec.page_bytes)
     scope = Scope("a", "weights")
     ids = as_ids(list(range(4 * 512)))
-    tree.admit(scope, ids, [stored_pages.page(spec, 512, seed=i) for i in range(4)], "n")
+    tree.admit(scope, ids, [stored_pages.noise_page(spec, 512, seed=i) for i in range(4)], "n")
     for _ in range(3):
         found = tree.match(scope, as_ids([*ids.tolist(), 1]))
         assert found.tokens == 512 * len(found.pages)

@@ -22,7 +22,7 @@ from agentcache.store.disk.index_metadata import IndexMetadata
 from agentcache.store.keys import Role
 from tests import models
 from tests.chat_templates import TOOL_TEMPLATES
-from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, tool, until
+from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, tool, wait_until
 from tests.store import stored_pages
 
 TURNS = chat(long_text(150), "North, four.", "And the tide? " + long_text(60, 1))
@@ -227,7 +227,7 @@ def test_a_request_that_runs_keeps_nothing_of_what_is_forgotten(running: Engine)
     next(stream)
     assert running.forget(namespace="alice").memory_pages > 0
     assert len(stream.completion.ids) == 40, "it goes on"
-    assert until(lambda: running.scheduler.live == 0)
+    assert wait_until(lambda: running.scheduler.live == 0)
     assert running.store.tree.entries("alice") == []
     if running.store.disk:
         assert spaces(running) == set()
@@ -250,7 +250,7 @@ def test_a_request_on_forgotten_pages_admits_nothing(running: Engine, monkeypatc
 
     def end() -> None:
         assert len(stream.completion.ids) == 200
-        assert until(lambda: running.scheduler.live == 0)
+        assert wait_until(lambda: running.scheduler.live == 0)
 
     if ends == "while the disk deletes":
         monkeypatch.setattr("agentcache.store.admin.prune.prune", lambda *given, **more: (end(), prune(*given, **more))[1])
@@ -275,7 +275,7 @@ def test_pruned_pages_in_the_writers_queue_are_dropped(model: Any, tmp_path: Pat
         go.set()
         assert spaces(running) == set()
         assert running.store.disk.index.stats()["splices"] == 0
-        assert stored_pages.left(running.store.disk.folder) == []
+        assert stored_pages.files_under_blobs(running.store.disk.folder) == []
         assert running.store.disk.writer.counts["deleted"] >= 1
         assert running.generate(TURNS, **ALICE).receipt.cached_tokens == 0
         assert spaces(running) == {"alice"}, "what was received later is written"
@@ -395,7 +395,7 @@ def test_a_running_request_leaves_no_forgotten_text(running: Engine) -> None:
     running.forget(namespace="alice")
     assert len(stream.completion.ids) == 40
     del stream
-    assert until(lambda: running.scheduler.live == 0)
+    assert wait_until(lambda: running.scheduler.live == 0)
     assert remembered(running) == []
 
 
@@ -418,5 +418,5 @@ def test_what_is_forgotten_while_it_is_rendered_leaves_no_text(running: Engine, 
     else:
         with pytest.raises(GenerationError, match="forgotten"):
             running.pin(Late(running), namespace="alice")
-    assert until(lambda: running.scheduler.live == 0)
+    assert wait_until(lambda: running.scheduler.live == 0)
     assert remembered(running) == []

@@ -32,7 +32,7 @@ from agentcache.store.policy import HUNG_MS, LEAST_TRUST_MS, LOOK_S, RETRY_S, Ra
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests import models
-from tests.engines import SYSTEM, chat, decode, engine, long_text, until
+from tests.engines import SYSTEM, chat, decode, engine, long_text, wait_until
 from tests.store import stored_pages
 
 MB = 1 << 20
@@ -203,7 +203,7 @@ def reader(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> tuple[threadi
 def shelf(tmp_path: Path, clock: list[float]) -> Iterator[Store]:
     """A store that has WANTED on disk, and reads a page in a millisecond."""
     store = Store(1 << 26, options=StoreOptions(tmp_path / "store"))
-    store.admit(Scope("tests", "weights"), WANTED, [stored_pages.page(SHAPE), stored_pages.page(SHAPE)], "n")
+    store.admit(Scope("tests", "weights"), WANTED, [stored_pages.noise_page(SHAPE), stored_pages.noise_page(SHAPE)], "n")
     assert store.flush()
     store.clear()
     assert store.disk
@@ -231,7 +231,7 @@ def test_a_reader_without_processor_is_no_slow_disk(shelf: Store, reader: Any, c
         clock[0] += 0.03
         assert asked.pending()
     goes.set()
-    assert until(lambda: not asked.pending())
+    assert wait_until(lambda: not asked.pending())
     assert (asked.tokens, asked.refusals) == (1024, [])
 
 
@@ -250,7 +250,7 @@ def test_a_disk_that_was_silent_once_is_looked_at_again(shelf: Store, reader: An
     goes.set()
     clock[0] += LOOK_S
     later = fetch(shelf)
-    assert until(lambda: not later.pending())
+    assert wait_until(lambda: not later.pending())
     assert (later.tokens, later.refusals) == (1024, [])
     assert shelf.disk
     assert shelf.disk.read_rate.given_up == 0
@@ -429,7 +429,7 @@ def tamper(model: Any, folder: Path, place: int) -> None:
     blob_io.read(disk.folder, row, page, tokens=row.tokens)
     page.values[-1, 0, 3, 0] += 1
     wrong = blob_io.write(disk.folder, row, page)
-    stored_pages.path(disk.folder, wrong).replace(stored_pages.path(disk.folder, row))
+    stored_pages.blob_path(disk.folder, wrong).replace(stored_pages.blob_path(disk.folder, row))
     disk.close()
 
 
@@ -441,7 +441,7 @@ def found_wrong(running: Engine, between: Callable[[], object] = lambda: None) -
     """Ask, and wait until the check that follows has found something."""
     running.generate(TURNS, sampling=decode(4))
     between()
-    assert until(lambda: running.scheduler.hit_audit.wrong == 1 and not running.scheduler.hit_audit.pending)
+    assert wait_until(lambda: running.scheduler.hit_audit.wrong == 1 and not running.scheduler.hit_audit.pending)
 
 
 def test_a_wrong_page_is_found_reported_and_computed(small: Any, tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_a_wrong_page_is_found_reported_and_computed(small: Any, tmp_path: Path)
         assert disk.index.counters()["audit_wrong"] == 1
     with engine(model=small, store=checked(tmp_path / "store")) as second:
         assert second.generate(TURNS, sampling=decode(4)).ids == ids
-        assert until(lambda: second.scheduler.hit_audit.checked > 1024 and not second.scheduler.hit_audit.pending)
+        assert wait_until(lambda: second.scheduler.hit_audit.checked > 1024 and not second.scheduler.hit_audit.pending)
         assert second.scheduler.hit_audit.wrong == 0
 
 
@@ -495,7 +495,7 @@ def test_right_pages_are_not_accused(small: Any, tmp_path: Path, monkeypatch: py
     written(small, tmp_path / "store")
     with engine(model=small, store=checked(tmp_path / "store")) as running:
         running.generate(TURNS, sampling=decode(4))
-        assert until(lambda: running.scheduler.hit_audit.checked > 1024 and not running.scheduler.hit_audit.pending)
+        assert wait_until(lambda: running.scheduler.hit_audit.checked > 1024 and not running.scheduler.hit_audit.pending)
         assert running.scheduler.hit_audit.wrong == 0
         assert running.flush()
         assert running.store.disk.index.counters()["audit_checked"] == 1
@@ -509,7 +509,7 @@ def test_right_pages_are_not_accused(small: Any, tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(HFModel, "numerics", property(lambda self: changed))
         before = running.scheduler.hit_audit.checked
         hold.set()
-        assert until(lambda: not running.scheduler.hit_audit.pending)
+        assert wait_until(lambda: not running.scheduler.hit_audit.pending)
         assert running.scheduler.hit_audit.checked == before, "other kernels than at the hit: nothing can be said"
 
 
@@ -535,10 +535,10 @@ def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Pat
         monkeypatch.setattr(HitAudit, "step", counted)
         monkeypatch.setattr(Lifecycle, "start", noted)
         running.generate(TURNS, sampling=decode(4))
-        assert until(lambda: streams)
+        assert wait_until(lambda: streams)
         assert len(streams[0].completion.ids) == 3
         assert started_at == [0, 2]
-        assert until(lambda: not running.scheduler.hit_audit.pending)
+        assert wait_until(lambda: not running.scheduler.hit_audit.pending)
         assert len(steps) > 8, "it goes on afterwards"
         assert running.scheduler.hit_audit.checked > 1024
 
@@ -594,7 +594,7 @@ class Holder:
                 work()
             finally:
                 os._exit(0)
-        assert until((folder.parent / "holds").exists)
+        assert wait_until((folder.parent / "holds").exists)
 
     def kill(self) -> None:
         if self.pid:
@@ -618,7 +618,7 @@ def test_who_comes_second_waits_and_loads(small: Any, tmp_path: Path, holder: Ho
     with engine(model=small, store=tmp_path / "store") as running:
         running.scheduler.ms_per_token = 20.0  # so it would take 20 s
         stream = running.stream(PREFIX, sampling=decode(3))
-        assert until(lambda: awaiting(running))
+        assert wait_until(lambda: awaiting(running))
         assert len(running.generate(chat("x"), sampling=decode(2), reuse="off").ids) == 2, "others go on meanwhile"
         running.scheduler.ms_per_token = 20.0
         holder.go.touch()
@@ -633,7 +633,7 @@ def test_a_holder_that_dies_is_not_waited_for(small: Any, tmp_path: Path, holder
     with engine(model=small, store=tmp_path / "store") as running:
         running.scheduler.ms_per_token = 20.0
         stream = running.stream(PREFIX, sampling=decode(3))
-        assert until(lambda: awaiting(running))
+        assert wait_until(lambda: awaiting(running))
         holder.kill()
         done = stream.completion
         assert done.ids == holder.ids
@@ -671,10 +671,10 @@ def test_what_the_other_stores_must_be_of_use(small: Any, tmp_path: Path, holder
 def test_a_cancelled_request_gives_its_lease_back(small: Any, tmp_path: Path) -> None:
     with engine(model=small, store=tmp_path / "store", chunk_tokens=16) as running:
         stream = running.stream(PREFIX, sampling=decode(3))
-        assert until(lambda: running.store.disk.index.stats()["leases"] == 1)
+        assert wait_until(lambda: running.store.disk.index.stats()["leases"] == 1)
         stream.close()
         # not live any more comes first, what it had computed is kept next, the lease is given back after that
-        assert until(lambda: running.flush() and running.store.disk.index.stats()["leases"] == 0)
+        assert wait_until(lambda: running.flush() and running.store.disk.index.stats()["leases"] == 0)
 
 
 # -- what a request must not wait for ----------------------------------------------------------------------------------
@@ -744,12 +744,14 @@ def test_an_awaited_prefix_is_written_during_its_answer(small: Any, tmp_path: Pa
         other = DiskTier(StoreOptions(tmp_path / "store"))
         [(key, fingerprint)] = disk.leases.held
         if waits:
-            assert until(lambda: (other.leases.wait(key, fingerprint), disk.index.awaited(key, fingerprint))[1]), "the index may be busy"
-            assert until(lambda: disk.index.total()[0] >= 1), "it would have been written behind the answer"
+            assert wait_until(lambda: (other.leases.wait(key, fingerprint), disk.index.awaited(key, fingerprint))[1]), (
+                "the index may be busy"
+            )
+            assert wait_until(lambda: disk.index.total()[0] >= 1), "it would have been written behind the answer"
             assert not disk.writer.quiet.is_set()
-            assert until(lambda: not disk.leases.held), "given back once all of it is written"
+            assert wait_until(lambda: not disk.leases.held), "given back once all of it is written"
             other.leases.stop_waiting(key, fingerprint)
-            assert until(lambda: disk.index.stats()["leases"] == 0)
+            assert wait_until(lambda: disk.index.stats()["leases"] == 0)
         else:
             time.sleep(0.7)
             assert not disk.writer.quiet.is_set()

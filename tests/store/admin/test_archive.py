@@ -28,10 +28,11 @@ from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Role, Scope, chain
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Precision
-from tests.store.stocked_store import contents, everything, group, ids, intact, rows_of, stock
-from tests.store.stored_pages import edit, fill, path, same
+from tests.store.index_rows import random_ids
+from tests.store.stocked_store import blob_bytes, manifest_of, page_of_row, reads_back, rows_of_group, store_group
+from tests.store.stored_pages import blob_path, edit_file, read_page, same_numbers
 
-PROMPT = ids(1200)
+PROMPT = random_ids(1200)
 PRECISIONS: tuple[Precision, ...] = ("exact", "int8", "int4")
 
 
@@ -40,7 +41,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     """Of a store with the group `harbour`."""
     monkeypatch.delenv("AGENTCACHE_KEY", raising=False)
     with Index(Folder.open(tmp_path / "here")) as opened:
-        stock(opened, PROMPT, "harbour")
+        store_group(opened, PROMPT, "harbour")
         yield opened
 
 
@@ -60,7 +61,7 @@ def file(tmp_path: Path, index: Index) -> Path:
 
 def untouched(index: Index) -> bool:
     """Whether a store is as empty as it was made."""
-    return index.total() == (0, 0) and index.groups() == [] and everything(index.folder) == {}
+    return index.total() == (0, 0) and index.groups() == [] and blob_bytes(index.folder) == {}
 
 
 # -- there and back --------------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def test_what_is_imported_is_what_was_exported(index: Index, other: Index, file:
     here, there = index.groups()[0], other.groups()[0]
     assert replace(there, created=here.created) == here
     rows = [row for row in pages_of(other, there) if row]
-    assert intact(other.folder, rows)
+    assert reads_back(other.folder, rows)
     assert [row.role for row in rows] == [Role.GROUP] * 3
     for old, new in zip(pages_of(index, here), rows, strict=True):
         assert old is not None
@@ -87,7 +88,7 @@ def test_what_is_imported_is_what_was_exported(index: Index, other: Index, file:
 def test_an_archive_is_a_private_safetensors_file(file: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     with safe_open(file, "pt") as read:
-        page = contents(rows_of(PROMPT, Scope("tests", "weights"))[2])
+        page = page_of_row(rows_of_group(PROMPT, Scope("tests", "weights"))[2])
         assert torch.equal(read.get_tensor("2.keys.1"), page.keys[1, :, :, :176])
         assert torch.equal(read.get_tensor("2.values.0"), page.values[0, :, :176])
         assert read.get_tensor("ids").tolist() == PROMPT.tolist()
@@ -99,15 +100,15 @@ def test_an_archive_is_a_private_safetensors_file(file: Path) -> None:
 def test_of_a_page_stored_longer_only_the_groups_tokens_leave(
     index: Index, other: Index, tmp_path: Path, precision: Precision, kept: int
 ) -> None:
-    scope, prompt = Scope("longer", "weights", precision=precision), ids(kept, 7)
-    rows = stock(index, prompt, scope=scope)
-    exported = group(prompt[:1171], "harbour", scope)
+    scope, prompt = Scope("longer", "weights", precision=precision), random_ids(kept, 7)
+    rows = store_group(index, prompt, scope=scope)
+    exported = manifest_of(prompt[:1171], "harbour", scope)
     export_group(index.folder, index, exported, tmp_path / "file")
     import_group(other.folder, other, tmp_path / "file")
     row = pages_of(other, other.groups()[0])[2]
     assert row is not None
     assert (row.tokens, row.precision, row.ids.tolist()) == (147, precision, prompt[1024:1171].tolist())
-    assert same(fill(index.folder, rows[2]), fill(other.folder, row), 147)
+    assert same_numbers(read_page(index.folder, rows[2]), read_page(other.folder, row), 147)
     content = (tmp_path / "file").read_bytes()
     assert prompt[1171:1200].tobytes() not in content
 
@@ -119,21 +120,21 @@ def test_another_name_and_namespace_have_other_keys(other: Index, file: Path) ->
     assert list(done.group.page_keys) == [key.hex() for key in chain(scope.root, PROMPT)]
     assert sum(run for _, run in other.longest(scope, PROMPT, len(PROMPT))) == len(PROMPT)
     assert other.longest(Scope("tests", "weights"), PROMPT, len(PROMPT)) == []
-    assert intact(other.folder, list(other.rows()))
-    assert {found.relative_to(other.folder.path).parts[0] for found in everything(other.folder)} == {"blobs"}
+    assert reads_back(other.folder, list(other.rows()))
+    assert {found.relative_to(other.folder.path).parts[0] for found in blob_bytes(other.folder)} == {"blobs"}
 
 
 def test_importing_twice_writes_once(other: Index, file: Path) -> None:
     import_group(other.folder, other, file)
-    before = everything(other.folder)
+    before = blob_bytes(other.folder)
     done = import_group(other.folder, other, file)
     assert (done.written, done.known, done.bytes) == (0, 3, 0)
-    assert everything(other.folder) == before
+    assert blob_bytes(other.folder) == before
     assert len(other.groups()) == 1
 
 
 def test_only_what_is_missing_is_written(other: Index, file: Path) -> None:
-    stock(other, PROMPT[:1024], role=Role.TURN)
+    store_group(other, PROMPT[:1024], role=Role.TURN)
     first, second = other.rows()
     other.quarantine(second.id, "bad")
     done = import_group(other.folder, other, file)
@@ -141,23 +142,23 @@ def test_only_what_is_missing_is_written(other: Index, file: Path) -> None:
     rows = [row for row in pages_of(other, done.group) if row]
     assert rows[0].id == first.id
     assert [row.role for row in rows] == [Role.GROUP] * 3
-    assert len(everything(other.folder)) == other.total()[0] == 3
-    assert intact(other.folder, rows)
+    assert len(blob_bytes(other.folder)) == other.total()[0] == 3
+    assert reads_back(other.folder, rows)
 
 
 def test_a_longer_last_page_is_there_already(other: Index, file: Path) -> None:
-    stock(other, ids(1300))
+    store_group(other, random_ids(1300))
     assert import_group(other.folder, other, file).written == 0
 
 
 def test_other_contents_under_the_same_name_are_refused(other: Index, file: Path) -> None:
-    stock(other, ids(600, 4), "harbour")
-    before = everything(other.folder)
+    store_group(other, random_ids(600, 4), "harbour")
+    before = blob_bytes(other.folder)
     with pytest.raises(ConfigError, match="give --name"):
         import_group(other.folder, other, file)
-    assert everything(other.folder) == before
+    assert blob_bytes(other.folder) == before
     assert import_group(other.folder, other, file, name="port").written == 3
-    stock(other, ids(600, 4), "port", scope=Scope("tests", "other weights"))
+    store_group(other, random_ids(600, 4), "port", scope=Scope("tests", "other weights"))
     assert import_group(other.folder, other, file, name="port").known == 3
 
 
@@ -167,17 +168,17 @@ def test_other_contents_under_the_same_name_are_refused(other: Index, file: Path
 def test_an_encrypted_store_exports_only_when_told_so(tmp_path: Path, other: Index) -> None:
     folder = Folder.open(tmp_path / "sealed", key=b"k" * 32)
     with Index(folder) as index:
-        stock(index, PROMPT, "harbour")
+        store_group(index, PROMPT, "harbour")
         with pytest.raises(StoreError, match="--clear"):
             export_group(folder, index, index.groups()[0], tmp_path / "file")
         assert not (tmp_path / "file").exists()
         export_group(folder, index, index.groups()[0], tmp_path / "file", clear=True)
     import_group(other.folder, other, tmp_path / "file")
-    assert intact(other.folder, list(other.rows()))
+    assert reads_back(other.folder, list(other.rows()))
     with Index(Folder.open(tmp_path / "sealed too", key=b"l" * 32)) as third:
         import_group(third.folder, third, tmp_path / "file")
-        assert intact(third.folder, list(third.rows()))
-        for content in everything(third.folder).values():
+        assert reads_back(third.folder, list(third.rows()))
+        for content in blob_bytes(third.folder).values():
             assert PROMPT[:64].tobytes() not in content
 
 
@@ -191,7 +192,7 @@ def test_a_group_with_a_missing_page_is_not_exported(index: Index, tmp_path: Pat
 
 
 def test_a_damaged_page_is_not_exported(index: Index, tmp_path: Path) -> None:
-    edit(path(index.folder, list(index.rows())[1]), lambda content: content.__setitem__(9000, content[9000] ^ 1))
+    edit_file(blob_path(index.folder, list(index.rows())[1]), lambda content: content.__setitem__(9000, content[9000] ^ 1))
     with pytest.raises(BlobError, match="was changed"):
         export_group(index.folder, index, index.groups()[0], tmp_path / "file")
     assert os.listdir(tmp_path) == ["here"]
@@ -240,7 +241,7 @@ def spots(content: bytes) -> dict[str, int]:
 def test_a_flipped_bit_is_refused_and_leaves_nothing(other: Index, file: Path, place: int, bit: int) -> None:
     content = file.read_bytes()
     name, at = list(spots(content).items())[place]
-    edit(file, lambda changed: changed.__setitem__(at, changed[at] ^ (1 << bit)))
+    edit_file(file, lambda changed: changed.__setitem__(at, changed[at] ^ (1 << bit)))
     with pytest.raises((BlobError, StoreFormatError)):
         import_group(other.folder, other, file)
     assert untouched(other), name
@@ -348,7 +349,7 @@ def test_what_forged_makes_is_read_if_nothing_is_changed(other: Index, file: Pat
     assert file.read_bytes() == before
     forged(file, lambda told: told["group"].update(name="a/../b\x1b[31m", model="/etc/passwd"))
     assert import_group(other.folder, other, file).group.name == "a/../b\x1b[31m"
-    assert {found.relative_to(other.folder.path).parts[0] for found in everything(other.folder)} == {"blobs"}
+    assert {found.relative_to(other.folder.path).parts[0] for found in blob_bytes(other.folder)} == {"blobs"}
 
 
 def test_ids_that_do_not_make_the_keys_are_refused(other: Index, file: Path) -> None:
@@ -357,14 +358,14 @@ def test_ids_that_do_not_make_the_keys_are_refused(other: Index, file: Path) -> 
         front = 8 + int.from_bytes(content[:8], "little")
         content[-32:] = blake3(bytes(content[:front] + content[-128 - 4800 : -32])).digest()
 
-    edit(file, change)
+    edit_file(file, change)
     with pytest.raises(BlobError, match="are not those of the tool group"):
         import_group(other.folder, other, file)
 
 
 @pytest.mark.parametrize("length", [0, 7, 1 << 20, 16 << 20, 1 << 40, 1 << 63, (1 << 64) - 8])
 def test_a_header_of_wrong_length_is_refused_unread(other: Index, file: Path, length: int) -> None:
-    edit(file, lambda content: content.__setitem__(slice(0, 8), length.to_bytes(8, "little")))
+    edit_file(file, lambda content: content.__setitem__(slice(0, 8), length.to_bytes(8, "little")))
     with pytest.raises((BlobError, StoreFormatError)):
         import_group(other.folder, other, file)
 
@@ -446,9 +447,9 @@ def test_a_read_only_store_takes_nothing(other: Index, file: Path) -> None:
 def test_what_is_not_finite_is_not_imported(
     index: Index, other: Index, tmp_path: Path, precision: Precision, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, scope = ids(700, 5), Scope("tests", "weights", "", precision)
-    [_, wanted] = rows_of(prompt, scope)
-    stock(index, prompt, "spoiled", scope=scope)
+    prompt, scope = random_ids(700, 5), Scope("tests", "weights", "", precision)
+    [_, wanted] = rows_of_group(prompt, scope)
+    store_group(index, prompt, "spoiled", scope=scope)
     write = blob_io.write_layers
 
     def spoil(folder: Folder, row: Row, stored: Any) -> Row:
@@ -465,7 +466,7 @@ def test_what_is_not_finite_is_not_imported(
         patch.setattr(blob_io, "write_layers", spoil)
         [row] = [row for row in index.rows() if row.page_key == wanted.page_key]
         index.remove([row.id], force=True)
-        index.add([blob_io.write(index.folder, wanted, contents(wanted))])
+        index.add([blob_io.write(index.folder, wanted, page_of_row(wanted))])
     file = tmp_path / "spoiled.group"
     export_group(index.folder, index, next(one for one in index.groups() if one.name == "spoiled"), file)
     with pytest.raises(BlobError, match="layer 1 of page 1 holds NaN or infinity"):

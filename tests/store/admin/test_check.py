@@ -20,11 +20,12 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Role, Scope
-from tests.store.stocked_store import DEAD, contents, everything, group, ids, intact, rows_of, stock
-from tests.store.stored_pages import edit, path
+from tests.store.index_rows import DEAD, random_ids
+from tests.store.stocked_store import blob_bytes, manifest_of, page_of_row, reads_back, rows_of_group, store_group
+from tests.store.stored_pages import blob_path, edit_file
 
 SCOPE = Scope("tests", "weights")
-PROMPT = ids(1200)
+PROMPT = random_ids(1200)
 
 
 @dataclass
@@ -44,8 +45,8 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
     monkeypatch.delenv("AGENTCACHE_KEY", raising=False)
     folder = Folder.open(tmp_path / "store")
     with Index(folder) as index:
-        rows = stock(index, PROMPT, "harbour")
-        others = stock(index, ids(700, 1), role=Role.TURN)
+        rows = store_group(index, PROMPT, "harbour")
+        others = store_group(index, random_ids(700, 1), role=Role.TURN)
         index.put_splices([("tests", b"k" * 32, b"abcd")])
     return Shop(folder, rows, others)
 
@@ -54,15 +55,15 @@ def flip(file: Path, at: int) -> None:
     def change(content: bytearray) -> None:
         content[at] ^= 1
 
-    edit(file, change)
+    edit_file(file, change)
 
 
 def orphan(folder: Folder, suffix: str = blob_files.WHOLE) -> Path:
     """A page without a row, written by a process that has ended."""
-    wanted = rows_of(ids(512, 9), SCOPE)[0]
-    written = blob_io.write(folder, wanted, contents(wanted))
-    dead = path(folder, written).with_name(f"{written.blob.partition('-')[0]}-{DEAD}{suffix}")
-    path(folder, written).rename(dead)
+    wanted = rows_of_group(random_ids(512, 9), SCOPE)[0]
+    written = blob_io.write(folder, wanted, page_of_row(wanted))
+    dead = blob_path(folder, written).with_name(f"{written.blob.partition('-')[0]}-{DEAD}{suffix}")
+    blob_path(folder, written).rename(dead)
     return dead
 
 
@@ -71,7 +72,7 @@ def orphan(folder: Folder, suffix: str = blob_files.WHOLE) -> Path:
 
 @pytest.mark.parametrize("fix", [False, True])
 def test_a_sound_store_is_left_alone(shop: Shop, fix: bool) -> None:
-    before, told = everything(shop.folder), []
+    before, told = blob_bytes(shop.folder), []
     report = verify(shop.folder, fix=fix, progress=lambda done, total: told.append((done, total)))
     assert report.problems == []
     assert report.sound
@@ -79,7 +80,7 @@ def test_a_sound_store_is_left_alone(shop: Shop, fix: bool) -> None:
     assert (report.pages, report.bytes) == (5, sum(row.bytes for row in shop.rows + shop.others))
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert told[-1] == (report.bytes, report.bytes)
-    assert everything(shop.folder) == before
+    assert blob_bytes(shop.folder) == before
 
 
 def test_an_empty_store_is_sound(tmp_path: Path) -> None:
@@ -101,23 +102,23 @@ def test_a_read_only_store_is_verified_but_not_mended(shop: Shop) -> None:
 
 
 def in_a_layer(shop: Shop) -> None:
-    flip(path(shop.folder, shop.rows[1]), 5000)
+    flip(blob_path(shop.folder, shop.rows[1]), 5000)
 
 
 def in_the_header(shop: Shop) -> None:
-    flip(path(shop.folder, shop.rows[1]), 100)
+    flip(blob_path(shop.folder, shop.rows[1]), 100)
 
 
 def in_the_macs(shop: Shop) -> None:
-    flip(path(shop.folder, shop.rows[1]), -1)
+    flip(blob_path(shop.folder, shop.rows[1]), -1)
 
 
 def cut_short(shop: Shop) -> None:
-    edit(path(shop.folder, shop.rows[1]), lambda content: content.__delitem__(slice(-100, None)))
+    edit_file(blob_path(shop.folder, shop.rows[1]), lambda content: content.__delitem__(slice(-100, None)))
 
 
 def gone(shop: Shop) -> None:
-    path(shop.folder, shop.rows[1]).unlink()
+    blob_path(shop.folder, shop.rows[1]).unlink()
 
 
 def quarantined(shop: Shop) -> None:
@@ -131,21 +132,21 @@ BAD_PAGES = {in_a_layer: "page", in_the_header: "page", in_the_macs: "page", cut
 @pytest.mark.parametrize(("damage", "kind"), BAD_PAGES.items())
 def test_a_bad_page_goes_and_nothing_else(shop: Shop, damage: Callable[[Shop], None], kind: str) -> None:
     damage(shop)
-    before = everything(shop.folder)
+    before = blob_bytes(shop.folder)
     report = verify(shop.folder)
     assert [(problem.kind, problem.name, problem.mended) for problem in report.problems] == [(kind, shop.rows[1].blob, False)]
     assert not report.sound
-    assert everything(shop.folder) == before
+    assert blob_bytes(shop.folder) == before
     report = verify(shop.folder, fix=True)
     assert [(problem.kind, problem.mended) for problem in report.problems] == [(kind, True)]
     assert report.sound
-    assert not path(shop.folder, shop.rows[1]).exists()
+    assert not blob_path(shop.folder, shop.rows[1]).exists()
     left = [shop.rows[0], shop.rows[2], *shop.others]
     with shop.index() as index:
         assert [row.id for row in index.rows()] == [row.id for row in left]
         assert [row is None for row in pages_of(index, index.groups()[0])] == [False, True, False]
         assert index.splice("tests", b"k" * 32) == b"abcd"
-    assert intact(shop.folder, left)
+    assert reads_back(shop.folder, left)
     assert verify(shop.folder).problems == []
 
 
@@ -157,13 +158,13 @@ def test_what_a_dead_process_left_is_swept(shop: Shop, suffix: str, kind: str) -
     assert file.exists()
     assert verify(shop.folder, fix=True).sound
     assert not file.exists()
-    assert intact(shop.folder, shop.rows + shop.others)
+    assert reads_back(shop.folder, shop.rows + shop.others)
 
 
 def test_what_a_running_process_is_writing_is_left_alone(shop: Shop) -> None:
-    wanted = rows_of(ids(512, 9), SCOPE)[0]
-    whole = path(shop.folder, blob_io.write(shop.folder, wanted, contents(wanted)))
-    part = path(shop.folder, blob_io.write(shop.folder, wanted, contents(wanted)))
+    wanted = rows_of_group(random_ids(512, 9), SCOPE)[0]
+    whole = blob_path(shop.folder, blob_io.write(shop.folder, wanted, page_of_row(wanted)))
+    part = blob_path(shop.folder, blob_io.write(shop.folder, wanted, page_of_row(wanted)))
     part = part.rename(part.with_suffix(blob_files.PART))
     assert verify(shop.folder, fix=True).problems == []
     assert whole.exists()
@@ -184,11 +185,11 @@ def test_a_page_evicted_during_a_check_is_no_problem(shop: Shop) -> None:
 
 
 def overwritten(file: Path) -> None:
-    edit(file, lambda content: content.__setitem__(slice(0, 4096), os.urandom(4096)))
+    edit_file(file, lambda content: content.__setitem__(slice(0, 4096), os.urandom(4096)))
 
 
 def halved(file: Path) -> None:
-    edit(file, lambda content: content.__delitem__(slice(len(content) // 2, None)))
+    edit_file(file, lambda content: content.__delitem__(slice(len(content) // 2, None)))
 
 
 def of_another_version(file: Path) -> None:
@@ -207,35 +208,35 @@ def with_wrong_ids(file: Path) -> None:
 @pytest.mark.parametrize("damage", [overwritten, halved, Path.unlink, of_another_version, with_wrong_ids])
 def test_a_damaged_index_is_made_anew_from_the_pages(shop: Shop, damage: Callable[[Path], None]) -> None:
     damage(shop.folder.index)
-    before = everything(shop.folder)
+    before = blob_bytes(shop.folder)
     report = verify(shop.folder)
     assert {problem.kind for problem in report.problems} == {"index"}
     assert not report.sound
     assert report.pages == 5
-    assert everything(shop.folder) == before
+    assert blob_bytes(shop.folder) == before
     report = verify(shop.folder, fix=True)
     assert {problem.kind for problem in report.problems} == {"index"}
     assert report.sound
     assert report.rebuilt == 5
-    assert everything(shop.folder) == before
+    assert blob_bytes(shop.folder) == before
     assert verify(shop.folder).problems == []
     with shop.index() as index:
         rows = list(index.rows())
         assert {row.page_key for row in rows} == {row.page_key for row in shop.rows + shop.others}
-    assert intact(shop.folder, rows)
+    assert reads_back(shop.folder, rows)
 
 
 def test_a_damaged_index_and_a_damaged_page_at_once(shop: Shop) -> None:
     overwritten(shop.folder.index)
     in_a_layer(shop)
-    flip(path(shop.folder, shop.others[0]), 100)
+    flip(blob_path(shop.folder, shop.others[0]), 100)
     assert {problem.kind for problem in verify(shop.folder).problems} == {"index", "page"}
     report = verify(shop.folder, fix=True)
     assert [problem.kind for problem in report.problems] == ["index", "page"]
     assert report.sound
     assert report.rebuilt == 4
     with shop.index() as index:
-        assert intact(shop.folder, list(index.rows()))
+        assert reads_back(shop.folder, list(index.rows()))
         assert index.total()[0] == 3
 
 
@@ -247,7 +248,7 @@ def test_a_damaged_manifest_is_found_and_goes(shop: Shop) -> None:
     assert [problem.why for problem in verify(shop.folder).problems] == ["1 manifests of tool groups are damaged"]
     assert verify(shop.folder, fix=True).sound
     assert verify(shop.folder).problems == []
-    assert intact(shop.folder, shop.rows + shop.others)
+    assert reads_back(shop.folder, shop.rows + shop.others)
 
 
 def test_an_index_in_use_is_not_made_anew(shop: Shop) -> None:
@@ -265,10 +266,10 @@ def test_an_index_in_use_is_not_made_anew(shop: Shop) -> None:
 def test_a_last_page_that_is_stored_longer_is_found(shop: Shop) -> None:
     with shop.index() as index:
         found = index.groups()[0]
-        longer = ids(1400)
+        longer = random_ids(1400)
         index.remove([shop.rows[2].id])
         assert pages_of(index, found)[2] is None
-        rows = stock(index, longer)
+        rows = store_group(index, longer)
         assert [row.id for row in pages_of(index, found) if row] == [rows[0].id, rows[1].id, rows[2].id]
         index.quarantine(rows[2].id, "bad")
         assert pages_of(index, found)[2] is None
@@ -277,7 +278,7 @@ def test_a_last_page_that_is_stored_longer_is_found(shop: Shop) -> None:
 def test_a_group_is_of_one_precision(shop: Shop) -> None:
     with shop.index() as index:
         scope = Scope("tests", "weights", precision="int8")
-        rows = stock(index, PROMPT, scope=scope)
+        rows = store_group(index, PROMPT, scope=scope)
         found = index.groups()[0]
         assert {row.precision for row in pages_of(index, found) if row} == {"exact"}
         index.remove([shop.rows[2].id])
@@ -295,10 +296,10 @@ def index(shop: Shop) -> Iterator[Index]:
 
 
 def test_a_dry_run_deletes_nothing(shop: Shop, index: Index) -> None:
-    file, before = orphan(shop.folder), everything(shop.folder)
+    file, before = orphan(shop.folder), blob_bytes(shop.folder)
     done = prune(shop.folder, index, dry_run=True)
     assert (done.pages, done.bytes, done.groups, done.orphans) == (5, index.total()[1], ["harbour"], 1)
-    assert everything(shop.folder) == {**before, file: file.read_bytes()}
+    assert blob_bytes(shop.folder) == {**before, file: file.read_bytes()}
     assert index.total()[0] == 5
 
 
@@ -307,28 +308,28 @@ def test_all_goes(shop: Shop, index: Index) -> None:
     done = prune(shop.folder, index)
     assert (done.pages, done.groups, done.splices, done.orphans) == (5, ["harbour"], 1, 1)
     assert index.total() == (0, 0)
-    assert everything(shop.folder) == {}
+    assert blob_bytes(shop.folder) == {}
     assert index.groups() == []
 
 
 def test_a_namespace_goes_alone(shop: Shop, index: Index) -> None:
-    stock(index, PROMPT, "harbour", scope=Scope("other", "weights"))
+    store_group(index, PROMPT, "harbour", scope=Scope("other", "weights"))
     index.put_splices([("other", b"o" * 32, b"efgh")])
     done = prune(shop.folder, index, namespace="other")
     assert (done.pages, done.groups, done.splices) == (3, ["harbour"], 1)
     assert index.splice("tests", b"k" * 32) == b"abcd"
     assert [found.namespace for found in index.groups()] == ["tests"]
-    assert intact(shop.folder, list(index.rows()))
+    assert reads_back(shop.folder, list(index.rows()))
     assert index.total()[0] == 5
 
 
 def test_what_is_old_goes_though_something_young_continues_it(shop: Shop, index: Index) -> None:
-    old = stock(index, ids(1024, 5), created=time.time() - 1000.0)
-    young = stock(index, ids(1300, 5))[2]
-    index.put_group(group(ids(1024, 5), "old", SCOPE, created=time.time() - 1000.0))
+    old = store_group(index, random_ids(1024, 5), created=time.time() - 1000.0)
+    young = store_group(index, random_ids(1300, 5))[2]
+    index.put_group(manifest_of(random_ids(1024, 5), "old", SCOPE, created=time.time() - 1000.0))
     done = prune(shop.folder, index, older_than=500.0)
     assert (done.pages, done.groups, done.splices) == (2, ["old"], 0)
-    assert not any(path(shop.folder, row).exists() for row in old)
+    assert not any(blob_path(shop.folder, row).exists() for row in old)
     assert young.id in {row.id for row in index.rows()}
     assert index.total()[0] == 6
 
@@ -339,14 +340,14 @@ def test_down_to_a_size_groups_go_last(shop: Shop, index: Index) -> None:
     assert (done.pages, done.groups) == (2, [])
     assert [row.id for row in index.rows()] == [row.id for row in shop.rows]
     assert prune(shop.folder, index, max_bytes=most).pages == 0
-    assert intact(shop.folder, shop.rows)
+    assert reads_back(shop.folder, shop.rows)
 
 
 def test_a_group_goes_with_its_continuations_but_not_shared_pages(shop: Shop, index: Index) -> None:
     prompt = PROMPT.copy()
-    prompt[600:] = ids(600, 3)
-    shared = stock(index, prompt, "port")
-    turn = stock(index, ids(2000), role=Role.TURN)[-1]
+    prompt[600:] = random_ids(600, 3)
+    shared = store_group(index, prompt, "port")
+    turn = store_group(index, random_ids(2000), role=Role.TURN)[-1]
     done = prune(shop.folder, index, group=index.groups("tests", "harbour")[0])
     left = {row.id for row in index.rows()}
     assert shop.rows[0].id == shared[0].id
@@ -354,7 +355,7 @@ def test_a_group_goes_with_its_continuations_but_not_shared_pages(shop: Shop, in
     assert turn.id not in left
     assert done.groups == ["harbour"]
     assert [found.name for found in index.groups()] == ["port"]
-    assert intact(shop.folder, list(index.rows()))
+    assert reads_back(shop.folder, list(index.rows()))
 
 
 @pytest.mark.parametrize("what", [{}, {"namespace": "tests"}, {"older_than": -10.0}, {"max_bytes": 0}, {"group": True}])
@@ -378,7 +379,7 @@ def test_what_a_running_process_has_pinned_stays(shop: Shop, index: Index, what:
 def test_batches_are_removed_one_after_the_other(shop: Shop, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentcache.store.admin.prune.BATCH", 2)
     assert prune(shop.folder, index).pages == 5
-    assert everything(shop.folder) == {}
+    assert blob_bytes(shop.folder) == {}
 
 
 def test_nothing_deleted_stays_in_the_log(shop: Shop, index: Index) -> None:
@@ -389,5 +390,5 @@ def test_nothing_deleted_stays_in_the_log(shop: Shop, index: Index) -> None:
 
 
 def test_described_leaves_out_what_is_no_page(shop: Shop) -> None:
-    flip(path(shop.folder, shop.rows[0]), 100)
+    flip(blob_path(shop.folder, shop.rows[0]), 100)
     assert len(list(check.described(shop.folder))) == 4

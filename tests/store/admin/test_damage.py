@@ -21,9 +21,9 @@ from agentcache.store.keys import Role, Scope
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests.engines import chat, decode, engine
-from tests.store.index_rows import raw
-from tests.store.stocked_store import DEAD, ids, intact, stock
-from tests.store.stored_pages import page
+from tests.store.index_rows import DEAD, random_ids, run_sql
+from tests.store.stocked_store import reads_back, store_group
+from tests.store.stored_pages import noise_page
 
 FLIPS = 48  # a tenth of a second each: a store is opened, verified, mended and verified
 
@@ -33,8 +33,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of five pages with something in every table."""
     folder = Folder.open(tmp_path_factory.mktemp("made") / "store")
     with Index(folder) as index:
-        rows = stock(index, ids(1200), "harbour")
-        stock(index, ids(700, 1), role=Role.TURN)
+        rows = store_group(index, random_ids(1200), "harbour")
+        store_group(index, random_ids(700, 1), role=Role.TURN)
         index.put_splices([("tests", b"k" * 32, b"abcd")])
         index.set_meta("read_rate", "1.0 2.0")
         index.add_counters({"hits": 3})
@@ -68,7 +68,7 @@ def mends(folder: Folder) -> None:
     with Index(folder) as index:
         rows = list(index.rows())
         assert (len(rows), index.total()[0]) == (5, 5)
-    assert intact(folder, rows)
+    assert reads_back(folder, rows)
 
 
 def flips(content: bytes, seed: int, count: int) -> Iterator[tuple[int, int]]:
@@ -117,7 +117,7 @@ SAID = {
 
 @pytest.mark.parametrize("said", SAID)
 def test_what_no_writer_wrote_is_mended(store: Folder, said: str) -> None:
-    raw(store, SAID[said])
+    run_sql(store, SAID[said])
     starts(store)
     mends(store)
     with Index(store) as index:
@@ -133,18 +133,18 @@ def test_a_table_without_next_row_number_is_mended(store: Folder, table: str, nu
     with Index(store) as index:  # something in every table, and a number given last
         index.record_deletion(Deletion("nobody"))
         index.database.write(lambda c: c.execute("INSERT INTO segments VALUES (NULL, 'tests', 'w', '', x'00', x'00', 1.0, 1)"))
-    raw(store, f"UPDATE sqlite_sequence SET seq = {number} WHERE name = '{table}'")
+    run_sql(store, f"UPDATE sqlite_sequence SET seq = {number} WHERE name = '{table}'")
     assert any(table in problem.why for problem in verify(store).problems)
     mends(store)
     with Index(store) as index:
-        assert len(stock(index, ids(700, 3))) == 2
+        assert len(store_group(index, random_ids(700, 3))) == 2
         index.record_deletion(Deletion("nobody"))
         assert 0 < index.generation() < 4
 
 
 @pytest.mark.parametrize("said", ["totals of 2^62", "an older version", "a trigger less"])
 def test_an_engine_answers_without_the_index_it_cannot_believe(store: Folder, tiny: Any, said: str) -> None:
-    raw(store, SAID[said])
+    run_sql(store, SAID[said])
     with pytest.warns(StoreWarning, match="verify --fix"):  # noqa: SIM117
         with engine(model=tiny("qwen3"), store=store.path) as running:
             assert len(running.generate(chat("hello"), sampling=decode(2)).ids) == 2
@@ -160,10 +160,10 @@ def test_values_that_cannot_be_are_damage_and_not_a_fault(store: Folder) -> None
 
 def test_totals_that_are_too_large_cost_no_page(store: Folder) -> None:
     """Making room believed them, and evicted everything."""
-    raw(store, "UPDATE totals SET bytes = bytes + (1 << 40)")
+    run_sql(store, "UPDATE totals SET bytes = bytes + (1 << 40)")
     opened = Store(1 << 26, options=StoreOptions(store.path, disk_bytes=1 << 30))
     assert opened.disk is not None
-    opened.admit(Scope("tests", "weights"), ids(512, 9), [page()], "n")
+    opened.admit(Scope("tests", "weights"), random_ids(512, 9), [noise_page()], "n")
     assert opened.flush()
     assert opened.disk.index.total()[0] == 6
     opened.close()

@@ -19,15 +19,16 @@ from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
-from tests.store.stocked_store import DEAD, ids, stock
-from tests.store.stored_pages import SPEC, page
+from tests.store.index_rows import DEAD, random_ids
+from tests.store.stocked_store import store_group
+from tests.store.stored_pages import SPEC, noise_page
 
 PAGE = SPEC.page_bytes + 8192  # on disk, at most
 
 
 def admit(store: Store, number: int) -> None:
     """Two pages, in memory now and on disk later."""
-    store.admit(Scope("tests", "weights"), ids(1024, number), [page(), page()], "n")
+    store.admit(Scope("tests", "weights"), random_ids(1024, number), [noise_page(), noise_page()], "n")
 
 
 def size(folder: Folder) -> int:
@@ -106,7 +107,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     folder = Folder.open(tmp_path / "store")
     with Index(folder) as index:
         for seed in range(6):
-            stock(index, ids(700, seed), f"group {seed}")
+            store_group(index, random_ids(700, seed), f"group {seed}")
         index.put_splices([("tests", b"k" * 32, b"abcd")])
     limit: list[int] = []  # what lies there once it is opened
 

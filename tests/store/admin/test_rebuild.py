@@ -16,16 +16,16 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import VERSION
 from agentcache.store.tool_group import ToolGroup
-from tests.store.index_rows import SCOPE, forks, kept, pages, raw, run, some
+from tests.store.index_rows import SCOPE, added_rows, forks, random_ids, rows_of_prompt, run_in_forks, run_sql
 
 GROUP = ToolGroup("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
 
 
 def test_a_full_disk_leaves_the_old_index(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing the new index moves its log into the file, and says nothing where there is no room for that."""
-    ids = some(600)
+    ids = random_ids(600)
     with Index(folder) as index:
-        rows = kept(index, ids)
+        rows = added_rows(index, ids)
         index.put_group(GROUP)
     before = folder.index.read_bytes()
     for way in (lambda self: False, lambda self: (_ for _ in ()).throw(StoreFullError("full"))):
@@ -40,13 +40,13 @@ def test_a_full_disk_leaves_the_old_index(folder: Folder, monkeypatch: pytest.Mo
 
 def test_an_index_without_room_for_its_log_says_so(folder: Folder) -> None:
     with Index(folder) as index, Index(folder) as reader:
-        index.add(pages(some(600)))
+        index.add(rows_of_prompt(random_ids(600)))
         assert index.empty_log()
 
         def meanwhile(connection: sqlite3.Connection) -> bool:
             connection.execute("BEGIN")
             connection.execute("SELECT count(*) FROM pages").fetchone()
-            index.add(pages(some(600, 1)))
+            index.add(rows_of_prompt(random_ids(600, 1)))
             emptied = index.empty_log()
             connection.execute("ROLLBACK")
             return emptied
@@ -58,9 +58,9 @@ def test_an_index_without_room_for_its_log_says_so(folder: Folder) -> None:
 @pytest.mark.parametrize("ahead", [1, database.FORESEEN])
 def test_an_index_of_a_later_version_is_left_alone(folder: Folder, ahead: int) -> None:
     with Index(folder) as index:
-        rows = kept(index, some(600))
-    raw(folder, "CREATE TABLE more (id INTEGER)")  # with the tables of this one the number is damage
-    raw(folder, f"PRAGMA user_version={VERSION + ahead}")
+        rows = added_rows(index, random_ids(600))
+    run_sql(folder, "CREATE TABLE more (id INTEGER)")  # with the tables of this one the number is damage
+    run_sql(folder, f"PRAGMA user_version={VERSION + ahead}")
     before = folder.index.read_bytes()
     with pytest.raises(StoreFormatError, match=f"version {VERSION + ahead}, later than {VERSION}"):
         Index(folder)
@@ -96,18 +96,18 @@ def damaged(folder: Folder, how: str) -> None:
 
 def use(folder: Folder) -> None:
     with Index(folder) as index:
-        index.longest(SCOPE, some(600), 600)
+        index.longest(SCOPE, random_ids(600), 600)
         index.stats()
-        index.add(pages(some(600, 1)))
+        index.add(rows_of_prompt(random_ids(600, 1)))
         if said := index.check():
             raise StoreCorruptError(f"{said[0]} verify --fix")
 
 
 @pytest.mark.parametrize("how", ["magic", "version", "foreign", "schema", "pages", "cut", "empty", "gone"])
 def test_a_damaged_index_is_named_and_made_anew(folder: Folder, how: str) -> None:
-    ids = some(600)
+    ids = random_ids(600)
     with Index(folder) as index:
-        rows = kept(index, ids)
+        rows = added_rows(index, ids)
     (folder.blobs / "ab").mkdir()
     (folder.blobs / "ab" / "x.safetensors").touch()
     if how == "gone":
@@ -126,7 +126,7 @@ def test_a_damaged_index_is_named_and_made_anew(folder: Folder, how: str) -> Non
 
 def test_rebuilding_keeps_what_only_the_index_knew(folder: Folder) -> None:
     with Index(folder) as index:
-        bare, late = pages(some(600)), pages(some(600, 1))
+        bare, late = rows_of_prompt(random_ids(600)), rows_of_prompt(random_ids(600, 1))
         index.add(bare + late)
         first = next(index.rows())
         index.promote([first.id], 2)
@@ -137,8 +137,8 @@ def test_rebuilding_keeps_what_only_the_index_knew(folder: Folder) -> None:
         index.set_meta("rate", "1.5")
         index.add_counters({"hits": 3})
         order = [row.page_key for row in index.victims(1 << 40)]
-    raw(folder, "UPDATE splices SET ids = x'00' WHERE key = ?", b"b")
-    raw(folder, "UPDATE pages SET ids = x'00' WHERE parent = ? AND place = 1", late[0].page_key)
+    run_sql(folder, "UPDATE splices SET ids = x'00' WHERE key = ?", b"b")
+    run_sql(folder, "UPDATE pages SET ids = x'00' WHERE parent = ? AND place = 1", late[0].page_key)
     assert rebuild(folder, iter([*late, *bare, *bare])) == 4
     with Index(folder) as index:
         again = index.row(first.page_key, "fp")
@@ -148,20 +148,20 @@ def test_rebuilding_keeps_what_only_the_index_knew(folder: Folder) -> None:
         assert [row.page_key for row in index.victims(1 << 40)] == [late[1].page_key, *order]
         assert (index.groups(), index.get_meta("rate"), index.counters()) == ([GROUP], "1.5", {"hits": 3})
         assert (index.splice("ns", b"a"), index.splice("ns", b"b")) == (b"1234", None)
-        newest = kept(index, some(20, 5))[0]
+        newest = added_rows(index, random_ids(20, 5))[0]
         assert newest.used > max(row.used for row in index.rows() if row.id != newest.id)
 
 
 @forks
 def test_an_index_in_use_is_not_replaced(folder: Folder) -> None:
     with Index(folder) as index:
-        index.add(pages(some(600)))
+        index.add(rows_of_prompt(random_ids(600)))
         with pytest.raises(StoreError, match="in use"):
             rebuild(folder, [])
-        run(lambda: index.total() and None)  # a child that ends leaves the lock alone
+        run_in_forks(lambda: index.total() and None)  # a child that ends leaves the lock alone
         with pytest.raises(StoreError, match="in use"):
             rebuild(folder, [])
-    assert rebuild(folder, pages(some(20))) == 1
+    assert rebuild(folder, rows_of_prompt(random_ids(20))) == 1
     lock = database.alone(folder)
     with pytest.raises(StoreError, match="rebuilt"):
         Index(folder)

@@ -21,7 +21,17 @@ from agentcache.errors import BlobError, StoreError, StoreFullError, StorePermis
 from agentcache.kv import KVSpec, Page
 from agentcache.store.disk import blob, blob_files, blob_format, blob_io, page_fill, process_identity
 from agentcache.store.disk.folder import Folder
-from tests.store.stored_pages import SPEC, edit, fill, left, page, path, refused, row, same
+from tests.store.stored_pages import (
+    SPEC,
+    blob_path,
+    edit_file,
+    files_under_blobs,
+    noise_page,
+    read_page,
+    refused_read,
+    same_numbers,
+    unstored_row,
+)
 
 KINDS = {"sealed": 512, "partial": 100}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,16 +52,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
 def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype, tokens: int, encrypted: bool) -> None:
     folder = Folder.open(tmp_path / "store", key=b"k" * 32 if encrypted else None)
     spec = replace(SPEC, dtype=dtype)
-    original = page(spec)
-    written = blob_io.write(folder, row(spec, tokens), original)
-    assert written.bytes == path(folder, written).stat().st_size
+    original = noise_page(spec)
+    written = blob_io.write(folder, unstored_row(spec, tokens), original)
+    assert written.bytes == blob_path(folder, written).stat().st_size
     assert blob_io.describe(folder, written.blob) == written
     assert np.array_equal(blob_io.describe(folder, written.blob).ids, written.ids)
     blob_io.verify(folder, written)
     for wanted in {tokens, max(1, tokens - 3)}:
-        found = fill(folder, written, wanted, spec)
+        found = read_page(folder, written, wanted, spec)
         assert found.filled == wanted
-        assert same(found, original, wanted)
+        assert same_numbers(found, original, wanted)
         assert not found.keys[..., wanted:].any()
         assert not found.values[..., wanted:, :].any()
 
@@ -63,7 +73,7 @@ def test_every_bit_pattern_survives(folder: Folder) -> None:
     original.keys.view(torch.int16).view(-1)[:] = patterns[: 64 * 512]
     original.values.view(torch.int16).view(-1)[:] = patterns[64 * 512 :]
     original.filled = 512
-    found = fill(folder, blob_io.write(folder, row(spec), original), spec=spec)
+    found = read_page(folder, blob_io.write(folder, unstored_row(spec), original), spec=spec)
     assert torch.equal(found.keys.view(torch.int16), original.keys.view(torch.int16))
     assert torch.equal(found.values.view(torch.int16), original.values.view(torch.int16))
 
@@ -72,9 +82,9 @@ def test_every_bit_pattern_survives(folder: Folder) -> None:
 @pytest.mark.parametrize("tokens", KINDS.values(), ids=KINDS)
 def test_safetensors_reads_our_files(folder: Folder, tokens: int, dtype: torch.dtype) -> None:
     spec = replace(SPEC, dtype=dtype)
-    original = page(spec)
-    written = blob_io.write(folder, row(spec, tokens, namespace="a \ud800 \" 'ü"), original)
-    with safe_open(path(folder, written), "pt") as found:
+    original = noise_page(spec)
+    written = blob_io.write(folder, unstored_row(spec, tokens, namespace="a \ud800 \" 'ü"), original)
+    with safe_open(blob_path(folder, written), "pt") as found:
         for layer in range(spec.layers):
             assert torch.equal(found.get_tensor(f"keys.{layer}"), original.keys[layer, ..., :tokens])
             assert torch.equal(found.get_tensor(f"values.{layer}"), original.values[layer, :, :tokens])
@@ -90,8 +100,8 @@ def test_the_format_is_the_documented_one(folder: Folder) -> None:
     original.keys[0, 0, :, :3] = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
     original.values[0, 0, :3] = torch.tensor([[7.0, 8], [9, 10], [11, 12]])
     original.filled = 3
-    written = blob_io.write(folder, row(spec, 3), original)
-    raw = path(folder, written).read_bytes()
+    written = blob_io.write(folder, unstored_row(spec, 3), original)
+    raw = blob_path(folder, written).read_bytes()
     front, layer, ids, macs = raw[:4096], raw[4096:4144], raw[4144:4156], raw[4156:]
     assert int.from_bytes(raw[:8], "little") == 4088
     assert np.frombuffer(layer, "<f4").tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -107,29 +117,29 @@ def test_the_format_is_the_documented_one(folder: Folder) -> None:
 def test_the_mac_of_a_layer_is_of_that_layer_only(folder: Folder) -> None:
     original = Page(SPEC)
     original.filled = 512
-    raw = path(folder, blob_io.write(folder, row(), original)).read_bytes()
+    raw = blob_path(folder, blob_io.write(folder, unstored_row(), original)).read_bytes()
     assert len({raw[len(raw) - 32 * at :][:32] for at in range(1, SPEC.layers + 2)}) == SPEC.layers + 1
 
 
 def test_a_full_page_is_read_without_a_second_copy(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = blob_io.write(folder, row(), page())
+    written = blob_io.write(folder, unstored_row(), noise_page())
     monkeypatch.setattr(page_fill.Reading, "_scratch", None)
-    assert fill(folder, written).filled == 512
+    assert read_page(folder, written).filled == 512
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_many_pages_by_several_threads(folder: Folder, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((blob, "PIECE"), (blob, "MAPPED_PIECE"), (page_fill, "PIECE")):
         monkeypatch.setattr(module, name, 1000)  # several pieces per layer
-    originals = [page(seed=seed) for seed in range(4)]
-    rows = [blob_io.write(folder, row(tokens=tokens, first=tokens), p) for tokens, p in zip((512, 512, 300, 7), originals)]
-    edit(path(folder, rows[1]), lambda b: b.__setitem__(9000, b[9000] ^ 1))
+    originals = [noise_page(seed=seed) for seed in range(4)]
+    rows = [blob_io.write(folder, unstored_row(tokens=tokens, first=tokens), p) for tokens, p in zip((512, 512, 300, 7), originals)]
+    edit_file(blob_path(folder, rows[1]), lambda b: b.__setitem__(9000, b[9000] ^ 1))
     pages = [Page(SPEC) for _ in rows]
     pieces: list[int] = []
     errors = blob_io.read_many(folder, [(r, p, r.tokens) for r, p in zip(rows, pages)], threads=threads, progress=pieces.append)
     assert [type(error) for error in errors] == [type(None), BlobError, type(None), type(None)]
     assert [p.filled for p in pages] == [512, 0, 300, 7]
-    assert all(same(found, original, found.filled) for found, original in zip(pages, originals))
+    assert all(same_numbers(found, original, found.filled) for found, original in zip(pages, originals))
     assert not pages[1].keys.any()
     assert max(pieces) <= 1000
     assert sum(pieces) <= SPEC.token_bytes * (512 + 512 + 300 + 7)
@@ -138,7 +148,7 @@ def test_many_pages_by_several_threads(folder: Folder, threads: int, monkeypatch
 
 
 def test_reading_stops_between_pieces(folder: Folder) -> None:
-    written = blob_io.write(folder, row(), page())
+    written = blob_io.write(folder, unstored_row(), noise_page())
     stop = threading.Event()
     seen: list[int] = []
 
@@ -146,12 +156,12 @@ def test_reading_stops_between_pieces(folder: Folder) -> None:
         seen.append(count)
         stop.set()
 
-    refused(folder, written, stop=stop, progress=progress, threads=1)
+    refused_read(folder, written, stop=stop, progress=progress, threads=1)
     assert len(seen) == 1
 
 
 def test_faults_outside_the_blob_are_no_blob_error(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = blob_io.write(folder, row(), page())
+    written = blob_io.write(folder, unstored_row(), noise_page())
     real = os.open
 
     def none_left(path: Any, *rest: Any, **more: Any) -> int:
@@ -161,7 +171,7 @@ def test_faults_outside_the_blob_are_no_blob_error(folder: Folder, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", none_left)
-        assert type(refused(folder, written, kind=StoreError)) is StoreError
+        assert type(refused_read(folder, written, kind=StoreError)) is StoreError
 
     def out_of_memory(*_: object) -> None:
         raise MemoryError
@@ -201,11 +211,11 @@ def test_a_failed_write_leaves_nothing(folder: Folder, name: str, at: int, numbe
     with monkeypatch.context() as patch:
         patch.setattr(os, name, failing(name, at, number))
         with pytest.raises(StoreError) as caught:
-            blob_io.write(folder, row(), page())
+            blob_io.write(folder, unstored_row(), noise_page())
     assert type(caught.value) is (StoreError if number == errno.EIO else StoreFullError)
-    assert left(folder) == []
-    original = page()
-    assert same(fill(folder, blob_io.write(folder, row(), original)), original, 512)
+    assert files_under_blobs(folder) == []
+    original = noise_page()
+    assert same_numbers(read_page(folder, blob_io.write(folder, unstored_row(), original)), original, 512)
 
 
 def test_every_call_that_can_fail_was_made_to(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +228,7 @@ def test_every_call_that_can_fail_was_made_to(folder: Folder, monkeypatch: pytes
             return real(*given, **more)
 
         monkeypatch.setattr(os, name, counted)
-    blob_io.write(folder, row(), page())
+    blob_io.write(folder, unstored_row(), noise_page())
     assert counts == {name: sum(call == name for call, _ in CALLS) for name in counts}
 
 
@@ -230,8 +240,8 @@ def test_an_interrupted_write_leaves_nothing(folder: Folder, monkeypatch: pytest
     (folder.blobs / "00").mkdir()
     monkeypatch.setattr(blob_files.secrets, "token_hex", lambda size: "00" * size)
     with pytest.raises(KeyboardInterrupt):
-        blob_io.write(folder, row(), page())
-    assert left(folder) == []
+        blob_io.write(folder, unstored_row(), noise_page())
+    assert files_under_blobs(folder) == []
 
 
 def test_files_are_private_complete_before_they_are_named_and_flushed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,9 +249,9 @@ def test_files_are_private_complete_before_they_are_named_and_flushed(folder: Fo
     rename, fsync = os.rename, os.fsync
 
     def renaming(*given: Any, **more: Any) -> None:
-        (part,) = left(folder)
+        (part,) = files_under_blobs(folder)
         assert part.suffix == ".part"
-        assert part.stat().st_size == blob_format.plan(row(), False).bytes
+        assert part.stat().st_size == blob_format.plan(unstored_row(), False).bytes
         assert seen[-1] == "fsync"
         seen.append("rename")
         rename(*given, **more)
@@ -252,35 +262,35 @@ def test_files_are_private_complete_before_they_are_named_and_flushed(folder: Fo
 
     monkeypatch.setattr(os, "rename", renaming)
     monkeypatch.setattr(os, "fsync", syncing)
-    written = blob_io.write(folder, row(), page())
+    written = blob_io.write(folder, unstored_row(), noise_page())
     assert seen == ["fsync", "fsync", "rename", "fsync"]  # blobs/, the file, blobs/ab/
-    assert path(folder, written).stat().st_mode & 0o777 == 0o600
-    assert path(folder, written).parent.stat().st_mode & 0o777 == 0o700
+    assert blob_path(folder, written).stat().st_mode & 0o777 == 0o600
+    assert blob_path(folder, written).parent.stat().st_mode & 0o777 == 0o700
     assert written.blob.endswith(f"-{process_identity.token()}")
 
 
 def test_a_store_that_is_read_only_is_read(folder: Folder) -> None:
-    written = blob_io.write(folder, row(), page())
+    written = blob_io.write(folder, unstored_row(), noise_page())
     closed = replace(folder, writable=False)
-    assert fill(closed, written).filled == 512
+    assert read_page(closed, written).filled == 512
     with pytest.raises(StorePermissionError, match="read-only"):
-        blob_io.write(closed, row(), page())
-    assert left(folder) == [path(folder, written)]
+        blob_io.write(closed, unstored_row(), noise_page())
+    assert files_under_blobs(folder) == [blob_path(folder, written)]
 
 
 def test_removing_and_sweeping(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, orphan, mine, gone = (blob_io.write(folder, row(), page()) for _ in range(4))
+    kept, orphan, mine, gone = (blob_io.write(folder, unstored_row(), noise_page()) for _ in range(4))
     blob_io.remove(folder, gone)
     blob_io.remove(folder, gone)
-    blob_io.remove(folder, row())
+    blob_io.remove(folder, unstored_row())
     dead = "1.2." + process_identity.token().rpartition(".")[2]  # of this boot and pid namespace, no such start time
     assert not process_identity.alive(dead)
     moved = []
     for written in (kept, orphan):
         name = f"{written.blob[:32]}-{dead}"
-        path(folder, written).rename(path(folder, replace(written, blob=name)))
+        blob_path(folder, written).rename(blob_path(folder, replace(written, blob=name)))
         moved.append(replace(written, blob=name))
-    part = path(folder, moved[0]).with_suffix(".part")
+    part = blob_path(folder, moved[0]).with_suffix(".part")
     part.write_bytes(b"12345")
     stranger = folder.blobs / "aa"
     stranger.mkdir(exist_ok=True)
@@ -294,7 +304,7 @@ def test_removing_and_sweeping(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(file.name for file in blob_files.files(folder)) == sorted([moved[0].blob, moved[0].blob, moved[1].blob, mine.blob])
     assert blob_files.sweep(folder, known) == (2, 5 + orphan.bytes, mine.bytes)
     assert asked == [sorted(written.blob for written in (*moved, mine))]
-    assert sorted(left(folder)) == sorted([path(folder, moved[0]), path(folder, mine), stranger / "notes.txt"])
+    assert sorted(files_under_blobs(folder)) == sorted([blob_path(folder, moved[0]), blob_path(folder, mine), stranger / "notes.txt"])
 
 
 # -- encryption --------------------------------------------------------------------------------------------------------
@@ -302,13 +312,13 @@ def test_removing_and_sweeping(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_of_the_prompt_is_in_an_encrypted_blob(tmp_path: Path) -> None:
     spec = KVSpec(1, 1, 16, torch.float32)
-    original, made = page(spec), row(spec)
+    original, made = noise_page(spec), unstored_row(spec)
     clear = Folder.open(tmp_path / "clear")
     secret = Folder.open(tmp_path / "secret", key=b"k" * 32)
     contents = {}
     for folder in (clear, secret):
         written = blob_io.write(folder, made, original)
-        contents[folder] = path(folder, written).read_bytes()
+        contents[folder] = blob_path(folder, written).read_bytes()
     for part in (made.ids[:8].tobytes(), original.keys[0, 0, 0, :8].numpy().tobytes(), original.values[0, 0, 0, :8].numpy().tobytes()):
         assert part in contents[clear]
         assert part not in contents[secret]
@@ -317,13 +327,13 @@ def test_nothing_of_the_prompt_is_in_an_encrypted_blob(tmp_path: Path) -> None:
 def test_an_encrypted_blob_needs_its_key(tmp_path: Path) -> None:
     folder = Folder.open(tmp_path / "store", key=b"k" * 32)
     other = Folder.open(tmp_path / "other", key=b"o" * 32)
-    written = blob_io.write(folder, row(), page())
+    written = blob_io.write(folder, unstored_row(), noise_page())
     wrong = replace(folder, _cipher=other._cipher)  # the right key for macs, the wrong one for contents
-    refused(wrong, written)
-    refused(replace(folder, encrypted=False, _cipher=None), written)
-    clear = blob_io.write(replace(folder, encrypted=False, _cipher=None), row(), page())
-    refused(folder, clear)
-    twice = [path(folder, blob_io.write(folder, row(), page())).read_bytes() for _ in range(2)]
+    refused_read(wrong, written)
+    refused_read(replace(folder, encrypted=False, _cipher=None), written)
+    clear = blob_io.write(replace(folder, encrypted=False, _cipher=None), unstored_row(), noise_page())
+    refused_read(folder, clear)
+    twice = [blob_path(folder, blob_io.write(folder, unstored_row(), noise_page())).read_bytes() for _ in range(2)]
     assert twice[0][4096:8192] != twice[1][4096:8192]
 
 
@@ -345,45 +355,45 @@ def own_memory(found: Page) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_full_page_lies_in_its_file(folder: Folder, dtype: torch.dtype) -> None:
     spec = replace(SPEC, dtype=dtype)
-    original = page(spec)
-    written = blob_io.write(folder, row(spec), original)
-    found = fill(folder, written, spec=spec)
+    original = noise_page(spec)
+    written = blob_io.write(folder, unstored_row(spec), original)
+    found = read_page(folder, written, spec=spec)
     assert not own_memory(found)
     assert found.sealed
-    assert same(found, original, 512)
+    assert same_numbers(found, original, 512)
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found.layer_keys, original.layer_keys, strict=True))
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found.layer_values, original.layer_values, strict=True))
-    assert same(found.copy(300), original, 300)
+    assert same_numbers(found.copy(300), original, 300)
     again = blob_io.write(folder, written, found)
     assert blob_io.describe(folder, again.blob).page_key == written.page_key
-    assert same(fill(folder, again, spec=spec), original, 512)
+    assert same_numbers(read_page(folder, again, spec=spec), original, 512)
 
 
 @pytest.mark.usefixtures("mapping")
 def test_a_mapped_page_outlives_its_file_and_never_changes_it(folder: Folder) -> None:
-    original = page()
-    written = blob_io.write(folder, row(), original)
-    found, other = fill(folder, written), fill(folder, written)
+    original = noise_page()
+    written = blob_io.write(folder, unstored_row(), original)
+    found, other = read_page(folder, written), read_page(folder, written)
     found.keys.zero_()
     blob_io.verify(folder, written)
-    assert same(other, original, 512)
+    assert same_numbers(other, original, 512)
     blob_files.unlink(folder, written.blob)
-    assert same(other, original, 512)
+    assert same_numbers(other, original, 512)
 
 
 @pytest.mark.usefixtures("mapping")
 @pytest.mark.parametrize("tokens", [511, 1])
 def test_other_pages_are_copied(folder: Folder, tmp_path: Path, tokens: int) -> None:
-    original = page()
-    assert own_memory(fill(folder, blob_io.write(folder, row(tokens=tokens), original)))
-    assert own_memory(fill(folder, blob_io.write(folder, row(), original), tokens))
+    original = noise_page()
+    assert own_memory(read_page(folder, blob_io.write(folder, unstored_row(tokens=tokens), original)))
+    assert own_memory(read_page(folder, blob_io.write(folder, unstored_row(), original), tokens))
     encrypted = Folder.open(tmp_path / "encrypted", key=b"k" * 32)
-    assert own_memory(fill(encrypted, blob_io.write(encrypted, row(), original)))
+    assert own_memory(read_page(encrypted, blob_io.write(encrypted, unstored_row(), original)))
 
 
 def test_whole_pages_are_mapped_on_local_file_systems(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = page()
-    written = blob_io.write(folder, row(), original)
+    original = noise_page()
+    written = blob_io.write(folder, unstored_row(), original)
     fd, size = blob_files.open_file(folder, written.blob)
     try:
         monkeypatch.setattr(
@@ -393,7 +403,7 @@ def test_whole_pages_are_mapped_on_local_file_systems(folder: Folder, monkeypatc
     finally:
         monkeypatch.undo()
         os.close(fd)
-    short = blob_io.write(folder, row(tokens=100), original)
+    short = blob_io.write(folder, unstored_row(tokens=100), original)
     read: list[str] = []
     monkeypatch.setattr(blob.Blob, "come", lambda self, *rest, come=blob.Blob.come: (read.append("come"), come(self, *rest))[1])
     monkeypatch.setattr(blob.Blob, "check", lambda self, *rest, check=blob.Blob.check: (read.append("check"), check(self, *rest))[1])
@@ -402,15 +412,15 @@ def test_whole_pages_are_mapped_on_local_file_systems(folder: Folder, monkeypatc
         monkeypatch.setattr(blob_files, "local", lambda path, local=local: local)
         monkeypatch.setattr(blob_files, "in_memory", lambda fd, size, cached=cached: cached)
         read.clear()
-        found = fill(folder, written)
+        found = read_page(folder, written)
         assert own_memory(found) == (not local)
         assert sorted(set(read)) == which
-        assert same(found, original, 512)
+        assert same_numbers(found, original, 512)
         read.clear()
-        part = fill(folder, short, 100)
+        part = read_page(folder, short, 100)
         assert own_memory(part)
         assert sorted(set(read)) == (["check"] if local and cached else [])
-        assert same(part, original, 100)
+        assert same_numbers(part, original, 100)
 
 
 def test_which_file_systems_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,9 +441,9 @@ def test_which_file_systems_are_local(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("mapping")
 def test_without_room_for_maps_it_is_read(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = page()
-    written = blob_io.write(folder, row(), original)
+    original = noise_page()
+    written = blob_io.write(folder, unstored_row(), original)
     monkeypatch.setattr(blob_files, "map_file", lambda fd, size: (_ for _ in ()).throw(OSError(errno.ENOMEM, "too many maps")))
-    found = fill(folder, written)
+    found = read_page(folder, written)
     assert own_memory(found)
-    assert same(found, original, 512)
+    assert same_numbers(found, original, 512)

@@ -17,7 +17,17 @@ from agentcache.errors import BlobError, StoreError
 from agentcache.kv import KVSpec, Page
 from agentcache.store.disk import blob, blob_files, blob_format, blob_io
 from agentcache.store.disk.folder import Folder
-from tests.store.stored_pages import SPEC, edit, fill, left, page, path, refused, row, same
+from tests.store.stored_pages import (
+    SPEC,
+    blob_path,
+    edit_file,
+    files_under_blobs,
+    noise_page,
+    read_page,
+    refused_read,
+    same_numbers,
+    unstored_row,
+)
 
 KINDS = {"sealed": 512, "partial": 100}
 
@@ -37,8 +47,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def test_every_single_byte_counts(folder: Folder) -> None:
     """A small blob, each byte flipped in turn: `verify` refuses, and so does `describe` outside the layers."""
     spec = KVSpec(2, 1, 2, torch.float32)
-    written = blob_io.write(folder, row(spec, 5), page(spec, 5))
-    file = path(folder, written)
+    written = blob_io.write(folder, unstored_row(spec, 5), noise_page(spec, 5))
+    file = blob_path(folder, written)
     plan = blob_format.plan(written, False)
     with open(file, "r+b", buffering=0) as raw:
         for at in range(plan.bytes):
@@ -77,86 +87,86 @@ def positions(plan: blob_format.Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("tokens", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("where", positions(blob_format.plan(row(), False)))
+@pytest.mark.parametrize("where", positions(blob_format.plan(unstored_row(), False)))
 def test_a_changed_byte_or_a_cut_is_never_served(tmp_path: Path, where: str, tokens: int, encrypted: bool) -> None:
     folder = Folder.open(tmp_path / "store", key=b"k" * 32 if encrypted else None)
-    written = blob_io.write(folder, row(tokens=tokens), page())
-    file = path(folder, written)
+    written = blob_io.write(folder, unstored_row(tokens=tokens), noise_page())
+    file = blob_path(folder, written)
     at = positions(blob_format.plan(written, encrypted))[where]
-    whole = edit(file, lambda b: b.__setitem__(at, b[at] ^ 0x10))
-    assert repr(written.blob) in str(refused(folder, written))
+    whole = edit_file(file, lambda b: b.__setitem__(at, b[at] ^ 0x10))
+    assert repr(written.blob) in str(refused_read(folder, written))
     with pytest.raises(BlobError):
         blob_io.verify(folder, written)
     file.write_bytes(whole[:at])
-    refused(folder, written)
+    refused_read(folder, written)
     file.write_bytes(whole[:at] + whole[at + 1 :])
-    refused(folder, written)
+    refused_read(folder, written)
     file.write_bytes(whole)
-    assert fill(folder, written).filled == tokens
+    assert read_page(folder, written).filled == tokens
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"x" * 5000])
 def test_appended_bytes_are_refused(folder: Folder, extra: bytes) -> None:
-    written = blob_io.write(folder, row(), page())
-    edit(path(folder, written), lambda b: b.extend(extra))
-    assert "bytes" in str(refused(folder, written))
+    written = blob_io.write(folder, unstored_row(), noise_page())
+    edit_file(blob_path(folder, written), lambda b: b.extend(extra))
+    assert "bytes" in str(refused_read(folder, written))
     with pytest.raises(BlobError, match="bytes"):  # without a row to compare with, too
         blob_io.describe(folder, written.blob)
 
 
 def test_layers_in_another_order_are_refused(folder: Folder) -> None:
-    written = blob_io.write(folder, row(), page())
+    written = blob_io.write(folder, unstored_row(), noise_page())
     plan = blob_format.plan(written, False)
-    file = path(folder, written)
+    file = blob_path(folder, written)
 
     def swap(b: bytearray, a: int, c: int, size: int) -> None:
         b[a : a + size], b[c : c + size] = b[c : c + size], b[a : a + size]
 
-    whole = edit(file, lambda b: swap(b, plan.at(0), plan.at(1), plan.layer_bytes))
-    assert "layer" in str(refused(folder, written))
-    edit(file, lambda b: swap(b, plan.macs, plan.macs + 32, 32))  # their macs along with them
-    refused(folder, written)
+    whole = edit_file(file, lambda b: swap(b, plan.at(0), plan.at(1), plan.layer_bytes))
+    assert "layer" in str(refused_read(folder, written))
+    edit_file(file, lambda b: swap(b, plan.macs, plan.macs + 32, 32))  # their macs along with them
+    refused_read(folder, written)
     file.write_bytes(whole)
-    fill(folder, written)
+    read_page(folder, written)
 
 
 def test_the_blob_of_another_row_is_refused(folder: Folder) -> None:
-    one, other = (blob_io.write(folder, row(first=first), page(seed=first)) for first in (0, 1000))
-    refused(folder, replace(one, blob=other.blob))
+    one, other = (blob_io.write(folder, unstored_row(first=first), noise_page(seed=first)) for first in (0, 1000))
+    refused_read(folder, replace(one, blob=other.blob))
     changes: dict[str, Any] = {
         "parent": bytes(32), "namespace": "x", "fingerprint": "x", "regime": "x", "place": 1, "bytes": one.bytes + 1,
         "ids": one.ids[::-1].copy(), "precision": "int8",
     }  # fmt: skip
     for name, value in changes.items():
-        error = refused(folder, replace(one, **{name: value}))
+        error = refused_read(folder, replace(one, **{name: value}))
         assert name in str(error)
         with pytest.raises(BlobError, match=name):
             blob_io.verify(folder, replace(one, **{name: value}))
     renamed = replace(one, blob=f"{one.blob[:2]}{'0' * 30}{one.blob[32:]}")
-    path(folder, one).rename(path(folder, renamed))
-    assert isinstance(refused(folder, one).__cause__, FileNotFoundError)
-    assert fill(folder, renamed).filled == 512  # a name means nothing
+    blob_path(folder, one).rename(blob_path(folder, renamed))
+    assert isinstance(refused_read(folder, one).__cause__, FileNotFoundError)
+    assert read_page(folder, renamed).filled == 512  # a name means nothing
 
 
 def test_a_key_that_its_ids_do_not_make_is_refused(folder: Folder) -> None:
-    forged = blob_io.write(folder, replace(row(), page_key=bytes(32)), page())
+    forged = blob_io.write(folder, replace(unstored_row(), page_key=bytes(32)), noise_page())
     with pytest.raises(BlobError, match="ids"):
         blob_io.describe(folder, forged.blob)
 
 
 def test_macs_are_this_stores_own(folder: Folder) -> None:
-    written = blob_io.write(folder, row(), page())
-    refused(replace(folder, key=b"x" * 32), written)
+    written = blob_io.write(folder, unstored_row(), noise_page())
+    refused_read(replace(folder, key=b"x" * 32), written)
 
 
 def test_the_role_may_change_in_the_index(folder: Folder) -> None:
-    written = blob_io.write(folder, row(), page())
-    assert fill(folder, replace(written, role=2, created=0.0, hits=5)).filled == 512
+    written = blob_io.write(folder, unstored_row(), noise_page())
+    assert read_page(folder, replace(written, role=2, created=0.0, hits=5)).filled == 512
 
 
 def test_numerics_of_the_index_are_not_believed(folder: Folder) -> None:
-    written = blob_io.write(folder, row(), page())
-    refused(folder, replace(written, numerics=frozenset({"of another machine"})))
+    written = blob_io.write(folder, unstored_row(), noise_page())
+    refused_read(folder, replace(written, numerics=frozenset({"of another machine"})))
 
 
 # -- hostile headers ---------------------------------------------------------------------------------------------------
@@ -170,7 +180,7 @@ def header(text: str | bytes, length: int | None = None, rest: bytes = b"") -> b
 
 def metadata(**changes: Any) -> str:
     """A header that says of a row what it likes, well formed."""
-    found = {**json.loads(blob_format.pack(row(tokens=4))), **changes}
+    found = {**json.loads(blob_format.pack(unstored_row(tokens=4))), **changes}
     return json.dumps({"__metadata__": {"agentcache": "1", "row": json.dumps(found)}})
 
 
@@ -209,8 +219,8 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_hostile_headers_are_refused_before_anything_is_allocated(folder: Folder, name: str) -> None:
-    written = blob_io.write(folder, row(tokens=4), page())
-    path(folder, written).write_bytes(BOMBS[name])
+    written = blob_io.write(folder, unstored_row(tokens=4), noise_page())
+    blob_path(folder, written).write_bytes(BOMBS[name])
     found = Page(SPEC)
     tracemalloc.start()
     try:
@@ -240,14 +250,14 @@ def test_a_headers_length_is_judged_before_it_is_read(length: int) -> None:
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 1 << 40])
 def test_counts_are_counts(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
-        blob_format.unpack(json.dumps({**json.loads(blob_format.pack(row())), name: value}))
+        blob_format.unpack(json.dumps({**json.loads(blob_format.pack(unstored_row())), name: value}))
 
 
 def test_a_header_that_contradicts_its_row_is_refused(folder: Folder) -> None:
     """Even by the one who has the key: duplicate names, overlaps, gaps, other shapes."""
-    made = row(tokens=4)
-    written = blob_io.write(folder, made, page())
-    file, plan = path(folder, written), blob_format.plan(made, False)
+    made = unstored_row(tokens=4)
+    written = blob_io.write(folder, made, noise_page())
+    file, plan = blob_path(folder, written), blob_format.plan(made, False)
     good, content = plan.front[8:].rstrip(), file.read_bytes()
     forged = {
         "duplicate": good.replace(b'{"__metadata__"', b'{"keys.0":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"__metadata__"'),
@@ -264,13 +274,13 @@ def test_a_header_that_contradicts_its_row_is_refused(folder: Folder) -> None:
         ids, macs = content[plan.ids : plan.macs], content[plan.macs : -32]
         tail = blob.mac_of(folder.key, blob_format.tail_context(made, False), front, ids, macs)
         file.write_bytes(front + content[len(plan.front) : -32] + tail)
-        assert "header" in str(refused(folder, written)), name
+        assert "header" in str(refused_read(folder, written)), name
 
 
 def test_a_header_too_long_to_read_is_not_written(folder: Folder) -> None:
     with pytest.raises(StoreError, match="header"):
-        blob_io.write(folder, row(namespace="n" * 70000), page())
-    assert left(folder) == []
+        blob_io.write(folder, unstored_row(namespace="n" * 70000), noise_page())
+    assert files_under_blobs(folder) == []
 
 
 # -- files that are not what they seem ---------------------------------------------------------------------------------
@@ -279,8 +289,8 @@ def test_a_header_too_long_to_read_is_not_written(folder: Folder) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["symlink", "fifo", "folder", "socket", "missing", "folder linked", "device"])
 def test_only_plain_files_inside_the_store_are_opened(folder: Folder, tmp_path: Path, kind: str) -> None:
-    written = blob_io.write(folder, row(), page())
-    file = path(folder, written)
+    written = blob_io.write(folder, unstored_row(), noise_page())
+    file = blob_path(folder, written)
     away = tmp_path / "away"
     file.rename(away)
     if kind == "symlink":
@@ -307,7 +317,7 @@ def test_only_plain_files_inside_the_store_are_opened(folder: Folder, tmp_path: 
         file.parent.symlink_to(outside)
     elif kind == "device":
         file.symlink_to("/dev/zero")
-    refused(folder, written)
+    refused_read(folder, written)
     with pytest.raises(BlobError, match="plain file" if kind in ("fifo", "folder") else None):
         blob_io.describe(folder, written.blob)
 
@@ -322,22 +332,22 @@ def test_a_name_is_never_a_path(folder: Folder, name: str) -> None:
 def test_a_file_that_shrinks_while_it_is_read(folder: Folder, local: bool, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: False)
     monkeypatch.setattr(blob_files, "local", lambda path: local)
-    written = blob_io.write(folder, row(), page())
+    written = blob_io.write(folder, unstored_row(), noise_page())
     real, calls = os.preadv, iter(range(1000))
 
     def shrinking(fd: int, buffers: Any, at: int) -> int:
         if next(calls) == after:
-            os.truncate(path(folder, written), at + 10)
+            os.truncate(blob_path(folder, written), at + 10)
         return real(fd, buffers, at)
 
     monkeypatch.setattr(os, "preadv", shrinking)
-    assert "shorter" in str(refused(folder, written, threads=1))
+    assert "shorter" in str(refused_read(folder, written, threads=1))
 
 
 @pytest.mark.parametrize("after", range(9))
 def test_a_disk_that_fails_while_it_is_read(folder: Folder, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob_files, "in_memory", lambda fd, size: False)
-    written = blob_io.write(folder, row(), page())
+    written = blob_io.write(folder, unstored_row(), noise_page())
     real, calls = os.preadv, iter(range(1000))
 
     def failing(fd: int, buffers: Any, at: int) -> int:
@@ -346,7 +356,7 @@ def test_a_disk_that_fails_while_it_is_read(folder: Folder, after: int, monkeypa
         return real(fd, [buffers[0][:1000]], at)  # and short reads
 
     monkeypatch.setattr(os, "preadv", failing)
-    refused(folder, written)
+    refused_read(folder, written)
 
 
 def test_short_reads_and_writes_go_on(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,5 +364,5 @@ def test_short_reads_and_writes_go_on(folder: Folder, monkeypatch: pytest.Monkey
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: write(fd, [buffers[0][:777]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:999]], at))
-    original = page()
-    assert same(fill(folder, blob_io.write(folder, row(), original)), original, 512)
+    original = noise_page()
+    assert same_numbers(read_page(folder, blob_io.write(folder, unstored_row(), original)), original, 512)

@@ -20,7 +20,7 @@ from agentcache.store.disk.database import alone
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import CHILDREN, Index, Row
 from agentcache.store.keys import Ids, Role, Scope, as_ids, chain
-from tests.store.index_rows import DEAD, ME, SCOPE, kept, pages, raw, some
+from tests.store.index_rows import DEAD, ME, SCOPE, added_rows, random_ids, rows_of_prompt, run_sql
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def oracle(rows: list[Row], ids: Ids, limit: int, start: int, parent: bytes) -> 
 def prompts(draw: st.DrawFn) -> list[int]:
     """Made of few different pieces, so that prompts share whole pages, beginnings of pages, and nothing."""
     pieces = draw(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([3, 8, 9, 40, 512, 512, 512])), max_size=5))
-    return [token for seed, length in pieces for token in some(length, seed).tolist()]
+    return [token for seed, length in pieces for token in random_ids(length, seed).tolist()]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -67,7 +67,7 @@ def test_longest_is_what_a_walk_over_all_rows_finds(
 ) -> None:
     with Index(Folder.open(tmp_path_factory.mktemp("store"))) as index:
         for prompt in stored:
-            index.add(pages(as_ids(prompt)))
+            index.add(rows_of_prompt(as_ids(prompt)))
         ids = as_ids(asked)
         limit = max(0, len(ids) - cut)
         start = min(whole, limit // PAGE_TOKENS) * PAGE_TOKENS
@@ -86,35 +86,35 @@ def test_longest_is_what_a_walk_over_all_rows_finds(
 
 
 def test_pages_beyond_one_statement(index: Index) -> None:
-    ids = some(PAGE_TOKENS * 70 + 100)
-    index.restore(pages(ids))
+    ids = random_ids(PAGE_TOKENS * 70 + 100)
+    index.restore(rows_of_prompt(ids))
     found = index.longest(SCOPE, ids, len(ids))
     assert [common for _, common in found] == [PAGE_TOKENS] * 70 + [100]
     assert [row.place for row, _ in found] == list(range(71))
 
 
 def test_what_is_found_belongs_to_the_scope(index: Index) -> None:
-    ids = some(700)
-    index.add(pages(ids))
+    ids = random_ids(700)
+    index.add(rows_of_prompt(ids))
     assert len(index.longest(SCOPE, ids, 700)) == 2
     for scope in (replace(SCOPE, namespace="other"), replace(SCOPE, fingerprint="other"), replace(SCOPE, regime="other")):
         assert index.longest(scope, ids, 700) == []
         assert index.longest(scope, ids, 700, parent=SCOPE.root) == []
     assert index.longest(SCOPE, ids, 700, "int8") == []
-    index.add(pages(ids[:600], precision="int8"))
+    index.add(rows_of_prompt(ids[:600], precision="int8"))
     assert [common for _, common in index.longest(SCOPE, ids, 700, "int8")] == [512, 88]
 
 
 def test_of_equal_runs_the_shortest_page_is_read(index: Index) -> None:
-    short, long = some(600), np.concatenate([some(560), some(300, 1)])
-    index.add(pages(short) + pages(long))
+    short, long = random_ids(600), np.concatenate([random_ids(560), random_ids(300, 1)])
+    index.add(rows_of_prompt(short) + rows_of_prompt(long))
     found = index.longest(SCOPE, short, 555)
     assert [(row.tokens, common) for row, common in found] == [(512, 512), (88, 43)]
 
 
 def test_quarantined_pages_are_never_served(index: Index) -> None:
-    ids = some(1200)
-    first, second, third = kept(index, ids)
+    ids = random_ids(1200)
+    first, second, third = added_rows(index, ids)
     index.quarantine(third.id, "one byte")
     assert [common for _, common in index.longest(SCOPE, ids, 1200)] == [512, 512]
     index.quarantine(second.id, "")
@@ -131,34 +131,34 @@ def test_quarantined_pages_are_never_served(index: Index) -> None:
      "namespace = 'other'"],
 )  # fmt: skip
 def test_a_damaged_row_is_not_served(folder: Folder, index: Index, change: str) -> None:
-    ids = some(700)
-    index.add(pages(ids))
-    raw(folder, f"UPDATE pages SET {change} WHERE place = 1")
+    ids = random_ids(700)
+    index.add(rows_of_prompt(ids))
+    run_sql(folder, f"UPDATE pages SET {change} WHERE place = 1")
     assert [common for _, common in index.longest(SCOPE, ids, 700)] == [512]
     assert {row.place for row in index.rows()} <= {0, 1, 7}
     assert [row.place for row, _ in index.longest(SCOPE, ids, 600)] == [0]
 
 
 def test_the_ids_of_a_whole_page_are_compared(folder: Folder, index: Index) -> None:
-    ids = some(700)
-    index.add(pages(ids))
-    raw(folder, "UPDATE pages SET ids = zeroblob(2048) WHERE place = 0")
+    ids = random_ids(700)
+    index.add(rows_of_prompt(ids))
+    run_sql(folder, "UPDATE pages SET ids = zeroblob(2048) WHERE place = 0")
     assert index.longest(SCOPE, ids, 700) == []
 
 
 def test_check_finds_what_does_not_fit(folder: Folder, index: Index) -> None:
-    index.add(pages(some(700)))
+    index.add(rows_of_prompt(random_ids(700)))
     assert index.check() == []
     for sql, word in (("ids = x'00'", "bytes of ids"), ("ids = zeroblob(752)", "ids its key"), ("bytes = 7", "totals")):
-        before = raw(folder, "SELECT ids, bytes FROM pages WHERE place = 1")[0]
-        raw(folder, f"UPDATE pages SET {sql} WHERE place = 1")
+        before = run_sql(folder, "SELECT ids, bytes FROM pages WHERE place = 1")[0]
+        run_sql(folder, f"UPDATE pages SET {sql} WHERE place = 1")
         assert any(word in said for said in index.check()), sql
-        raw(folder, "UPDATE pages SET ids = ?, bytes = ? WHERE place = 1", *before)
+        run_sql(folder, "UPDATE pages SET ids = ?, bytes = ? WHERE place = 1", *before)
     assert index.check() == []
 
 
 def test_rows_come_back_as_they_went_in(index: Index) -> None:
-    row = pages(some(700), numerics=frozenset({"b", "a"}), role=Role.GROUP, hits=0)[1]
+    row = rows_of_prompt(random_ids(700), numerics=frozenset({"b", "a"}), role=Role.GROUP, hits=0)[1]
     index.add([row])
     found = index.row(row.page_key, "fp")
     assert found is not None
@@ -170,14 +170,14 @@ def test_rows_come_back_as_they_went_in(index: Index) -> None:
 
 
 def test_rows_are_filtered(index: Index) -> None:
-    index.restore(pages(some(512 * 300)))
-    index.add(pages(some(20, 1), role=2))
-    index.add(pages(some(20, 2), Scope("b", "other"), created=time.time() - 1000))
+    index.restore(rows_of_prompt(random_ids(512 * 300)))
+    index.add(rows_of_prompt(random_ids(20, 1), role=2))
+    index.add(rows_of_prompt(random_ids(20, 2), Scope("b", "other"), created=time.time() - 1000))
     assert len(list(index.rows())) == 302
     assert [row.role for row in index.rows(role=2)] == [2]
     assert [row.namespace for row in index.rows(namespace="b")] == ["b"] == [row.namespace for row in index.rows(older_than=500)]
     assert [row.fingerprint for row in index.rows(fingerprint="other")] == ["other"]
-    assert [row.place for row in index.rows(parent=chain(SCOPE.root, some(512))[0])] == [1]
+    assert [row.place for row in index.rows(parent=chain(SCOPE.root, random_ids(512))[0])] == [1]
     assert len(list(index.rows(parent=SCOPE.root))) == 2
     assert index.total() == (302, 30200)
     names = [row.blob for row in index.rows(namespace="b")]
@@ -188,7 +188,7 @@ def test_rows_are_filtered(index: Index) -> None:
 
 
 def test_what_is_known_comes_back_to_be_unlinked(index: Index) -> None:
-    first, again = pages(some(700), blob="first"), pages(some(700), blob="again", role=1)
+    first, again = rows_of_prompt(random_ids(700), blob="first"), rows_of_prompt(random_ids(700), blob="again", role=1)
     assert index.add(first) == []
     assert index.add(again) == again
     assert index.add(first) == []  # its blob is the one that is kept
@@ -200,61 +200,61 @@ def test_what_is_known_comes_back_to_be_unlinked(index: Index) -> None:
 
 
 def test_a_longer_page_replaces_shorter_ones(index: Index) -> None:
-    ids = some(900)
+    ids = random_ids(900)
     for count in (520, 600, 700):
-        index.add(pages(ids[:count]))
+        index.add(rows_of_prompt(ids[:count]))
     assert [row.tokens for row in index.rows()] == [512, 188]
-    other = pages(np.concatenate([ids[:600], some(50, 3)]))
+    other = rows_of_prompt(np.concatenate([ids[:600], random_ids(50, 3)]))
     assert index.add(other)[0].blob == other[0].blob  # the first page was known; the second is no continuation
-    gone = index.add(pages(ids)[1:])
+    gone = index.add(rows_of_prompt(ids)[1:])
     assert [row.tokens for row in gone] == [188]
     assert sorted(row.tokens for row in index.rows()) == [138, 388, 512]
     assert index.total()[0] == 3
 
 
 def test_what_is_pinned_or_worth_more_is_not_replaced(index: Index) -> None:
-    ids = some(900)
-    held = kept(index, ids[:540])[1]
+    ids = random_ids(900)
+    held = added_rows(index, ids[:540])[1]
     index.pin([held.id], ME)
-    group = kept(index, ids[:580], role=Role.GROUP)[1]
-    pure = kept(index, ids[:620])[1]
-    index.add(pages(ids, numerics=frozenset({"here", "there"}), role=1))
+    group = added_rows(index, ids[:580], role=Role.GROUP)[1]
+    pure = added_rows(index, ids[:620])[1]
+    index.add(rows_of_prompt(ids, numerics=frozenset({"here", "there"}), role=1))
     assert {row.id for row in index.rows()} >= {held.id, group.id, pure.id}
     index.release_pins([held.id], ME)
-    index.add(pages(ids[:899], role=1))
+    index.add(rows_of_prompt(ids[:899], role=1))
     assert {row.tokens for row in index.rows()} == {512, 580 - 512, 387, 388}
 
 
 def test_partial_pages_under_one_parent_are_capped(index: Index) -> None:
-    base = some(512)
-    index.add(pages(base))
-    tails = [np.concatenate([base, some(20, seed)]) for seed in range(1, CHILDREN + 4)]
-    first, second = kept(index, tails[0])[1], kept(index, tails[1])[1]
+    base = random_ids(512)
+    index.add(rows_of_prompt(base))
+    tails = [np.concatenate([base, random_ids(20, seed)]) for seed in range(1, CHILDREN + 4)]
+    first, second = added_rows(index, tails[0])[1], added_rows(index, tails[1])[1]
     index.pin([first.id], ME)
-    whole = kept(index, np.concatenate([base, some(512, 1000)]))[1]
-    assert index.add([pages(tail)[1] for tail in tails[2:CHILDREN]]) == []
+    whole = added_rows(index, np.concatenate([base, random_ids(512, 1000)]))[1]
+    assert index.add([rows_of_prompt(tail)[1] for tail in tails[2:CHILDREN]]) == []
     index.touch([second.id])
-    gone = index.add([pages(tail)[1] for tail in tails[CHILDREN:]])
+    gone = index.add([rows_of_prompt(tail)[1] for tail in tails[CHILDREN:]])
     left = {row.page_key for row in index.rows()}
-    assert [row.page_key for row in gone] == [pages(tail)[1].page_key for tail in tails[2:5]]
+    assert [row.page_key for row in gone] == [rows_of_prompt(tail)[1].page_key for tail in tails[2:5]]
     assert {first.page_key, second.page_key, whole.page_key} <= left
     assert len(left) == CHILDREN + 2
 
 
 def test_an_id_is_never_given_twice(index: Index) -> None:
-    row = kept(index, some(20))[0]
+    row = added_rows(index, random_ids(20))[0]
     index.remove([row.id])
-    assert kept(index, some(20, 1))[0].id > row.id
+    assert added_rows(index, random_ids(20, 1))[0].id > row.id
 
 
 # -- what goes -----------------------------------------------------------------------------------------------------
 
 
 def test_victims_come_by_role_then_use_and_leaves_first(index: Index) -> None:
-    group = kept(index, some(600), role=Role.GROUP)
-    old = kept(index, some(1100, 1))
-    new = kept(index, some(600, 2))
-    tail = kept(index, np.concatenate([some(512), some(60, 4)]), role=Role.TURN)[1]
+    group = added_rows(index, random_ids(600), role=Role.GROUP)
+    old = added_rows(index, random_ids(1100, 1))
+    new = added_rows(index, random_ids(600, 2))
+    tail = added_rows(index, np.concatenate([random_ids(512), random_ids(60, 4)]), role=Role.TURN)[1]
     index.touch([row.id for row in old])
     order = [row.id for row in index.victims(1 << 40)]
     assert order == [new[1].id, new[0].id, tail.id, old[2].id, old[1].id, old[0].id, group[1].id, group[0].id]
@@ -265,7 +265,7 @@ def test_victims_come_by_role_then_use_and_leaves_first(index: Index) -> None:
 
 
 def test_victims_are_never_pinned_by_who_runs(index: Index) -> None:
-    rows = kept(index, some(1100))
+    rows = added_rows(index, random_ids(1100))
     index.pin([rows[1].id], ME)
     index.pin([rows[2].id], DEAD)
     assert [row.id for row in index.victims(1 << 40)] == [rows[2].id]
@@ -274,7 +274,7 @@ def test_victims_are_never_pinned_by_who_runs(index: Index) -> None:
 
 
 def test_quarantined_pages_go_first(index: Index) -> None:
-    turn, group = kept(index, some(600)), kept(index, some(600, 1), role=2)
+    turn, group = added_rows(index, random_ids(600)), added_rows(index, random_ids(600, 1), role=2)
     index.quarantine(group[1].id, "x")
     assert [row.id for row in index.victims(150)] == [group[1].id, turn[1].id]
 
@@ -286,8 +286,8 @@ def test_victims_are_what_a_slow_choice_takes(tmp_path_factory: pytest.TempPathF
     with Index(Folder.open(tmp_path_factory.mktemp("store"))) as index:
         for seed in range(data.draw(st.integers(1, 4))):
             shared = data.draw(st.sampled_from([0, 512, 1024]))
-            ids = np.concatenate([some(1024)[:shared], some(data.draw(st.integers(10, 1200)), seed + 1)])
-            index.add(pages(ids, role=data.draw(st.integers(0, 2))))
+            ids = np.concatenate([random_ids(1024)[:shared], random_ids(data.draw(st.integers(10, 1200)), seed + 1)])
+            index.add(rows_of_prompt(ids, role=data.draw(st.integers(0, 2))))
         ids_ = [row.id for row in index.rows()]
         index.touch(data.draw(st.permutations(ids_)))
         held = set(data.draw(st.lists(st.sampled_from(ids_), max_size=2)))
@@ -302,25 +302,25 @@ def test_victims_are_what_a_slow_choice_takes(tmp_path_factory: pytest.TempPathF
 
 
 def test_remove_leaves_what_is_held_or_continued(index: Index) -> None:
-    rows = kept(index, some(1100))
+    rows = added_rows(index, random_ids(1100))
     index.pin([rows[2].id], ME)
     assert index.remove([row.id for row in rows] + [999]) == []
     index.release_pins([rows[2].id], ME)
     assert index.remove([rows[0].id, rows[1].id]) == []
     assert [row.id for row in index.remove([rows[2].id, rows[1].id])] == [rows[2].id, rows[1].id]
     assert index.total() == (1, 100)
-    rows = kept(index, some(1100))
+    rows = added_rows(index, random_ids(1100))
     index.pin([rows[1].id], ME)
     assert [row.id for row in index.remove([rows[1].id], force=True)] == [rows[1].id]
     assert index.stats()["pins"] == 0
 
 
 def test_the_clock_may_jump_back(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = kept(index, some(20))[0], kept(index, some(20, 1))[0]
+    first, second = added_rows(index, random_ids(20))[0], added_rows(index, random_ids(20, 1))[0]
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 1e6)
     index.touch([first.id])
-    third = kept(index, some(20, 2))[0]
+    third = added_rows(index, random_ids(20, 2))[0]
     assert [row.id for row in index.victims(1 << 40)] == [second.id, first.id, third.id]
     assert index.row(first.page_key, "fp").hits == 1  # type: ignore[union-attr]
     index.touch([second.id], hits=False)
@@ -329,15 +329,15 @@ def test_the_clock_may_jump_back(index: Index, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_role_that_is_none_is_damage(folder: Folder, index: Index) -> None:
-    index.add(pages(some(600)))
+    index.add(rows_of_prompt(random_ids(600)))
     assert index.check() == []
-    raw(folder, "UPDATE pages SET role = 87 WHERE place = 0")
-    assert index.longest(SCOPE, some(600), 600) == []
+    run_sql(folder, "UPDATE pages SET role = 87 WHERE place = 0")
+    assert index.longest(SCOPE, random_ids(600), 600) == []
     assert "damaged" in index.check()[0]
 
 
 def test_what_is_used_and_gone_is_told(index: Index) -> None:
-    index.add(pages(some(1100)))
+    index.add(rows_of_prompt(random_ids(1100)))
     rows = list(index.rows())
     index.remove([rows[-1].id])
     assert index.touch([row.id for row in rows]) == {rows[-1].id}

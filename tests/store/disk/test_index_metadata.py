@@ -22,7 +22,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
 from agentcache.store.tool_group import ToolGroup
-from tests.store.index_rows import DEAD, ME, SCOPE, forks, kept, pages, raw, run, some
+from tests.store.index_rows import DEAD, ME, SCOPE, added_rows, forks, random_ids, rows_of_prompt, run_in_forks, run_sql
 
 FOREIGN = "1.2.0123456789ab"
 OTHER = Scope("other", "fp", "")
@@ -44,7 +44,7 @@ def index(folder: Folder) -> Iterator[Index]:
 
 
 def test_pins_are_counted(index: Index) -> None:
-    row = kept(index, some(20))[0]
+    row = added_rows(index, random_ids(20))[0]
     assert index.pin([row.id, 99], ME) == [row.id]
     index.pin([row.id], ME)
     index.release_pins([row.id], ME)
@@ -56,14 +56,14 @@ def test_pins_are_counted(index: Index) -> None:
 
 
 def test_pins_of_the_dead_are_dropped(folder: Folder, index: Index) -> None:
-    first, second = kept(index, some(600))
+    first, second = added_rows(index, random_ids(600))
     index.pin([first.id], ME)
     index.pin([first.id, second.id], DEAD)
     index.pin([second.id], FOREIGN)
     assert index.drop_dead_pins() == 2
-    assert raw(folder, "SELECT page, process FROM pins ORDER BY page") == [(first.id, ME), (second.id, FOREIGN)]
+    assert run_sql(folder, "SELECT page, process FROM pins ORDER BY page") == [(first.id, ME), (second.id, FOREIGN)]
     assert index.remove([second.id]) == []
-    raw(folder, "UPDATE pins SET since = since - 90000 WHERE process = ?", FOREIGN)  # another container: a day is believed
+    run_sql(folder, "UPDATE pins SET since = since - 90000 WHERE process = ?", FOREIGN)  # another container: a day is believed
     assert [row.id for row in index.remove([second.id])] == [second.id]
     index.release_pins([first.id], ME)
     assert index.stats()["pins"] == 0
@@ -107,7 +107,7 @@ def test_of_many_who_claim_one_gets_it(folder: Folder, index: Index, tmp_path: P
         while len(os.listdir(tried)) < 4 and time.monotonic() < until:  # a lease ends with its process
             time.sleep(0.01)
 
-    run(*[child] * 4)
+    run_in_forks(*[child] * 4)
     assert len(os.listdir(got)) == 1
     assert index.take_lease(b"key", "fp", ME) is None
 
@@ -157,9 +157,9 @@ def test_damaged_words_are_not_believed(folder: Folder, index: Index, how: str) 
         index.put_group(group)
     places = (("splices", "ids", "key", b"a", b"b"), ("meta", "value", "key", "a", "b"), ("groups", "manifest", "name", "tools", "others"))
     for table, column, key, first, second in places:
-        value, stranger = (raw(folder, f"SELECT {column} FROM {table} WHERE {key} = ?", name)[0][0] for name in (first, second))
+        value, stranger = (run_sql(folder, f"SELECT {column} FROM {table} WHERE {key} = ?", name)[0][0] for name in (first, second))
         changed = {"flip": value[:-1] + bytes([value[-1] ^ 4]), "swap": stranger, "text": "text", "empty": b""}[how]
-        raw(folder, f"UPDATE {table} SET {column} = ? WHERE {key} = ?", changed, first)
+        run_sql(folder, f"UPDATE {table} SET {column} = ? WHERE {key} = ?", changed, first)
     assert index.splice("ns", b"a") is None
     assert index.splice("ns", b"b") == b"2222"
     assert index.get_meta("a") is None
@@ -179,8 +179,8 @@ def test_rates_and_counters(index: Index) -> None:
 
 
 def test_stats_count_everything(index: Index) -> None:
-    index.add(pages(some(600), role=2))
-    index.add(pages(some(600, 1), OTHER, precision="int8", bytes=7))
+    index.add(rows_of_prompt(random_ids(600), role=2))
+    index.add(rows_of_prompt(random_ids(600, 1), OTHER, precision="int8", bytes=7))
     row = next(index.rows())
     index.pin([row.id], ME)
     index.quarantine(row.id, "x")
@@ -204,8 +204,8 @@ def stored(folder: Folder) -> bytes:
 
 
 def test_a_namespace_is_deleted_without_a_trace(folder: Folder, index: Index) -> None:
-    ids = some(600)
-    mine, others = kept(index, ids), kept(index, some(600, 1), scope=OTHER)
+    ids = random_ids(600)
+    mine, others = added_rows(index, ids), added_rows(index, random_ids(600, 1), scope=OTHER)
     index.pin([mine[0].id], ME)
     index.put_group(GROUP)
     index.put_group(replace(GROUP, namespace="other"))
@@ -226,10 +226,10 @@ def test_a_namespace_is_deleted_without_a_trace(folder: Folder, index: Index) ->
 
 def test_what_is_old_is_deleted(folder: Folder, index: Index) -> None:
     index.put_splices([("ns", b"a", b"old"), ("ns", b"b", b"new")])
-    raw(folder, "UPDATE splices SET created = created - 1000 WHERE key = ?", b"a")
+    run_sql(folder, "UPDATE splices SET created = created - 1000 WHERE key = ?", b"a")
     index.put_group(GROUP)  # made in 1970
-    old, new = kept(index, some(20), created=time.time() - 1000), kept(index, some(20, 1))
-    far = kept(index, some(20), scope=OTHER, created=time.time() - 1000)
+    old, new = added_rows(index, random_ids(20), created=time.time() - 1000), added_rows(index, random_ids(20, 1))
+    far = added_rows(index, random_ids(20), scope=OTHER, created=time.time() - 1000)
     assert prune(folder, index, namespace="ns", older_than=500).pages == len(old)
     assert {row.id for row in index.rows()} == {new[0].id, far[0].id}
     assert (index.splice("ns", b"a"), index.splice("ns", b"b"), index.groups()) == (None, b"new", [])
@@ -239,9 +239,9 @@ def test_what_is_old_is_deleted(folder: Folder, index: Index) -> None:
 
 def test_an_encrypted_index_shows_no_ids(tmp_path: Path) -> None:
     folder = Folder.open(tmp_path / "store", key=bytes(range(32)))
-    ids = some(700)
+    ids = random_ids(700)
     with Index(folder) as index:
-        index.add(pages(ids))
+        index.add(rows_of_prompt(ids))
         index.put_splices([("ns", b"a", b"my own words")])
         index.put_group(replace(GROUP, model="secret-model"))
         assert [common for _, common in index.longest(SCOPE, ids, 690)] == [512, 178]
@@ -265,7 +265,7 @@ def test_deletions_are_numbered_and_told(folder: Folder, index: Index) -> None:
     assert index.deletions(number) == [replace(done, generation=number + at) for at, done in enumerate((mine, old, group), 1)]
     assert index.deletions(number + 3) == []
     assert index.deletions(number + 4) == [Deletion(generation=number + 3)], "another index: let go of everything"
-    raw(folder, "UPDATE deletions SET namespace = x'00'")
+    run_sql(folder, "UPDATE deletions SET namespace = x'00'")
     assert index.deletions(number + 2) == [Deletion(generation=number + 3)], "damaged: let go of everything"
 
 

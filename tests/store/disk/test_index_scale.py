@@ -12,13 +12,13 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import COLUMNS
 from agentcache.store.keys import chain
-from tests.store.index_rows import ME, SCOPE, pages, raw, some
+from tests.store.index_rows import ME, SCOPE, random_ids, rows_of_prompt, run_sql
 
 
 def fill(folder: Folder, count: int) -> None:
     """So many rows of other prompts; a tenth of them continue one page, as those of one system prompt do."""
-    shared = chain(SCOPE.root, some(512))[0]
-    raw(
+    shared = chain(SCOPE.root, random_ids(512))[0]
+    run_sql(
         folder,
         "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) INSERT INTO pages "
         "SELECT NULL, randomblob(32), CASE WHEN i % 10 THEN randomblob(32) ELSE ? END, 'ns', 'fp', '', 1, 4, randomblob(16), 'here', "
@@ -30,20 +30,20 @@ def fill(folder: Folder, count: int) -> None:
 
 def timed(folder: Folder) -> dict[str, float]:
     """The best of several, in seconds."""
-    ids = np.concatenate([some(512 * 4), some(200, 1)])
-    other = np.concatenate([ids[:2048], some(200, 2)])
+    ids = np.concatenate([random_ids(512 * 4), random_ids(200, 1)])
+    other = np.concatenate([ids[:2048], random_ids(200, 2)])
     calls: dict[str, Callable[[Index], object]] = {
         "open": lambda _: Index(folder).close(),
         "hit": lambda index: index.longest(SCOPE, ids, len(ids) - 1),
         "other tail": lambda index: index.longest(SCOPE, other, len(other)),
-        "miss": lambda index: index.longest(SCOPE, some(2000, 3), 1999),
+        "miss": lambda index: index.longest(SCOPE, random_ids(2000, 3), 1999),
         "total": lambda index: index.total(),
         "victims": lambda index: index.victims(1600),
         "has blobs": lambda index: index.has_blobs(["7", "none"]),
     }
     best = dict.fromkeys(calls, 1e9)
     with Index(folder) as index:
-        index.add(pages(ids))
+        index.add(rows_of_prompt(ids))
         assert sum(common for _, common in index.longest(SCOPE, ids, len(ids) - 1)) == len(ids) - 1
         for _ in range(15):
             for name, call in calls.items():
@@ -73,16 +73,16 @@ def test_no_lookup_walks_the_table(tmp_path: Path) -> None:
 
 
 def walks(index: Index) -> None:
-    index.add(pages(some(1100)))
+    index.add(rows_of_prompt(random_ids(1100)))
     asked: set[str] = set()
     connection = index.database.read(lambda connection: connection)
     connection.set_trace_callback(asked.add)
-    index.longest(SCOPE, some(1100), 1050)
+    index.longest(SCOPE, random_ids(1100), 1050)
     index.row(b"k" * 32, "fp")
     index.victims(1 << 40)
     index.touch([1])
     index.pin([1], ME)
-    index.add(pages(some(800)))
+    index.add(rows_of_prompt(random_ids(800)))
     index.remove([1])
     index.total()
     index.has_blobs(["x"])

@@ -18,7 +18,7 @@ from agentcache.store.disk import database
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.tool_group import ToolGroup
-from tests.store.index_rows import FORK, ME, SCOPE, forks, kept, pages, run, some
+from tests.store.index_rows import FORK, ME, SCOPE, added_rows, forks, random_ids, rows_of_prompt, run_in_forks
 
 GROUP = ToolGroup("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
 
@@ -44,16 +44,16 @@ def test_no_row_is_lost_or_doubled_among_processes(folder: Folder, index: Index,
     def child(number: int) -> None:
         with open(tmp_path / f"said{number}", "w") as said, Index(folder) as own:
             for turn in range(12):
-                same, mine = pages(some(1100, turn)), pages(some(600, 1000 * number + turn))
+                same, mine = rows_of_prompt(random_ids(1100, turn)), rows_of_prompt(random_ids(600, 1000 * number + turn))
                 gone = own.add(same + mine)
                 print(*(row.blob for row in same + mine), file=said, flush=True)
                 gone += own.remove([row.id for row in own.victims(300)]) if turn % 3 == 2 else []
                 print(*("-" + row.blob for row in gone), file=said, flush=True)
-                own.longest(SCOPE, some(1100, turn), 1099)
-                own.touch([row.id for row, _ in own.longest(SCOPE, some(600, 1000 * number), 600)])
+                own.longest(SCOPE, random_ids(1100, turn), 1099)
+                own.touch([row.id for row, _ in own.longest(SCOPE, random_ids(600, 1000 * number), 600)])
                 own.add_counters({"turns": 1})
 
-    run(*[lambda number=number: child(number) for number in range(1, 7)])  # type: ignore[misc]
+    run_in_forks(*[lambda number=number: child(number) for number in range(1, 7)])  # type: ignore[misc]
     words = [word for path in tmp_path.glob("said*") for word in path.read_text().split()]
     written = {word for word in words if not word.startswith("-")}
     unlinked = [word[1:] for word in words if word.startswith("-")]
@@ -64,14 +64,14 @@ def test_no_row_is_lost_or_doubled_among_processes(folder: Folder, index: Index,
 
 
 def test_threads_have_connections_of_their_own(index: Index) -> None:
-    ids = some(600)
-    index.add(pages(ids))
+    ids = random_ids(600)
+    index.add(rows_of_prompt(ids))
     failures: list[str] = []
 
     def work(number: int) -> None:
         try:
             for turn in range(10):
-                index.add(pages(some(40, 100 * number + turn + 1)))
+                index.add(rows_of_prompt(random_ids(40, 100 * number + turn + 1)))
                 if len(index.longest(SCOPE, ids, 600)) != 2:
                     failures.append("lost")
         except StoreError as error:
@@ -104,12 +104,12 @@ def test_a_write_is_whole_or_not_at_all(index: Index) -> None:
         connection.execute("DELETE FROM pages")
         raise KeyboardInterrupt
 
-    index.add(pages(some(600)))
+    index.add(rows_of_prompt(random_ids(600)))
     with pytest.raises(KeyboardInterrupt):
         index.database.write(fails)
     assert index.total()[0] == 2
     assert len(list(index.rows())) == 2
-    index.add(pages(some(600, 1)))
+    index.add(rows_of_prompt(random_ids(600, 1)))
 
 
 def test_one_writes_at_a_time_from_the_beginning(index: Index) -> None:
@@ -130,16 +130,16 @@ def test_one_writes_at_a_time_from_the_beginning(index: Index) -> None:
 def test_who_waits_for_a_lock_waits_no_longer_than_that(folder: Folder, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "BUSY_S", 0.4)
     index.close()
-    ids = some(600)
+    ids = random_ids(600)
     with Index(folder) as index, closing(sqlite3.connect(folder.index, isolation_level=None)) as other:
-        index.add(pages(ids))
+        index.add(rows_of_prompt(ids))
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StoreError, match="locked by other processes"):
-            index.add(pages(some(600, 1)))
+            index.add(rows_of_prompt(random_ids(600, 1)))
         assert len(index.longest(SCOPE, ids, 600)) == 2  # readers wait for nobody
         threading.Timer(0.1, lambda: None).start()
         other.execute("ROLLBACK")
-        index.add(pages(some(600, 1)))
+        index.add(rows_of_prompt(random_ids(600, 1)))
         assert index.total()[0] == 4
 
 
@@ -158,7 +158,7 @@ def test_who_claims_a_prefix_waits_for_nobody(folder: Folder, index: Index) -> N
         for name in ("busy_timeout", "wal_autocheckpoint")
     )
     assert (patience, log) == (20, 0), "nor may it have to move the log into the file"
-    index.add(pages(some(600)))
+    index.add(rows_of_prompt(random_ids(600)))
     assert index.database.read(lambda c: c.execute("PRAGMA wal_autocheckpoint").fetchone()[0]) == database.LOG_PAGES
 
 
@@ -169,20 +169,20 @@ def test_who_claims_a_prefix_waits_for_nobody(folder: Folder, index: Index) -> N
 @forks
 def test_a_fork_goes_on_with_connections_of_its_own(folder: Folder, index: Index, tmp_path: Path) -> None:
     """While two threads of the parent write: a child that inherited their locks would wait for ever, or drop them."""
-    index.add(pages(some(600)))
+    index.add(rows_of_prompt(random_ids(600)))
     stop = threading.Event()
     counts = [0, 0]
 
     def write(number: int) -> None:
         while not stop.is_set():
-            index.add(pages(some(512, 1_000_000 * (number + 1) + counts[number])))
+            index.add(rows_of_prompt(random_ids(512, 1_000_000 * (number + 1) + counts[number])))
             counts[number] += 1
 
     def child(number: int) -> None:
         began = time.monotonic()
         for turn in range(5):
-            index.add(pages(some(512, 10_000 * (number + 1) + turn)))
-        assert len(index.longest(SCOPE, some(600), 600)) == 2
+            index.add(rows_of_prompt(random_ids(512, 10_000 * (number + 1) + turn)))
+        assert len(index.longest(SCOPE, random_ids(600), 600)) == 2
         assert time.monotonic() - began < database.BUSY_S
         if number % 2:
             index.close()
@@ -192,7 +192,7 @@ def test_a_fork_goes_on_with_connections_of_its_own(folder: Folder, index: Index
         thread.start()
     try:
         for number in range(6):
-            run(lambda number=number: child(number))  # type: ignore[misc]
+            run_in_forks(lambda number=number: child(number))  # type: ignore[misc]
     finally:
         stop.set()
         for thread in threads:
@@ -204,14 +204,14 @@ def test_a_fork_goes_on_with_connections_of_its_own(folder: Folder, index: Index
 @forks
 def test_no_connection_is_open_while_a_process_forks(folder: Folder, index: Index) -> None:
     """SQLite believes a child to hold the locks of its parent: then the parent, closing, would delete the WAL under the child."""
-    index.add(pages(some(20)))
+    index.add(rows_of_prompt(random_ids(20)))
     ready, done = FORK.Event(), FORK.Event()
 
     def child() -> None:
-        index.add(pages(some(20, 1)))
+        index.add(rows_of_prompt(random_ids(20, 1)))
         ready.set()
         done.wait(30)
-        index.add(pages(some(20, 2)))
+        index.add(rows_of_prompt(random_ids(20, 2)))
         assert index.total()[0] == 3
 
     worker = FORK.Process(target=child)
@@ -230,12 +230,12 @@ def test_no_connection_is_open_while_a_process_forks(folder: Folder, index: Inde
 
 
 def test_a_fork_without_python_is_noticed(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    index.add(pages(some(20)))
+    index.add(rows_of_prompt(random_ids(20)))
     links = index.database._links
     inherited = links[0].connection
     assert inherited is not None
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    index.add(pages(some(20, 1)))
+    index.add(rows_of_prompt(random_ids(20, 1)))
     assert index.database._links is not links
     assert inherited.execute("SELECT 1").fetchone() == (1,)  # neither used nor closed
     inherited.close()
@@ -245,22 +245,22 @@ def test_a_fork_without_python_is_noticed(index: Index, monkeypatch: pytest.Monk
 
 
 def test_a_full_disk(index: Index) -> None:
-    index.add(pages(some(600)))
+    index.add(rows_of_prompt(random_ids(600)))
     size = index.database.read(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
     index.database.read(lambda connection: connection.execute(f"PRAGMA max_page_count={size + 2}").fetchall())
     with pytest.raises(StoreFullError, match="cannot grow"):
-        index.add(pages(some(10_000, 1)))
+        index.add(rows_of_prompt(random_ids(10_000, 1)))
     assert index.total()[0] == 2
     index.database.read(lambda connection: connection.execute("PRAGMA max_page_count=1000000").fetchall())
-    assert index.add(pages(some(10_000, 1))) == []
+    assert index.add(rows_of_prompt(random_ids(10_000, 1))) == []
     assert index.check() == []
 
 
 @pytest.mark.parametrize("wal", [False, True])
 def test_a_read_only_folder(folder: Folder, wal: bool) -> None:
-    ids = some(600)
+    ids = random_ids(600)
     first = Index(folder)
-    rows = kept(first, ids)
+    rows = added_rows(first, ids)
     first.put_group(GROUP)
     first.put_splices([("ns", b"a", b"1234")])
     if not wal:
@@ -274,7 +274,7 @@ def test_a_read_only_folder(folder: Folder, wal: bool) -> None:
             assert (index.groups(), index.splice("ns", b"a")) == ([GROUP], b"1234")
             assert len(index.victims(1 << 40)) == 2
             assert index.check() == []
-            more = pages(some(600, 1))
+            more = rows_of_prompt(random_ids(600, 1))
             assert index.add(more) == more
             assert index.remove([rows[1].id]) == []
             assert index.pin([rows[1].id], ME) == [rows[1].id]
@@ -301,14 +301,14 @@ def test_a_read_only_folder(folder: Folder, wal: bool) -> None:
 
 def test_a_reader_without_rights_sees_what_others_write(folder: Folder) -> None:
     with Index(folder) as index:
-        index.add(pages(some(600)))
+        index.add(rows_of_prompt(random_ids(600)))
     folder.path.chmod(0o500)
     closed = Folder.open(folder.path)
     folder.path.chmod(0o700)
     with Index(closed) as reader:
         assert reader.total()[0] == 2
         with Index(folder) as index:
-            index.add(pages(some(600, 1)))
+            index.add(rows_of_prompt(random_ids(600, 1)))
             assert reader.total()[0] == 4
         assert reader.total()[0] == 4
 
@@ -318,7 +318,7 @@ def test_a_read_only_folder_without_an_index_is_empty(tmp_path: Path) -> None:
     place.chmod(0o500)
     try:
         with Index(Folder.open(place)) as index:
-            assert index.longest(SCOPE, some(600), 600) == []
+            assert index.longest(SCOPE, random_ids(600), 600) == []
             assert index.total() == (0, 0)
         assert not (place / "index.sqlite").exists()
     finally:
@@ -326,6 +326,6 @@ def test_a_read_only_folder_without_an_index_is_empty(tmp_path: Path) -> None:
 
 
 def test_the_index_is_private(folder: Folder, index: Index) -> None:
-    index.add(pages(some(600)))
+    index.add(rows_of_prompt(random_ids(600)))
     for path in folder.path.glob("index*"):
         assert path.stat().st_mode & 0o077 == 0, path

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.store.disk import process_identity
-from tests.store.index_rows import forks, run
+from tests.store.index_rows import forks, run_in_forks
 
 
 def sleeper() -> subprocess.Popen[bytes]:
@@ -71,7 +71,7 @@ def test_a_fork_has_a_token_of_its_own(tmp_path: Path) -> None:
         assert process_identity.alive(own)
         (tmp_path / "token").write_text(process_identity.token())
 
-    run(child)
+    run_in_forks(child)
     said = (tmp_path / "token").read_text()
     assert said != own
     assert not process_identity.alive(said)

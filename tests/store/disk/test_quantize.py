@@ -14,7 +14,7 @@ from agentcache.errors import BlobError, StoreError
 from agentcache.kv import KVSpec, Page
 from agentcache.store.disk import blob_io, quantize
 from agentcache.store.disk.folder import Folder
-from tests.store.stored_pages import SPEC, left, page, path, row
+from tests.store.stored_pages import SPEC, blob_path, files_under_blobs, noise_page, unstored_row
 
 ULP = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 FLOOR = {torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}  # below, rounding is absolute
@@ -108,12 +108,12 @@ def test_the_end_of_the_range_does_not_wrap() -> None:
 @pytest.mark.parametrize("precision", quantize.PRECISIONS)
 def test_what_is_not_finite_is_refused(tmp_path: Path, precision: str, which: int, bad: float) -> None:
     spec = replace(SPEC, dtype=torch.float32)
-    made = page(spec)
+    made = noise_page(spec)
     (made.keys, made.values)[which][1, 1, 3, 5] = bad
     folder = Folder.open(tmp_path / "store")
     with pytest.raises(StoreError, match=precision):
-        blob_io.write(folder, row(spec, precision=precision), made)
-    assert left(folder) == []
+        blob_io.write(folder, unstored_row(spec, precision=precision), made)
+    assert files_under_blobs(folder) == []
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
@@ -123,8 +123,8 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, precision: str, which: in
 def test_blobs_of_fewer_bits(tmp_path: Path, precision: str, tokens: int, dtype: torch.dtype, encrypted: bool) -> None:
     folder = Folder.open(tmp_path / "store", key=b"k" * 32 if encrypted else None)
     spec = replace(SPEC, dtype=dtype)
-    original = page(spec, tokens)
-    written = blob_io.write(folder, row(spec, tokens, precision), original)
+    original = noise_page(spec, tokens)
+    written = blob_io.write(folder, unstored_row(spec, tokens, precision), original)
     assert blob_io.describe(folder, written.blob) == written
     blob_io.verify(folder, written)
     wanted = max(1, tokens - 2)
@@ -138,7 +138,7 @@ def test_blobs_of_fewer_bits(tmp_path: Path, precision: str, tokens: int, dtype:
         expected = there_and_back(keys.contiguous(), values.contiguous(), precision)
         assert torch.equal(found.keys[layer, :, :, :wanted], expected[0][:, :, :wanted])
         assert torch.equal(found.values[layer, :, :wanted], expected[1][:, :wanted])
-    file = path(folder, written)
+    file = blob_path(folder, written)
     whole = file.read_bytes()
     for at in (4096, 4096 + 100, len(whole) - 40):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
@@ -152,7 +152,7 @@ def test_blobs_of_fewer_bits(tmp_path: Path, precision: str, tokens: int, dtype:
 
 def test_an_exact_row_is_never_served_from_a_lossy_blob(tmp_path: Path) -> None:
     folder = Folder.open(tmp_path / "store")
-    written = blob_io.write(folder, row(precision="int8"), page())
+    written = blob_io.write(folder, unstored_row(precision="int8"), noise_page())
     with pytest.raises(BlobError, match="precision"):
         blob_io.read(folder, replace(written, precision="exact"), Page(SPEC), tokens=512)
 
@@ -161,7 +161,7 @@ def test_an_exact_row_is_never_served_from_a_lossy_blob(tmp_path: Path) -> None:
 def test_bytes_per_token_are_those_of_the_documentation(tmp_path: Path, precision: str, share: float) -> None:
     """docs/format-blobs.md says what a full page of a model with 28 layers and 8 heads of 128 takes; here with one layer."""
     spec = KVSpec(1, 8, 128, torch.bfloat16)
-    written = blob_io.write(Folder.open(tmp_path / "store"), row(spec, precision=precision), page(spec))
+    written = blob_io.write(Folder.open(tmp_path / "store"), unstored_row(spec, precision=precision), noise_page(spec))
     assert written.bytes - 4096 - 2048 - 64 == pytest.approx(share * spec.page_bytes, rel=2e-3)
 
 
