@@ -15,7 +15,7 @@ from agentcache import CallerWarnings
 from agentcache.errors import ReuseWarning
 
 FRAMEWORK = ModuleType("framework.inside")
-exec("def call(function):\n    return function()\n", FRAMEWORK.__dict__)
+exec("def call(function):\n    return function()\n\nasync def told(warn):\n    warn('x')\n", FRAMEWORK.__dict__)
 
 
 def heard(say: Callable[[], Any]) -> list[tuple[str, str, type[Warning]]]:
@@ -40,15 +40,12 @@ def test_the_frames_of_a_framework_are_passed(framework: CallerWarnings) -> None
 
 @pytest.mark.parametrize("how", ["a thread", "a task"])
 def test_what_begins_in_a_block_names_its_line(framework: CallerWarnings, how: str) -> None:
-    async def in_task() -> None:
-        framework.warn("x")
-
     async def begun() -> None:
         with framework.from_here():
             if how == "a thread":
                 await asyncio.to_thread(framework.warn, "x")
             else:
-                await asyncio.create_task(in_task())
+                await asyncio.create_task(FRAMEWORK.told(framework.warn))
 
     assert heard(lambda: asyncio.run(begun())) == [("x", __file__, ReuseWarning)]
 
