@@ -116,10 +116,10 @@ def _free(rule: str, calls: bool, form: CallForm, never: Sequence[str]) -> list[
     if form.answer[0]:  # either text or calls, each behind its own mark
         marks = "|".join(_pattern(mark) for mark in (form.trigger, *form.answer) if mark)
         text = f"{rule.upper()}_TEXT: /{_ANY}/ & ~/{_ANY}({marks}){_ANY}/"
+        closed = f"{rule}_closed[lazy]: {rule.upper()}_TEXT {_quoted(form.answer[1])}" if form.answer[1] else ""
+        body = f"({rule.upper()}_TEXT | {rule}_closed)" if closed else f"{rule.upper()}_TEXT"
         whole = f" | {_quoted(form.trigger)} calls" if calls else ""
-        lazy = "[lazy]" if form.answer[1] else ""
-        body = f"{rule}_body{lazy}: {rule.upper()}_TEXT {_quoted(form.answer[1])}"
-        return [f"{rule}: {_quoted(form.answer[0])} {rule}_body{whole}", body, text]
+        return [f"{rule}: {_quoted(form.answer[0])} {body}{whole}", text, closed]
     never = [*never, *([] if calls and form.trigger else [_looks_like_a_call(form)])]
     text = f"{rule.upper()}_TEXT: /{_ANY}/" + "".join(f" & ~/{pattern}/" for pattern in never)
     if not calls:

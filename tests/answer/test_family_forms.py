@@ -249,6 +249,7 @@ def test_text_stands_between_the_marks_of_its_family(name: str) -> None:
     assert spelled(made, Constraint(), f"{opened}At noon.{closed}", TOOLS) == "end"
     assert spelled(made, Constraint("none"), f"{opened}At noon.{closed}", TOOLS) == "end"
     assert spelled(made, Constraint(), "At noon.", TOOLS) == ""
+    assert spelled(made, Constraint(), f"{opened}At noo", TOOLS) == "end", "a text that was cut is a text"
     assert spelled(made, schema, f'{opened}{{"a": 1}}{closed}', []) == "end"
     assert spelled(made, schema, '{"a": 1}', []) == ""
     thought = "".join((made.form.thought[0], "Hm.", made.form.thought[1]))
