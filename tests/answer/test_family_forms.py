@@ -285,10 +285,13 @@ def test_the_engine_reads_and_writes_its_templates_form(tiny: Any, name: str) ->
     message, text = turns(name)[0]
     with Engine(tiny("qwen3"), grammars(name).tokenizer, store=None) as engine:
         free = engine.generate([Message("user", "Tide?")], TOOLS, sampling=spoken(text, engine.tokenizer))
+        answer = spoken(turns(name)[2][1], engine.tokenizer)
+        text_only = engine.generate([Message("user", "Tide?")], TOOLS, sampling=answer, constraint=Constraint("none"))
         held = engine.generate([Message("user", "Tide?")], TOOLS, sampling=Sampling(max_tokens=200), constraint=Constraint("ping"))
     assert [(c.name, dict(c.arguments)) for c in free.message.tool_calls] == [(c.name, dict(c.arguments)) for c in message.tool_calls]
     assert (free.message.content, free.message.reasoning) == (message.content, message.reasoning)
     assert free.receipt.reasoning_tokens > 0
+    assert (text_only.message.content, text_only.message.reasoning) == ("At noon.", "Hm."), "without calls, too, it is read by its form"
     assert free.finish_reason == "tool_calls"
     assert [(c.name, dict(c.arguments)) for c in held.message.tool_calls] == [("ping", {})]
     assert any("Hermes" in note for note in held.receipt.notes) == (name in ("gemma", "lfm2.5"))
