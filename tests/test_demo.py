@@ -14,13 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentcache import embedded
 from agentcache.demo import run as demo
 from agentcache.demo import tasks as demo_tasks
 from agentcache.demo.tools import Desk, arithmetic
 from agentcache.types import StoreOptions, ToolCall
-
-weights = pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 
 # -- the tools ---------------------------------------------------------------------------------------------------------
 
@@ -108,7 +105,6 @@ def check(report: dict[str, Any], said: str) -> None:
     assert "ratio" in said
 
 
-@weights
 def test_the_embedded_model_answers_with_real_tools() -> None:
     console = Console(record=True, width=120, file=io.StringIO())
     task = demo_tasks.task()
@@ -126,7 +122,6 @@ def test_the_embedded_model_answers_with_real_tools() -> None:
     assert all(any(f"user     {turn}" == line for line in report["said"]) for turns in task.questions[:2] for turn in turns)
 
 
-@weights
 def test_the_embedded_model_answers_every_question_right(tmp_path: Path) -> None:
     task = demo_tasks.task()
     with task.build(StoreOptions(tmp_path / "store")) as engine:

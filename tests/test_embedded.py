@@ -22,6 +22,7 @@ from examples.embedded import card, cases, checkpoints, export
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
 from examples.embedded.world.dialogues import bundle, messages, spoken
+from tests.checkout import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +181,8 @@ def test_a_card_takes_each_cell_from_the_longest_run() -> None:
         card.joined([short, {**long, "seed": "again"}])
 
 
-@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 def test_the_shipped_model_is_whole_small_and_has_a_card() -> None:
-    folder = embedded.checked(embedded._FOLDER)
+    folder = embedded.checked(ROOT / "agentcache" / "embedded" / "model")
     assert (folder / "model.safetensors").stat().st_size <= 16_000_000
     assert checkpoints.size(folder) <= 8_000_000
     text = (folder / "README.md").read_text("utf-8")
@@ -192,7 +192,6 @@ def test_the_shipped_model_is_whole_small_and_has_a_card() -> None:
         assert engine.renderer.report.prefix_preserving
 
 
-@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 def test_the_shipped_model_hides_thoughts_where_words_are_unwanted() -> None:
     made = next(one for number in range(100) if not (one := bundle(f"silent {number}", "hermes", 4, 4, exact=True, hold=False)).aloud)
     tools = [tool.schema(made.form) for tool in made.tools]
@@ -211,7 +210,6 @@ def test_the_shipped_model_hides_thoughts_where_words_are_unwanted() -> None:
                 assert longer.receipt.cached_tokens >= done.receipt.prompt_tokens + len(done.ids) - 1
 
 
-@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 @pytest.mark.slow
 def test_the_shipped_model_ignores_a_clock_at_the_tail() -> None:
     parts = quality.Parts(clock=100, styles=("hermes",))
@@ -221,7 +219,6 @@ def test_the_shipped_model_ignores_a_clock_at_the_tail() -> None:
             assert row["lost"] - row["won"] <= 2, row
 
 
-@pytest.mark.skipif(not embedded._FOLDER.exists(), reason="no weights in this checkout: examples/embedded/export.py makes them")
 def test_the_shipped_model_takes_no_day_for_an_id() -> None:
     day = (Message("user", "Today is 2026-11-23."),)
     talks = [one for one in cases.episodes("hermes", 100, held="validation") if one.kind == "siblings"]

@@ -12,14 +12,15 @@ import pytest
 
 from agentcache.errors import ConfigError, MessageError, TemplateError
 from agentcache.layout import Renderer
+from agentcache.layout.tokenise import Encoder
 from agentcache.types import Layout, Message, ToolCall
 from tests.chat_templates import KINDS, NO_TOOLS, SPECIAL, TOOL_TEMPLATES, episode, tokenizer, tool
 from tests.layout.renderers import CONVERSATIONS, TOOLS, check_cover, renderer_of, stock_ids
 
 
-def shown(renderer: Renderer, layout: Layout, kind: str, message: int | None = None) -> str:
+def shown(layout: Layout, kind: str, message: int | None = None) -> str:
     parts = [span for span in layout.spans if span.kind == kind and (message is None or span.message == message)]
-    return "".join(renderer._tokenizer.decode(layout.ids[span.start : span.stop], skip_special_tokens=False) for span in parts)
+    return "".join(tokenizer().decode(layout.ids[span.start : span.stop], skip_special_tokens=False) for span in parts)
 
 
 # --- stock ---------------------------------------------------------------------------------------------------------------
@@ -83,15 +84,15 @@ def test_spans_show_their_messages(name: str) -> None:
     for index, message in enumerate(messages):
         if message["role"] == "system":
             where = "turn" if name == "last_user" else "system"
-            assert name == "drops_system" or message["content"] in shown(renderer, layout, where)
+            assert name == "drops_system" or message["content"] in shown(layout, where)
         elif message.get("tool_calls"):
-            assert f"flights {(index - 2) // 2}" in shown(renderer, layout, "turn", index)
+            assert f"flights {(index - 2) // 2}" in shown(layout, "turn", index)
         else:
-            text = shown(renderer, layout, "turn", index)
+            text = shown(layout, "turn", index)
             assert message["content"] in text or json.dumps(message["content"])[1:-1] in text
             others = [m["content"] for m in messages if m is not message and m["content"] and m["role"] != "system"]
             assert not any(other in text for other in others)
-    tools = shown(renderer, layout, "tools")
+    tools = shown(layout, "tools")
     assert "search" in tools
     assert "Books one." in tools
     assert "Lisbon" not in tools
@@ -99,8 +100,8 @@ def test_spans_show_their_messages(name: str) -> None:
 
 def test_the_generation_prompt_has_a_span() -> None:
     renderer = renderer_of()
-    assert shown(renderer, renderer.render(episode(1), TOOLS), "generation") == "<|im_start|>assistant\n"
-    assert shown(renderer, renderer.render(episode(1)[:-1], TOOLS, generation=False), "generation") == ""
+    assert shown(renderer.render(episode(1), TOOLS), "generation") == "<|im_start|>assistant\n"
+    assert shown(renderer.render(episode(1)[:-1], TOOLS, generation=False), "generation") == ""
 
 
 # --- canonical -----------------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def test_special_tokens_of_users_and_tools_stay_text() -> None:
     messages.append(Message("tool", attack, tool_call_id="a"))
     layout = renderer.render(messages, [tool("search", attack)])
     plain = renderer.render([replace_text(m) for m in messages], [tool("search", "x")])
-    control = set(renderer._encoder.control)
+    control = set(Encoder(tokenizer()).control)
     assert [i for i in layout.ids if i in control] == [i for i in plain.ids if i in control]
     stock = renderer.render(messages, [tool("search", attack)], rendering="stock")
     assert [i for i in stock.ids if i in control] != [i for i in plain.ids if i in control]
@@ -166,7 +167,7 @@ def test_the_prefix_starts_every_prompt(name: str, kind: str) -> None:
         assert layout.ids[: len(prefix.ids)] == prefix.ids
         assert layout.prefix_tokens == len(prefix.ids)
     if name != "last_user":
-        text = renderer._tokenizer.decode(prefix.ids).lower().replace(" ", "").replace("##", "")
+        text = tokenizer(kind).decode(prefix.ids).lower().replace(" ", "").replace("##", "")
         assert "booksone." in text, "the tools are in it"
         assert "lisbon" not in text
 
@@ -185,8 +186,8 @@ def test_a_raw_prompt_gets_one_bos() -> None:
 
 
 def test_chat_prompts_have_one_bos() -> None:
-    renderer = Renderer(tokenizer("byte_bpe", None, True), chat_template=TOOL_TEMPLATES["dated"])
-    bos = renderer._tokenizer.bos_token_id
+    with_bos = tokenizer("byte_bpe", None, True)
+    renderer, bos = Renderer(with_bos, chat_template=TOOL_TEMPLATES["dated"]), with_bos.bos_token_id
     assert list(renderer.render(episode(1), TOOLS).ids).count(bos) == 1
 
 
