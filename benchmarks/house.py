@@ -122,7 +122,8 @@ def read_counts() -> dict[str, Any]:
     wing = WHEEL / "approximate"
     near = [path for path in wheel if not path.is_relative_to(wing) and re.search(r"(?i)\bapproximat(?!e=)", path.read_text())]
     drawing = (ROOT / "docs" / "structure.md").read_text().partition("## The main path")[2].partition("## ")[0]
-    drawn = {name for line in drawing.splitlines() if line.startswith("    ") for name in re.findall(r"[\w/]+\.py", line)}
+    steps = [re.sub(r"\(.*?\)", "", line) for line in drawing.splitlines() if line.startswith("    ")]
+    drawn = {name for step in steps for name in re.findall(r"[\w/]+\.py", step)}
     return {
         "lines of the wheel": lines(wheel),
         "lines by folder": dict(folders.most_common()),

@@ -51,6 +51,17 @@ def test_few_functions_have_over_eight_parameters(counts: dict[str, object]) -> 
     assert len(many) <= 6
 
 
+def test_no_function_has_over_fourteen_parameters(counts: dict[str, object]) -> None:
+    many = counts["functions over 8 parameters, without commands"]
+    assert isinstance(many, list)
+    assert max(count for count, _ in many) <= 14
+
+
+def test_few_files_outside_the_wing_mention_it(counts: dict[str, object]) -> None:
+    near = counts["files outside the wing that mention approximate reuse"]
+    assert near == ["__init__.py", "cli/app.py", "engine.py", "types.py"], "a public name, commands, the consent, its words"
+
+
 def test_parameters_are_counted_without_self(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(house, "WHEEL", tmp_path)
     (tmp_path / "a.py").write_text("class A:\n    def f(self, a, /, b, *, c): ...\nasync def g(): ...\n")
