@@ -30,18 +30,12 @@ NAMED = {"repeats": True, "content": "json", "transform": {"type": "function", "
 _FIRST = r"(?<=\A(?:\s*<think>.*?</think>)?\s*)"
 
 
-def thought_between(opened: str = THINK, closed: str = THINK_END) -> dict[str, Any]:
-    """A thought that stands first."""
-    return {"open_pattern": r"\A\s*" + re.escape(opened), "close": closed}  # one further on is spoken of
-
-
 def tagged_call(opened: str, closed: str, argument: str) -> dict[str, Any]:
     """Patterns around a call whose arguments are tags, and of one argument."""
     return {**NAMED, "open_pattern": opened, "close_pattern": closed, "content": "xml-inline", "content_args": {"tag_pattern": argument}}
 
 
-PLAIN: Fields = {
-    "reasoning_content": thought_between(),
+_PLAIN: Fields = {
     "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", **_WITH_NAME},
     "tool_calls_listed": {"open": "[TOOL_CALLS]", **_WITH_NAME},
     "tool_calls_closed": {
@@ -50,11 +44,7 @@ PLAIN: Fields = {
         **_WITH_NAME,
     },
     PYTHON_CALLS: {"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", "repeats": True},
-    "tool_calls_bare": {
-        "open_pattern": _FIRST + r'(?=\{"name")',
-        "close_pattern": r"\s*\Z",
-        **_WITH_NAME,
-    },  # without a mark: all of the text
+    "tool_calls_bare": {"open_pattern": _FIRST + r'(?=\{"name")', "close_pattern": r"\s*\Z", **_WITH_NAME},  # all of the text
 }
 
 
@@ -77,8 +67,15 @@ class CallForm:
     # literal text around a thought, and around text that is no call
     thought: tuple[str, str] = (THINK, THINK_END)
     answer: tuple[str, str] = ("", "")
-    # what the parser reads
-    fields: Fields = field(default_factory=lambda: PLAIN, compare=False, repr=False)
+    # of the response template; without a field of its own for thoughts it reads one that stands first
+    fields: Fields = field(default_factory=lambda: _PLAIN, compare=False, repr=False)
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The response template, by which the form is read."""
+        opened, closed = self.thought
+        thought = {"open_pattern": r"\A\s*" + re.escape(opened), "close": closed}
+        return {"start_anchor_pattern": r"\Z", "fields": {"reasoning_content": thought, **self.fields}}
 
     @property
     def literals(self) -> tuple[str, ...]:

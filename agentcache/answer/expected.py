@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import AgentCacheError
 from ..types import Constraint, Layout, Sampling, Tool, ToolCall
-from .call_forms import PLAIN, CallForm
+from .call_forms import CallForm
 from .family_forms import PROBE_ARGUMENTS, PROBE_TOOL
 from .grammar import Grammars
 from .parser import AnswerParser
@@ -114,7 +114,7 @@ def _template(prompt: str, grammars: Grammars, notes: list[str], *, held: bool) 
         return own, begun
     form = grammars.form
     thought = form.thought[0].rstrip()
-    return template_for(PLAIN if held and not form.known else form.fields), thought if prompt.rstrip().endswith(thought) else ""
+    return template_for(None if held and not form.known else form), thought if prompt.rstrip().endswith(thought) else ""
 
 
 @functools.lru_cache(maxsize=64)

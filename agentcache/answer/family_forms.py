@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from .call_forms import MARKS, NAMED, CallForm, tagged_call, thought_between
+from .call_forms import MARKS, NAMED, CallForm, tagged_call
 
 PROBE_TOOL, PROBE_ARGUMENTS = "zprobe_fn", {"zarg": "zval"}
 _TOOL, _VALUE = PROBE_TOOL, r'\{\s*"zarg"\s*:\s*"zval"\s*\}'
@@ -24,7 +24,6 @@ TAGS = CallForm(
     after="</function>\n</tool_call>",
     argument=("<parameter=", ">\n", "\n</parameter>\n"),
     fields={
-        "reasoning_content": thought_between(),
         "tool_calls": tagged_call(
             r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
             r"</function>\s*</tool_call>",
@@ -55,7 +54,6 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             joint="[TOOL_CALLS]",
             thought=("[THINK]", "[/THINK]"),
             fields={
-                "reasoning_content": thought_between("[THINK]", "[/THINK]"),
                 "tool_calls": {**NAMED, "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)"},
             },
         ),
@@ -72,7 +70,6 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             argument=("<parameter=", ">", "</parameter>\n"),
             thought=("<seed:think>", "</seed:think>"),
             fields={
-                "reasoning_content": thought_between("<seed:think>", "</seed:think>"),
                 "tool_calls": tagged_call(
                     r"<seed:tool_call>\s*<function=(?P<name>[^>\n]+)>",
                     r"</function>\s*</seed:tool_call>",
@@ -89,7 +86,6 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             after="</tool_call>",
             argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
             fields={
-                "reasoning_content": thought_between(),
                 "tool_calls": tagged_call(
                     r"<tool_call>\s*(?P<name>[^\s<{]+)\s*(?=<arg_key>|</tool_call>)",
                     "</tool_call>",
@@ -111,7 +107,6 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             close="</minimax:tool_call>",
             argument=('<parameter name="', '">', "</parameter>\n"),
             fields={
-                "reasoning_content": thought_between(),
                 "tool_calls": tagged_call(
                     r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
                     "</invoke>",
@@ -160,7 +155,6 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             joint="",
             close="<｜tool▁calls▁end｜>",
             fields={
-                "reasoning_content": thought_between(),
                 "tool_calls": {
                     **NAMED,
                     "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<name>[^\s<｜]+)<｜tool▁sep｜>",
@@ -181,7 +175,6 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             joint=None,
             close="<|tool_calls_section_end|>",
             fields={
-                "reasoning_content": thought_between(),
                 "tool_calls": {
                     **NAMED,
                     "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s:<]+)"
@@ -202,7 +195,6 @@ ROWS: tuple[tuple[str, CallForm], ...] = (
             thought=("<|START_THINKING|>", "<|END_THINKING|>"),
             answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
             fields={
-                "reasoning_content": {"open": "<|START_THINKING|>", "close": "<|END_THINKING|>", "repeats": True, "join": "\n"},
                 "content": {"open": ["<|START_RESPONSE|>", "<|START_TEXT|>"], "close": ["<|END_RESPONSE|>", "<|END_TEXT|>"]},
                 "tool_calls": {
                     "open": "<|START_ACTION|>",

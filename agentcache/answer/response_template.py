@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..types import ToolCall
-from .call_forms import MARKS, PLAIN, PYTHON_CALLS, Fields
+from .call_forms import MARKS, PYTHON_CALLS, CallForm
 from .call_json import CallKeys, load
 from .call_python import python_calls
 
@@ -100,9 +100,9 @@ def template_of(tokenizer: Any) -> ResponseTemplate | None:
     return _compiled(json.dumps(said)) if isinstance(said, Mapping) else None
 
 
-def template_for(fields: Fields = PLAIN) -> ResponseTemplate:
-    """The response template of a row."""
-    return replace(_compiled(json.dumps({"fields": fields, "start_anchor_pattern": r"\Z"})), typed=True)
+def template_for(form: CallForm | None = None) -> ResponseTemplate:
+    """The response template of a family's form; by default of those whose marks need no family."""
+    return replace(_compiled(json.dumps((form or CallForm()).template)), typed=True)
 
 
 @functools.lru_cache(maxsize=32)

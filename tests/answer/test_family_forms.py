@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache import Constraint, Engine, Message, Sampling, Tool, ToolCall
-from agentcache.answer.call_forms import PLAIN
 from agentcache.answer.grammar import Grammars
 from agentcache.answer.parser import AnswerParser
 from agentcache.answer.response_template import template_for
@@ -155,7 +154,7 @@ def rendered(made: Grammars, message: Message) -> str:
 
 
 def read(made: Grammars, text: str, cuts: list[int]) -> AnswerParser:
-    parser = AnswerParser(template_for(made.form.fields), tools=SHOWN, names=("look", "ping"))
+    parser = AnswerParser(template_for(made.form), tools=SHOWN, names=("look", "ping"))
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     deltas = [d for a, b in zip(places, places[1:]) for d in parser.push(text[a:b])] + parser.finish()
     if not parser.invalid_calls:
@@ -202,7 +201,7 @@ def test_half_a_call_of_any_family_is_none(name: str) -> None:
     text = rendered(made, Message("assistant", "", (ToolCall("look", {"query": "tide", "n": 3}, "functions.look:0"),))).lstrip()
     whole = read(made, text, []).message
     for stop in range(len(text)):
-        parser = AnswerParser(template_for(made.form.fields), tools=SHOWN, names=("look", "ping"))
+        parser = AnswerParser(template_for(made.form), tools=SHOWN, names=("look", "ping"))
         parser.push(text[:stop])
         parser.finish("at max_tokens=9: raise it")
         calls, content = parser.message.tool_calls, parser.message.content
@@ -232,7 +231,7 @@ def test_whatever_is_drawn_is_a_valid_call(name: str, seed: int) -> None:
     made = grammars(name)
     text = drawn_blindly(made, Constraint("look"), seed, TOOLS)
     if text:
-        parser = AnswerParser(template_for(made.form.fields if made.form.known else PLAIN), tools=SHOWN)
+        parser = AnswerParser(template_for(made.form if made.form.known else None), tools=SHOWN)
         parser.push(text)
         parser.finish()
         (call,) = parser.message.tool_calls

@@ -132,13 +132,13 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", [HERMES_FORM.fields, TAGS.fields], ids=["plain", "tags"])
+@pytest.mark.parametrize("form", [HERMES_FORM, TAGS], ids=["plain", "tags"])
 @settings(max_examples=300, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=10), cuts=st.lists(st.integers(0, 400), max_size=40), opened=st.booleans())
-def test_any_pieces_of_any_text_say_what_the_whole_says(fields: Any, pieces: list[str], cuts: list[int], opened: bool) -> None:
+def test_any_pieces_of_any_text_say_what_the_whole_says(form: Any, pieces: list[str], cuts: list[int], opened: bool) -> None:
     text, read = "".join(pieces), []
     for places in ([], cuts, list(range(len(text)))):
-        parser = AnswerParser(template_for(fields), "<think>" if opened else "", names=TOOLS)
+        parser = AnswerParser(template_for(form), "<think>" if opened else "", names=TOOLS)
         deltas = taken_apart(text, places, parser)
         read.append((parser.message, parser.invalid_calls))
         told = [d for d in deltas if d.kind == "call"]

@@ -72,7 +72,7 @@ def grammars() -> Grammars:
 
 
 def read(text: str) -> Message:
-    reader = AnswerParser(template_for(TAGS.fields), tools=TOOLS_SHOWN, names=("look", "ping"))
+    reader = AnswerParser(template_for(TAGS), tools=TOOLS_SHOWN, names=("look", "ping"))
     deltas = reader.push(text) + reader.finish()
     assert message_of(deltas) == reader.message
     return reader.message
@@ -171,7 +171,7 @@ def test_values_by_their_schema() -> None:
 
 def test_which_template_reads_what_a_constraint_wrote() -> None:
     one, own = template_of(tokenizer(OBJECT)), template_of(tokenizer(OWN))
-    ours, plain = template_for(TAGS.fields), template_for(HERMES.fields)
+    ours, plain = template_for(TAGS), template_for(HERMES)
     assert one is not None
     assert own is not None
     for begun in ("", "<think>\n"):
