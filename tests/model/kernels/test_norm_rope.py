@@ -53,6 +53,13 @@ def test_other_types_and_layouts_take_pytorchs_operations(monkeypatch: pytest.Mo
     assert torch.equal(dispatch.heads(*given), norm_rope.plain_heads(*given))
 
 
+def test_long_heads_take_pytorchs_operations() -> None:
+    """Their squares are added up in more levels than a compiled head has."""
+    x, weight, angles = torch.randn(3, 2, 512).bfloat16(), torch.randn(512).bfloat16(), torch.randn(3, 1, 512).bfloat16()
+    given = (x, weight, 1e-6, angles, angles)
+    assert torch.equal(dispatch.heads(*given), norm_rope.plain_heads(*given))
+
+
 def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     found, original = jit.compiler(), norm_rope._squares
     assert found is not None
