@@ -25,15 +25,12 @@ _ENCODE_SORTED = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message as the template gets it. `source` is its index in the caller's list, `data` must not be modified.
+    """One message as the template gets it."""
 
-    notes: differences from the caller's message; "{}" in them stands for the index. digest: of its content, without ids.
-    """
-
-    source: int
-    data: Plain
-    digest: bytes = b""
-    notes: tuple[str, ...] = ()
+    source: int  # its index in the caller's list
+    data: Plain  # must not be modified
+    digest: bytes = b""  # of its content, without ids
+    notes: tuple[str, ...] = ()  # differences from the caller's message; "{}" in them stands for the index
 
     @property
     def chars(self) -> int:

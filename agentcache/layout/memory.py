@@ -32,11 +32,11 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The ids that the model produced after a prompt, for the message they became. made: their time, by time.time(); 0 if unknown."""
+    """The ids that the model produced after a prompt, for the message they became."""
 
     prompt: Encoded
     ids: tuple[int, ...]
-    made: float = 0.0
+    made: float = 0.0  # time.time(); 0 if unknown
 
     @property
     def size(self) -> int:

@@ -33,12 +33,12 @@ class ToolList:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Messages and tools to render. keys[i] names the history of the first i turns. notes: differences from stock, in words."""
+    """Messages and tools to render."""
 
     turns: list[Turn]
     tools: ToolList
-    notes: list[str]
-    keys: list[bytes]
+    notes: list[str]  # differences from stock, in words
+    keys: list[bytes]  # keys[i] names the history of the first i turns
     kwargs: Mapping[str, Any]
 
     def until(self, number: int) -> Request:

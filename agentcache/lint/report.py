@@ -26,15 +26,15 @@ PARTS = 400  # steps with their parts: the bars of the page
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of lint. tools_first: None for the provider's known order; price: of a million prompt tokens, computed and cached."""
+    """Settings of lint."""
 
-    tools_first: bool | None = None
+    tools_first: bool | None = None  # None: the provider's known order
     tokenizer: Loaded | None = None
     tools_dir: Path | None = None
     transcripts: bool = False
     across: bool = False
     redact: bool = False
-    price: tuple[float, float] | None = None
+    price: tuple[float, float] | None = None  # of a million prompt tokens, computed and cached
 
 
 @dataclass(slots=True)

@@ -69,23 +69,18 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. `number` counts from 1 in its source, `track` names its conversation if the source does.
+    """One request."""
 
-    system: the leading system messages; history: the others; prompt: the text instead of both, where there are no messages.
-    answer: what the model said to it, where it was recorded. tools_first: the provider puts tools before the system text.
-    alone: its provider holds a history that the source does not tell, so that it is compared with no request before it.
-    """
-
-    number: int
+    number: int  # from 1 in its source
     line: int
-    track: str | None
-    system: tuple[Said, ...] = ()
+    track: str | None  # its conversation, if the source names it
+    system: tuple[Said, ...] = ()  # the leading system messages
     tools: tuple[Shown, ...] = ()
-    history: tuple[Said, ...] = ()
-    prompt: str | None = None
-    answer: Said | None = None
-    tools_first: bool = False
-    alone: bool = False
+    history: tuple[Said, ...] = ()  # the other messages
+    prompt: str | None = None  # the text instead of both, where there are no messages
+    answer: Said | None = None  # the model's answer, where it was recorded
+    tools_first: bool = False  # the provider puts tools before the system text
+    alone: bool = False  # its provider holds a history that the source does not tell: it is compared with no request before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +93,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One way in which a request differs from the one before it.
-
-    where: "system", "tools" or "history"; at: index of the part there, in the later request; was: in the earlier one.
-    """
+    """One difference of a request from the one before it."""
 
     cause: Cause
-    where: str
-    at: int
-    was: int
+    where: str  # "system", "tools" or "history"
+    at: int  # index of the part there, in the later request
+    was: int  # the same in the earlier one
     writer: str
     detail: str
 
@@ -122,12 +114,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A request that could not go on from the one before it.
-
-    token, char: where its prompt first differs. cost_tokens: what had to be computed again though it stood in the previous prompt.
-    also: causes of further differences after the first. across: compared with another conversation instead of its own.
-    pattern: finds the changed span of a system text again, "" where no pattern does.
-    """
+    """A request that could not go on from the one before it."""
 
     request: int
     line: int
@@ -135,15 +122,15 @@ class Finding:
     previous: int
     cause: Cause
     writer: str
-    token: int
-    char: int
-    cost_tokens: int
+    token: int  # place of the first difference, in tokens
+    char: int  # the same in characters
+    cost_tokens: int  # tokens of the previous prompt that were computed again
     fix: str
     context: Context
     detail: str = ""
-    also: tuple[Cause, ...] = ()
-    across: bool = False
-    pattern: str = ""
+    also: tuple[Cause, ...] = ()  # causes of further differences after the first
+    across: bool = False  # compared with another conversation instead of its own
+    pattern: str = ""  # finds the changed span of a system text again, "" where no pattern does
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +149,13 @@ class Hazard:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One request in numbers of tokens: those that the previous prompt of its conversation made reusable, and the rest.
-
-    again: stood in the previous prompt and had to be computed all the same. parts: (kind, tokens), in order.
-    """
+    """One request in numbers of tokens: those that the previous prompt of its conversation made reusable, and the rest."""
 
     request: int
     conversation: str
     tokens: int
     reused: int
-    again: int
+    again: int  # of the previous prompt, computed all the same
     first: bool
     cause: Cause | None
-    parts: Sequence[tuple[str, int]]
+    parts: Sequence[tuple[str, int]]  # (kind, tokens), in order

@@ -47,11 +47,11 @@ def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of a setting: mean KL in nats per token, share of equal first choices. margin, tail: given to all settings."""
+    """Bounds of a setting."""
 
-    kl: float = 0.02
-    top1: float = 0.98
-    margin: float = 0.0
+    kl: float = 0.02  # mean, nats per token
+    top1: float = 0.98  # share of equal first choices
+    margin: float = 0.0  # of all settings
     tail: int = 64  # a question, or the end of a long result; most of the drift of the embedded model is in it
 
     @property
