@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentcache import Engine, Sampling, foreign_settings
+from agentcache import Engine, Loading, Sampling, foreign_settings
 from agentcache.errors import ConfigError
 
 
@@ -26,6 +26,6 @@ def test_several_devices_are_refused(place: Any) -> None:
 
 
 def test_every_name_is_a_setting_here() -> None:
-    known = {field.name for field in fields(Sampling)} | set(Engine.__init__.__annotations__)
+    known = {field.name for field in fields(Sampling)} | set(Engine.__init__.__annotations__) | set(Loading.__annotations__)
     assert {*foreign_settings.SAME.values(), *foreign_settings.DO_SAMPLE} <= known
     assert not known & foreign_settings.SAME.keys()
