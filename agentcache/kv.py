@@ -32,9 +32,9 @@ Tier = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Shape and place of a model's KV. head_dim is equal for keys and values in every layer.
+    """Shape and place of a model's KV. Layers are those that attend, in order; all of a page have room for kv_heads heads of head_dim.
 
-    boundaries: layers whose inputs, hidden states of width `hidden`, are kept with new pages: computing can be resumed there.
+    widths: heads, width of keys and width of values of each layer, where layers do not fill that room alike. boundaries: layers whose inputs, hidden states of width `hidden`, are kept with new pages: computing can be resumed there.
     """
 
     layers: int
@@ -44,6 +44,7 @@ class KVSpec:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     boundaries: tuple[int, ...] = ()
     hidden: int = 0
+    widths: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -106,8 +107,11 @@ class Page:
         self._lock = threading.Lock()
 
     def _views(self) -> None:
-        self.layer_keys = self.keys.unbind(0)
-        self.layer_values = self.values.unbind(0)
+        self.layer_keys: Seq[torch.Tensor] = self.keys.unbind(0)
+        self.layer_values: Seq[torch.Tensor] = self.values.unbind(0)
+        if widths := self.spec.widths:
+            self.layer_keys = [keys[:heads, :dim] for keys, (heads, dim, _) in zip(self.layer_keys, widths, strict=True)]
+            self.layer_values = [values[:heads, :, :dim] for values, (heads, _, dim) in zip(self.layer_values, widths, strict=True)]
 
     def lie_in(self, keys: torch.Tensor, values: torch.Tensor, file: File) -> None:
         """Take the memory of a mapped file, which holds a whole page already; each layer of it is contiguous."""
@@ -367,6 +371,6 @@ class Sequence:
         """Keys and values of positions [start, stop) as [tokens, kv_heads, head_dim] copies: for tests and for devices that gather."""
         keys, values = [], []
         for page, slot, count, _ in self.slots(start, self.length if stop is None else stop):
-            keys.append(page.keys[layer, :, :, slot : slot + count].permute(2, 0, 1))
-            values.append(page.values[layer, :, slot : slot + count].transpose(0, 1))
+            keys.append(page.layer_keys[layer][..., slot : slot + count].permute(2, 0, 1))
+            values.append(page.layer_values[layer][:, slot : slot + count].transpose(0, 1))
         return torch.cat(keys), torch.cat(values)

@@ -35,7 +35,7 @@ class Lifecycle:
     def scope(self, running: Running) -> Scope | None:
         """Under which scope a sequence as long as the request finds its pages; None if its state cannot be paged."""
         model = self.runner.model
-        regime = model.rotary.regime(len(running.ids)) if model.rotary and model.support.paged else None
+        regime = model.regime(len(running.ids))
         refused = model.fingerprint is not None and model.fingerprint.refusal
         if regime is None or refused or running.restless:
             return None

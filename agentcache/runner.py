@@ -146,7 +146,7 @@ class Runner:
 
     def _move(self, sequence: Sequence, step: Attach, page: Page, slot: int, count: int, regime: str) -> None:
         """Copy `count` slots of one stored page to where they are wanted."""
-        assert self.model.rotary is not None
+        assert self.model.rotary is not None and self.model.unrotated is not None
         source = step.base + step.pages.index(page) * PAGE_TOKENS + slot
         target, moved = source + step.shift, step.shift != 0
         cos, sin = self.model.rotary.turns(regime, source, target, count)
@@ -163,7 +163,7 @@ class Runner:
     @torch.inference_mode()
     def stored_keys(self, step: Attach, layer: int, start: int, stop: int, regime: str) -> torch.Tensor:
         """Keys of one layer as stored with the range's pages, re-indexed to prompt positions [start, stop): fp32."""
-        assert self.model.rotary is not None
+        assert self.model.rotary is not None and self.model.unrotated is not None
         cos, sin = self.model.rotary.turns(regime, start - step.shift, start, stop - start)
         pieces = stored_slots(step.pages, step.base, start - step.shift, stop - step.shift)
         stored = torch.cat([page.layer_keys[layer][..., slot : slot + count] for page, slot, count in pieces], -1).float()

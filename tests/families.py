@@ -41,11 +41,10 @@ class Run:
 
     def __init__(self, model: HFModel, ids: Iterable[int] = (), regime: str | None = None) -> None:
         assert model.spec is not None
-        assert model.rotary is not None
         self.model = model
         self.ids = list(ids)
         self.sequence = kv.Sequence(model.spec)
-        self.regime = regime if regime is not None else model.rotary.regime(len(self.ids)) or ""
+        self.regime = regime if regime is not None else model.regime(len(self.ids)) or ""
         self.logits: dict[int, torch.Tensor] = {}
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
 from ..kv import Ahead, stored_states
 from ..kv import Sequence as PageTable
 from ..plan import Attach
@@ -81,6 +82,8 @@ class Segments:
             check_reuse(given)
         if model.fingerprint is None or model.spec is None:
             return None
+        if model.unrotated is None:
+            raise ConfigError(f"reuse='approximate': keys of {model.support.name!r} cannot be re-indexed to other positions; use reuse='exact'")
         known = self._calibrations.of(model.fingerprint.whole, given)
         model.keep_boundaries(known.boundaries)
         self.text.sign(None if given else known.tau)

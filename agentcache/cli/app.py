@@ -126,7 +126,7 @@ def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
     with engine:
         known, spec, numerics = engine.model, engine.model.spec, engine.model.numerics
         report: dict[str, Any] = {
-            "family": known.support.family.name,
+            "family": known.support.name,
             "reuse": known.support.paged,
             "why not": known.support.why or "nothing stands against it",
             "bitwise": known.bitwise,

@@ -1,8 +1,9 @@
-"""Attention over page tables: exact, causal, optionally windowed, row-pure on a CPU. Knows nothing of models or layers' weights.
+"""Attention over page tables: exact, causal, row-pure on a CPU. Knows nothing of models or layers' weights.
 
-Per key block b (one page) and query row r, with scores s_b = scale · q·K_b, masked where a key lies behind r or outside the window:
+Per key block b (one page) and query row r, with scores s_b = scale · q·K_b, soft-capped if the layer does that (s = c · tanh(s / c)) and
+masked where a key comes after r, or is outside the window or the chunk; a sink z is one more score of each head, without a value:
 
-    m = max over all blocks of s_b        l = Σ_b Σ exp(s_b - m)        out = Σ_b exp(s_b - m) V_b / l
+    m = max over z and all blocks of s_b        l = exp(z - m) + Σ_b Σ exp(s_b - m)        out = Σ_b exp(s_b - m) V_b / l
 
 in fp32, blocks in ascending order. A fully masked block adds exact zeros, so the result of a row does not depend on how many rows or
 blocks were in the call. Tiles of heads and queries keep the scores within a fixed buffer.
@@ -25,6 +26,40 @@ from .numerics import LEAST_WEIGHT, Numerics
 _LEAST = -87.0  # its exponential is a normal number below LEAST_WEIGHT
 SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values
 SHARED_ELEMENTS = 1 << 23  # 32 MB of widened pages that several parts of a pack read: widened once per layer, not once per part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """How one layer attends. Without the last three, compiled kernels do all of it.
+
+    window: of keys that a row sees, its own included, 0 for all. chunk: positions of the same multiple see each other, 0 for all.
+    softcap: bound of the scores, 0 for none. sinks: scores [heads] of keys without values.
+    """
+
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Tell whether scores are only scaled, and masked by a window."""
+        return not self.chunk and not self.softcap and self.sinks is None
+
+    def first_key(self, position: int) -> int:
+        """The first key that a row at this position sees."""
+        first = max(0, position - self.window + 1) if self.window else 0
+        return max(first, position // self.chunk * self.chunk) if self.chunk else first
+
+    def hidden(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """True where a query at a position [rows, 1] does not see a key [1, keys]."""
+        hidden = keys > queries
+        if self.window:
+            hidden |= keys <= queries - self.window
+        if self.chunk:
+            hidden |= keys < queries // self.chunk * self.chunk
+        return hidden
 
 
 @dataclass(slots=True)
@@ -50,7 +85,7 @@ class Batch:
     rows: int
     numerics: Numerics
     later: list[Part] = field(default_factory=list)
-    masks: dict[tuple[int, int, int, int, int], torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     shared: dict[int, int] = field(init=False, default_factory=dict)  # id of a page -> its buffers
     widened: dict[tuple[str, int], int] = field(init=False, default_factory=dict)  # (kind, buffer) -> the layer it holds
 
@@ -64,18 +99,14 @@ class Batch:
         self.shared = {page: at for at, (page, times) in enumerate(seen.most_common(most)) if times > 1}
 
 
-def _mask(batch: Batch, first: int, count: int, group: int, block: int, window: int) -> torch.Tensor | None:
+def _mask(batch: Batch, first: int, count: int, group: int, block: int, how: Attention) -> torch.Tensor | None:
     """True where a query row may not see a key of this block; None if it may see all. Rows are (token, head of the group)."""
     low, high = block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS
-    if high <= first + 1 and (not window or low > first + count - 1 - window):
+    if high <= first + 1 and low >= how.first_key(first + count - 1):
         return None
-    key = (first, count, group, block, window)
+    key = (first, count, group, block, how.window, how.chunk)
     if key not in batch.masks:
-        keys = torch.arange(low, high)[None]
-        queries = torch.arange(first, first + count)[:, None]
-        hidden = keys > queries
-        if window:
-            hidden |= keys <= queries - window
+        hidden = how.hidden(torch.arange(first, first + count)[:, None], torch.arange(low, high)[None])
         batch.masks[key] = hidden.repeat_interleave(group, 0)
     return batch.masks[key]
 
@@ -99,20 +130,21 @@ def _block(batch: Batch, kind: str, page: Page, layer: int, heads: slice) -> tor
 
 def _few(batch: Batch, rows: int, page: Page, layer: int) -> tuple[int, int] | None:
     """How compiled products of so few rows accumulate here, if they can take them. They compute each row by itself: none is padded."""
-    return attention_blocks(rows, page.layer_keys[layer], page.layer_values[layer]) if batch.numerics.widen else None
+    if not batch.numerics.widen or page.spec.widths:
+        return None
+    return attention_blocks(rows, page.layer_keys[layer], page.layer_values[layer])
 
 
 def _tile(
-    batch: Batch, q: torch.Tensor, pages: list[Page], layer: int, heads: slice, span: tuple[int, int, int], scale: float, window: int
+    batch: Batch, q: torch.Tensor, pages: list[Page], layer: int, heads: slice, span: tuple[int, int, int], how: Attention
 ) -> torch.Tensor:
-    """One tile: q [heads, rows, head_dim] of positions span = (first, count, group) -> fp32 [heads, rows or more, head_dim]."""
+    """One tile: q [heads, rows, width of keys] of positions span = (first, count, group) -> fp32 [heads, rows or more, width of values]."""
     first, count, group = span
     widen = batch.numerics.widen
     order = _few(batch, q.shape[1], pages[0], layer)
     if short := 0 if order else -q.shape[1] % batch.numerics.query_rows:
         q = torch.nn.functional.pad(q, (0, 0, 0, short))
-    low = max(0, first - window + 1) // PAGE_TOKENS if window else 0
-    blocks = range(low, (first + count - 1) // PAGE_TOKENS + 1)
+    blocks = range(how.first_key(first) // PAGE_TOKENS, (first + count - 1) // PAGE_TOKENS + 1)
     shape = (len(blocks), q.shape[0], q.shape[1], PAGE_TOKENS)
     scores = scratch("scores", shape[0] * shape[1] * shape[2] * PAGE_TOKENS).view(shape)
     real = count * group  # rows behind it are padding
@@ -125,20 +157,28 @@ def _tile(
         else:
             scores[i].copy_(torch.bmm(q, keys))
     if not widen:
-        scores.mul_(scale)
+        scores.mul_(how.scale)
+    if how.softcap:
+        scores.div_(how.softcap).tanh_().mul_(how.softcap)
     for i, block in enumerate(blocks):
-        hidden = _mask(batch, first, count, group, block, window)
+        hidden = _mask(batch, first, count, group, block, how)
         if hidden is not None:
             scores[i, :, :real].masked_fill_(hidden, float("-inf"))
-    _exponentiate(scores, scores.amax((0, 3), keepdim=True))
+    most = scores.amax((0, 3), keepdim=True)
+    sinks = None if how.sinks is None else _sinks(how.sinks, heads, group, q.shape[1])
+    if sinks is not None:
+        most = torch.maximum(most, sinks)
+    _exponentiate(scores, most)
     sums = scores.sum(-1)
     total = sums[0]
     for i in range(1, len(blocks)):
         total = total + sums[i]
+    if sinks is not None:
+        total = total + (sinks - most).exp_()[0, ..., 0]
     if order:
         values_of = [pages[block].layer_values[layer][heads] for block in blocks]
         return attention_few.mix(scores, values_of, 1, order[1])[0].div_(total[..., None])
-    out = torch.zeros(q.shape, dtype=torch.float32)
+    out = torch.zeros(*q.shape[:2], pages[0].layer_values[layer].shape[-1], dtype=torch.float32)
     for i, block in enumerate(blocks):
         values = _block(batch, "values", pages[block], layer, heads)
         if values.dtype == torch.float32:
@@ -146,6 +186,12 @@ def _tile(
         else:
             out.add_(torch.bmm(scores[i].to(values.dtype), values))
     return out.div_(total[..., None])
+
+
+def _sinks(sinks: torch.Tensor, heads: slice, group: int, rows: int) -> torch.Tensor:
+    """The sinks of rows (token, head of the group), [1, heads, rows, 1] in fp32."""
+    own = sinks.detach().float().view(-1, group)[heads]
+    return own.repeat(1, -(-rows // group))[None, :, :rows, None]
 
 
 def _exponentiate(scores: torch.Tensor, most: torch.Tensor) -> None:
@@ -165,10 +211,10 @@ def write(part: Part, layer: int, keys: torch.Tensor, values: torch.Tensor) -> N
     part.sequence.write(layer, part.start, keys, values)
 
 
-def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> set[int]:
+def attend_together(batch: Batch, layer: int, query: torch.Tensor, how: Attention, out: torch.Tensor) -> set[int]:
     """The attention of decoding parts, those with equally many pages at once, into their rows of out; returns the offsets of what it did.
 
-    query, out [rows, heads, head_dim]. The bits are those of `attend`: only calls are saved, which is what many agents wait for.
+    query, out [rows, heads, head_dim]; of a plain layer without a window. The bits are those of `attend`: only calls are saved, which is what many agents wait for.
     """
     spec = batch.parts[0].sequence.spec
     kv_heads, dim = spec.kv_heads, query.shape[-1]
@@ -183,7 +229,7 @@ def attend_together(batch: Batch, layer: int, query: torch.Tensor, scale: float,
         if order is None or blocks * len(parts) * kv_heads * group * PAGE_TOKENS > SCORE_ELEMENTS:
             continue
         rows = torch.tensor([part.offset for part in parts])
-        q = query[rows].view(len(parts), kv_heads, group, dim).float() * scale
+        q = query[rows].view(len(parts), kv_heads, group, dim).float() * how.scale
         pages = [page for part in parts for page in part.sequence.pages[:blocks]]
         flat = scratch("scores", blocks * len(parts) * kv_heads * group * PAGE_TOKENS)
         scores = flat.view(len(parts), blocks, kv_heads, group, PAGE_TOKENS)
@@ -210,55 +256,62 @@ def _behind(batch: Batch, blocks: int, parts: list[Part]) -> torch.Tensor:
     return batch.masks[key]
 
 
-def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
-    """Attention of one part. query [count, heads, head_dim] at positions from part.start on -> the same shape and type.
+def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Attention) -> torch.Tensor:
+    """Attention of one part: query [count, heads, width of keys] at positions from part.start on -> [count, heads, width of values].
 
-    Sees every key at or before its own position (within `window` if not 0) that was written to the part's pages.
+    Sees every key at or before its own position that was written to the part's pages, and that the layer lets it see.
     """
     if query.device.type != "cpu":
-        return attend_gathered(part, layer, query, scale, window)
+        return attend_gathered(part, layer, query, how)
     count, heads, dim = query.shape
-    kv_heads = part.sequence.spec.kv_heads
+    kv_heads, _, width = part.sequence.pages[0].layer_values[layer].shape
     group = heads // kv_heads
     blocks = (part.start + count - 1) // PAGE_TOKENS + 1
     if batch.numerics.pairs:
         pages = part.sequence.pages[:blocks]
         keys, values = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
-        return attention_bf16.attend(query, keys, values, part.start, scale, window, partial(scratch, "scores"))
+        return attention_bf16.attend(query, keys, values, part.start, how.scale, how.window, partial(scratch, "scores"))
+    scale = how.scale
     if count == 1 and blocks * PAGE_TOKENS * heads <= SCORE_ELEMENTS:  # a decoding step: the same without the loops
         q = query.view(kv_heads, group, dim)
         q = q.float() * scale if batch.numerics.widen else q
-        done = _tile(batch, q, part.sequence.pages, layer, slice(0, kv_heads), (part.start, 1, group), scale, window)
-        return done[:, :group].reshape(1, heads, dim).to(query.dtype)
+        done = _tile(batch, q, part.sequence.pages, layer, slice(0, kv_heads), (part.start, 1, group), how)
+        return done[:, :group].reshape(1, heads, width).to(query.dtype)
     most = max(1, SCORE_ELEMENTS // (blocks * PAGE_TOKENS))  # rows x heads of a tile
     step = max(1, min(count, most // group))
     together = max(1, min(kv_heads, most // (step * group)))
     rows = query.view(count, kv_heads, group, dim).permute(1, 0, 2, 3)
     rows = rows.float() * scale if batch.numerics.widen else rows
-    out = torch.empty_like(query)
-    target = out.view(count, kv_heads, group, dim).permute(1, 0, 2, 3)
+    out = query.new_empty(count, heads, width)
+    target = out.view(count, kv_heads, group, width).permute(1, 0, 2, 3)
     for at in range(0, count, step):
         n = min(step, count - at)
         for head in range(0, kv_heads, together):
             chosen = slice(head, min(kv_heads, head + together))
             q = rows[chosen, at : at + n].reshape(-1, n * group, dim)
-            done = _tile(batch, q, part.sequence.pages, layer, chosen, (part.start + at, n, group), scale, window)
-            target[chosen, at : at + n] = done[:, : n * group].view(-1, n, group, dim).to(query.dtype)
+            done = _tile(batch, q, part.sequence.pages, layer, chosen, (part.start + at, n, group), how)
+            target[chosen, at : at + n] = done[:, : n * group].view(-1, n, group, width).to(query.dtype)
     return out
 
 
-def attend_gathered(part: Part, layer: int, query: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
-    """The same by `scaled_dot_product_attention` over gathered pages: for devices whose own kernels are faster than block products."""
-    low = max(0, part.start - window + 1) if window else 0
+def attend_gathered(part: Part, layer: int, query: torch.Tensor, how: Attention) -> torch.Tensor:
+    """The same over gathered pages, for devices whose own kernels are faster than block products: `scaled_dot_product_attention`, or the
+    formula itself where a layer caps its scores or has sinks."""
+    low = how.first_key(part.start)
     keys, values = part.sequence.read(layer, low, part.start + part.count)
     positions = torch.arange(part.start, part.start + part.count, device=query.device)[:, None]
-    seen = torch.arange(low, part.start + part.count, device=query.device)[None]
-    visible = seen <= positions
-    if window:
-        visible &= seen > positions - window
+    hidden = how.hidden(positions, torch.arange(low, part.start + part.count, device=query.device)[None])
     group = query.shape[1] // keys.shape[1]
-    keys, values = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (keys, values))
-    mask = None if part.count == 1 else visible
+    q, keys, values = (t.transpose(0, 1) for t in (query, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)))
+    if how.softcap or how.sinks is not None:
+        scores = (q @ keys.transpose(1, 2)).float() * how.scale
+        if how.softcap:
+            scores = torch.tanh(scores / how.softcap) * how.softcap
+        scores.masked_fill_(hidden, float("-inf"))
+        if how.sinks is not None:
+            scores = torch.cat([scores, how.sinks.float()[:, None, None].expand(-1, part.count, 1)], -1)
+        return (scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype) @ values).transpose(0, 1)
+    mask = None if part.count == 1 else ~hidden
     attention = torch.nn.functional.scaled_dot_product_attention
     # fused kernels want a batch
-    return attention(query.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale)[0].transpose(0, 1)
+    return attention(q[None], keys[None], values[None], attn_mask=mask, scale=how.scale)[0].transpose(0, 1)

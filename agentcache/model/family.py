@@ -1,6 +1,6 @@
-"""Which models can be paged, which are stepped layer by layer, and why not otherwise. Decides from configs and module types; runs nothing.
+"""What the layers of a model keep, found out from one forward that is watched; which families our own loop steps. Lists no families else.
 
-To add a family: read its attention and rotary code, add a row, add it to tests/models.py, run the tests (CONTRIBUTING.md).
+Whether pages of such layers can be reused is not decided here: the model proves it (proof.py).
 """
 
 from __future__ import annotations
@@ -8,91 +8,80 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .rope import BY_LENGTH, FIXED
+import torch
+from transformers import DynamicCache
 
+from .attention import Attention
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """stepped: layers run by our own loop (else by transformers' modules). batch_free: rows do not depend on the pack (no experts)."""
-
-    name: str
-    stepped: bool = False
-    batch_free: bool = True
-
-
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family("llama", stepped=True),
-        Family("mistral", stepped=True),
-        Family("qwen2", stepped=True),
-        Family("qwen3", stepped=True),
-        Family("smollm3"),
-        Family("granite"),
-        Family("olmo2"),
-        Family("phi3"),
-        Family("qwen3_moe", batch_free=False),
-        Family("mixtral", batch_free=False),
-    )
-}
-
-_KEYS_AND_VALUES = frozenset({"full_attention", "sliding_attention"})
-# a setting of the config that is not empty -> why its layers cannot be paged (yet)
-_OBSTACLES = {
-    "kv_lora_rank": "latent attention (MLA) keeps a compressed state, not keys and values per head",
-    "attn_logit_softcapping": "attention scores are soft-capped",
-    "attn_sinks": "attention sinks take part in the softmax",
-    "ssm_cfg": "state space layers keep a state that is not keys and values per token",
-    "state_size": "state space layers keep a state that is not keys and values per token",
-    "mamba_d_state": "state space layers keep a state that is not keys and values per token",
-    "block_types": "recurrent layers keep a state that is not keys and values per token",
-    "num_kv_shared_layers": "layers share their keys and values",
-}
-_KINDS = {"gpt_oss": "attention sinks take part in the softmax", "lfm2": "convolution layers keep a state of their own"}
+STEPPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # whose layers steps.py runs
+# what a module may hand to its attention beside tensors: other things that are not empty decide scores in a way of their own
+_KNOWN = frozenset(
+    "scaling sliding_window softcap s_aux dropout is_causal attention_mask position_ids batch use_cache output_attentions "
+    "output_hidden_states cache_position output_router_logits return_dict layer_idx".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What can be done with one loaded model. `why` names the first obstacle when it cannot be paged."""
+    """What can be done with one loaded model. name: its model type. why: the first obstacle, where its state cannot be paged.
 
-    family: Family
+    row_pure: in the proof a token's bits did not depend on the tokens beside it.
+    """
+
+    name: str
     paged: bool
+    why: str = ""
+    row_pure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One call of attention as a forward made it: heads and widths of keys and values, and how it attends. why: it cannot be paged."""
+
+    index: int
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    how: Attention
     why: str = ""
 
 
-_STOCK = Family("stock", batch_free=False)
+def watch(config: Any, module: Any, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> tuple[Layer, torch.Tensor]:
+    """Describe one call of attention: key and value [1, heads, tokens, width], `given` its keywords. With its keys as a page holds them."""
+    strange = sorted(name for name, what in given.items() if name not in _KNOWN and what is not None and what is not False)
+    why = f"attention of {type(module).__name__!r} depends on {', '.join(map(repr, strange))}" if strange else ""
+    index = int(getattr(module, "layer_idx", -1))
+    how = attention_of(config, index, key.shape[-1], given)
+    layer = Layer(index, key.shape[1], key.shape[-1], value.shape[-1], key.dtype, how, why)
+    return layer, key[0].transpose(1, 2).clone()
 
 
-def support(config: Any) -> Support:
-    """Decide from the (text) config alone whether the KV of every layer can be paged."""
-    kind = getattr(config, "model_type", "") or type(config).__name__
-    family = FAMILIES.get(kind, _STOCK)
-    why = _obstacle(config)
-    if not why and family is _STOCK:
-        why = f"model type {kind!r} has not been verified for paging" + (f": {_KINDS[kind]}" if kind in _KINDS else "")
-    return Support(family, not why, why)
+def attention_of(config: Any, layer: int, width: int, given: dict[str, Any]) -> Attention:
+    """How a layer attends, by the keywords of its call and its type in the config."""
+    types = getattr(config, "layer_types", None) or ()
+    kind = types[layer] if layer < len(types) else ""
+    window = given.get("sliding_window") or (getattr(config, "sliding_window", 0) if kind == "sliding_attention" else 0)
+    chunk = getattr(config, "attention_chunk_size", 0) if kind == "chunked_attention" else 0
+    scale = given.get("scaling")
+    return Attention(width**-0.5 if scale is None else float(scale), window or 0, chunk or 0, given.get("softcap") or 0.0, given.get("s_aux"))
 
 
-def _obstacle(config: Any) -> str:
-    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - _KEYS_AND_VALUES)
-    if foreign:
-        return f"layers of type {', '.join(map(repr, foreign))} keep a state that is not keys and values per token"
-    for setting, why in _OBSTACLES.items():
-        if getattr(config, setting, None):
-            return f"{why} ({setting}={getattr(config, setting)!r})"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        return "rotary frequencies differ by layer type"
-    if rope.get("rope_type", "default") not in FIXED | BY_LENGTH:
-        return f"rotary type {rope['rope_type']!r} is not known"
-    for setting in ("num_attention_heads", "num_key_value_heads", "head_dim"):
-        if not isinstance(getattr(config, setting, None), (int, type(None))):
-            return f"{setting} differs between layers"
-    return ""
+def obstacle(config: Any, layers: list[Layer]) -> str:
+    """Why the state of layers that were watched cannot be paged; "" if it can, as far as can be seen."""
+    for layer in layers:
+        if layer.why:
+            return layer.why
+    if not layers:
+        return "no layer calls attention by transformers' interface: its state is not keys and values per token"
+    if len({layer.dtype for layer in layers}) > 1:
+        return f"layers mix number types {sorted({str(layer.dtype) for layer in layers})}"
+    kinds = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if hasattr(layer, "recurrent_states")})
+    return f"layers keep a state that is not keys and values per token ({', '.join(kinds)})" if kinds else ""
 
 
 def examine(model: Any, decoder: Any) -> str:
-    """Why the loaded modules of a supported family cannot be paged after all; "" if they can."""
+    """Why the modules of a family that our own loop knows cannot be stepped after all; "" if they can."""
     layers = getattr(decoder, "layers", None)
     if layers is None or not hasattr(decoder, "rotary_emb") or any(not hasattr(layer, "self_attn") for layer in layers):
         return f"{type(decoder).__name__!r} is not built as transformers builds this family"

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import behaviour
 from .description import Names, describe, foreign_class, root
+from .loading import decoder_of
 from .state_token import StateToken, tensors_of
 
 REVISION = "2"  # of our own attention and layer code: raise it when their bits change
@@ -165,7 +166,7 @@ class Fingerprint:
         if self.token is None or self.token.code_moved():
             self._code = {}
         self._code = {kind: code for kind, code in self._code.items() if not foreign_class(kind)}  # edited in place
-        model, decoder = self._model, self._model.get_decoder()
+        model, decoder = self._model, decoder_of(self._model)
         running = blake3(self._base().encode())
         later = [m for layer in decoder.layers for m in layer.modules()] + list(getattr(decoder, "norm", torch.nn.Module()).modules())
         running.update(behaviour.traits(model, self._names, self._code).encode())

@@ -24,18 +24,21 @@ from ..kv import KVSpec
 from . import steps
 from .attention import Batch, Part
 from .behaviour import foreign_hooks, refuse_activated
-from .family import Support, examine, support
+from .family import STEPPED, Layer, Support, attention_of, examine, obstacle, watch
 from .fingerprint import Fingerprint
 from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .kernels.openmp import use_threads
-from .loading import load, one_device, unwrap
+from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
-from .rope import Rotary
+from .proof import prove
+from .rope import BY_LENGTH, Rotary, turn
 
 __all__ = ["ATTENTION", "HFModel", "load"]
 
 ATTENTION = "agentcache"
-_running = threading.local()  # of the packed forward in this thread: rotary tables, and how many layers have attended
+MODEL_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)  # of code that nobody has examined
+_PLACES = (3, 11)  # positions of one token whose keys show how they are rotated
+_running = threading.local()  # of the packed forward in this thread: its model, rotary tables, and how many layers have attended
 
 
 def _stock_attention(eager: bool, module: Any) -> Callable[..., Any]:
@@ -48,19 +51,22 @@ def _register(before: str) -> None:
     eager, stock_mask = before == "eager", {"eager": eager_mask, "sdpa": sdpa_mask}[before]
 
     def attention(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, batch: Batch | None = None, **kw: Any
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **kw: Any
     ) -> Any:
+        batch: Batch | None = getattr(_running, "batch", None)
         if batch is None:
-            return _stock_attention(eager, module)(module, query, key, value, mask, **kw)
-        _running.layers += 1
+            if (watched := getattr(_running, "watched", None)) is not None:
+                watched.append(watch(_running.config, module, key, value, kw))
+            return _stock_attention(eager, module)(module, query, key, value, attention_mask, **kw)
+        slot, _running.layers = _running.layers, _running.layers + 1
         if _running.token is not None:
             _running.token.glance_layer(module.layer_idx)
-        scale = kw.get("scaling") or query.shape[-1] ** -0.5
+        how = attention_of(_running.config, module.layer_idx, query.shape[-1], kw)
         q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
-        return steps.mix(batch, module.layer_idx, q, k, v, scale, kw.get("sliding_window") or 0)[None], None
+        return steps.mix(batch, slot, q, k, v, how)[None], None
 
     def mask(*args: Any, **kw: Any) -> Any:
-        return None if getattr(_running, "tables", None) is not None else stock_mask(*args, **kw)
+        return None if getattr(_running, "batch", None) is not None else stock_mask(*args, **kw)
 
     AttentionInterface.register(f"{ATTENTION}_{before}", attention)
     AttentionMaskInterface.register(f"{ATTENTION}_{before}", mask)
@@ -73,7 +79,8 @@ for _before in ("sdpa", "eager"):
 class HFModel:
     """A causal language model of transformers, ready for packed forwards.
 
-    spec: shape of its KV, None if it cannot be paged, and so is fingerprint. numerics: kernels and paddings in use. context_tokens: longest
+    spec: shape of its KV, None if it cannot be paged, and so is fingerprint. rotary: tables of its angles, None where each layer makes its
+    own. unrotated: layers whose keys have no position (NoPE), None if keys cannot be re-indexed. numerics: kernels and paddings in use. context_tokens: longest
     sequence. threads: how many compute, and how many were asked for.
     """
 
@@ -87,40 +94,50 @@ class HFModel:
         self.dtype: torch.dtype = self.model.dtype
         self.quantized = getattr(self.model, "hf_quantizer", None) is not None or bool(getattr(self.model, "quantization_method", None))
         self.context_tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
-        self.support: Support = support(self.config)
+        self.support = Support(getattr(self.config, "model_type", "") or type(self.config).__name__, False)
         self.vocab = int(self.config.vocab_size)
         self.spec: KVSpec | None = None
         self.rotary: Rotary | None = None
         self.fingerprint: Fingerprint | None = None
+        self.unrotated: tuple[int, ...] | None = None
         self.force_generic = False
+        self._plain = True
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
         self._training = self.model.training
         self._restore: list[Callable[[], Any]] = []
+        self.decoder = decoder_of(self.model)
         self.model.eval()
-        if self.support.paged:
+        try:
             self._prepare()
+        except BaseException:
+            self.close()
+            raise
+        if not self.support.paged:
+            self._give_back()
 
     @property
     def numerics(self) -> Numerics | None:
         """Kernels and paddings for the threads of the calling thread; None if the model cannot be paged."""
-        return probe(self.dtype, self.device, self._widths, self.spec.kv_heads, self.spec.head_dim) if self.spec else None
+        spec = self.spec
+        return probe(self.dtype, self.device, self._widths, spec.kv_heads, spec.head_dim, self._plain) if spec else None
 
     @property
     def stepped(self) -> bool:
         """Whether layers run by our own loop. Not while hooks, adapters or patches sit in them, or with `force_generic`."""
         return self._shape is not None and not self.force_generic and self._shape.holds()
 
-    @property
-    def unrotated(self) -> tuple[int, ...]:
-        """Layers whose keys have no position (NoPE): they are never re-indexed."""
-        return tuple(at for at, rotated in enumerate(getattr(self.config, "no_rope_layers", None) or ()) if not rotated)
+    def regime(self, length: int) -> str | None:
+        """The name of the rotary frequencies for a sequence of `length` tokens; None if it has none, or cannot be paged."""
+        if not self.support.paged:
+            return None
+        return self.rotary.regime(length) if self.rotary is not None else ""
 
     @property
     def bitwise(self) -> bool:
         """Whether equal tokens give equal bits here, whatever the chunking, packing or reuse."""
-        known = self.numerics is not None and self.numerics.pure and self.support.family.batch_free and not self.quantized
+        known = self.numerics is not None and self.numerics.pure and self.support.row_pure and not self.quantized
         return known and self.fingerprint is not None and not self.fingerprint.foreign
 
     @property
@@ -141,52 +158,119 @@ class HFModel:
             self.spec = replace(self.spec, boundaries=layers, hidden=self.config.hidden_size if layers else 0)
 
     def _prepare(self) -> None:
-        config, decoder = self.config, self.model.get_decoder()
-        family, why = self.support.family, examine(self.model, decoder)
-        if not why:
-            heads = config.num_attention_heads
-            dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-            rotary = Rotary(decoder.rotary_emb, config, self.dtype, self.device)
-            if family.stepped and not self.quantized and rotary.dims == dim:
-                self._shape = steps.Shape(self.model)
-            if not self.stepped and any(m._compiled_call_impl is not None for m in self.model.modules()):
-                why = "it was compiled in place: pass the model before its compile()"
-        if why:
-            self.support = Support(family, False, why)
-            return
-        self.rotary = rotary
-        if rotary.kind == "dynamic":
-            self.context_tokens = int(self.context_tokens * config.rope_parameters.get("factor", 1.0))
-        self.spec = KVSpec(config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, dim, self.dtype, self.device)
-        widths = {p.shape[1] for p in decoder.layers[0].parameters() if p.ndim == 2 and p.is_floating_point()} or {config.hidden_size}
-        self._widths = tuple(widths)
+        config, decoder, name = self.config, self.decoder, self.support.name
         if self.quantized:
             self.stock(torch.zeros(1, dtype=torch.long), None)  # bitsandbytes repacks weights at their first use: before they are hashed
-        if not self.stepped:
-            self._adopt()
+        stepped = name in STEPPED and not self.quantized and not examine(self.model, decoder)
+        if stepped:
+            heads = config.num_attention_heads
+            dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            self.rotary = Rotary(decoder.rotary_emb, config, self.dtype, self.device)
+            self.spec = KVSpec(config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, dim, self.dtype, self.device)
+            self.support, self.unrotated = Support(name, True, "", True), ()
+            self._shape = steps.Shape(self.model) if self.rotary.dims == dim else None
+        if not self.stepped and (why := self._refusal(decoder)):
+            self.support, self.spec, self.rotary, self.unrotated = Support(name, False, why), None, None, None
+            return
+        if self.rotary is not None and self.rotary.kind == "dynamic":
+            self.context_tokens = int(self.context_tokens * config.rope_parameters.get("factor", 1.0))
         assert self.numerics is not None
         self.fingerprint = Fingerprint(self.model, self.numerics.kernel)
+
+    def _refusal(self, decoder: Any) -> str:
+        try:
+            return self._discover(decoder)
+        except MODEL_FAULTS as error:
+            return f"its proof failed: {type(error).__name__}: {str(error) or 'no message'}"
+
+    def _discover(self, decoder: Any) -> str:
+        """Find out what the layers keep, and prove that it can be reused; why not, if it cannot."""
+        if any(m._compiled_call_impl is not None for m in self.model.modules()):
+            return "it was compiled in place: pass the model before its compile()"
+        if not hasattr(decoder, "layers"):
+            return f"{type(decoder).__name__!r} has no list of layers"
+        self._adopt()
+        places = [self._watched(place) for place in _PLACES]
+        layers = [layer for layer, _ in places[0]]
+        if why := obstacle(self.config, layers):
+            return why
+        if layers[0].dtype != self.dtype:
+            return f"keys are {layers[0].dtype}, weights {self.dtype}"
+        self.rotary = self._tables(decoder)
+        if self.rotary is None and any(_by_length(module) for module in decoder.modules()):
+            return "rotary frequencies change with the length of the prompt, and differ by layer type"
+        self._hook()
+        widths = tuple((layer.heads, layer.key_width, layer.value_width) for layer in layers)
+        heads, dim = max(width[0] for width in widths), max(max(width[1:]) for width in widths)
+        even = set(widths) == {(heads, dim, dim)}
+        self.spec = KVSpec(len(layers), heads, dim, self.dtype, self.device, widths=() if even else widths)
+        self._plain = even and all(layer.how.plain for layer in layers)
+        self._widths = tuple({p.shape[1] for p in decoder.layers.parameters() if p.ndim == 2 and p.is_floating_point()})
+        self.unrotated = self._unrotated([[key for _, key in place] for place in places])
+        self.support = Support(self.support.name, True)
+        why, pure = prove(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
+        pure = pure and not any(name.endswith("experts") for name, _ in decoder.named_modules())  # each sees few rows, by chance alike
+        self.support = Support(self.support.name, not why, why, pure)
+        return why
+
+    @torch.inference_mode()
+    def _watched(self, place: int) -> list[tuple[Layer, torch.Tensor]]:
+        """Every call of attention that one token at a position makes, and its keys [heads, width, 1]."""
+        _running.watched, _running.config = [], self.config
+        at = torch.tensor([[place]], device=self.device)
+        try:
+            self.model(input_ids=torch.zeros_like(at), position_ids=at, use_cache=False)
+            return _running.watched  # type: ignore[no-any-return]
+        finally:
+            _running.watched = None
+
+    def _tables(self, decoder: Any) -> Rotary | None:
+        """Tables of the decoder's rotary angles, if one module makes them for all layers from positions alone."""
+        module: Any = getattr(decoder, "rotary_emb", None)
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        if module is None or not hasattr(module, "inv_freq") or any(isinstance(value, dict) for value in parameters.values()):
+            return None
+        if list(inspect.signature(type(module).forward).parameters) != ["self", "x", "position_ids"]:
+            return None
+        at = torch.arange(4, device=self.device)[None]
+        made = module(torch.empty(0, dtype=self.dtype, device=self.device), at)
+        if not isinstance(made, tuple) or [t.shape[:2] for t in made] != [at.shape] * 2:
+            return None
+        return Rotary(module, self.config, self.dtype, self.device)
+
+    def _unrotated(self, keys: list[list[torch.Tensor]]) -> tuple[int, ...] | None:
+        """Slots whose keys are the same at both `_PLACES`; None if others are not those of one place turned to the other."""
+        if self.rotary is None:
+            return None
+        regime = self.rotary.regime(_PLACES[1] + 1) or ""
+        cos, sin = self.rotary.turns(regime, *_PLACES, 1)
+        still = []
+        for slot, (before, after) in enumerate(zip(*keys, strict=True)):
+            if torch.equal(before, after):
+                still.append(slot)
+            elif 2 * len(cos) > before.shape[-2] or not torch.allclose(turn(before, cos, sin).float(), after.float(), 0.05, 0.02):
+                return None
+        return tuple(still)
 
     def _adopt(self) -> None:
         """Make transformers' modules call our attention; again if the owner has chosen another one since."""
         before = self.config._attn_implementation
         if before.startswith(f"{ATTENTION}_"):
-            if not self._restore:  # another engine holds this model too
-                self._restore.append(lambda: None)
-                self._hook()
             return
         self.model.set_attn_implementation(f"{ATTENTION}_{'eager' if before == 'eager' else 'sdpa'}")
         self._restore.append(lambda: self.model.set_attn_implementation(before))
-        if len(self._restore) == 1:
-            self._hook()
 
     def _hook(self) -> None:
-        self._restore.append(self.model.get_decoder().rotary_emb.register_forward_hook(_rotary_hook).remove)
+        if self.rotary is not None:
+            self._restore.append(self.decoder.rotary_emb.register_forward_hook(_rotary_hook).remove)
+
+    def _give_back(self) -> None:
+        while self._restore:
+            self._restore.pop()()
 
     def close(self) -> None:
         """Give the owner's model object back as it was."""
-        while self._restore:
-            self._restore.pop()()
+        self._give_back()
         self.model.train(self._training)
 
     @torch.inference_mode()
@@ -199,15 +283,15 @@ class HFModel:
         stand behind the others, the lowest first; these, and stopping behind the first `layers`, need stepped layers.
         """
         numerics = self.numerics
-        assert numerics is not None and self.rotary is not None
+        assert numerics is not None
         rows = -(-len(ids) // numerics.rows) * numerics.rows
         positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in parts])
         ids, positions = (nn.functional.pad(t, (0, rows - len(t))).to(self.device) for t in (ids, positions))
         spans = [(regime, p.start, p.start + p.count) for p, regime in zip(parts, regimes, strict=True)]
-        tables = self.rotary.rows(spans, rows)
+        tables = self.rotary.rows(spans, rows) if self.rotary is not None else None
         first, later = [p for p in parts if not p.entry], [p for p in parts if p.entry]
         batch = Batch(first, rows, numerics, later)
-        if self.stepped:
+        if tables is not None and self.stepped:
             below = sum(p.count for p in first)
             hidden = steps.hidden_states(self.model, ids[: -(-below // numerics.rows) * numerics.rows], *tables, batch, wanted, layers)
             return self._head(hidden)
@@ -215,13 +299,13 @@ class HFModel:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
         token = self.fingerprint.token if self.fingerprint is not None else None
-        _running.tables, _running.layers, _running.token = tables, 0, token
+        _running.batch, _running.tables, _running.layers, _running.token, _running.config = batch, tables, 0, token, self.config
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
             with RowPureLinear(batch.numerics.kernel, head, token.glance if token is not None else None):
-                logits = self._generic(ids, positions, batch, wanted)
+                logits = self._generic(ids, positions, wanted)
         finally:
-            _running.tables = None
+            _running.batch = _running.tables = None
         if self.spec is None or _running.layers != self.spec.layers:
             raise RuntimeError(f"{_running.layers} of the model's layers called our attention: its attention was exchanged while it ran")
         return logits
@@ -243,10 +327,10 @@ class HFModel:
         logits = linear(self.numerics.kernel, hidden[self._padded(range(len(hidden)), head.weight)], head.weight, head.bias, head=True)
         return logits[: len(hidden)].float()
 
-    def _generic(self, ids: torch.Tensor, positions: torch.Tensor, batch: Batch, wanted: Seq[int]) -> torch.Tensor:
-        call = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "batch": batch}
+    def _generic(self, ids: torch.Tensor, positions: torch.Tensor, wanted: Seq[int]) -> torch.Tensor:
+        call = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
         if not wanted and not any(foreign_hooks(self.model)):  # hooks of the whole model may change what its decoder reads
-            self.model.get_decoder()(**call)
+            self.decoder(**call)
             return torch.empty(0, self.vocab)
         return self.model(**call, logits_to_keep=self._padded(wanted or [0])).logits[0, : len(wanted)].float()  # type: ignore[no-any-return]
 
@@ -254,9 +338,16 @@ class HFModel:
         """Of a prompt: 2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""
         if self.spec is None:
             return 0.0
-        weights = sum(p.numel() for p in self.model.get_decoder().layers.parameters())
+        weights = sum(p.numel() for p in self.decoder.layers.parameters())
         pairs = tokens * (tokens + 1)
         return tokens * 2.0 * weights + 2.0 * self.spec.layers * self.config.num_attention_heads * self.spec.head_dim * pairs
+
+    @torch.inference_mode()
+    def whole(self, ids: torch.Tensor, places: list[int]) -> torch.Tensor:
+        """Logits [places, vocab] in fp32 of transformers' own forward over ids [tokens], without any cache."""
+        kept = torch.tensor(places, device=self.device)
+        logits = self.model(input_ids=ids[None].to(self.device), use_cache=False, logits_to_keep=kept).logits
+        return logits[0].float() if logits.shape[1] == len(places) else logits[0, kept].float()
 
     @torch.inference_mode()
     def stock(self, ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
@@ -276,6 +367,12 @@ class HFModel:
                 return out.logits[0, -1].float(), out[keyword]
         ids = torch.cat([state, ids]) if isinstance(state, torch.Tensor) else ids
         return self.model(input_ids=ids[None], use_cache=False).logits[0, -1].float(), ids
+
+
+def _by_length(module: Any) -> bool:
+    """Whether a rotary module's frequencies depend on the length of the prompt, in any of its layer types."""
+    kind = getattr(module, "rope_type", "")
+    return not BY_LENGTH.isdisjoint(kind.values() if isinstance(kind, dict) else [kind])
 
 
 def _rotary_hook(module: Any, args: Any, output: Any) -> Any:

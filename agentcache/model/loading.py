@@ -109,6 +109,14 @@ def _quantization(model: Any, dtype: Any, bits: int, hub: dict[str, Any]) -> Any
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
 
 
+def decoder_of(model: Any) -> Any:
+    """The module that holds the layers of a causal language model."""
+    found = model.get_decoder()
+    if hasattr(found, "layers"):
+        return found
+    return next((module for module in model.modules() if isinstance(getattr(module, "layers", None), torch.nn.ModuleList)), found)
+
+
 def unwrap(wrapper: Any) -> Any:
     """The transformers model inside torch.compile's and PEFT's wrappers; ModelError for what is something else."""
     model: Any = wrapper

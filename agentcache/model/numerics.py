@@ -141,11 +141,13 @@ def _probe_pairs(heads: int, head_dim: int, seen: Any) -> set[int]:
 
 
 @functools.cache
-def _probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int, threads: int) -> Numerics:
+def _probe(
+    dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int, plain: bool, threads: int
+) -> Numerics:
     began = time.perf_counter()
     kernel = choose_kernel(dtype, device)
-    widen = kernel == "upcast"
-    pairs = not widen and attention_bf16.takes(dtype, device, head_dim)
+    widen = kernel == "upcast" or (not plain and dtype != torch.float32)
+    pairs = not widen and plain and attention_bf16.takes(dtype, device, head_dim)
     seen = blake3(f"{kernel} {widen} {pairs} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
     with torch.inference_mode():
         _probe_functions(dtype, device, seen)
@@ -168,9 +170,11 @@ def _probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], he
     )
 
 
-def probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int) -> Numerics:
+def probe(
+    dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int, plain: bool = True
+) -> Numerics:
     """Find kernel, safe paddings and digest for linear layers of these input widths and this attention shape.
 
-    Takes up to 200 ms, is remembered for the process per thread count and shape.
+    plain: as of Attention, of all layers: others compute in fp32, by products of the library. Takes up to 200 ms, is remembered for the process per thread count and shape.
     """
-    return _probe(dtype, device, tuple(sorted(set(widths))), heads, head_dim, torch.get_num_threads())
+    return _probe(dtype, device, tuple(sorted(set(widths))), heads, head_dim, plain, torch.get_num_threads())

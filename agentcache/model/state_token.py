@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from . import behaviour
 from .description import Names
+from .loading import decoder_of
 from .rope import BY_LENGTH
 
 SAMPLED = 64  # values of each tensor; all of them change when an adapter is merged
@@ -84,7 +85,7 @@ class StateToken:
         self._near: dict[int, _Near] = {}
         self._written = written
         self._layers = []
-        for layer in model.get_decoder().layers:
+        for layer in decoder_of(model).layers:
             inside = list(layer.modules())
             self._layers.append(_Near(inside, [m for m in inside if m not in written and not _multiplies_first(m)]))
             self._surround(layer, ())
@@ -112,8 +113,9 @@ class StateToken:
             self._strayed = True
 
     def glance_layer(self, layer: int) -> None:
-        """Look at what may steer this layer, now that it attends."""
-        if not self._layers[layer].holds():
+        """Look at what may steer this layer, now that it attends; at all of them, where its number counts something else."""
+        own = self._layers[layer : layer + 1] or self._layers
+        if not all(known.holds() for known in own):
             self._strayed = True
 
     def _surround(self, module: torch.nn.Module, above: tuple[torch.nn.Module, ...]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .attention import Batch, Part, attend, attend_together, write
+from .attention import Attention, Batch, Part, attend, attend_together, write
 from .behaviour import EVERY_MODULE, forwards, namespaces
 from .kernels import dispatch
 from .kernels.dispatch import Kernel, linear, linears
@@ -30,7 +30,7 @@ def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 def _attention(block: Any, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
     kernel = batch.numerics.kernel
     query, key, value = _projected(kernel, block, x, cos, sin)
-    out = mix(batch, layer, query, key, value, block.scaling, window(block))
+    out = mix(batch, layer, query, key, value, Attention(block.scaling, window(block)))
     return linear(kernel, out.view(x.shape[0], -1), block.o_proj.weight, block.o_proj.bias)
 
 
@@ -62,10 +62,10 @@ def window(block: Any) -> int:
     return (block.config.sliding_window or 0) if block.config.model_type == "mistral" else 0  # Mistral reads its config at each call
 
 
-def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Attention) -> torch.Tensor:
     """Write the new keys and values of every part, then attend. All tensors [rows, heads, head_dim]; padding rows give zeros."""
     _write(batch, layer, key, value)
-    return _attended(batch, layer, query, scale, window)
+    return _attended(batch, layer, query, value.shape[-1], how)
 
 
 def _write(batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -74,16 +74,16 @@ def _write(batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> 
         write(part, layer, key[rows], value[rows])
 
 
-def _attended(batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+def _attended(batch: Batch, layer: int, query: torch.Tensor, width: int, how: Attention) -> torch.Tensor:
     if len(batch.parts) == 1 and batch.parts[0].count == query.shape[0]:
-        return attend(batch, batch.parts[0], layer, query, scale, window)
-    out = torch.zeros_like(query)
-    together = len(batch.parts) > 1 and not window and query.device.type == "cpu"
-    done = attend_together(batch, layer, query, scale, out) if together else ()
+        return attend(batch, batch.parts[0], layer, query, how)
+    out = query.new_zeros(*query.shape[:2], width)
+    together = len(batch.parts) > 1 and how.plain and not how.window and not batch.parts[0].sequence.spec.widths and query.device.type == "cpu"
+    done = attend_together(batch, layer, query, how, out) if together else ()
     for part in batch.parts:
         if part.offset not in done:
             rows = slice(part.offset, part.offset + part.count)
-            out[rows] = attend(batch, part, layer, query[rows], scale, window)
+            out[rows] = attend(batch, part, layer, query[rows], how)
     return out
 
 
@@ -145,7 +145,7 @@ def _top(layer: Any, index: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.
     (query,) = _heads(kernel, h[chosen], block, "q")
     query = dispatch.heads(query, *_scale(block, "q_norm"), cos[chosen], sin[chosen])
     parts = [_only(batch, row, at) for at, row in enumerate(wanted.tolist())]
-    out = _attended(Batch(parts, len(chosen), batch.numerics), index, query, block.scaling, window(block))
+    out = _attended(Batch(parts, len(chosen), batch.numerics), index, query, value.shape[-1], Attention(block.scaling, window(block)))
     x = linear(kernel, out.view(len(chosen), -1), block.o_proj.weight, block.o_proj.bias).add_(x[chosen])
     return _mlp(layer, x, kernel)[:rows]
 
@@ -175,7 +175,7 @@ def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
                 part.sequence.keep_states(index, part.start, compiled.x[part.offset : part.offset + part.count])
         compiled.enter(index, gate)
         block = layer.self_attn
-        out = mix(batch, index, compiled.query, compiled.key, compiled.value, block.scaling, window(block))
+        out = mix(batch, index, compiled.query, compiled.key, compiled.value, Attention(block.scaling, window(block)))
         compiled.middle(index, out)
         gate = layer.mlp.act_fn(compiled.gate)
     compiled.enter(len(decoder.layers), gate)

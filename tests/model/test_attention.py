@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from agentcache import kv
 from agentcache.model import attention, numerics
-from agentcache.model.attention import Batch, Part, attend, attend_gathered
+from agentcache.model.attention import Attention, Batch, Part, attend, attend_gathered
 from agentcache.model.numerics import probe
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def run(sequence: kv.Sequence, q: torch.Tensor, start: int, count: int, window: 
     spec = sequence.spec
     part = Part(sequence, start, count)
     batch = Batch([part], count, probe(spec.dtype, CPU, (64,), spec.kv_heads, spec.head_dim))
-    return attend(batch, part, 0, q[start : start + count], spec.head_dim**-0.5, window)
+    return attend(batch, part, 0, q[start : start + count], Attention(spec.head_dim**-0.5, window))
 
 
 def plain(sequence: kv.Sequence, q: torch.Tensor, window: int, dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_error_against_float64(heads: int, kv_heads: int, dim: int, dtype: torch
     stock = plain(sequence, q, window, dtype).double() - truth
     assert ours.abs().max() <= (1e-5 if dtype == torch.float32 else 4 * stock.abs().max())
     assert ours.pow(2).mean() <= max(16 * stock.pow(2).mean(), 1e-12)
-    gathered = attend_gathered(Part(sequence, 300, 400), 0, q[300:], dim**-0.5, window).double()
+    gathered = attend_gathered(Part(sequence, 300, 400), 0, q[300:], Attention(dim**-0.5, window)).double()
     assert (gathered - truth[300:]).abs().max() <= (1e-5 if dtype == torch.float32 else 4 * stock.abs().max())
 
 
@@ -119,8 +119,8 @@ def test_pages_shared_in_a_pack_do_not_show(dtype: torch.dtype) -> None:
             part.sequence.write(layer, part.start, *(torch.randn(1, 2, 32, generator=made).to(dtype) for _ in range(2)))
         for part in parts:
             q = torch.randn(1, 6, 32, generator=made).to(dtype)
-            alone = attend(Batch([part], 1, numerics), part, layer, q, 32**-0.5)
-            assert torch.equal(attend(together, part, layer, q, 32**-0.5), alone)
+            alone = attend(Batch([part], 1, numerics), part, layer, q, Attention(32**-0.5))
+            assert torch.equal(attend(together, part, layer, q, Attention(32**-0.5)), alone)
 
 
 def test_exponentials_are_normal_numbers_or_nothing() -> None:

@@ -11,7 +11,9 @@ import torch
 import transformers
 
 from agentcache.errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
-from agentcache.model.family import FAMILIES, support
+from agentcache.model.family import STEPPED as OWN_LOOP
+from agentcache.bench import families
+from agentcache.model.attention import Attention
 from agentcache.model.hf import ATTENTION, HFModel, load
 from tests import models
 from tests.families import DENSE, STEPPED, Run, greedy, pack, stock_logits, tokens
@@ -65,8 +67,24 @@ def test_bf16_errs_at_most_four_times_as_much_as_stock(name: str) -> None:
     assert ours.abs().max() <= 4 * stock.abs().max()
 
 
-def test_the_table_of_families_is_the_table_of_tests() -> None:
-    assert {models.build(family).config.model_type for family in models.FAMILIES} == set(FAMILIES)
+def test_the_own_loop_runs_the_families_it_names() -> None:
+    assert {models.build(DENSE[name][0]).config.model_type for name in STEPPED} == OWN_LOOP
+
+
+@pytest.mark.parametrize("family", families.TINY)
+def test_every_family_proves_itself(family: str) -> None:
+    model = families.build(family)
+    held, expected = HFModel(model), families.TINY[family].unpaged
+    assert (held.support.paged, held.support.why == "") == (not expected, not expected), held.support.why
+    assert expected in held.support.why
+    if not expected:
+        ids = tokens(200)
+        stock = held.whole(torch.tensor(ids), list(range(200)))
+        run = Run(held, ids).chunks(70, 1, 100)
+        off = [at for at, row in run.logits.items() if float((row - stock[at]).abs().max()) > 1e-3 * float(stock.abs().max())]
+        assert len(off) <= 20 * families.TINY[family].experts, off
+        assert held.bitwise is not families.TINY[family].experts
+    held.close()
 
 
 # -- experts and quantised weights: tokens -------------------------------------------------------------------------------
@@ -151,15 +169,10 @@ def test_quantised_weights_give_the_same_tokens(bits: int, dtype: torch.dtype, t
 
 # -- what cannot be paged ------------------------------------------------------------------------------------------------
 
-_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 UNPAGED: dict[str, tuple[dict[str, Any], str]] = {
-    "Gemma2": ({"head_dim": 16, "sliding_window": 32}, "soft-capped"),
-    "GptOss": ({"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32}, "sinks"),
-    "Mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2}, "linear_attention"),
-    "Qwen3Next": ({"head_dim": 16, "num_hidden_layers": 4, **_LINEAR, **_EXPERTS}, "linear_attention"),
-    "RecurrentGemma": ({"lru_width": 64, "attention_window_size": 32}, "linear_attention"),
-    "GPTNeoX": ({}, "has not been verified"),
+    "Mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2}, "no layer calls attention"),
+    "RecurrentGemma": ({"lru_width": 64, "attention_window_size": 32}, "LinearAttentionLayer"),
+    "CTRL": ({"n_layer": 2, "n_head": 2, "n_embd": 64, "dff": 64}, "no list of layers"),
 }
 
 
@@ -169,7 +182,8 @@ def test_other_layers_answer_through_the_stock_path(name: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = getattr(transformers, f"{name}Config")(**{**models._BASE, **settings})
-        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        kind = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+        model = kind(config).eval()
     ids = tokens(60)
     expected = greedy(model, ids, 8)
     held = HFModel(model)
@@ -184,22 +198,35 @@ def test_other_layers_answer_through_the_stock_path(name: str) -> None:
     held.close()
 
 
-def test_settings_that_cannot_be_paged_are_named() -> None:
-    def why(**settings: Any) -> str:
-        config = models.build("qwen2").config
-        for name, value in settings.items():
-            vars(config)[name] = value  # past the checks of transformers' own classes
-        found = support(config)
-        assert found.paged is (not found.why)
-        return found.why
+def test_a_family_that_is_broken_on_purpose_fails_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(family: str, name: str, broken: Callable[..., Any]) -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr(Attention, name, broken)
+            held = HFModel(families.build(family))
+            assert held.support.paged is (not held.support.why)
+            return held.support.why
 
-    assert why() == ""
-    assert "head_dim differs" in why(head_dim=[16, 32, 16])
-    assert "num_key_value_heads differs" in why(num_key_value_heads=[2, 4, 2])
-    assert "kv_lora_rank=16" in why(kv_lora_rank=16)
-    assert "'newrope' is not known" in why(rope_parameters={"rope_type": "newrope", "rope_theta": 1.0})
-    assert "by layer type" in why(rope_parameters={"full_attention": {"rope_type": "default"}})
-    assert "'chunked_attention'" in why(layer_types=["full_attention", "chunked_attention", "full_attention"])
+    assert why("gemma2", "first_key", Attention.first_key) == ""
+    causal = lambda self, queries, keys: keys > queries  # noqa: E731  # neither window nor chunk
+    assert "not its own" in why("gemma3_text", "hidden", causal)
+    assert "not its own" in why("llama4_text", "hidden", causal)
+
+
+def test_layers_with_a_memory_of_their_own_are_found() -> None:
+    class Remembers(torch.nn.Module):  # adds the mean of all tokens so far of its call
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[None, :, None]
+
+    model = families.build("phi3")
+    model.model.layers[1].post_attention_layernorm = Remembers()
+    assert "cut after" in HFModel(model).support.why
+
+
+def test_attention_by_means_unknown_is_named() -> None:
+    model = families.build("phi3")
+    inner = model.model.layers[1].self_attn.forward
+    model.model.layers[1].self_attn.forward = lambda *args, **kw: inner(*args, indices=torch.ones(1), **kw)
+    assert "'indices'" in HFModel(model).support.why
 
 
 def test_modules_that_differ_from_their_family_are_named() -> None:
@@ -210,17 +237,15 @@ def test_modules_that_differ_from_their_family_are_named() -> None:
         assert held.support.paged is (not held.support.why)
         return held.support.why
 
-    assert why(lambda m: setattr(m.model.layers[1].self_attn, "k_proj", torch.nn.Linear(64, 64))) != ""
-    assert "differ between layers" in why(lambda m: setattr(m.model.layers[1].self_attn, "head_dim", 8))
-    assert "mix number types" in why(lambda m: m.model.layers[1].mlp.to(BF16))
-    assert "config says 3" in why(lambda m: m.model.layers.append(m.model.layers[0]))
+    assert "its proof failed" in why(lambda m: setattr(m.model.layers[1].self_attn, "k_proj", torch.nn.Linear(64, 65)))
+    assert "proof failed" in why(lambda m: m.model.layers[1].mlp.to(BF16))
     assert "compiled in place" in why(lambda m: m.compile(backend="eager"), "phi3")
 
     class Own(type(models.build("llama").model.layers[0].self_attn)):  # type: ignore[misc]
         def forward(self, *args: Any, **kw: Any) -> Any:
             raise NotImplementedError
 
-    assert "own code" in why(lambda m: setattr(m.model.layers[0].self_attn, "__class__", Own))
+    assert "NotImplementedError" in why(lambda m: setattr(m.model.layers[0].self_attn, "__class__", Own))
 
 
 # -- loading, wrappers, devices ------------------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""Families of chat models, each as a tiny model with random weights: what reuse does for them, measured. Loads no weights.
+
+A family is its model type in transformers and what a tiny configuration needs beside `SIZES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+VOCAB = 600
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "initializer_range": 0.2, "sliding_window": 48,
+    "attention_chunk_size": 64, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "moe_k": 2,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "num_shared_experts": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "intermediate_size_mlp": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1,
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "mamba_d_ssm": 128, "state_size": 16,
+    "num_heads": 8, "expand": 2, "lru_width": 64, "attention_window_size": 48, "laurel_rank": 8, "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_LATENT = {"qk_head_dim": 24, "head_dim": 8, "num_key_value_heads": 4}
+_STATE = "a state that is not keys and values per token"
+_ONLY_STATE = "no layer calls attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """config: what differs from SIZES. experts: some layers choose them, so that tokens are promised, not bits. unpaged: words of why its
+    state cannot be paged, empty if it can."""
+
+    config: dict[str, Any]
+    experts: bool = False
+    unpaged: str = ""
+
+
+def _all(names: str, **options: Any) -> dict[str, Family]:
+    config = options.pop("config", {})
+    return {name: Family(config, **options) for name in names.split()}
+
+
+TINY: dict[str, Family] = {
+    **_all(
+        "apertus arcee bitnet cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 glm glm4 granite granite_swa helium hunyuan_v1_dense "
+        "hyperclovax internlm3 iquestcoder jais2 llama ministral3 mistral nanochat nemotron olmo olmo2 phi phi3 qwen2 qwen3 seed_oss "
+        "smollm3 stablelm starcoder2 vaultgemma"
+    ),
+    **_all("gemma3_text ministral olmo3", config=_TWO_KINDS),
+    "gemma3n_text": Family({**_TWO_KINDS, "num_kv_shared_layers": 2}),
+    "gemma4_text": Family({**_TWO_KINDS, "global_head_dim": 32, "hidden_size_per_layer_input": 0}),
+    **_all("minicpm3 youtu", config=_LATENT),
+    **_all(
+        "afmoe cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe gpt_oss granitemoe granitemoeshared hunyuan_v1_moe hy_v3 "
+        "jetmoe llama4_text mellum mimo_v2_flash minimax_m2 mixtral olmoe qwen2_moe qwen3_moe solar_open",
+        experts=True,
+    ),
+    "laguna": Family(_TWO_KINDS, experts=True),
+    **_all("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash", config=_LATENT, experts=True),
+    **_all("deepseek_v32 glm_moe_dsa", config=_LATENT, unpaged="'indices'"),
+    **_all("minimax nemotron_h olmo_hybrid qwen3_5_text qwen3_5_moe_text qwen3_next recurrent_gemma falcon_h1 lfm3", unpaged=_STATE),
+    "bamba": Family({"attn_layer_indices": [1, 3]}, unpaged=_STATE),
+    "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1}, unpaged=_STATE),
+    "granitemoehybrid": Family({"layers_block_type": ["mamba", "attention"] * 2}, unpaged=_STATE),
+    **_all("lfm2 lfm2_moe", config={"layer_types": ["conv", "full_attention"] * 2}, unpaged=_STATE),
+    "zaya": Family({"num_experts_per_tok": 1}, unpaged=_STATE),
+    "bailing_hybrid": Family({"layer_group_size": 2, "qk_head_dim": 24, "num_key_value_heads": 4}, unpaged=_STATE),
+    "kimi_linear": Family({"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4}, unpaged=_STATE),
+    **_all("mamba mamba2 falcon_mamba", unpaged=_ONLY_STATE),
+    **_all("deepseek_v4 doge phimoe", unpaged="not its own"),
+}
+
+
+def config_of(name: str) -> Any:
+    """The tiny configuration of a family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[name]
+    known = {field.name for field in fields(kind)}
+    wanted = {key: value for key, value in SIZES.items() if key in known} | TINY[name].config
+    return kind(**wanted)
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A new model of a family, in eval mode; the same arguments give the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config_of(name)).to(dtype).eval()

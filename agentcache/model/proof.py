@@ -1,0 +1,84 @@
+"""Proof that pages of a model can be reused: fixed ids run whole, in pieces and beside others, and compared. Knows no model by name.
+
+What is compared is what reuse relies on: that keys and values of a token, and the logits after it, do not depend on where the forward that
+made them began. And that our attention is the model's own: its stock forward gives the same logits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..kv import Sequence
+from .attention import Part
+
+if TYPE_CHECKING:
+    from .hf import HFModel
+
+TOKENS = 150  # of the ids, unless a window is longer
+MOST_TOKENS = 640
+FLOPS = 2e11  # of one forward at most: about a second on two cores
+CUTS = (1, 64, 101)  # where a run is cut: after one token, at a multiple of 64, and amid a chunk
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of logits, relative to the largest; 16-bit numbers: COARSE
+COARSE = 0.06
+SHARE = 0.9  # of positions that must be within it: experts that two rows almost share may be chosen otherwise
+
+
+@torch.inference_mode()
+def prove(model: HFModel, window: int) -> tuple[str, bool]:
+    """Why a model's pages cannot be reused ("" if they can), and whether bits do not depend on the tokens run beside.
+
+    window: the longest, of keys that a layer sees; ids reach over it if that takes no longer than FLOPS.
+    """
+    wanted = window + TOKENS // 2
+    tokens = wanted if TOKENS < wanted <= MOST_TOKENS and model.flops(wanted) <= FLOPS else TOKENS
+    while tokens > 2 * CUTS[1] and model.flops(tokens) > FLOPS:
+        tokens //= 2
+    ids = torch.randint(0, model.vocab, (2 * tokens,), generator=torch.Generator().manual_seed(5))
+    ids, other = ids[:tokens], ids[tokens:]
+    places = sorted({*(at for at in range(0, tokens, 8)), tokens - 1})
+    expected = model.whole(ids, places)
+    whole, found = _run(model, ids, [tokens], places)
+    if (share := _alike(model, found, expected)) < SHARE:
+        return f"attention over pages is not its own: {1 - share:.0%} of {len(places)} positions have other logits than its forward", False
+    cut, pieces = _run(model, ids, [*(at for at in CUTS if at < tokens), tokens], places)
+    if (share := _alike(model, pieces, expected)) < SHARE:
+        return f"cut after {CUTS} tokens, {1 - share:.0%} of {len(places)} positions have other logits", False
+    beside = _beside(model, ids, other, CUTS[1])
+    pure = all(torch.equal(a, b) for one in (cut, beside) for a, b in _pairs(whole, one)) and torch.equal(found, pieces)
+    return "", pure
+
+
+def _run(model: HFModel, ids: torch.Tensor, stops: list[int], places: list[int]) -> tuple[Sequence, torch.Tensor]:
+    """Run ids up to each stop in a forward of its own; the sequence, and the logits [places, vocab]."""
+    assert model.spec is not None
+    sequence, logits, regime = Sequence(model.spec), [], model.regime(len(ids)) or ""
+    for start, stop in zip([0, *stops], stops, strict=False):
+        sequence.reserve(stop - start)
+        rows = [at - start for at in places if start <= at < stop]
+        logits.append(model.forward(ids[start:stop], [Part(sequence, start, stop - start)], [regime], rows))
+        sequence.advance(stop - start)
+    return sequence, torch.cat(logits)
+
+
+def _beside(model: HFModel, ids: torch.Tensor, other: torch.Tensor, first: int) -> Sequence:
+    """Run ids from `first` on in one forward with a sequence of other ids."""
+    sequence, _ = _run(model, ids[:first], [first], [])
+    neighbour, regime = Sequence(sequence.spec), model.regime(len(ids)) or ""
+    sequence.reserve(len(ids) - first)
+    neighbour.reserve(len(other))
+    parts = [Part(neighbour, 0, len(other)), Part(sequence, first, len(ids) - first, len(other))]
+    model.forward(torch.cat([other, ids[first:]]), parts, [regime] * 2, [])
+    sequence.advance(len(ids) - first)
+    return sequence
+
+
+def _alike(model: HFModel, found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The share of positions whose logits differ by rounding alone."""
+    bound = (COARSE if model.quantized else TOLERANCE.get(model.dtype, COARSE)) * expected.abs().max()
+    return float(((found - expected).abs().amax(-1) <= bound).float().mean())
+
+
+def _pairs(one: Sequence, other: Sequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [pair for layer in range(one.spec.layers) for pair in zip(one.read(layer), other.read(layer), strict=True)]
