@@ -54,6 +54,8 @@ class Admission:
                 near.admitted_tokens = count
         count = min(sequence.length, sequence.exact_until) if scope.precision == "exact" else sequence.length
         count -= count % PAGE_TOKENS if whole_only else 0
+        if sequence.state is not None:  # tokens after it can be attached by nobody, and decoded ones have other bits than a prompt's
+            count = min(count, sequence.checkpointed)
         if not self._finite(running, running.admitted_tokens, count):
             return False
         if self._put(running, scope, running.admitted_tokens, count, frozenset(running.provenance.numerics)):
@@ -76,7 +78,9 @@ class Admission:
     def pin(self, running: Running) -> None:
         """Pin the pages of a prompt that is only filled: before another admission could evict them."""
         if running.scope is not None:
-            running.pinned_pages = self._store.pin(running.scope, running.ids.array())
+            assert isinstance(running.sequence, Sequence)
+            known = running.sequence.checkpointed
+            running.pinned_pages = self._store.pin(running.scope, running.ids.array(known)) if known else 0
 
     def withdraw(self, running: Running) -> None:
         """Take back the pages that the request gave to others."""

@@ -22,10 +22,12 @@ import torch
 
 from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
+from .checkpoints import CHECKPOINT_TOKENS
 from .completion import Completions
 from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
 from .events import Chunk, Done
 from .layout import Renderer, Volatile
+from .layout.opening import cut
 from .model.hf import HFModel
 from .model.loading import Loading, load
 from .model.sampling import Sampler, TextStream, forced_ids
@@ -281,8 +283,12 @@ class Engine:
         called, received = time.perf_counter(), self.store.heed()
         sticky = () if group is None else self._groups.tools(namespace, group)
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
+        if self.model.spec is not None and self.model.spec.recurrent:  # nothing continues from where there is no checkpoint
+            layout = cut(layout, len(layout.ids) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS)
         if not layout.ids:
-            raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template")
+            raise ConfigError(
+                "nothing to warm: messages and tools give no common prefix under this chat template, or one that is too short"
+            )
         sampling = self._fit(layout, Sampling(max_tokens=1))
         asked = Asked(layout, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress)
         running = self._running(asked, Account.open(layout, namespace, self.name, called))

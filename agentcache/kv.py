@@ -7,6 +7,9 @@ A page holds positions [512·i, 512·(i+1)). Inside it, per layer, keys lie tran
                         [.., filled)              written, valid for longer readers
                         [filled, 512)             zero or stale, always masked
 
+Layers whose state does not grow with the tokens are no pages: a *checkpoint*, a copy of their states after some token, lies with the page
+of that token, and a sequence can start only where there is one.
+
 Sharing needs no lock on the data: one writer at a time may append at `filled`; everybody else reads below it or branches.
 
 A sequence may have tokens *ahead* of its length: their KV was taken from another place, in all layers or below one of them.
@@ -24,6 +27,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from .checkpoints import Checkpoint, LiveState
 from .page_memory import prepared, zeros
 from .types import PAGE_TOKENS
 
@@ -34,7 +38,9 @@ Tier = Literal["device", "host"]
 class KVSpec:
     """Shape and place of a model's KV. Layers are those that attend, in order; all of a page have room for kv_heads heads of head_dim.
 
-    widths: heads, width of keys and width of values of each layer, where layers do not fill that room alike. boundaries: layers whose inputs, hidden states of width `hidden`, are kept with new pages: computing can be resumed there.
+    widths: heads, width of keys and width of values of each layer, where layers do not fill that room alike. recurrent: other layers keep
+    a state that does not grow: sequences have checkpoints. boundaries: layers whose inputs, hidden states of width `hidden`, are kept with
+    new pages: computing can be resumed there.
     """
 
     layers: int
@@ -45,6 +51,7 @@ class KVSpec:
     boundaries: tuple[int, ...] = ()
     hidden: int = 0
     widths: tuple[tuple[int, int, int], ...] = ()
+    recurrent: bool = False
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -84,11 +91,12 @@ class Page:
     `filled` counts the slots written so far. A page with filled == 512 is sealed: immutable, shared by reference.
     spec: of the model; a page of tier "host" waits in the computer's own memory. whole: all its slots will be written, and soon.
     layer_keys, layer_values: one view per layer. file: whose mapped memory that is, None if it is the page's own.
-    boundaries: hidden states [512, hidden] by layer, where they were kept.
+    boundaries: hidden states [512, hidden] by layer, where they were kept. checkpoints: by the number of slots before them.
     """
 
     __slots__ = (
-        "__weakref__", "_claim", "_lock", "boundaries", "file", "filled", "keys", "layer_keys", "layer_values", "spec", "tier", "values",
+        "__weakref__", "_claim", "_lock", "boundaries", "checkpoints", "file", "filled", "keys", "layer_keys", "layer_values",
+        "spec", "tier", "values",
     )  # fmt: skip
 
     def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False) -> None:
@@ -101,6 +109,7 @@ class Page:
         self.keys, self.values = made
         self._views()
         self.boundaries: dict[int, torch.Tensor] = {}
+        self.checkpoints: dict[int, Checkpoint] = {}
         self.file: File | None = None
         self.filled = 0
         self._claim: object | None = None
@@ -118,6 +127,11 @@ class Page:
         assert self.filled == 0 and keys.shape == self.keys.shape and values.shape == self.values.shape and keys.dtype == self.spec.dtype
         self.keys, self.values, self.file = keys, values, file
         self._views()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in memory, however full the page is, and those of its checkpoints."""
+        return self.spec.page_bytes + sum(known.bytes for known in self.checkpoints.values())
 
     @property
     def changed(self) -> bool:
@@ -156,6 +170,7 @@ class Page:
         page.values[..., :tokens, :].copy_(self.values[..., :tokens, :])
         page.boundaries = {layer: states.to(page.keys.device, copy=True) for layer, states in self.boundaries.items()}
         page._forget_states(tokens, PAGE_TOKENS)
+        page.checkpoints = {slots: known for slots, known in self.checkpoints.items() if slots <= tokens}
         page.filled = tokens
         return page
 
@@ -170,6 +185,15 @@ class Page:
         page = self.copy(tokens)
         page._claim = owner
         return page
+
+
+def last_checkpoint(pages: Seq[Page], tokens: int) -> int:
+    """The position of the last checkpoint within the first `tokens` of these pages; 0 if there is none."""
+    for at in range(-(-tokens // PAGE_TOKENS) - 1, -1, -1):
+        known = [slots for slots in pages[at].checkpoints if at * PAGE_TOKENS + slots <= tokens]
+        if known:
+            return at * PAGE_TOKENS + max(known)
+    return 0
 
 
 def stored_slots(pages: Seq[Page], base: int, start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
@@ -224,7 +248,8 @@ class Sequence:
     """The page table of one running request: `length` tokens in `pages`, the last page private or claimed.
 
     exact_until: only tokens before it may be kept as exact or lent to an exact request: what follows inexact ones is inexact.
-    copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order.
+    copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order. state: of recurrent
+    layers after `length` tokens. cuts: where a forward has to end. marks: where a checkpoint is made.
     """
 
     spec: KVSpec
@@ -233,6 +258,9 @@ class Sequence:
     exact_until: int = 0
     copied_tokens: int = 0
     ahead: list[Ahead] = field(default_factory=list)
+    state: LiveState | None = None
+    cuts: tuple[int, ...] = ()
+    marks: frozenset[int] = frozenset()
 
     def attach(self, pages: list[Page], tokens: int) -> None:
         """Start from shared pages that hold positions [0, tokens): sealed ones by reference, the last one claimed or branched."""
@@ -247,6 +275,17 @@ class Sequence:
                 self.copied_tokens = rest
             self.pages.append(last)
         self.length = self.exact_until = tokens
+        if self.state is not None and tokens:
+            self.state.restore(pages[(tokens - 1) // PAGE_TOKENS].checkpoints[(tokens - 1) % PAGE_TOKENS + 1].states, tokens)
+
+    @property
+    def checkpointed(self) -> int:
+        """Length up to the last checkpoint; all of it where no layer needs one."""
+        return self.length if self.state is None else last_checkpoint(self.pages, self.length)
+
+    def next_cut(self) -> int | None:
+        """The next position at which a forward has to end."""
+        return next((cut for cut in self.cuts if cut > self.length), None)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more; only then may `slots` of that range be written."""
@@ -268,6 +307,8 @@ class Sequence:
         """Return the next `tokens` positions to compute: holes, and ranges that resume at a layer. A held range ends them."""
         found: list[Piece] = []
         at = self.length
+        if (cut := self.next_cut()) is not None:
+            tokens = min(tokens, cut - at)
         for span in self.ahead:
             if count := min(span.start - at, tokens):
                 found.append(Piece(at, count))
@@ -323,6 +364,10 @@ class Sequence:
                 self.ahead.insert(0, replace(span, start=span.start + tokens, states=span.states[tokens:]))
         assert not self.ahead or self.length + tokens <= self.ahead[0].start
         self._fill(tokens)
+        if self.state is not None:
+            self.state.advance(tokens)
+        if self.state is not None and self.length in self.marks:
+            self.pages[(self.length - 1) // PAGE_TOKENS].checkpoints[(self.length - 1) % PAGE_TOKENS + 1] = Checkpoint(self.state.copy())
         if exact:
             self.exact_until = self.length
         self._step_over()
@@ -358,6 +403,7 @@ class Sequence:
             page.keys[..., slot : slot + count] = 0
             page.values[..., slot : slot + count, :] = 0
             page._forget_states(slot, slot + count)
+            page.checkpoints = {slots: known for slots, known in page.checkpoints.items() if slots <= slot}
             page.filled = slot
         self.length, self.exact_until = tokens, min(tokens, self.exact_until)
         self.ahead.clear()

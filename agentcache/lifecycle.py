@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 
 from .admission import Admission
+from .checkpoints import cuts_of, marks_of
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
 from .events import Chunk, Done, Progress
-from .kv import Sequence
+from .kv import Sequence, last_checkpoint
 from .model.sampling import logprob_of
 from .plan import make
 from .request import RENEWALS, Provenance, Running
@@ -19,7 +20,18 @@ from .runner import Outcome, Runner, StockSequence
 from .store.entry import Match, PageQuery
 from .store.keys import Scope
 from .store.store import Store
-from .types import OF_BITS, FinishReason, Precision, Reason, Refusal
+from .types import OF_BITS, PAGE_TOKENS, FinishReason, Precision, Reason, Refusal
+
+
+def _at_checkpoint(found: Match) -> Match:
+    """The part of a match up to its last checkpoint."""
+    tokens = last_checkpoint(found.pages, found.tokens)
+    if tokens == found.tokens:
+        return found
+    count = -(-tokens // PAGE_TOKENS)
+    numerics = frozenset[str]().union(*(entry.numerics for entry in found.entries[:count]))
+    detail = f"{found.tokens - tokens} tokens after the last checkpoint of recurrent layers are computed again"
+    return Match(tokens, found.pages[:count], Reason.CHECKPOINT, numerics, detail, found.entries[:count])
 
 
 class Lifecycle:
@@ -109,9 +121,14 @@ class Lifecycle:
             return
         assert model.spec is not None and model.numerics is not None
         found = self._match(running)
+        if model.spec.recurrent:
+            found = _at_checkpoint(found)
         running.attached = found
         running.provenance.attach(found.entries)
-        running.sequence = sequence = Sequence(model.spec)
+        running.sequence = sequence = Sequence(model.spec, state=model.begin())
+        if sequence.state is not None:
+            marks = marks_of(running.asked.layout)
+            sequence.cuts, sequence.marks = cuts_of(marks, length), frozenset(marks)
         running.provenance.numerics = {*found.numerics, model.numerics.digest}
         computed_once = running.completion_tokens > 0 or running.suspects is not None
         ranges = near.propose(found.tokens) if near is not None and not computed_once else ()

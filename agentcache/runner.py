@@ -178,8 +178,11 @@ class Runner:
 
     def run(self, work: list[Work]) -> list[Outcome]:
         """Run all work in one forward and advance its sequences. Members of a pack that fails are run one by one."""
-        paged = [w for w in work if isinstance(w.sequence, Sequence)]
+        paged = [w for w in work if isinstance(w.sequence, Sequence) and w.sequence.state is None]
         outcomes = {id(w): o for w, o in zip(paged, self._unmoved(paged), strict=True)}
+        for w in work:
+            if isinstance(w.sequence, Sequence) and w.sequence.state is not None:  # a state is of one sequence
+                outcomes[id(w)] = self._unmoved([w])[0]
         for w in work:
             if isinstance(w.sequence, StockSequence):
                 outcomes[id(w)] = self._single(w)

@@ -216,6 +216,8 @@ class Scheduler:
             count = min(budget, request.remaining)
             if isinstance(request.sequence, StockSequence):
                 count = request.remaining  # its own cache decides what a chunk may be
+            elif request.sequence is not None and request.sequence.state is not None:
+                count = MAX_ROWS  # its cuts decide: other pieces would give other bits
             pack.append((request, request.work(count)))
             budget -= count
             request.skipped = 0

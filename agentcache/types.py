@@ -160,6 +160,7 @@ class Reason(str, Enum):
     FINGERPRINT = "FINGERPRINT"  # cached under other weights, config or versions
     NUMERICS = "NUMERICS"  # exact, but computed by kernels that round differently: not bitwise
     LAYER_KIND = "LAYER_KIND"  # the model has layers whose state cannot be paged
+    CHECKPOINT = "CHECKPOINT"  # known, but after the last checkpoint of recurrent layers
     ROPE_REGIME = "ROPE_REGIME"  # rotary frequencies change with the length of this prompt
     NOT_ROW_PURE = "NOT_ROW_PURE"  # kernels here depend on the batch: tokens are promised, bits are not
     APPROXIMATE = "APPROXIMATE"  # not lent to an exact request

@@ -83,7 +83,9 @@ class Segments:
         if model.fingerprint is None or model.spec is None:
             return None
         if model.unrotated is None:
-            raise ConfigError(f"reuse='approximate': keys of {model.support.name!r} cannot be re-indexed to other positions; use reuse='exact'")
+            raise ConfigError(
+                f"reuse='approximate': keys of {model.support.name!r} cannot be re-indexed to other positions; use reuse='exact'"
+            )
         known = self._calibrations.of(model.fingerprint.whole, given)
         model.keep_boundaries(known.boundaries)
         self.text.sign(None if given else known.tau)

@@ -27,17 +27,20 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LATENT = {"qk_head_dim": 24, "head_dim": 8, "num_key_value_heads": 4}
-_STATE = "a state that is not keys and values per token"
 _ONLY_STATE = "no layer calls attention"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """config: what differs from SIZES. experts: some layers choose them, so that tokens are promised, not bits. unpaged: words of why its
-    state cannot be paged, empty if it can."""
+    """What a tiny model of the family needs, and what is expected of it."""
 
+    # what differs from SIZES
     config: dict[str, Any]
+    # some layers choose experts: tokens are promised, not bits
     experts: bool = False
+    # some layers keep a state that does not grow
+    recurrent: bool = False
+    # words of why its state cannot be paged, empty if it can
     unpaged: str = ""
 
 
@@ -64,14 +67,20 @@ TINY: dict[str, Family] = {
     "laguna": Family(_TWO_KINDS, experts=True),
     **_all("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash", config=_LATENT, experts=True),
     **_all("deepseek_v32 glm_moe_dsa", config=_LATENT, unpaged="'indices'"),
-    **_all("minimax nemotron_h olmo_hybrid qwen3_5_text qwen3_5_moe_text qwen3_next recurrent_gemma falcon_h1 lfm3", unpaged=_STATE),
-    "bamba": Family({"attn_layer_indices": [1, 3]}, unpaged=_STATE),
-    "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1}, unpaged=_STATE),
-    "granitemoehybrid": Family({"layers_block_type": ["mamba", "attention"] * 2}, unpaged=_STATE),
-    **_all("lfm2 lfm2_moe", config={"layer_types": ["conv", "full_attention"] * 2}, unpaged=_STATE),
-    "zaya": Family({"num_experts_per_tok": 1}, unpaged=_STATE),
-    "bailing_hybrid": Family({"layer_group_size": 2, "qk_head_dim": 24, "num_key_value_heads": 4}, unpaged=_STATE),
-    "kimi_linear": Family({"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4}, unpaged=_STATE),
+    **_all("olmo_hybrid qwen3_5_text falcon_h1 lfm3", recurrent=True),
+    **_all("nemotron_h qwen3_5_moe_text qwen3_next", recurrent=True, experts=True),
+    "bamba": Family({"attn_layer_indices": [1, 3]}, recurrent=True),
+    "granitemoehybrid": Family({"layers_block_type": ["mamba", "attention"] * 2}, recurrent=True, experts=True),
+    "lfm2": Family({"layer_types": ["conv", "full_attention"] * 2}, recurrent=True),
+    "lfm2_moe": Family({"layer_types": ["conv", "full_attention"] * 2}, recurrent=True, experts=True),
+    "zaya": Family({"num_experts_per_tok": 1}, recurrent=True, experts=True),
+    "bailing_hybrid": Family({"layer_group_size": 2, "qk_head_dim": 24, "num_key_value_heads": 4}, recurrent=True, experts=True),
+    "kimi_linear": Family(
+        {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4}, recurrent=True, experts=True
+    ),
+    "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1}, unpaged="continued after 64 tokens"),
+    "recurrent_gemma": Family({}, unpaged="continued after 64 tokens"),
+    "minimax": Family({}, unpaged="uses cache of its own"),
     **_all("mamba mamba2 falcon_mamba", unpaged=_ONLY_STATE),
     **_all("deepseek_v4 doge phimoe", unpaged="not its own"),
 }

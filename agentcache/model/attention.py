@@ -214,7 +214,8 @@ def write(part: Part, layer: int, keys: torch.Tensor, values: torch.Tensor) -> N
 def attend_together(batch: Batch, layer: int, query: torch.Tensor, how: Attention, out: torch.Tensor) -> set[int]:
     """The attention of decoding parts, those with equally many pages at once, into their rows of out; returns the offsets of what it did.
 
-    query, out [rows, heads, head_dim]; of a plain layer without a window. The bits are those of `attend`: only calls are saved, which is what many agents wait for.
+    query, out [rows, heads, head_dim]; of a plain layer without a window. The bits are those of `attend`: only calls are saved, which
+    is what many agents wait for.
     """
     spec = batch.parts[0].sequence.spec
     kv_heads, dim = spec.kv_heads, query.shape[-1]

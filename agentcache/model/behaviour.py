@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import ModelError
 from .description import Names, describe, foreign_class, root
-from .rope import BY_LENGTH
+from .rope import changes_by_length
 
 INTERNAL = frozenset(torch.nn.Module().__dict__)  # attributes of every module: tensors, children and hooks have rules of their own
 EVERY_MODULE = ("_global_forward_pre_hooks", "_global_forward_hooks")  # hooks that torch calls for all modules
@@ -48,7 +48,7 @@ def foreign_hooks(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
 def settings(module: torch.nn.Module, written: Collection[str] = ()) -> dict[str, Any]:
     """The attributes of a module by which it may compute: no tensors, no children, no notes about loading, nothing of `written`."""
     own = module.__dict__
-    if own.get("rope_type") in BY_LENGTH:
+    if changes_by_length(own.get("rope_type")):
         return {}  # written by every call
     library = of_library(module)
     return {

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from .attention import Attention
 
@@ -64,10 +63,12 @@ def attention_of(config: Any, layer: int, width: int, given: dict[str, Any]) -> 
     window = given.get("sliding_window") or (getattr(config, "sliding_window", 0) if kind == "sliding_attention" else 0)
     chunk = getattr(config, "attention_chunk_size", 0) if kind == "chunked_attention" else 0
     scale = given.get("scaling")
-    return Attention(width**-0.5 if scale is None else float(scale), window or 0, chunk or 0, given.get("softcap") or 0.0, given.get("s_aux"))
+    return Attention(
+        width**-0.5 if scale is None else float(scale), window or 0, chunk or 0, given.get("softcap") or 0.0, given.get("s_aux")
+    )
 
 
-def obstacle(config: Any, layers: list[Layer]) -> str:
+def obstacle(layers: list[Layer]) -> str:
     """Why the state of layers that were watched cannot be paged; "" if it can, as far as can be seen."""
     for layer in layers:
         if layer.why:
@@ -76,8 +77,7 @@ def obstacle(config: Any, layers: list[Layer]) -> str:
         return "no layer calls attention by transformers' interface: its state is not keys and values per token"
     if len({layer.dtype for layer in layers}) > 1:
         return f"layers mix number types {sorted({str(layer.dtype) for layer in layers})}"
-    kinds = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if hasattr(layer, "recurrent_states")})
-    return f"layers keep a state that is not keys and values per token ({', '.join(kinds)})" if kinds else ""
+    return ""
 
 
 def examine(model: Any, decoder: Any) -> str:

@@ -31,7 +31,8 @@ from .kernels.openmp import use_threads
 from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .proof import prove
-from .rope import BY_LENGTH, Rotary, turn
+from .recurrent import RecurrentState, layers_with_state
+from .rope import Rotary, changes_by_length, turn
 
 __all__ = ["ATTENTION", "HFModel", "load"]
 
@@ -50,9 +51,7 @@ def _register(before: str) -> None:
     """Register our attention for models that ran `before`, which goes on serving every call that is not a packed forward."""
     eager, stock_mask = before == "eager", {"eager": eager_mask, "sdpa": sdpa_mask}[before]
 
-    def attention(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **kw: Any
-    ) -> Any:
+    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **kw: Any) -> Any:
         batch: Batch | None = getattr(_running, "batch", None)
         if batch is None:
             if (watched := getattr(_running, "watched", None)) is not None:
@@ -80,8 +79,8 @@ class HFModel:
     """A causal language model of transformers, ready for packed forwards.
 
     spec: shape of its KV, None if it cannot be paged, and so is fingerprint. rotary: tables of its angles, None where each layer makes its
-    own. unrotated: layers whose keys have no position (NoPE), None if keys cannot be re-indexed. numerics: kernels and paddings in use. context_tokens: longest
-    sequence. threads: how many compute, and how many were asked for.
+    own. unrotated: layers whose keys have no position (NoPE), None if keys cannot be re-indexed. numerics: kernels and paddings in use.
+    context_tokens: longest sequence. threads: how many compute, and how many were asked for.
     """
 
     def __init__(self, model: Any) -> None:
@@ -152,6 +151,10 @@ class HFModel:
         """Whether calls are held to their tools' schemas: as wanted, or as the generation config says (an own key, for small models)."""
         return bool(getattr(self.model.generation_config, "strict_calls", False)) if wanted is None else wanted
 
+    def begin(self) -> RecurrentState | None:
+        """The state of recurrent layers before the first token; None if the model has no such layers."""
+        return RecurrentState(self.config) if self.spec is not None and self.spec.recurrent else None
+
     def keep_boundaries(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers with pages computed from now on, if layers are stepped."""
         if self.spec is not None and self.spec.boundaries != layers and self.stepped:
@@ -166,7 +169,9 @@ class HFModel:
             heads = config.num_attention_heads
             dim = getattr(config, "head_dim", None) or config.hidden_size // heads
             self.rotary = Rotary(decoder.rotary_emb, config, self.dtype, self.device)
-            self.spec = KVSpec(config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, dim, self.dtype, self.device)
+            self.spec = KVSpec(
+                config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, dim, self.dtype, self.device
+            )
             self.support, self.unrotated = Support(name, True, "", True), ()
             self._shape = steps.Shape(self.model) if self.rotary.dims == dim else None
         if not self.stepped and (why := self._refusal(decoder)):
@@ -192,21 +197,24 @@ class HFModel:
         self._adopt()
         places = [self._watched(place) for place in _PLACES]
         layers = [layer for layer, _ in places[0]]
-        if why := obstacle(self.config, layers):
+        if why := obstacle(layers):
             return why
         if layers[0].dtype != self.dtype:
             return f"keys are {layers[0].dtype}, weights {self.dtype}"
         self.rotary = self._tables(decoder)
-        if self.rotary is None and any(_by_length(module) for module in decoder.modules()):
+        if self.rotary is None and any(changes_by_length(getattr(module, "rope_type", None)) for module in decoder.modules()):
             return "rotary frequencies change with the length of the prompt, and differ by layer type"
         self._hook()
         widths = tuple((layer.heads, layer.key_width, layer.value_width) for layer in layers)
         heads, dim = max(width[0] for width in widths), max(max(width[1:]) for width in widths)
         even = set(widths) == {(heads, dim, dim)}
         self.spec = KVSpec(len(layers), heads, dim, self.dtype, self.device, widths=() if even else widths)
+        if layers_with_state(self.config):
+            self.spec = replace(self.spec, recurrent=True)
         self._plain = even and all(layer.how.plain for layer in layers)
         self._widths = tuple({p.shape[1] for p in decoder.layers.parameters() if p.ndim == 2 and p.is_floating_point()})
-        self.unrotated = self._unrotated([[key for _, key in place] for place in places])
+        if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
+            self.unrotated = self._unrotated([[key for _, key in place] for place in places])
         self.support = Support(self.support.name, True)
         why, pure = prove(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
         pure = pure and not any(name.endswith("experts") for name, _ in decoder.named_modules())  # each sees few rows, by chance alike
@@ -284,7 +292,8 @@ class HFModel:
         """
         numerics = self.numerics
         assert numerics is not None
-        rows = -(-len(ids) // numerics.rows) * numerics.rows
+        state = parts[0].sequence.state
+        rows = -(-len(ids) // numerics.rows) * numerics.rows if state is None else len(ids)  # padding would become part of a state
         positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in parts])
         ids, positions = (nn.functional.pad(t, (0, rows - len(t))).to(self.device) for t in (ids, positions))
         spans = [(regime, p.start, p.start + p.count) for p, regime in zip(parts, regimes, strict=True)]
@@ -303,7 +312,7 @@ class HFModel:
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
             with RowPureLinear(batch.numerics.kernel, head, token.glance if token is not None else None):
-                logits = self._generic(ids, positions, wanted)
+                logits = self._generic(ids, positions, wanted, state)
         finally:
             _running.batch = _running.tables = None
         if self.spec is None or _running.layers != self.spec.layers:
@@ -327,12 +336,15 @@ class HFModel:
         logits = linear(self.numerics.kernel, hidden[self._padded(range(len(hidden)), head.weight)], head.weight, head.bias, head=True)
         return logits[: len(hidden)].float()
 
-    def _generic(self, ids: torch.Tensor, positions: torch.Tensor, wanted: Seq[int]) -> torch.Tensor:
-        call = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+    def _generic(self, ids: torch.Tensor, positions: torch.Tensor, wanted: Seq[int], state: Any = None) -> torch.Tensor:
+        call = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": state is not None, "past_key_values": state}
         if not wanted and not any(foreign_hooks(self.model)):  # hooks of the whole model may change what its decoder reads
             self.decoder(**call)
             return torch.empty(0, self.vocab)
-        return self.model(**call, logits_to_keep=self._padded(wanted or [0])).logits[0, : len(wanted)].float()  # type: ignore[no-any-return]
+        kept = self._padded(wanted or [0])
+        logits = self.model(**call, logits_to_keep=kept).logits[0]
+        logits = logits if len(logits) == len(kept) else logits[kept]  # models that compute all of them
+        return logits[: len(wanted)].float()  # type: ignore[no-any-return]
 
     def flops(self, tokens: int) -> float:
         """Of a prompt: 2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""
@@ -367,12 +379,6 @@ class HFModel:
                 return out.logits[0, -1].float(), out[keyword]
         ids = torch.cat([state, ids]) if isinstance(state, torch.Tensor) else ids
         return self.model(input_ids=ids[None], use_cache=False).logits[0, -1].float(), ids
-
-
-def _by_length(module: Any) -> bool:
-    """Whether a rotary module's frequencies depend on the length of the prompt, in any of its layer types."""
-    kind = getattr(module, "rope_type", "")
-    return not BY_LENGTH.isdisjoint(kind.values() if isinstance(kind, dict) else [kind])
 
 
 def _rotary_hook(module: Any, args: Any, output: Any) -> Any:

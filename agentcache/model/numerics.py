@@ -170,11 +170,10 @@ def _probe(
     )
 
 
-def probe(
-    dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int, plain: bool = True
-) -> Numerics:
+def probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int, plain: bool = True) -> Numerics:
     """Find kernel, safe paddings and digest for linear layers of these input widths and this attention shape.
 
-    plain: as of Attention, of all layers: others compute in fp32, by products of the library. Takes up to 200 ms, is remembered for the process per thread count and shape.
+    plain: as of Attention, of all layers: others compute in fp32, by products of the library. Takes up to 200 ms, is
+    remembered for the process per thread count and shape.
     """
     return _probe(dtype, device, tuple(sorted(set(widths))), heads, head_dim, plain, torch.get_num_threads())

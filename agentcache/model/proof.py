@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..checkpoints import CHECKPOINT_TOKENS
 from ..kv import Sequence
 from .attention import Part
 
@@ -42,6 +43,8 @@ def prove(model: HFModel, window: int) -> tuple[str, bool]:
     whole, found = _run(model, ids, [tokens], places)
     if (share := _alike(model, found, expected)) < SHARE:
         return f"attention over pages is not its own: {1 - share:.0%} of {len(places)} positions have other logits than its forward", False
+    if model.spec is not None and model.spec.recurrent:
+        return _prove_state(model, ids, places, expected)
     cut, pieces = _run(model, ids, [*(at for at in CUTS if at < tokens), tokens], places)
     if (share := _alike(model, pieces, expected)) < SHARE:
         return f"cut after {CUTS} tokens, {1 - share:.0%} of {len(places)} positions have other logits", False
@@ -50,15 +53,34 @@ def prove(model: HFModel, window: int) -> tuple[str, bool]:
     return "", pure
 
 
-def _run(model: HFModel, ids: torch.Tensor, stops: list[int], places: list[int]) -> tuple[Sequence, torch.Tensor]:
-    """Run ids up to each stop in a forward of its own; the sequence, and the logits [places, vocab]."""
+def _prove_state(model: HFModel, ids: torch.Tensor, places: list[int], expected: torch.Tensor) -> tuple[str, bool]:
+    """The same for layers with a state: cut where checkpoints are made, and started again from copies of the states there."""
+    stops, tokens = list(range(CHECKPOINT_TOKENS, len(ids), CHECKPOINT_TOKENS)), len(ids)
+    sequence, pieces = _run(model, ids, [*stops, tokens], places)
+    later = sum(at >= stops[0] for at in places)
+    if (share := _alike(model, pieces[-later:], expected[-later:])) < SHARE:
+        return (
+            f"continued after {stops[0]} tokens, {1 - share:.0%} of {later} positions have other logits: its states lose something",
+            False,
+        )
+    again, found = _run(model, ids, [*stops, tokens], places, restart=True)
+    pure = torch.equal(found, pieces) and all(torch.equal(a, b) for a, b in _pairs(sequence, again))
+    return ("", pure) if pure or _alike(model, found, pieces) >= SHARE else ("copies of its states do not continue as the states do", False)
+
+
+def _run(model: HFModel, ids: torch.Tensor, stops: list[int], places: list[int], restart: bool = False) -> tuple[Sequence, torch.Tensor]:
+    """Run ids up to each stop in a forward of its own; the sequence, and the logits [places, vocab]. restart: from a copied state."""
     assert model.spec is not None
-    sequence, logits, regime = Sequence(model.spec), [], model.regime(len(ids)) or ""
+    sequence, logits, regime = Sequence(model.spec, state=model.begin()), [], model.regime(len(ids)) or ""
     for start, stop in zip([0, *stops], stops, strict=False):
         sequence.reserve(stop - start)
         rows = [at - start for at in places if start <= at < stop]
         logits.append(model.forward(ids[start:stop], [Part(sequence, start, stop - start)], [regime], rows))
         sequence.advance(stop - start)
+        if restart and sequence.state is not None:
+            states, sequence.state = sequence.state.copy(), model.begin()
+            assert sequence.state is not None
+            sequence.state.restore(states, stop)
     return sequence, torch.cat(logits)
 
 

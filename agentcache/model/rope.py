@@ -17,6 +17,11 @@ BY_LENGTH = frozenset({"longrope", "dynamic"})
 _STEP = 4096  # positions by which a table grows
 
 
+def changes_by_length(kind: object) -> bool:
+    """Whether a `rope_type`, or one of those by layer type, changes its frequencies with the length of the prompt."""
+    return not BY_LENGTH.isdisjoint(kind.values() if isinstance(kind, dict) else (kind,))
+
+
 def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """Keys [..., head_dim, tokens], as pages hold them, rotated by cos and sin [pairs, tokens] of `Rotary.turns`: a new tensor.
 

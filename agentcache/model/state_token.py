@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 from . import behaviour
 from .description import Names
 from .loading import decoder_of
-from .rope import BY_LENGTH
+from .rope import changes_by_length
 
 SAMPLED = 64  # values of each tensor; all of them change when an adapter is merged
 _SCALES = ("absmax", "code", "offset")  # of a bitsandbytes quantisation
@@ -46,7 +46,7 @@ def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         scale = getattr(getattr(module, "state", None), "SCB", None) if scale is None else scale
         if isinstance(scale, torch.Tensor):
             yield f"{name}.SCB", scale
-    by_length = own.get("rope_type") in BY_LENGTH  # their inv_freq is of the last call
+    by_length = changes_by_length(own.get("rope_type"))  # their inv_freq is of the last call
     if not by_length:
         yield from ((name, value) for name, value in list(own.items()) if isinstance(value, torch.Tensor))
     for name, buffer in list(own["_buffers"].items()):

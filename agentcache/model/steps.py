@@ -78,7 +78,9 @@ def _attended(batch: Batch, layer: int, query: torch.Tensor, width: int, how: At
     if len(batch.parts) == 1 and batch.parts[0].count == query.shape[0]:
         return attend(batch, batch.parts[0], layer, query, how)
     out = query.new_zeros(*query.shape[:2], width)
-    together = len(batch.parts) > 1 and how.plain and not how.window and not batch.parts[0].sequence.spec.widths and query.device.type == "cpu"
+    together = (
+        len(batch.parts) > 1 and how.plain and not how.window and not batch.parts[0].sequence.spec.widths and query.device.type == "cpu"
+    )
     done = attend_together(batch, layer, query, how, out) if together else ()
     for part in batch.parts:
         if part.offset not in done:

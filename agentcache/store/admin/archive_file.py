@@ -163,7 +163,7 @@ def _parse(front: bytes, name: str) -> tuple[ToolGroup, list[Row]]:
 
 def _with_ids(name: str, group: ToolGroup, rows: Sequence[Row], ids: np.ndarray) -> tuple[Row, ...]:
     """Rows with their ids, if those make their keys and all belong to one group. BlobError if not."""
-    kinds = {(row.namespace, row.fingerprint, row.regime, row.precision, row.dtype, row.layers, row.kv_heads, row.head_dim) for row in rows}
+    kinds = {(row.namespace, row.fingerprint, row.regime, row.precision, row.dtype, row.kv_heads, row.head_dim) for row in rows}
     lengths = [PAGE_TOKENS] * (len(rows) - 1) + [group.prefix_tokens - PAGE_TOKENS * (len(rows) - 1)]
     right = (
         len(kinds) == 1

@@ -28,9 +28,9 @@ SEAL_BYTES = 28  # what encrypting adds: 12 bytes of nonce, 16 of tag
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I8": 1, "U8": 1}
 PRECISIONS = ("exact", *quantize.PRECISIONS)
-MOST = {"place": 1 << 24, "tokens": PAGE_TOKENS, "role": max(Role), "layers": 1024, "kv_heads": 4096, "head_dim": 4096}
+MOST = {"place": 1 << 24, "tokens": PAGE_TOKENS, "role": max(Role), "layers": 1 << 16, "kv_heads": 4096, "head_dim": 4096}
 MOST_CHANNELS = 1 << 16  # of a layer's keys: 0.1 GB a page in fp32
-KIND = ("dtype", "layers", "kv_heads", "head_dim")
+KIND = ("dtype", "layers", "kv_heads", "head_dim", "checkpoint_layers")
 SAME = ("page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "numerics", "precision", "bytes", *KIND)
 
 
@@ -67,7 +67,9 @@ class Plan:
 def plan(row: Row, sealed: bool) -> Plan:
     """The blob of this row. StoreError if its header would be too long to be read again."""
     layer = _layer(row, sealed)
-    tensors = [Tensor(f"{part.name}.{number}", part.dtype, part.shape) for number in range(row.layers) for part in layer]
+    own, layer_bytes = row.checkpoint_layers, sum(part.bytes for part in layer)
+    tensors = [Tensor(f"{part.name}.{number}", part.dtype, part.shape) for number in range(row.layers - own) for part in layer]
+    tensors += [Tensor("checkpoints", "U8", (own * layer_bytes,))] if own else []
     ids = Tensor("ids", "U8", (4 * row.tokens + SEAL_BYTES,)) if sealed else Tensor("ids", "U32", (row.tokens,))
     macs = Tensor("macs", "U8", (row.layers + 1, MAC_BYTES))
     header: dict[str, Any] = {"__metadata__": {"agentcache": FORMAT, "row": pack(row)}}
@@ -80,7 +82,6 @@ def plan(row: Row, sealed: bool) -> Plan:
     if size > FRONT_MOST:
         raise StoreError(f"namespace={row.namespace[:40]!r}...: a header of {size} bytes, {FRONT_MOST} are possible; use shorter names")
     front = (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
-    layer_bytes = sum(part.bytes for part in layer)
     end = size + at
     return Plan(front, layer, layer_bytes, sealed, end - macs.bytes - ids.bytes, end - macs.bytes, end)
 
@@ -98,6 +99,11 @@ def _layer(row: Row, sealed: bool) -> tuple[Tensor, ...]:
 def parts(row: Row) -> tuple[Tensor, ...]:
     """The tensors of a layer, in order, once it is decrypted."""
     return _layer(row, sealed=False)
+
+
+def stored_bytes(row: Row) -> int:
+    """Bytes of a layer, in clear."""
+    return sum(part.bytes for part in parts(row))
 
 
 def parse(front: bytes, sealed: bool) -> tuple[Row, Plan]:
@@ -160,6 +166,7 @@ def pack(row: Row) -> str:
             "head_dim": row.head_dim,
             "created": float(row.created),
         }
+        | ({"checkpoint_layers": row.checkpoint_layers} if row.checkpoint_layers else {})
     ).decode("ascii")
 
 
@@ -170,6 +177,9 @@ def unpack(text: str) -> Row:
         value = found[name]
         if type(value) is not int or not (name in ("place", "role") and value == 0) and not 1 <= value <= most:
             raise ValueError(name)
+    own = found.setdefault("checkpoint_layers", 0)
+    if type(own) is not int or not 0 <= own < found["layers"]:
+        raise ValueError("checkpoint_layers")
     if found["kv_heads"] * found["head_dim"] > MOST_CHANNELS:
         raise ValueError("head_dim")
     strings = [found[name] for name in ("namespace", "fingerprint", "regime")] + found["numerics"]

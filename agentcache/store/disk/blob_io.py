@@ -13,7 +13,8 @@ from ...errors import StoreError
 from ...kv import Page
 from . import blob_files, quantize
 from .blob import PIECE, Progress, mac_of, open_blob, opened, view
-from .blob_format import layer_context, plan, tail_context
+from .blob_format import layer_context, plan, stored_bytes, tail_context
+from .checkpoint_bytes import pack
 from .folder import Folder
 from .page_fill import Filling, Reading, fits
 from .schema import Row
@@ -27,7 +28,15 @@ def write(folder: Folder, row: Row, page: Page) -> Row:
     The blob is there as a whole or not at all. StoreFullError, StoreError: it is not.
     """
     assert fits(row, page) and row.tokens <= page.filled
-    return write_layers(folder, row, lambda layer: _stored(row, page, layer))
+    size, packed = stored_bytes(row), memoryview(pack(page, row.tokens))
+    own = -(-len(packed) // size)
+    packed = memoryview(bytes(packed).ljust(own * size, b"\0")) if own else packed
+
+    def stored(layer: int) -> list[memoryview]:
+        at = (layer - row.layers) * size
+        return _stored(row, page, layer) if at < 0 else [packed[at : at + size]]
+
+    return write_layers(folder, replace(row, layers=row.layers + own, checkpoint_layers=own), stored)
 
 
 def write_layers(folder: Folder, row: Row, stored: Callable[[int], list[memoryview]]) -> Row:
@@ -56,7 +65,7 @@ def write_layers(folder: Folder, row: Row, stored: Callable[[int], list[memoryvi
 
 def _stored(row: Row, page: Page, layer: int) -> list[memoryview]:
     """Bytes that a layer is stored as; of a full page, the page's own memory."""
-    keys, values = page.layer_keys[layer][:, :, : row.tokens], page.layer_values[layer][:, : row.tokens]
+    keys, values = page.keys[layer][:, :, : row.tokens], page.values[layer][:, : row.tokens]
     if row.precision == "exact":
         return [view(keys.contiguous()), view(values.contiguous())]
     return [view(tensor) for tensor in quantize.quantize(keys, values, row.precision).values()]

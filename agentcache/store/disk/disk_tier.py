@@ -103,7 +103,7 @@ class DiskTier:
         rows: list[Row] = []
         tokens = whole * PAGE_TOKENS
         for row, run in hits:
-            if (row.dtype, row.layers, row.kv_heads, row.head_dim) != _shape(spec):
+            if (row.dtype, row.layers - row.checkpoint_layers, row.kv_heads, row.head_dim) != _shape(spec):
                 break  # the fingerprint says this cannot be: a forged row
             if row.id in self._bad:
                 break

@@ -23,6 +23,7 @@ from ...kv import PAGE_TOKENS, Page
 from . import blob_files, quantize
 from .blob import PIECE, Blob, Progress, open_blob, same, tensors, view
 from .blob_format import layer_context
+from .checkpoint_bytes import unpack
 from .folder import Folder
 from .schema import Row
 
@@ -33,7 +34,7 @@ def fits(row: Row, page: Page) -> bool:
     """Tell whether the page has the shape and type of what the row stores."""
     spec = page.spec
     shape = str(spec.dtype).removeprefix("torch."), spec.layers, spec.kv_heads, spec.head_dim
-    return shape == (row.dtype, row.layers, row.kv_heads, row.head_dim) and page.keys.device.type == "cpu"
+    return shape == (row.dtype, row.layers - row.checkpoint_layers, row.kv_heads, row.head_dim) and page.keys.device.type == "cpu"
 
 
 def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -55,6 +56,7 @@ class Filling:
         self.next = self.active = 0  # layers handed out, layers being read
         self.error: StoreError | None = None
         self.ended = False
+        self.checkpoints: dict[int, bytes] = {}  # stored bytes of the layers that hold them
 
     def open(self, folder: Folder) -> None:
         self.blob = open_blob(folder, self.row.blob)
@@ -83,6 +85,11 @@ class Filling:
         """Check one layer and put it into the page: directly if it is stored as it lies there."""
         blob, row, page = self.blob, self.row, self.page
         assert blob is not None
+        if layer >= page.spec.layers:
+            held = memoryview(bytearray(blob.plan.layer_bytes))
+            blob.read(layer, [held], done)
+            self.checkpoints[layer] = blob.folder.open_sealed(held, layer_context(row, layer, True)) if blob.plan.sealed else bytes(held)
+            return
         if self.mapped is not None:
             if self.here:
                 blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.layer_bytes)
@@ -94,7 +101,7 @@ class Filling:
                 return
             stored = self.mapped[blob.plan.at(layer) : blob.plan.at(layer + 1)]
         elif self.lies:
-            blob.read(layer, [view(page.layer_keys[layer]), view(page.layer_values[layer])], done)
+            blob.read(layer, [view(page.keys[layer]), view(page.values[layer])], done)
             return
         else:
             stored = scratch(blob.plan.layer_bytes)
@@ -106,7 +113,7 @@ class Filling:
     def _spread(self, layer: int, stored: memoryview) -> None:
         """Put a verified layer where it belongs in the page."""
         row, found = self.row, tensors(self.row, stored)
-        keys, values = self.page.layer_keys[layer][:, :, : row.tokens], self.page.layer_values[layer][:, : row.tokens]
+        keys, values = self.page.keys[layer][:, :, : row.tokens], self.page.values[layer][:, : row.tokens]
         if row.precision == "exact":
             some = slice(self.tokens)
             for target, stored_part in ((keys[..., some], found["keys"][..., some]), (values[:, some], found["values"][:, some])):
@@ -131,6 +138,8 @@ class Filling:
             self.page.keys[..., keep : self.row.tokens] = 0
             self.page.values[..., keep : self.row.tokens, :] = 0
         self.page.filled = keep
+        if keep and self.checkpoints:
+            self.page.checkpoints = unpack(b"".join(self.checkpoints[layer] for layer in sorted(self.checkpoints)), keep)
 
     def _take(self) -> None:
         """Give the page the memory of the mapped file, layer by layer as it lies there."""

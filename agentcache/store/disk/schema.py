@@ -18,7 +18,7 @@ from ...types import PAGE_TOKENS
 from ..keys import Ids, Role, page_key
 from .folder import Folder
 
-VERSION = 3
+VERSION = 4
 HEAD_TOKENS = 8  # ids by which continuations of a page are told apart before they are compared
 TAG_BYTES = 16
 
@@ -36,13 +36,15 @@ CREATE TABLE deletions (
     generation INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT, before REAL, forced INTEGER NOT NULL, name TEXT,
     fingerprint TEXT NOT NULL, keys BLOB NOT NULL, prefix_tokens INTEGER NOT NULL);;
 """
-UPGRADES = {1: SEGMENTS + DELETIONS, 2: DELETIONS}  # what an older version lacks
+CHECKPOINTS = "ALTER TABLE pages ADD COLUMN checkpoint_layers INTEGER NOT NULL DEFAULT 0;;\n"
+UPGRADES = {1: SEGMENTS + DELETIONS + CHECKPOINTS, 2: DELETIONS + CHECKPOINTS, 3: CHECKPOINTS}  # what an older version lacks
 SCHEMA = f"""{SEGMENTS}{DELETIONS}
 CREATE TABLE pages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, page_key BLOB NOT NULL, parent BLOB NOT NULL, namespace TEXT NOT NULL,
     fingerprint TEXT NOT NULL, regime TEXT NOT NULL, place INTEGER NOT NULL, tokens INTEGER NOT NULL, ids BLOB NOT NULL,
     numerics TEXT NOT NULL, precision TEXT NOT NULL,
     role INTEGER NOT NULL, dtype TEXT NOT NULL, layers INTEGER NOT NULL, kv_heads INTEGER NOT NULL, head_dim INTEGER NOT NULL,
+    checkpoint_layers INTEGER NOT NULL DEFAULT 0,
     blob TEXT NOT NULL, bytes INTEGER NOT NULL, created REAL NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL, bad TEXT,
     head BLOB NOT NULL, UNIQUE (page_key, fingerprint, precision));;
 CREATE INDEX pages_under ON pages (parent, fingerprint, precision, head, used, tokens);;
@@ -95,6 +97,7 @@ class Row:
     layers: int
     kv_heads: int
     head_dim: int
+    checkpoint_layers: int = 0  # how many of `layers`, the last ones, hold checkpoints in the place of keys and values
     blob: str = ""
     bytes: int = 0
     created: float = 0.0  # time.time()

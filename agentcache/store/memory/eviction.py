@@ -36,18 +36,23 @@ class Eviction:
     def add(self, entry: Entry) -> None:
         """Count a new page as the last one used."""
         self._order[id(entry)] = entry
-        self._count(entry.page, 1)
+        self._count(entry, 1)
 
     def remove(self, entry: Entry) -> None:
         """Count a page no more."""
-        self._count(entry.page, -1)
+        self._count(entry, -1)
         del self._order[id(entry)]
 
     def replace(self, entry: Entry, page: Page) -> None:
         """Give an entry another page."""
-        self._count(entry.page, -1)
-        self._count(page, 1)
+        self._count(entry, -1)
         entry.page = page
+        self._count(entry, 1)
+
+    def recount(self, entry: Entry) -> None:
+        """Count a page that has other checkpoints than when it was counted."""
+        self._count(entry, -1)
+        self._count(entry, 1)
 
     def touch(self, path: Sequence[Entry]) -> None:
         """Count the pages of a path, root first, as used now."""
@@ -88,7 +93,7 @@ class Eviction:
         found = next((e for e in self if not e.pins and e.page and e.page.tier == "device" and not e.page.claimed), None)
         if found is None or found.page is None:
             return False
-        need = found.page.spec.page_bytes
+        need = found.page.bytes
         while self.host_bytes + need > self.host_budget_bytes:
             if not self.drop_oldest([e for e in self if e.page and e.page.tier == "host"]):
                 return False
@@ -99,9 +104,13 @@ class Eviction:
         assert entry.page is not None
         self.replace(entry, entry.page.copy(len(entry.ids), tier))
 
-    def _count(self, page: Page | None, sign: int) -> None:
-        assert page is not None
-        if page.tier == "host":
-            self.host_bytes += sign * page.spec.page_bytes
+    def _count(self, entry: Entry, sign: int) -> None:
+        """Add the bytes of an entry's page as it is now, or take away what was added for it."""
+        if sign > 0:
+            assert entry.page is not None
+            entry.counted = (entry.page.tier, entry.page.bytes)
+        tier, size = entry.counted
+        if tier == "host":
+            self.host_bytes += sign * size
         else:
-            self.bytes += sign * page.spec.page_bytes
+            self.bytes += sign * size

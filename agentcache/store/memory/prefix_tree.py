@@ -204,6 +204,7 @@ class PrefixTree:
     def _keep(self, parent: Entry, ids: Ids, page: Page, numerics: frozenset[str]) -> Entry:
         child, run = best_child(parent, ids)
         if child is not None and run == len(ids):
+            self._take_checkpoints(child, page, run)
             return child  # known already, perhaps longer
         if child is not None and run == len(child.ids):
             self._rename(child, ids.copy())  # a longer page takes its place, its pins and its children (it has none: it was not full)
@@ -220,6 +221,13 @@ class PrefixTree:
         if len(parent.children) > CHILDREN:
             self.eviction.drop_oldest([c for c in self.eviction if c.parent is parent and c is not child])
         return child
+
+    def _take_checkpoints(self, entry: Entry, page: Page, tokens: int) -> None:
+        """Add those that another page with the same first tokens has: a sequence that was branched made them."""
+        assert entry.page is not None
+        if new := {slots: known for slots, known in page.checkpoints.items() if slots <= tokens and slots not in entry.page.checkpoints}:
+            entry.page.checkpoints |= new
+            self.eviction.recount(entry)
 
     def _rename(self, entry: Entry, ids: Ids) -> None:
         """Give an entry without children more or fewer tokens."""
