@@ -164,6 +164,8 @@ class HFModel:
         config, decoder, name = self.config, self.decoder, self.support.name
         if self.quantized:
             self.stock(torch.zeros(1, dtype=torch.long), None)  # bitsandbytes repacks weights at their first use: before they are hashed
+        layers = getattr(decoder, "layers", decoder)
+        self._widths = tuple({p.shape[1] for p in layers.parameters() if p.ndim == 2 and p.is_floating_point()}) or (config.hidden_size,)
         stepped = name in STEPPED and not self.quantized and not examine(self.model, decoder)
         if stepped:
             heads = config.num_attention_heads
@@ -212,7 +214,6 @@ class HFModel:
         if layers_with_state(self.config):
             self.spec = replace(self.spec, recurrent=True)
         self._plain = even and all(layer.how.plain for layer in layers)
-        self._widths = tuple({p.shape[1] for p in decoder.layers.parameters() if p.ndim == 2 and p.is_floating_point()})
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
             self.unrotated = self._unrotated([[key for _, key in place] for place in places])
         self.support = Support(self.support.name, True)

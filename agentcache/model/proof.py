@@ -68,10 +68,15 @@ def _prove_state(model: HFModel, ids: torch.Tensor, places: list[int], expected:
     return ("", pure) if pure or _alike(model, found, pieces) >= SHARE else ("copies of its states do not continue as the states do", False)
 
 
-def _run(model: HFModel, ids: torch.Tensor, stops: list[int], places: list[int], restart: bool = False) -> tuple[Sequence, torch.Tensor]:
-    """Run ids up to each stop in a forward of its own; the sequence, and the logits [places, vocab]. restart: from a copied state."""
+def _run(
+    model: HFModel, ids: torch.Tensor, stops: list[int], places: list[int], restart: bool = False, whole: int | None = None
+) -> tuple[Sequence, torch.Tensor]:
+    """Run ids up to each stop in a forward of its own; the sequence, and the logits [places, vocab].
+
+    restart: from a copied state after each. whole: length that decides rotary frequencies, by default the last stop.
+    """
     assert model.spec is not None
-    sequence, logits, regime = Sequence(model.spec, state=model.begin()), [], model.regime(len(ids)) or ""
+    sequence, logits, regime = Sequence(model.spec, state=model.begin()), [], model.regime(stops[-1] if whole is None else whole) or ""
     for start, stop in zip([0, *stops], stops, strict=False):
         sequence.reserve(stop - start)
         rows = [at - start for at in places if start <= at < stop]
@@ -86,7 +91,7 @@ def _run(model: HFModel, ids: torch.Tensor, stops: list[int], places: list[int],
 
 def _beside(model: HFModel, ids: torch.Tensor, other: torch.Tensor, first: int) -> Sequence:
     """Run ids from `first` on in one forward with a sequence of other ids."""
-    sequence, _ = _run(model, ids[:first], [first], [])
+    sequence, _ = _run(model, ids[:first], [first], [], whole=len(ids))
     neighbour, regime = Sequence(sequence.spec), model.regime(len(ids)) or ""
     sequence.reserve(len(ids) - first)
     neighbour.reserve(len(other))

@@ -97,7 +97,7 @@ class Rotary:
             self._adopt()
         held = self._tables.get(regime)
         have = 0 if held is None else held[0].shape[0]
-        if held is None or have < length:
+        if held is None or have < min(length, self.limit(regime) or length):
             stop = -(-length // _STEP) * _STEP
             fresh = self._compute(regime, have, stop if regime != "short" else min(stop, self.original))
             held = fresh if held is None else (torch.cat([held[0], fresh[0]]), torch.cat([held[1], fresh[1]]))
