@@ -18,7 +18,8 @@ from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, Mo
 from agentcache.bench.report import number, table
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
-from agentcache.kv import PAGE_TOKENS, KVSpec, Sequence
+from agentcache.kv import PAGE_TOKENS, Sequence
+from agentcache.kv_spec import KVSpec
 from agentcache.model.hf import HFModel
 from agentcache.runner import Runner, Work
 from agentcache.store.disk import quantize

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from agentcache.kv import KVSpec
+from agentcache.kv_spec import KVSpec
 
 WIDTH = 64  # of the hidden states and the vocabulary: only keys and values are wanted
 BATCH = 512

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from agentcache.bench.shapes import fill
-from agentcache.kv import KVSpec
+from agentcache.kv_spec import KVSpec
 
 
 def random_kv(spec: KVSpec, tokens: int, layer: int) -> tuple[Any, Any]:

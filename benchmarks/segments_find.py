@@ -23,7 +23,8 @@ from agentcache.approximate.ngram_index import repeats
 from agentcache.approximate.segment_prefetch import longest_run
 from agentcache.approximate.windows import TokenTexts, Window, windows
 from agentcache.bench.react import Oracle
-from agentcache.kv import PAGE_TOKENS, KVSpec, Page
+from agentcache.kv import PAGE_TOKENS, Page
+from agentcache.kv_spec import KVSpec
 from agentcache.layout import Renderer
 from agentcache.store.entry import common
 from agentcache.store.keys import Ids, Scope, as_ids

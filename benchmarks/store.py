@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from agentcache.bench import report, store
 from agentcache.bench.environment import Samples, machine, versions
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Shape
-from agentcache.kv import PAGE_TOKENS, KVSpec
+from agentcache.kv import PAGE_TOKENS
+from agentcache.kv_spec import KVSpec
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.kv import PAGE_TOKENS, KVSpec, Page, Sequence
+from agentcache.kv import PAGE_TOKENS, Page, Sequence
+from agentcache.kv_spec import KVSpec
 
 SPEC = KVSpec(2, 1, 2, torch.float32)
 

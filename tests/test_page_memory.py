@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from agentcache import Engine, Sampling, page_memory
-from agentcache.kv import KVSpec, Page
+from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
 from agentcache.page_memory import PIECE_BYTES, PagePool, PreparedPages, prepared
 
 SHAPES = ((2, 1, 32, 512), (2, 1, 512, 32))

@@ -96,7 +96,8 @@ def test_a_long_prompt_waits_for_its_prefix_from_another() -> None:
 def test_costs_are_learned_from_rounds(idle: Scheduler) -> None:
     import torch
 
-    from agentcache.kv import KVSpec, Sequence
+    from agentcache.kv import Sequence
+    from agentcache.kv_spec import KVSpec
     from agentcache.runner import Work
 
     def work(tokens: int) -> Work:

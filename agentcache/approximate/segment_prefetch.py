@@ -17,7 +17,8 @@ from enum import Enum, auto
 import numpy as np
 
 from ..errors import FAULTS
-from ..kv import PAGE_TOKENS, KVSpec
+from ..kv import PAGE_TOKENS
+from ..kv_spec import KVSpec
 from ..store.disk.index import Row
 from ..store.entry import PageQuery, common
 from ..store.keys import Ids, Scope

@@ -82,7 +82,8 @@ TINY: dict[str, Family] = {
     "recurrent_gemma": Family({}, unpaged="continued after 64 tokens"),
     "minimax": Family({}, unpaged="uses cache of its own"),
     **_all("mamba mamba2 falcon_mamba", unpaged=_ONLY_STATE),
-    **_all("deepseek_v4 doge phimoe", unpaged="not its own"),
+    "phimoe": Family({"sliding_window": None}, experts=True),
+    **_all("deepseek_v4 doge", unpaged="not its own"),
 }
 
 

@@ -1,6 +1,6 @@
 """Known model shapes with random weights, and a tokenizer trained on the spot: timing does not depend on what the weights say.
 
-Built without initialisers: weights are made on no device, then filled from one block of normal numbers. Knows no engine.
+Built without initialisers, then filled from one block of normal numbers. Knows no engine.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head
     }
 
 
+def _every(layers: int, period: int, last: str, others: str) -> list[str]:
+    return [last if (at + 1) % period == 0 else others for at in range(layers)]
+
+
 # name -> (family of transformers, its published config; ids of special tokens are left out: they belong to the tokenizer)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-0.6b": ("qwen3", {**_sizes(1024, 3072, 28, 16, 8, 128, 151936, True), **_QWEN3}),
@@ -70,6 +74,54 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 4096,
         },
     ),
+    "gemma-3-1b": (
+        "gemma3_text",
+        {
+            **_sizes(1152, 6912, 26, 4, 1, 256, 262144, True),
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 512,
+            "max_position_embeddings": 32768,
+            "layer_types": _every(26, 6, "full_attention", "sliding_attention"),
+        },
+    ),
+    "qwen3.5-0.8b": (
+        "qwen3_5_text",
+        {
+            **_sizes(1024, 3584, 24, 8, 2, 256, 248320, True),
+            "max_position_embeddings": 262144,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": _every(24, 4, "full_attention", "linear_attention"),
+        },
+    ),
+    "granite-4-h-1b": (
+        "granitemoehybrid",
+        {
+            **{**_sizes(1536, 4096, 40, 12, 4, 128, 100352, True), "head_dim": None},
+            "shared_intermediate_size": 4096,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "nope",
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_expand": 2,
+            "max_position_embeddings": 131072,
+            "layers_block_type": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+        },
+    ),
+    "gpt-oss-tiny": (  # the kinds of its layers; no such model is published
+        "gpt_oss",
+        {
+            **_sizes(1024, 1024, 12, 16, 4, 64, 32768, False),
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+        },
+    ),
     "small": ("qwen3", {**_sizes(128, 384, 2, 4, 2, 64, TOKENIZER_VOCAB, True), **_QWEN3, "max_position_embeddings": 131072}),
 }
 
@@ -99,18 +151,16 @@ def random_model(config: Any, dtype: Any, *, seed: int = 0) -> Any:
     """A causal model of this config with random weights: seconds and no extra memory, also for 8 billion of them."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
-    with torch.device("meta"):
+    with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.to_empty(device="cpu")
     model.tie_weights()
-    decoder = model.get_decoder()
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config)  # its frequencies are buffers that to_empty left undefined
     block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(seed)).mul_(_INIT_STD).to(dtype)
     with torch.no_grad():
         for number, (name, weight) in enumerate(model.named_parameters()):
             if weight.ndim == 1:
-                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+                weight.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
             else:
                 fill(weight, block, start=number * 7919)
     return model.eval().requires_grad_(False)

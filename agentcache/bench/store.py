@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kv import PAGE_TOKENS, KVSpec, Page
+from ..kv import PAGE_TOKENS, Page
+from ..kv_spec import KVSpec
 from ..store.disk import blob_io
 from ..store.disk.folder import Folder
 from ..store.disk.index import Index, Row

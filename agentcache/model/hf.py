@@ -7,8 +7,6 @@ transformers' own modules with our attention function, which finds the page tabl
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -16,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers import DynamicCache
 
-from ..kv import KVSpec
+from ..kv import Sequence
+from ..kv_spec import KVSpec
 from . import steps
 from .attention import Batch, Part
+from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
-from .family import STEPPED, Layer, Support, attention_of, examine, obstacle, watch
+from .family import STEPPED, Layer, Support, examine, obstacle
 from .fingerprint import Fingerprint
 from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .kernels.openmp import use_threads
@@ -36,43 +34,8 @@ from .rope import Rotary, changes_by_length, turn
 
 __all__ = ["ATTENTION", "HFModel", "load"]
 
-ATTENTION = "agentcache"
 MODEL_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)  # of code that nobody has examined
 _PLACES = (3, 11)  # positions of one token whose keys show how they are rotated
-_running = threading.local()  # of the packed forward in this thread: its model, rotary tables, and how many layers have attended
-
-
-def _stock_attention(eager: bool, module: Any) -> Callable[..., Any]:
-    """What the owner's own calls ran before: torch's sdpa, or the eager function in the model's own file."""
-    return sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward  # type: ignore[no-any-return]
-
-
-def _register(before: str) -> None:
-    """Register our attention for models that ran `before`, which goes on serving every call that is not a packed forward."""
-    eager, stock_mask = before == "eager", {"eager": eager_mask, "sdpa": sdpa_mask}[before]
-
-    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **kw: Any) -> Any:
-        batch: Batch | None = getattr(_running, "batch", None)
-        if batch is None:
-            if (watched := getattr(_running, "watched", None)) is not None:
-                watched.append(watch(_running.config, module, key, value, kw))
-            return _stock_attention(eager, module)(module, query, key, value, attention_mask, **kw)
-        slot, _running.layers = _running.layers, _running.layers + 1
-        if _running.token is not None:
-            _running.token.glance_layer(module.layer_idx)
-        how = attention_of(_running.config, module.layer_idx, query.shape[-1], kw)
-        q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
-        return steps.mix(batch, slot, q, k, v, how)[None], None
-
-    def mask(*args: Any, **kw: Any) -> Any:
-        return None if getattr(_running, "batch", None) is not None else stock_mask(*args, **kw)
-
-    AttentionInterface.register(f"{ATTENTION}_{before}", attention)
-    AttentionMaskInterface.register(f"{ATTENTION}_{before}", mask)
-
-
-for _before in ("sdpa", "eager"):
-    _register(_before)
 
 
 class HFModel:
@@ -225,13 +188,13 @@ class HFModel:
     @torch.inference_mode()
     def _watched(self, place: int) -> list[tuple[Layer, torch.Tensor]]:
         """Every call of attention that one token at a position makes, and its keys [heads, width, 1]."""
-        _running.watched, _running.config = [], self.config
+        running.watched, running.config = [], self.config
         at = torch.tensor([[place]], device=self.device)
         try:
             self.model(input_ids=torch.zeros_like(at), position_ids=at, use_cache=False)
-            return _running.watched  # type: ignore[no-any-return]
+            return running.watched  # type: ignore[no-any-return]
         finally:
-            _running.watched = None
+            running.watched = None
 
     def _tables(self, decoder: Any) -> Rotary | None:
         """Tables of the decoder's rotary angles, if one module makes them for all layers from positions alone."""
@@ -271,7 +234,7 @@ class HFModel:
 
     def _hook(self) -> None:
         if self.rotary is not None:
-            self._restore.append(self.decoder.rotary_emb.register_forward_hook(_rotary_hook).remove)
+            self._restore.append(self.decoder.rotary_emb.register_forward_hook(rotary_hook).remove)
 
     def _give_back(self) -> None:
         while self._restore:
@@ -309,15 +272,15 @@ class HFModel:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
         token = self.fingerprint.token if self.fingerprint is not None else None
-        _running.batch, _running.tables, _running.layers, _running.token, _running.config = batch, tables, 0, token, self.config
+        running.batch, running.tables, running.layers, running.token, running.config = batch, tables, 0, token, self.config
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
             with RowPureLinear(batch.numerics.kernel, head, token.glance if token is not None else None):
                 logits = self._generic(ids, positions, wanted, state)
         finally:
-            _running.batch = _running.tables = None
-        if self.spec is None or _running.layers != self.spec.layers:
-            raise RuntimeError(f"{_running.layers} of the model's layers called our attention: its attention was exchanged while it ran")
+            running.batch = running.tables = None
+        if self.spec is None or running.layers != self.spec.layers:
+            raise RuntimeError(f"{running.layers} of the model's layers called our attention: its attention was exchanged while it ran")
         return logits
 
     def _padded(self, wanted: Seq[int], weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -363,6 +326,22 @@ class HFModel:
         return logits[0].float() if logits.shape[1] == len(places) else logits[0, kept].float()
 
     @torch.inference_mode()
+    def shadow(self, ids: torch.Tensor) -> list[float]:
+        """Run transformers' own forward over ids [tokens]; how far attention over pages is off in each layer, of the same numbers.
+
+        Relative to the largest number of the layer's output.
+        """
+        assert self.spec is not None and self.numerics is not None
+        sequence = Sequence(self.spec)
+        sequence.reserve(len(ids))
+        running.shadow, running.config = [Batch([Part(sequence, 0, len(ids))], len(ids), self.numerics)], self.config
+        try:
+            self.model(input_ids=ids[None].to(self.device), use_cache=False, logits_to_keep=1)
+            return running.shadow[1:]  # type: ignore[no-any-return]
+        finally:
+            running.shadow = None
+
+    @torch.inference_mode()
     def stock(self, ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         """transformers' own forward for one sequence: new ids [tokens] behind `state` -> last logits [vocab] in fp32, grown state.
 
@@ -380,8 +359,3 @@ class HFModel:
                 return out.logits[0, -1].float(), out[keyword]
         ids = torch.cat([state, ids]) if isinstance(state, torch.Tensor) else ids
         return self.model(input_ids=ids[None], use_cache=False).logits[0, -1].float(), ids
-
-
-def _rotary_hook(module: Any, args: Any, output: Any) -> Any:
-    tables = getattr(_running, "tables", None)
-    return output if tables is None else tuple(t[None] for t in tables)

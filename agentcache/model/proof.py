@@ -21,8 +21,10 @@ TOKENS = 150  # of the ids, unless a window is longer
 MOST_TOKENS = 640
 FLOPS = 2e11  # of one forward at most: about a second on two cores
 CUTS = (1, 64, 101)  # where a run is cut: after one token, at a multiple of 64, and amid a chunk
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of logits, relative to the largest; 16-bit numbers: COARSE
-COARSE = 0.06
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of logits, relative to the largest
+COSINE = 0.9  # least, of logits of 16-bit numbers: their rounding grows from layer to layer, without bound where weights are random
+LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # of one layer's attention; 16-bit numbers: LAYER_COARSE
+LAYER_COARSE = 0.03
 SHARE = 0.9  # of positions that must be within it: experts that two rows almost share may be chosen otherwise
 
 
@@ -39,10 +41,14 @@ def prove(model: HFModel, window: int) -> tuple[str, bool]:
     ids = torch.randint(0, model.vocab, (2 * tokens,), generator=torch.Generator().manual_seed(5))
     ids, other = ids[:tokens], ids[tokens:]
     places = sorted({*(at for at in range(0, tokens, 8)), tokens - 1})
+    bound = LAYER_TOLERANCE.get(model.dtype, LAYER_COARSE)
+    for slot, off in enumerate(model.shadow(ids)):
+        if not off <= bound:
+            return f"attention over pages is not its own: layer {slot} is off by {off:.1g} of its largest number", False
     expected = model.whole(ids, places)
     whole, found = _run(model, ids, [tokens], places)
     if (share := _alike(model, found, expected)) < SHARE:
-        return f"attention over pages is not its own: {1 - share:.0%} of {len(places)} positions have other logits than its forward", False
+        return f"over pages {1 - share:.0%} of {len(places)} positions have other logits than by its own forward", False
     if model.spec is not None and model.spec.recurrent:
         return _prove_state(model, ids, places, expected)
     cut, pieces = _run(model, ids, [*(at for at in CUTS if at < tokens), tokens], places)
@@ -103,7 +109,9 @@ def _beside(model: HFModel, ids: torch.Tensor, other: torch.Tensor, first: int) 
 
 def _alike(model: HFModel, found: torch.Tensor, expected: torch.Tensor) -> float:
     """The share of positions whose logits differ by rounding alone."""
-    bound = (COARSE if model.quantized else TOLERANCE.get(model.dtype, COARSE)) * expected.abs().max()
+    if model.quantized or model.dtype not in TOLERANCE:
+        return float((torch.cosine_similarity(found, expected, dim=-1) >= COSINE).float().mean())
+    bound = TOLERANCE[model.dtype] * expected.abs().max()
     return float(((found - expected).abs().amax(-1) <= bound).float().mean())
 
 

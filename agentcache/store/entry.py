@@ -12,7 +12,8 @@ from ..types import PAGE_TOKENS, Reason
 from .keys import Ids, Role, Scope, page_key
 
 if TYPE_CHECKING:  # who only looks into the index needs no torch
-    from ..kv import KVSpec, Page
+    from ..kv import Page
+    from ..kv_spec import KVSpec
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,8 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from ..errors import FAULTS, StoreBusyError, StoreError, StoreLostError
-from ..kv import PAGE_TOKENS, KVSpec, Page
+from ..kv import PAGE_TOKENS, Page
+from ..kv_spec import KVSpec
 from ..types import Precision, Reason, Refusal
 from .disk.disk_tier import DiskMatch, DiskTier, cpu_page
 from .disk.index import Row

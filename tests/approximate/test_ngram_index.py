@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.approximate.ngram_index import GRAM, Run, beside, grams, repeats, stored_repeats
-from agentcache.kv import PAGE_TOKENS, KVSpec, Page
+from agentcache.kv import PAGE_TOKENS, Page
+from agentcache.kv_spec import KVSpec
 from agentcache.store.keys import Ids, Scope, as_ids
 from agentcache.store.memory.prefix_tree import PrefixTree
 from agentcache.store.store import Store

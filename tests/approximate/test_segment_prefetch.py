@@ -19,7 +19,8 @@ from agentcache.approximate.minhash_index import MinHashIndex
 from agentcache.approximate.segment_prefetch import SegmentPrefetch, SegmentQuery, longest_run
 from agentcache.approximate.stored_text import StoredText
 from agentcache.errors import ConfigError, StoreError
-from agentcache.kv import PAGE_TOKENS, KVSpec, Page
+from agentcache.kv import PAGE_TOKENS, Page
+from agentcache.kv_spec import KVSpec
 from agentcache.store.keys import Ids, Scope, chain
 from agentcache.store.policy import Rate
 from agentcache.store.store import Store

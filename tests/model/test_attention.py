@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from agentcache import kv
+from agentcache.kv_spec import KVSpec
 from agentcache.model import attention, numerics
 from agentcache.model.attention import Attention, Batch, Part, attend, attend_gathered
 from agentcache.model.numerics import probe
@@ -28,7 +29,7 @@ def case(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -
     """A sequence with random keys and values in one layer, and queries for all its positions."""
     made = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(tokens, h, dim, generator=made).to(dtype) for h in (heads, kv_heads, kv_heads))
-    sequence = kv.Sequence(kv.KVSpec(1, kv_heads, dim, dtype))
+    sequence = kv.Sequence(KVSpec(1, kv_heads, dim, dtype))
     sequence.reserve(tokens)
     sequence.write(0, 0, k, v)
     sequence.advance(tokens)
@@ -98,7 +99,7 @@ def test_what_lies_behind_a_row_does_not_show() -> None:
 def test_pages_shared_in_a_pack_do_not_show(dtype: torch.dtype) -> None:
     """Three readers of the same two sealed pages, in two layers of other contents: each gets what it gets alone."""
     made = torch.Generator().manual_seed(1)
-    spec = kv.KVSpec(2, 2, 32, dtype)
+    spec = KVSpec(2, 2, 32, dtype)
     owner = kv.Sequence(spec)
     owner.reserve(1100)
     for layer in range(2):
@@ -142,7 +143,7 @@ def test_exponentials_are_normal_numbers_or_nothing() -> None:
 @pytest.mark.parametrize(("tokens", "slot"), [(1, 0), (1, 511), (16, 3), (75, 100), (512, 0), (33, 479), (40, 500)])
 def test_keys_and_values_go_where_they_belong_and_nowhere_else(dtype: torch.dtype, heads: int, dim: int, tokens: int, slot: int) -> None:
     torch.manual_seed(tokens)
-    sequence = kv.Sequence(kv.KVSpec(1, heads, dim, dtype))
+    sequence = kv.Sequence(KVSpec(1, heads, dim, dtype))
     sequence.reserve(slot + tokens)
     for page in sequence.pages:
         page.layer_keys[0].normal_()

@@ -14,7 +14,8 @@ from agentcache.bench import families
 from agentcache.errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 from agentcache.model.attention import Attention
 from agentcache.model.family import STEPPED as OWN_LOOP
-from agentcache.model.hf import ATTENTION, HFModel, load
+from agentcache.model.attention_interface import ATTENTION
+from agentcache.model.hf import HFModel, load
 from tests import models
 from tests.families import DENSE, STEPPED, Run, greedy, pack, stock_logits, tokens
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from agentcache.errors import BlobError, StoreError
-from agentcache.kv import KVSpec, Page
+from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.schema import Row

@@ -13,7 +13,8 @@ import torch
 
 from agentcache import Engine, Message, Reason
 from agentcache.errors import EngineClosedError
-from agentcache.kv import KVSpec, Page
+from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
 from agentcache.model.hf import HFModel
 from agentcache.store import page_prefetch
 from agentcache.store.disk import blob_io

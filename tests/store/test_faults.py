@@ -23,7 +23,8 @@ import torch
 
 from agentcache import Engine, Reason
 from agentcache.errors import BlobError, StoreError, StoreFormatError, StorePermissionError, StoreWarning
-from agentcache.kv import KVSpec, Page
+from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
 from agentcache.store.admin import check
 from agentcache.store.disk import blob_files, blob_io, process_identity
 from agentcache.store.disk.disk_tier import DiskTier

@@ -18,7 +18,8 @@ import torch
 from agentcache import Engine, Reason
 from agentcache.errors import StoreBusyError, StoreWarning
 from agentcache.hit_audit import HitAudit
-from agentcache.kv import KVSpec, Page
+from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
 from agentcache.lifecycle import Lifecycle
 from agentcache.model.hf import HFModel
 from agentcache.store import policy

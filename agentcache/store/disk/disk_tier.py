@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...errors import BlobError, StoreError, StoreFullError
-from ...kv import PAGE_TOKENS, KVSpec, Page
+from ...kv import PAGE_TOKENS, Page
+from ...kv_spec import KVSpec
 from ...types import Precision, Reason, StoreOptions
 from ..deletion import Deletions
 from ..entry import Entry, Match

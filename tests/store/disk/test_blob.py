@@ -18,7 +18,8 @@ from blake3 import blake3
 from safetensors import safe_open
 
 from agentcache.errors import BlobError, StoreError, StoreFullError, StorePermissionError
-from agentcache.kv import KVSpec, Page
+from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
 from agentcache.store.disk import blob, blob_files, blob_format, blob_io, page_fill, process_identity
 from agentcache.store.disk.folder import Folder
 from tests.store.stored_pages import (

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from agentcache.errors import BlobError, StoreError
-from agentcache.kv import KVSpec, Page
+from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
 from agentcache.store.disk import blob, blob_files, blob_format, blob_io
 from agentcache.store.disk.folder import Folder
 from tests.store.stored_pages import (

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import BlobError, StoreError
-from agentcache.kv import KVSpec, Page
+from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
 from agentcache.store.disk import blob_io, quantize
 from agentcache.store.disk.folder import Folder
 from tests.store.stored_pages import SPEC, blob_path, files_under_blobs, noise_page, unstored_row

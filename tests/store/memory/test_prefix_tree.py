@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import ConfigError
-from agentcache.kv import PAGE_TOKENS, KVSpec, Page
+from agentcache.kv import PAGE_TOKENS, Page
+from agentcache.kv_spec import KVSpec
 from agentcache.store.entry import Entry, Match
 from agentcache.store.keys import Ids, Scope, as_ids, page_key
 from agentcache.store.memory.eviction_log import EvictionLog

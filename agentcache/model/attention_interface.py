@@ -1,0 +1,73 @@
+"""Our attention as transformers' modules call it: registered beside theirs, which goes on serving every call that is not a packed forward.
+
+`running` tells, in the thread of a forward, what that forward is: a packed one, one that is watched, or one that is shadowed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from . import steps
+from .attention import Batch
+from .family import attention_of, watch
+
+ATTENTION = "agentcache"
+running = threading.local()  # of the packed forward in this thread: its model, rotary tables, and how many layers have attended
+
+
+def _stock_attention(eager: bool, module: Any) -> Callable[..., Any]:
+    """What the owner's own calls ran before: torch's sdpa, or the eager function in the model's own file."""
+    return sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward  # type: ignore[no-any-return]
+
+
+def _register(before: str) -> None:
+    """Register our attention for models that ran `before`, which goes on serving every call that is not a packed forward."""
+    eager, stock_mask = before == "eager", {"eager": eager_mask, "sdpa": sdpa_mask}[before]
+
+    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **kw: Any) -> Any:
+        batch: Batch | None = getattr(running, "batch", None)
+        if batch is None:
+            if (watched := getattr(running, "watched", None)) is not None:
+                watched.append(watch(running.config, module, key, value, kw))
+            out = _stock_attention(eager, module)(module, query, key, value, attention_mask, **kw)
+            if (shadow := getattr(running, "shadow", None)) is not None:
+                own = _paged(shadow[0], len(shadow) - 1, module, query, key, value, kw)
+                shadow.append(float((own - out[0]).abs().max() / out[0].abs().max()))
+            return out
+        slot, running.layers = running.layers, running.layers + 1
+        if running.token is not None:
+            running.token.glance_layer(module.layer_idx)
+        return _paged(batch, slot, module, query, key, value, kw), None
+
+    def mask(*args: Any, **kw: Any) -> Any:
+        return None if getattr(running, "batch", None) is not None else stock_mask(*args, **kw)
+
+    AttentionInterface.register(f"{ATTENTION}_{before}", attention)
+    AttentionMaskInterface.register(f"{ATTENTION}_{before}", mask)
+
+
+def _paged(
+    batch: Batch, slot: int, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]
+) -> torch.Tensor:
+    """Attention over pages, of tensors as transformers' modules give them."""
+    how = attention_of(running.config, module.layer_idx, query.shape[-1], given)
+    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+    return steps.mix(batch, slot, q, k, v, how)[None]
+
+
+for _before in ("sdpa", "eager"):
+    _register(_before)
+
+
+def rotary_hook(module: Any, args: Any, output: Any) -> Any:
+    """Give the rotary tables of a packed forward in the place of those that its module made."""
+    tables = getattr(running, "tables", None)
+    return output if tables is None else tuple(t[None] for t in tables)
