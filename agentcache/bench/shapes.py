@@ -99,7 +99,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-4-h-1b": (
         "granitemoehybrid",
         {
-            **{**_sizes(1536, 4096, 40, 12, 4, 128, 100352, True), "head_dim": None},
+            **_sizes(1536, 4096, 40, 12, 4, 128, 100352, True),
             "shared_intermediate_size": 4096,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,

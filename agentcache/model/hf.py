@@ -7,8 +7,9 @@ transformers' own modules with our attention function, which finds the page tabl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .kernels.openmp import use_threads
 from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
-from .proof import prove
+from .proof import proven
 from .recurrent import RecurrentState, layers_with_state
 from .rope import Rotary, changes_by_length, turn
 
@@ -64,6 +65,7 @@ class HFModel:
         self.unrotated: tuple[int, ...] | None = None
         self.force_generic = False
         self._plain = True
+        self._calls = 0  # of attention by the layers that are there while the model is shallow
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
@@ -180,7 +182,8 @@ class HFModel:
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
             self.unrotated = self._unrotated([[key for _, key in place] for place in places])
         self.support = Support(self.support.name, True)
-        why, pure = prove(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
+        with self.shallow():
+            why, pure = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
         pure = pure and not any(name.endswith("experts") for name, _ in decoder.named_modules())  # each sees few rows, by chance alike
         self.support = Support(self.support.name, not why, why, pure)
         return why
@@ -279,7 +282,7 @@ class HFModel:
                 logits = self._generic(ids, positions, wanted, state)
         finally:
             running.batch = running.tables = None
-        if self.spec is None or running.layers != self.spec.layers:
+        if self.spec is None or running.layers != (self._calls or self.spec.layers):
             raise RuntimeError(f"{running.layers} of the model's layers called our attention: its attention was exchanged while it ran")
         return logits
 
@@ -318,26 +321,32 @@ class HFModel:
         pairs = tokens * (tokens + 1)
         return tokens * 2.0 * weights + 2.0 * self.spec.layers * self.config.num_attention_heads * self.spec.head_dim * pairs
 
-    @torch.inference_mode()
-    def whole(self, ids: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """Logits [places, vocab] in fp32 of transformers' own forward over ids [tokens], without any cache."""
-        kept = torch.tensor(places, device=self.device)
-        logits = self.model(input_ids=ids[None].to(self.device), use_cache=False, logits_to_keep=kept).logits
-        return logits[0].float() if logits.shape[1] == len(places) else logits[0, kept].float()
+    @contextmanager
+    def shallow(self) -> Iterator[None]:
+        """Run only the first layers for a while: as many as it takes to have one of each kind."""
+        whole, types = self.decoder.layers, getattr(self.config, "layer_types", None) or ()
+        kinds = [(types[at : at + 1], *(type(module) for module in layer.modules())) for at, layer in enumerate(whole)]
+        count = max(kinds.index(kind) for kind in kinds) + 1
+        self.decoder.layers = whole[:count]
+        self._calls = len(self._watched(0))
+        try:
+            yield
+        finally:
+            self.decoder.layers, self._calls = whole, 0
 
     @torch.inference_mode()
-    def shadow(self, ids: torch.Tensor) -> list[float]:
-        """Run transformers' own forward over ids [tokens]; how far attention over pages is off in each layer, of the same numbers.
-
-        Relative to the largest number of the layer's output.
+    def shadow(self, ids: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, list[float]]:
+        """Run transformers' own forward over ids [tokens] without a cache: logits [places, vocab] in fp32, and how far attention over pages
+        is off in each layer, of the same numbers: relative to the largest number of the layer's output.
         """
         assert self.spec is not None and self.numerics is not None
         sequence = Sequence(self.spec)
         sequence.reserve(len(ids))
         running.shadow, running.config = [Batch([Part(sequence, 0, len(ids))], len(ids), self.numerics)], self.config
         try:
-            self.model(input_ids=ids[None].to(self.device), use_cache=False, logits_to_keep=1)
-            return running.shadow[1:]  # type: ignore[no-any-return]
+            kept = torch.tensor(places, device=self.device)
+            logits = self.model(input_ids=ids[None].to(self.device), use_cache=False, logits_to_keep=kept).logits[0]
+            return (logits if len(logits) == len(places) else logits[kept]).float(), running.shadow[1:]
         finally:
             running.shadow = None
 

@@ -103,11 +103,12 @@ class RecurrentState(Cache):
                     state = next(given)
                     held[at] = None if state is None else state.clone()
                     known[at] = state is not None
-                    layer.has_previous_state[at] = True
+                    layer.has_previous_state[at] |= state is not None
             for at, state in layer.conv_states.items():
                 layer.conv_kernel_size[at] = None if state is None else state.shape[-1]
-            first = next(state for state in (*layer.conv_states.values(), *layer.recurrent_states.values()) if state is not None)
-            layer.dtype, layer.device = first.dtype, first.device
+            for state in (*layer.conv_states.values(), *layer.recurrent_states.values()):
+                if state is not None:
+                    layer.dtype, layer.device = state.dtype, state.device
         self.advance(length - self.length)
 
 

@@ -1,0 +1,78 @@
+"""What an earlier process proved is not proven again, as long as code, config and kernels are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentcache.bench import families
+from agentcache.model import proof
+from agentcache.model.hf import HFModel
+
+
+@pytest.fixture
+def proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The model types that are proven from now on."""
+    found: list[str] = []
+    prove = proof.prove
+    monkeypatch.setenv("AGENTCACHE_DIR", str(tmp_path / "store"))
+    monkeypatch.setattr(proof, "prove", lambda model, window: found.append(model.support.name) or prove(model, window))
+    return found
+
+
+def load(family: str, **options: int) -> HFModel:
+    held = HFModel(families.build(family, **options))
+    held.close()
+    return held
+
+
+def test_a_family_is_proven_once(proofs: list[str]) -> None:
+    first, again = load("gemma2"), load("gemma2", seed=1)
+    assert proofs == ["gemma2"]
+    assert first.support == again.support
+    assert first.bitwise
+
+
+def test_a_refusal_is_remembered_too(proofs: list[str]) -> None:
+    assert load("jamba").support == load("jamba").support
+    assert proofs == ["jamba"]
+    assert not load("jamba").support.paged
+
+
+def test_another_config_is_proven(proofs: list[str]) -> None:
+    load("gemma2")
+    model = families.build("gemma2")
+    model.config.attn_logit_softcapping = 20.0
+    HFModel(model).close()
+    assert proofs == ["gemma2", "gemma2"]
+
+
+def test_a_patched_module_is_proven_each_time(proofs: list[str]) -> None:
+    for _ in range(2):
+        model = families.build("phi3")
+        mlp = model.model.layers[0].mlp
+        mlp.forward = lambda x, inner=mlp.forward: inner(x)
+        HFModel(model).close()
+    assert proofs == ["phi3", "phi3"]
+
+
+def test_a_verdict_that_was_changed_is_not_believed(proofs: list[str], tmp_path: Path) -> None:
+    load("jamba")
+    (kept,) = (tmp_path / "store" / "kernels").glob("*.o")
+    kept.write_bytes(kept.read_bytes().replace(b"false", b" true"))
+    assert not load("jamba").support.paged
+    assert proofs == ["jamba", "jamba"]
+
+
+def test_the_layers_of_a_proof_cover_all_kinds() -> None:
+    held = HFModel(families.build("gemma3_text"))
+    with held.shallow():
+        assert [len(held.decoder.layers), held.config.layer_types[:2]] == [2, ["sliding_attention", "full_attention"]]
+    assert len(held.decoder.layers) == 4
+    with pytest.raises(ZeroDivisionError), held.shallow():
+        raise ZeroDivisionError
+    assert len(held.decoder.layers) == 4
+    assert torch.isfinite(held.shadow(torch.arange(70), [69])[0]).all()
+    held.close()
