@@ -32,7 +32,7 @@ _ONLY_STATE = "no layer calls attention"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a tiny model of the family needs, and what is expected of it."""
+    """Settings of a family's tiny model, and the expected outcome."""
 
     # what differs from SIZES
     config: dict[str, Any]

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import transformers
 from blake3 import blake3
 
-from ..checkpoints import CHECKPOINT_TOKENS
+from ..checkpoints import CHECKPOINT_TOKENS, LiveState
 from ..kv import Sequence
+from ..kv_spec import KVSpec
 from .attention import Part
 from .behaviour import foreign_hooks
 from .kernels.object_cache import Objects
-
-if TYPE_CHECKING:
-    from .hf import HFModel
+from .numerics import Numerics
 
 TOKENS = 150  # of the ids, unless a window is longer
 MOST_TOKENS = 640
@@ -37,7 +37,44 @@ LAYER_COARSE = 0.03
 SHARE = 0.9  # of positions that must be within it: experts that two rows almost share may be chosen otherwise
 
 
-def proven(model: HFModel, window: int) -> tuple[str, bool]:
+class Provable(Protocol):
+    """A model as far as it is proven."""
+
+    model: Any
+    config: Any
+    spec: KVSpec | None
+    dtype: torch.dtype
+    device: torch.device
+    quantized: bool
+    vocab: int
+
+    @property
+    def numerics(self) -> Numerics | None:
+        """Kernels and paddings."""
+        ...
+
+    def begin(self) -> LiveState | None:
+        """States before the first token."""
+        ...
+
+    def regime(self, length: int) -> str | None:
+        """Name the rotary frequencies of a length."""
+        ...
+
+    def flops(self, tokens: int) -> float:
+        """Count those of a prompt."""
+        ...
+
+    def shadow(self, ids: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, list[float]]:
+        """Run the model's own forward: logits [places, vocab], and how far attention over pages is off in each layer."""
+        ...
+
+    def forward(self, ids: torch.Tensor, parts: list[Part], regimes: list[str], wanted: Seq[int]) -> torch.Tensor:
+        """Run a packed forward: logits [wanted, vocab]."""
+        ...
+
+
+def proven(model: Provable, window: int) -> tuple[str, bool]:
     """`prove`, or what an earlier process of this user found for the same code, config, versions and kernels."""
     if (source := _source(model)) is None:
         return prove(model, window)
@@ -51,7 +88,7 @@ def proven(model: HFModel, window: int) -> tuple[str, bool]:
     return found
 
 
-def _source(model: HFModel) -> str | None:
+def _source(model: Provable) -> str | None:
     """All that decides the verdict but the weights; None if some of it has no text: patched modules, hooks."""
     if any(foreign_hooks(model.model)) or any("forward" in vars(module) for module in model.model.modules()):
         return None
@@ -65,7 +102,7 @@ def _source(model: HFModel) -> str | None:
 
 
 @torch.inference_mode()
-def prove(model: HFModel, window: int) -> tuple[str, bool]:
+def prove(model: Provable, window: int) -> tuple[str, bool]:
     """Why a model's pages cannot be reused ("" if they can), and whether bits do not depend on the tokens run beside.
 
     window: the longest, of keys that a layer sees; ids reach over it if that takes no longer than FLOPS.
@@ -96,7 +133,7 @@ def prove(model: HFModel, window: int) -> tuple[str, bool]:
     return "", pure
 
 
-def _prove_state(model: HFModel, ids: torch.Tensor, places: list[int], expected: torch.Tensor) -> tuple[str, bool]:
+def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected: torch.Tensor) -> tuple[str, bool]:
     """The same for layers with a state: cut where checkpoints are made, and started again from copies of the states there."""
     stops, tokens = list(range(CHECKPOINT_TOKENS, len(ids), CHECKPOINT_TOKENS)), len(ids)
     sequence, pieces = _run(model, ids, [*stops, tokens], places)
@@ -112,7 +149,7 @@ def _prove_state(model: HFModel, ids: torch.Tensor, places: list[int], expected:
 
 
 def _run(
-    model: HFModel, ids: torch.Tensor, stops: list[int], places: list[int], restart: bool = False, whole: int | None = None
+    model: Provable, ids: torch.Tensor, stops: list[int], places: list[int], restart: bool = False, whole: int | None = None
 ) -> tuple[Sequence, torch.Tensor]:
     """Run ids up to each stop in a forward of its own; the sequence, and the logits [places, vocab].
 
@@ -132,7 +169,7 @@ def _run(
     return sequence, torch.cat(logits)
 
 
-def _beside(model: HFModel, ids: torch.Tensor, other: torch.Tensor, first: int) -> Sequence:
+def _beside(model: Provable, ids: torch.Tensor, other: torch.Tensor, first: int) -> Sequence:
     """Run ids from `first` on in one forward with a sequence of other ids."""
     sequence, _ = _run(model, ids[:first], [first], [], whole=len(ids))
     neighbour, regime = Sequence(sequence.spec), model.regime(len(ids)) or ""
@@ -144,7 +181,7 @@ def _beside(model: HFModel, ids: torch.Tensor, other: torch.Tensor, first: int) 
     return sequence
 
 
-def _alike(model: HFModel, found: torch.Tensor, expected: torch.Tensor) -> float:
+def _alike(model: Provable, found: torch.Tensor, expected: torch.Tensor) -> float:
     """The share of positions whose logits differ by rounding alone."""
     if model.quantized or model.dtype not in TOLERANCE:
         return float((torch.cosine_similarity(found, expected, dim=-1) >= COSINE).float().mean())
