@@ -15,7 +15,6 @@ import torch
 from .types import PAGE_TOKENS, Layout
 
 CHECKPOINT_TOKENS = 64  # positions of checkpoints are multiples: kernels of recurrent layers work on chunks of so many tokens
-LEAST_TOKENS = 128  # between two of them: what is computed again costs less than a copy
 STRIDE_TOKENS = 2048  # between those amid long text
 
 
@@ -56,8 +55,8 @@ def marks_of(layout: Layout) -> tuple[int, ...]:
     for end in ends:
         at = min(end, len(layout.ids)) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
         last = found[-1] if found else 0
-        found.extend(range(last + STRIDE_TOKENS, at - LEAST_TOKENS, STRIDE_TOKENS))
-        if at >= (found[-1] + LEAST_TOKENS if found else CHECKPOINT_TOKENS):
+        found.extend(range(last + STRIDE_TOKENS, at, STRIDE_TOKENS))
+        if at > last:
             found.append(at)
     return tuple(found)
 

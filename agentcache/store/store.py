@@ -134,6 +134,7 @@ class Store:
             if received is not None and self.deletions.meet(scope, ids, received):
                 return
             path = self.tree.admit(scope, ids, pages, numerics, prefix_tokens)
+            self.tree.thin_checkpoints(path, prefix_tokens)
             if self.disk and scope.precision == "exact":  # pages computed after lossy ones stay in memory
                 self.disk.writer.offer(path)
 

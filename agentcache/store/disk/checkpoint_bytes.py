@@ -19,10 +19,11 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.f
 
 
 def pack(page: Page, tokens: int) -> bytes:
-    """The checkpoints within the first `tokens` slots; empty if there is none."""
-    kept = sorted((slots, known.states) for slots, known in page.checkpoints.items() if slots <= tokens)
-    if not kept:
+    """The first and the last checkpoint within the first `tokens` slots; empty if there is none."""
+    within = sorted(slots for slots in page.checkpoints if slots <= tokens)
+    if not within:
         return b""
+    kept = [(slots, page.checkpoints[slots].states) for slots in sorted({within[0], within[-1]})]
     kinds = [[slots, [state if state is None else [str(state.dtype), list(state.shape)] for state in states]] for slots, states in kept]
     head = json.dumps(kinds, separators=(",", ":")).encode("ascii")
     states = (state.cpu().contiguous() for _, states in kept for state in states if state is not None)

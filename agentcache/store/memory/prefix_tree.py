@@ -21,6 +21,7 @@ from .eviction_log import EvictionLog
 from .pins import Pins
 
 CHILDREN = 256  # continuations of one page; the oldest unpinned leaf goes first
+KEPT_CHECKPOINTS = 4  # at the end of a path: where a conversation is taken up again
 LONGER = "new behind all that is kept"  # the cached prompt ended
 OTHER = "kept prompts go on differently from here"
 Key = bytes  # inside the class that name is a property
@@ -228,6 +229,21 @@ class PrefixTree:
         if new := {slots: known for slots, known in page.checkpoints.items() if slots <= tokens and slots not in entry.page.checkpoints}:
             entry.page.checkpoints |= new
             self.eviction.recount(entry)
+
+    def thin_checkpoints(self, path: Seq[Entry], prefix_tokens: int) -> None:
+        """Keep those of a path's stable prefix, the first one of each page, and the last few: a conversation goes on from its end."""
+        with self.lock:
+            later = [
+                (entry, slots)
+                for entry in path
+                if entry.page is not None
+                for slots in sorted(entry.page.checkpoints)[1:]
+                if prefix_tokens < entry.first + slots <= entry.first + len(entry.ids)
+            ]
+            for entry, slots in later[:-KEPT_CHECKPOINTS]:
+                assert entry.page is not None
+                entry.page.checkpoints = {at: known for at, known in entry.page.checkpoints.items() if at != slots}
+                self.eviction.recount(entry)
 
     def _rename(self, entry: Entry, ids: Ids) -> None:
         """Give an entry without children more or fewer tokens."""

@@ -1,0 +1,202 @@
+"""Models with recurrent layers: where a prompt has checkpoints, and that a hit from one has the bits of everything computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache import Completion, Engine, Reason, Sampling
+from agentcache.bench import families
+from agentcache.checkpoints import CHECKPOINT_TOKENS, STRIDE_TOKENS, Checkpoint, cuts_of, marks_of
+from agentcache.errors import ConfigError
+from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
+from agentcache.store.disk.checkpoint_bytes import pack, unpack
+from agentcache.types import Layout, Span
+from tests import models
+
+SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse."}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": f"tide_{number}",
+            "description": f"Look up the tide and the wind at a place, number {number}.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+    for number in range(6)
+]
+RECURRENT = ["qwen3_5_text", "lfm2", "falcon_h1", "bamba"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads: Callable[[int], None]) -> None:
+    threads(1)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+class Asking:
+    """An engine, and what it answers: with the logits of each token."""
+
+    def __init__(self, family: str, store: Path | None, **options: Any) -> None:
+        self.engine = Engine(families.build(family), models.toy_tokenizer(), store=store, **options)
+
+    def __call__(self, messages: list[dict[str, str]], **options: Any) -> tuple[Completion, torch.Tensor]:
+        logits: list[torch.Tensor] = []
+        sampling = Sampling(max_tokens=options.pop("tokens", 6), temperature=0.0, ignore_eos=True)
+        said = self.engine.generate(messages, TOOLS, sampling=sampling, on_logits=lambda found: logits.append(found.clone()), **options)
+        return said, torch.stack(logits)
+
+
+@pytest.fixture
+def asking() -> Iterator[Callable[..., Asking]]:
+    made: list[Asking] = []
+
+    def make(*args: Any, **options: Any) -> Asking:
+        made.append(Asking(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engine.close()
+
+
+# -- where ---------------------------------------------------------------------------------------------------------------
+
+
+def layout(*stops: int, prefix: int) -> Layout:
+    starts = (0, *stops)
+    spans = tuple(Span("turn", start, stop) for start, stop in zip(starts, stops, strict=False))
+    return Layout(range(stops[-1]), spans, "", prefix)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 12))
+def test_a_continued_prompt_has_the_marks_of_its_start(lengths: list[int], turns: int) -> None:
+    stops = [sum(lengths[: at + 1]) for at in range(len(lengths))]
+    whole, start = layout(*stops, prefix=stops[0]), layout(*stops[:turns], prefix=stops[0])
+    marks, before = marks_of(whole), marks_of(start)
+    assert marks[: len(before)] == before
+    assert all(mark % CHECKPOINT_TOKENS == 0 for mark in marks)
+    assert all(b - a >= CHECKPOINT_TOKENS for a, b in zip(marks, marks[1:], strict=False))
+    assert all(b - a <= STRIDE_TOKENS for a, b in zip((0, *marks), marks, strict=False))
+    ends = cuts_of(marks, stops[-1])
+    assert set(marks) <= set(ends)
+    assert all(b - a <= 512 for a, b in zip((0, *ends), ends, strict=False))
+
+
+# -- bits ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_hit_has_the_bits_of_everything_computed(family: str, asking: Callable[..., Asking], tmp_path: Path) -> None:
+    first = asking(family, tmp_path / "store")
+    group = first.engine.warm(SYSTEM["content"], TOOLS, name="tides")
+    assert group.prefix_tokens % CHECKPOINT_TOKENS == 0
+    asked = [SYSTEM, user("What is the tide at Port Averil? " * 6)]
+    said, logits = first(asked)
+    assert said.receipt.cached_tokens >= group.prefix_tokens
+    assert torch.equal(first(asked, reuse="off")[1], logits)
+    later = [*asked, {"role": "assistant", "content": said.text}, user("And the wind, tomorrow? " * 5)]
+    again, step = first(later)
+    assert again.receipt.cached_tokens > said.receipt.cached_tokens
+    assert again.receipt.bitwise
+    expected = first(later, reuse="off")[1]
+    assert torch.equal(expected, step)
+    first.engine.flush()
+    first.engine.close()
+
+    other = asking(family, tmp_path / "store")
+    found, from_disk = other(later)
+    assert found.receipt.cached_tokens >= again.receipt.cached_tokens
+    assert torch.equal(from_disk, expected)
+
+
+def test_two_conversations_branch_from_one_group(asking: Callable[..., Asking]) -> None:
+    one = asking("qwen3_5_text", None)
+    group = one.engine.warm(SYSTEM["content"], TOOLS)
+    for text in ("What is the tide? " * 9, "Where does the wind come from? " * 9, "What is the tide? " * 9):
+        said, logits = one([SYSTEM, user(text)])
+        assert said.receipt.cached_tokens >= group.prefix_tokens
+        assert torch.equal(one([SYSTEM, user(text)], reuse="off")[1], logits)
+
+
+def test_requests_at_once_do_not_share_a_state(asking: Callable[..., Asking]) -> None:
+    one = asking("qwen3_5_text", None)
+    asked = [[SYSTEM, user(f"What is the tide at place {number}? " * 4)] for number in range(3)]
+    alone = [one(messages, reuse="off")[0].text for messages in asked]
+    sampling = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+    streams = [one.engine.stream(messages, TOOLS, sampling=sampling) for messages in asked]
+    assert [stream.completion.text for stream in streams] == alone
+
+
+def test_what_follows_the_last_checkpoint_is_named(asking: Callable[..., Asking]) -> None:
+    one = asking("lfm2", None)
+    said, _ = one([SYSTEM, user("Hello. " * 60)])
+    assert said.receipt.cached_tokens == 0
+    page = one.engine.store.tree.entries()[0].page
+    assert page is not None
+    assert page.checkpoints
+    for entry in one.engine.store.tree.entries():
+        assert entry.page is not None
+        entry.page.checkpoints = {}
+    again, _ = one([SYSTEM, user("Hello. " * 60)])
+    assert again.receipt.cached_tokens == 0
+    assert Reason.CHECKPOINT in [refusal.reason for refusal in again.receipt.refusals]
+
+
+def test_keys_after_a_state_are_not_moved(asking: Callable[..., Asking]) -> None:
+    with pytest.raises(ConfigError, match="cannot be re-indexed"):
+        asking("qwen3_5_text", None, reuse="approximate")
+
+
+# -- memory and disk -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_count_in_the_budget(asking: Callable[..., Asking]) -> None:
+    one = asking("qwen3_5_text", None)
+    one([SYSTEM, user("What is the tide? " * 9)])
+    pages = [entry.page for entry in one.engine.store.tree.entries()]
+    own = sum(known.bytes for page in pages if page for known in page.checkpoints.values())
+    assert own > 0
+    assert one.engine.store.bytes == own + sum(page.spec.page_bytes for page in pages if page)
+    one.engine.forget(older_than=0)
+    assert one.engine.store.bytes == 0
+
+
+def test_a_long_conversation_keeps_few_checkpoints(asking: Callable[..., Asking]) -> None:
+    one = asking("lfm2", None)
+    messages = [SYSTEM]
+    for turn in range(12):
+        messages = [*messages, user(f"What is the tide at place {turn}? " * 6)]
+        said, logits = one(messages, tokens=2)
+        messages = [*messages, {"role": "assistant", "content": "It is high. " * 4}]
+    assert torch.equal(one(messages[:-1], reuse="off", tokens=2)[1], logits)
+    kept = [len(entry.page.checkpoints) for entry in one.engine.store.tree.entries() if entry.page]
+    assert sum(kept) <= len(kept) + 5
+    assert said.receipt.cached_tokens > said.receipt.prompt_tokens - 300
+
+
+@given(st.integers(1, 512))
+def test_checkpoints_survive_being_bytes(tokens: int) -> None:
+    page = Page(KVSpec(1, 1, 8, torch.float32))
+    for slots in (64, 128, 320):
+        states = (torch.randn(1, 2, 3), None, torch.randn(1, 4).bfloat16() * slots)
+        page.checkpoints[slots] = Checkpoint(states)
+    found = unpack(pack(page, tokens).ljust(4096, b"\0"), tokens) if tokens >= 64 else {}
+    within = [slots for slots in (64, 128, 320) if slots <= tokens]
+    assert sorted(found) == sorted({*within[:1], *within[-1:]})
+    for slots, known in found.items():
+        for mine, theirs in zip(known.states, page.checkpoints[slots].states, strict=True):
+            assert (mine is None) is (theirs is None)
+            assert mine is None or theirs is None or (torch.equal(mine, theirs) and mine.dtype == theirs.dtype)
+    assert tokens >= 64 or pack(page, tokens) == b""
