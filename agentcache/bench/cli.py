@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,8 @@ from .options import (
     ToolsDir,
     names,
     numbers,
+    to_write,
+    write,
 )
 
 app = typer.Typer(help="Measure a model of yours; each ends in one JSON line.", no_args_is_help=True, add_completion=False)
@@ -113,6 +116,42 @@ def store(
             with closing(bench.Files(bench.spec_of(shape.value, dtype.value), tokens, Path(folder))) as files:
                 found |= bench.run(files, repeats, say)
         report.finish(found, [report.store_table(found)], json_file)
+
+
+@app.command()
+def families(
+    only: Annotated[str | None, typer.Option(help="Names of families, with commas; by default all.")] = None,
+    dtype: DtypeOption = Dtype.float32,
+    threads: ThreadsOption = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=to_write, help="Also write a table for docs, like outcomes in one line.")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Reuse of every known family on a tiny random model: tool group, next step, second process, against reuse off."""
+    with report_errors():
+        import torch
+
+        from . import families as known
+        from . import family_reuse as bench
+        from . import report
+        from .environment import machine, versions
+        from .shapes import dtype_of
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        about = {"machine": {**machine(), "threads": torch.get_num_threads()}, "versions": versions(), "dtype": dtype.value}
+        found: dict[str, Any] = {"bench": "families", **about}
+
+        def keep(part: Mapping[str, Any]) -> None:
+            found.update(part)
+            report.save(found, json_file)
+
+        with report.Progress() as say:
+            bench.run(names(only) if only else tuple(known.TINY), dtype_of(dtype.value), say, keep)
+        report.finish(found, [report.families_table(found)], json_file)
+        if markdown is not None:
+            write(markdown, bench.markdown(found["rows"]))
 
 
 @app.command()

@@ -19,7 +19,8 @@ SIZES: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "num_shared_experts": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     "intermediate_size_mlp": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1,
+    "linear_value_head_dim": 16, "linear_num_heads": 4, "linear_head_dim": 16,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "mamba_d_ssm": 128, "state_size": 16,
     "num_heads": 8, "expand": 2, "lru_width": 64, "attention_window_size": 48, "laurel_rank": 8, "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
@@ -65,7 +66,11 @@ TINY: dict[str, Family] = {
         experts=True,
     ),
     "laguna": Family(_TWO_KINDS, experts=True),
-    **_all("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash", config=_LATENT, experts=True),
+    **_all("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite", config=_LATENT, experts=True),
+    "longcat_flash": Family(
+        {**_LATENT, "num_layers": 2, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
+        experts=True,
+    ),
     **_all("deepseek_v32 glm_moe_dsa", config=_LATENT, unpaged="'indices'"),
     **_all("olmo_hybrid qwen3_5_text falcon_h1 lfm3", recurrent=True),
     **_all("nemotron_h qwen3_5_moe_text qwen3_next", recurrent=True, experts=True),
@@ -87,20 +92,20 @@ TINY: dict[str, Family] = {
 }
 
 
-def config_of(name: str) -> Any:
-    """The tiny configuration of a family."""
+def config_of(name: str, **changed: Any) -> Any:
+    """The tiny configuration of a family, with some of its settings changed."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[name]
     known = {field.name for field in fields(kind)}
-    wanted = {key: value for key, value in SIZES.items() if key in known} | TINY[name].config
+    wanted = {key: value for key, value in SIZES.items() if key in known} | TINY[name].config | changed
     return kind(**wanted)
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A new model of a family, in eval mode; the same arguments give the same weights."""
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changed: Any) -> Any:
+    """A new model of a family, in eval mode, with some settings changed; the same arguments give the same weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config_of(name)).to(dtype).eval()
+        return AutoModelForCausalLM.from_config(config_of(name, **changed)).to(dtype).eval()

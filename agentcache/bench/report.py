@@ -130,6 +130,21 @@ def segments_table(title: str, rows: Sequence[Row]) -> Table:
     return drawn(title, columns, rows, caption)
 
 
+def families_table(found: Row) -> Table:
+    """One line per family, and how many of each outcome."""
+    columns: dict[str, Cell] = {"family": lambda row: str(row["family"]), "path": lambda row: str(row["path"])}
+    columns |= {"group": of("group"), "step": of("step"), "2nd process": of("second_process")}
+    columns |= {key: _outcome(key) for key in ("equal", "bitwise")} | {"why": lambda row: str(row["why"])}
+    caption = ", ".join(f"{count} {outcome}" for outcome, count in found["summary"].items())
+    made = drawn("cached tokens of each family", columns, found["rows"], caption)
+    made.columns[-1].no_wrap, made.columns[-1].justify = False, "left"
+    return made
+
+
+def _outcome(key: str) -> Cell:
+    return lambda row: {None: "-", True: "yes", False: "NO"}[row[key]]
+
+
 def save(report: Mapping[str, Any], json_file: Path | None) -> None:
     """The report as one JSON line, into a file if one is named. Called after each part, so that a long run that is ended loses one."""
     if json_file is not None:
