@@ -1,4 +1,4 @@
-"""What reuse does for each family of families.py: a tool group, the next step, and that step in another process, against reuse off."""
+"""Reuse of every family of families.py: a tool group, the next step, and that step in another process, against reuse off."""
 
 from __future__ import annotations
 

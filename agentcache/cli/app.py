@@ -116,6 +116,7 @@ def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | 
 
 def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
     from ..engine import Engine
+    from ..model.verdict import verdict
 
     if model is not None:
         engine = Engine(model, store=None)
@@ -124,19 +125,16 @@ def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
 
         engine = Engine(*load(str(shape)), store=None)
     with engine:
-        known, spec, numerics = engine.model, engine.model.spec, engine.model.numerics
-        report: dict[str, Any] = {
+        known, numerics = engine.model, engine.model.numerics
+        return {
             "family": known.support.name,
-            "reuse": known.support.paged,
-            "why not": known.support.why or "nothing stands against it",
+            **verdict(known),
             "bitwise": known.bitwise,
             "layers stepped": known.stepped,
             "dtype": str(known.dtype).removeprefix("torch."),
             "context_tokens": known.context_tokens,
+            **({"numerics": asdict(numerics)} if numerics is not None else {}),
         }
-        if spec is not None and numerics is not None:
-            report |= {"KV bytes per token": spec.token_bytes, "numerics": asdict(numerics)}
-        return report
 
 
 def _memory_bytes() -> int | None:

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from ..kv import Sequence
 from ..kv_spec import KVSpec
 from . import steps
-from .attention import Batch, Part
+from .attention import Attention, Batch, Part
 from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
 from .family import STEPPED, Layer, Support, examine, obstacle
@@ -119,6 +119,10 @@ class HFModel:
     def begin(self) -> RecurrentState | None:
         """The state of recurrent layers before the first token; None if the model has no such layers."""
         return RecurrentState(self.config) if self.spec is not None and self.spec.recurrent else None
+
+    def ways(self) -> list[Attention]:
+        """How each layer attends, of a model that runs transformers' own modules and is idle."""
+        return [layer.how for layer, _ in self._watched(0)]
 
     def keep_boundaries(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers with pages computed from now on, if layers are stepped."""

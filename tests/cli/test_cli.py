@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 import agentcache_llm
 from agentcache import __version__, terminal
-from agentcache.bench import report
+from agentcache.bench import families, report
 from agentcache.cli import app as cli
 from agentcache.errors import ConfigError
+from tests import models
 from tests.checkout import ROOT
 
 
@@ -76,6 +77,38 @@ def test_doctor_of_a_model(model_folder: Path) -> None:
     model = json.loads(done.stdout)["model"]
     assert model["family"] == "qwen3"
     assert model["reuse"] is True
+
+
+@pytest.mark.parametrize(
+    ("family", "told", "layers"),
+    [
+        (
+            "gemma3_text",
+            {"reuse": True, "reused": "prefixes of any length", "promise": "the bits", "KV bytes per token": 1024},
+            {"attend to the last 48 tokens": 2, "attend to all tokens": 2},
+        ),
+        (
+            "gpt_oss",
+            {"reuse": True, "promise": "the greedy tokens of reuse off, no bits: experts", "KV bytes per token": 1024},
+            {"attend to the last 48 tokens, with sinks": 2, "attend to all tokens, with sinks": 2},
+        ),
+        (  # per checkpoint: 3 layers of 4 states 16 * 16, and of 4 numbers for 128 channels, in fp32
+            "qwen3_5_text",
+            {"reuse": True, "reused": "prefixes up to a checkpoint", "KV bytes per token": 256, "bytes per checkpoint": 18432},
+            {"attend to all tokens": 1, "keep a state that does not grow": 3},
+        ),
+        ("jamba", {"reuse": False, "why not": "continued after 64 tokens", "reused": "nothing", "promise": "the model's own"}, None),
+    ],
+)
+def test_doctor_prints_the_verdict(family: str, told: dict[str, object], layers: dict[str, int] | None, tmp_path: Path) -> None:
+    families.build(family).save_pretrained(tmp_path)
+    models.toy_tokenizer().save_pretrained(tmp_path)
+    done = CliRunner().invoke(cli.app, ["doctor", "--json", "--model", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)["model"]
+    assert said.get("layers") == layers
+    for label, value in told.items():
+        assert said[label].startswith(value) if isinstance(value, str) else said[label] == value, label
 
 
 def test_doctor_says_plainly_that_a_model_is_missing() -> None:

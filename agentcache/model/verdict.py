@@ -1,0 +1,67 @@
+"""The verdict on a loaded model, for `agentcache doctor`: kinds of layers, what is reused of them, bits or tokens, bytes, why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from ..checkpoints import CHECKPOINT_TOKENS, Checkpoint
+from ..kv import Sequence
+from . import steps
+from .attention import Attention, Part
+from .hf import HFModel
+
+
+def verdict(model: HFModel) -> dict[str, Any]:
+    """The verdict, by label."""
+    found: dict[str, Any] = {"reuse": model.support.paged, "why not": model.support.why or "nothing stands against it"}
+    if model.spec is None:
+        return found | {"reused": "nothing: each prompt is computed whole", "promise": "the model's own answers"}
+    found |= {"layers": _kinds(model), "reused": "prefixes of any length, in memory and on disk"}
+    if model.spec.recurrent:
+        found["reused"] = f"prefixes up to a checkpoint, at a multiple of {CHECKPOINT_TOKENS} tokens, in memory and on disk"
+    found["promise"] = "the bits of reuse off" if model.bitwise else f"the greedy tokens of reuse off, no bits: {_impurity(model)}"
+    found["KV bytes per token"] = model.spec.token_bytes
+    if model.spec.recurrent:
+        found["bytes per checkpoint"] = _checkpoint(model).bytes
+    return found
+
+
+def _kinds(model: HFModel) -> dict[str, int]:
+    """Number of layers by what they see or keep."""
+    ways = [Attention(1.0, steps.window(layer.self_attn)) for layer in model.decoder.layers] if model.stepped else model.ways()
+    kinds = Counter(_sees(how) for how in ways)
+    states = sum(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=model.config).layers)
+    return dict(kinds) | ({"keep a state that does not grow": states} if states else {})
+
+
+def _sees(how: Attention) -> str:
+    seen = f"the last {how.window} tokens" if how.window else f"their chunk of {how.chunk} tokens" if how.chunk else "all tokens"
+    traits = [name for name, there in (("sinks", how.sinks is not None), ("soft caps", how.softcap)) if there]
+    return f"attend to {seen}" + (f", with {' and '.join(traits)}" if traits else "")
+
+
+def _impurity(model: HFModel) -> str:
+    """Why bits are not promised."""
+    if model.quantized:
+        return "kernels of quantised weights choose by the number of rows"
+    if model.fingerprint is not None and model.fingerprint.foreign:
+        return "hooks or patched modules are not probed"
+    if model.numerics is not None and not model.numerics.pure:
+        return "kernels on this device choose by the number of rows"
+    return "experts or kernels of its layers depend on the tokens beside"
+
+
+@torch.inference_mode()
+def _checkpoint(model: HFModel) -> Checkpoint:
+    """A checkpoint after the fewest tokens that have one."""
+    assert model.spec is not None
+    sequence = Sequence(model.spec, state=model.begin())
+    sequence.reserve(CHECKPOINT_TOKENS)
+    ids, part = torch.zeros(CHECKPOINT_TOKENS, dtype=torch.long), Part(sequence, 0, CHECKPOINT_TOKENS)
+    model.forward(ids, [part], [model.regime(CHECKPOINT_TOKENS) or ""], [])
+    assert sequence.state is not None
+    return Checkpoint(sequence.state.copy())
