@@ -36,6 +36,7 @@ from .request import Asked, Decoding, Provenance, Running, TokenIds
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.deletion import Deletion
+from .store.keys import as_ids
 from .store.policy import budgets
 from .store.store import DEFAULT, Store
 from .store.tool_group import ToolGroup
@@ -283,15 +284,17 @@ class Engine:
         called, received = time.perf_counter(), self.store.heed()
         sticky = () if group is None else self._groups.tools(namespace, group)
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
+        filled = layout
         if self.model.spec is not None and self.model.spec.recurrent:  # nothing continues from where there is no checkpoint
-            layout = cut(layout, len(layout.ids) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS)
+            size = max(0, len(layout.ids) - 1) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
+            filled, layout = cut(layout, size + 1), cut(layout, size)  # one more: of a prompt that is cached, the last token is computed
         if not layout.ids:
             raise ConfigError(
                 "nothing to warm: messages and tools give no common prefix under this chat template, or one that is too short"
             )
-        sampling = self._fit(layout, Sampling(max_tokens=1))
-        asked = Asked(layout, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress)
-        running = self._running(asked, Account.open(layout, namespace, self.name, called))
+        sampling = self._fit(filled, Sampling(max_tokens=1))
+        asked = Asked(filled, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress)
+        running = self._running(asked, Account.open(filled, namespace, self.name, called))
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
         pinned = False
@@ -301,17 +304,17 @@ class Engine:
             pinned = True
         finally:
             if not pinned:
-                self._abandon(running)
+                self._abandon(running, layout)
         names = [tool_name(tool) for tool in tools]
         return self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
 
-    def _abandon(self, running: Running) -> None:
+    def _abandon(self, running: Running, layout: Layout) -> None:
         """The caller's callback failed, or the request did: nothing stays pinned."""
         running.events.cancel()
         while running.sequence is not None and not isinstance(running.events.get(), (Done, AgentCacheError)):
             pass
         if running.pinned_pages and running.scope:
-            self.store.release_pin(running.scope.pin_name(running.ids.array()))
+            self.store.release_pin(running.scope.pin_name(as_ids(layout.ids)))
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""

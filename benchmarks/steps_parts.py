@@ -58,7 +58,7 @@ def later_step(engine: Engine, repeats: int) -> dict[str, Any]:
     assert known >= answer.receipt.prompt_tokens, f"only {known} tokens are shared with the step before"
     engine_timing.ask(engine, steps[0], tools, 1, namespace=namespace)
     sequence = engine_timing.resident(engine, namespace, prompts[0][: known + 1])
-    cache = baselines.cache_of(engine.model.model, sequence, known)
+    cache = baselines.cache_of(engine.model.model, sequence, prompts[0][:known])
     sequence.close()
     baselines.kept(engine.model.model, cache, prompts[0][known:])
     samples = Samples()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from ..kv import Sequence
@@ -84,18 +85,29 @@ def recipe(model: Any, prefix: Any, ids: Seq[int], new: int) -> Timed:
 
 
 def kept(model: Any, cache: Any, new_ids: Seq[int]) -> Timed:
-    """One step of a loop that carries one DynamicCache: forward of the new ids only, one greedy token; the cache is cropped back after."""
+    """One step of a loop that carries one DynamicCache: forward of the new ids only, one greedy token. The cache is as before after it."""
+    crops = all(type(layer) is DynamicLayer for layer in cache.layers)
+    cache = cache if crops else copy.deepcopy(cache)  # before the clock runs: a loop would not copy it
     began = time.perf_counter()
     with torch.inference_mode():
         given = torch.tensor([list(new_ids)], device=model.device)
         token = int(model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
     stamp = time.perf_counter()
-    cache.crop(-len(new_ids))
+    if crops:
+        cache.crop(-len(new_ids))
     return timed(began, [stamp], [token])
 
 
-def cache_of(model: Any, sequence: Sequence, tokens: int) -> Any:
-    """A DynamicCache with the first `tokens` of a sequence: the baselines start from our pages instead of another minute of prefill."""
+def cache_of(model: Any, sequence: Sequence, ids: Seq[int]) -> Any:
+    """A DynamicCache of these first tokens of a sequence: the baselines start from our pages instead of another minute of prefill, where
+    transformers would keep the same."""
+    tokens = len(ids)
+    if sequence.state is not None or sequence.spec.widths:
+        with torch.inference_mode():
+            given = torch.tensor([list(ids)], device=model.device)
+            return model(
+                input_ids=given, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1
+            ).past_key_values
     cache = DynamicCache(config=model.config)
     for layer in range(sequence.spec.layers):
         keys, values = (t.transpose(0, 1)[None].contiguous() for t in sequence.read(layer, 0, tokens))

@@ -11,7 +11,7 @@ import torch
 from ..engine import Engine, Stream
 from ..errors import ConfigError
 from ..events import Chunk
-from ..kv import Sequence
+from ..kv import Sequence, last_checkpoint
 from ..receipt import Receipt
 from ..runner import Work
 from ..store.keys import Scope, as_ids
@@ -60,8 +60,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 def scope_of(engine: Engine, namespace: str, tokens: int) -> Scope:
     """The scope under which the store caches a prompt of so many tokens."""
-    rotary, fingerprint = engine.model.rotary, engine.fingerprint
-    regime = rotary.regime(tokens) if rotary else None
+    fingerprint, regime = engine.fingerprint, engine.model.regime(tokens)
     if fingerprint is None or regime is None:
         raise ConfigError(f"model {engine.name!r} has no pages ({engine.model.support.why}): there is nothing to compare")
     return Scope(namespace, fingerprint.whole, regime)
@@ -72,8 +71,9 @@ def resident(engine: Engine, namespace: str, ids: Seq[int]) -> Sequence:
     assert engine.model.spec is not None
     scope = scope_of(engine, namespace, len(ids))
     found = engine.store.match(scope, as_ids(ids))
-    sequence = Sequence(engine.model.spec)
-    sequence.attach(list(found.pages), found.tokens)
+    sequence = Sequence(engine.model.spec, state=engine.model.begin())
+    tokens = found.tokens if sequence.state is None else last_checkpoint(found.pages, found.tokens)
+    sequence.attach(list(found.pages), tokens)
     return sequence
 
 

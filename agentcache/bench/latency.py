@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..checkpoints import CHECKPOINT_TOKENS
 from ..engine import Engine
 from ..errors import ConfigError
 from ..store.tool_group import ToolGroup
@@ -70,6 +71,8 @@ def prepare(engine: Engine, count: int, options: Options) -> Scene | None:
     group = engine.warm(catalog.SYSTEM, tools, name="bench", namespace=namespace)
     disk.allow_writing(engine, False)
     prefix = engine_timing.common(prompts[0], prompts[1])
+    if engine.model.spec is not None and engine.model.spec.recurrent:  # turns go on from the group's checkpoint
+        prefix = prefix // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
     assert group.prefix_tokens <= prefix <= group.prefix_tokens + 2, f"turns share {prefix} tokens, the group holds {group.prefix_tokens}"
     return Scene(engine, namespace, tools, group, [messages for messages, _ in made], prompts, prefix)
 
@@ -143,7 +146,7 @@ def measure(scene: Scene, options: Options, say: Say) -> Samples:
     first = methods(scene, 0, 2)
     first["hit"]()  # the first call of each path allocates; it also makes turn 0 known, so that later hits are `prefix` long
     sequence = engine_timing.resident(scene.engine, scene.namespace, scene.prompts[0][: scene.prefix + 1])
-    scene.cache = baselines.cache_of(scene.engine.model.model, sequence, scene.prefix)
+    scene.cache = baselines.cache_of(scene.engine.model.model, sequence, scene.prompts[0][: scene.prefix])
     sequence.close()
     for name in ("recipe", "kept", "floor"):
         first[name]()

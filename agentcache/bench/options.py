@@ -22,6 +22,10 @@ class Shape(str, Enum):
     llama_32_1b = "llama-3.2-1b"
     mistral_7b = "mistral-7b"
     llama_2_7b = "llama-2-7b"
+    gemma_3_1b = "gemma-3-1b"
+    qwen3_5_08b = "qwen3.5-0.8b"
+    granite_4_h_1b = "granite-4-h-1b"
+    gpt_oss_tiny = "gpt-oss-tiny"
     small = "small"
 
 
