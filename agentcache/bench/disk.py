@@ -81,5 +81,6 @@ def hit(engine: Engine, namespace: str, messages: Any, tools: Any, new: int, col
     if cold:
         drop_caches(blobs(engine, namespace))
     done, receipt = engine_timing.ask(engine, messages, tools, new, namespace=namespace)
-    assert receipt.disk_tokens == receipt.cached_tokens > 0, f"{receipt.disk_tokens} of {receipt.cached_tokens} came from disk: {receipt.refusals}"
+    came = f"{receipt.disk_tokens} of {receipt.cached_tokens} came from disk: {receipt.refusals}"
+    assert receipt.disk_tokens == receipt.cached_tokens > 0, came
     return done, receipt
