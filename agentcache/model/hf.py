@@ -135,7 +135,9 @@ class HFModel:
             self.stock(torch.zeros(1, dtype=torch.long), None)  # bitsandbytes repacks weights at their first use: before they are hashed
         layers = getattr(decoder, "layers", decoder)
         self._widths = tuple({p.shape[1] for p in layers.parameters() if p.ndim == 2 and p.is_floating_point()}) or (config.hidden_size,)
-        stepped = name in STEPPED and not self.quantized and not examine(self.model, decoder)
+        stepped = (
+            name in STEPPED and getattr(self.model, "model", None) is decoder and not self.quantized and not examine(self.model, decoder)
+        )
         if stepped:
             heads = config.num_attention_heads
             dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, BitsAndBytesConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import is_accelerate_available
 
 from .. import embedded
@@ -75,12 +76,19 @@ def load(
         with ThreadPoolExecutor(1, "agentcache-compiler") as compiler:
             if device in (None, "cpu") and dtype not in ("float32", torch.float32):
                 compiler.submit(dispatch.compile_products)
-            loaded = AutoModelForCausalLM.from_pretrained(model, **options)
+            loaded = _kind(model, hub).from_pretrained(model, **options)
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         why = str(error).strip().rstrip(".")
         raise ModelLoadError(f"model {model!r} cannot be loaded: {why}. Pass a folder or a Hugging Face id of a causal model") from error
     return (loaded.to(device) if device and not bits else loaded).eval(), tokenizer
+
+
+def _kind(model: Any, hub: dict[str, Any]) -> Any:
+    """The class that loads a checkpoint: of text, or of images and text where there is no other. Only text is asked of it."""
+    kind = AutoConfig.from_pretrained(model, **hub).model_type
+    sees = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _check(model: Any, device: str | None, dtype: str | torch.dtype | None, revision: str | None) -> None:
@@ -110,11 +118,12 @@ def _quantization(model: Any, dtype: Any, bits: int, hub: dict[str, Any]) -> Any
 
 
 def decoder_of(model: Any) -> Any:
-    """The module that holds the layers of a causal language model."""
+    """The module that holds the layers of a causal language model, or of the language model within one that also sees."""
     found = model.get_decoder()
     if hasattr(found, "layers"):
         return found
-    return next((module for module in model.modules() if isinstance(getattr(module, "layers", None), torch.nn.ModuleList)), found)
+    layered = [module for module in model.modules() if isinstance(getattr(module, "layers", None), torch.nn.ModuleList)]
+    return next((module for module in layered if hasattr(module, "embed_tokens")), layered[0] if layered else found)
 
 
 def unwrap(wrapper: Any) -> Any:
