@@ -52,17 +52,19 @@ def _all(names: str, **options: Any) -> dict[str, Family]:
 
 TINY: dict[str, Family] = {
     **_all(
-        "apertus arcee bitnet cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 glm glm4 granite granite_swa helium hunyuan_v1_dense "
-        "hyperclovax internlm3 iquestcoder jais2 llama ministral3 mistral nanochat nemotron olmo olmo2 phi phi3 qwen2 qwen3 seed_oss "
-        "smollm3 stablelm starcoder2 vaultgemma"
+        "apertus arcee bitnet cohere cohere2 diffllama ernie4_5 exaone4 gemma gemma2 glm glm4 gpt_neox granite granite_swa helium "
+        "hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama ministral3 mistral nanochat nemotron olmo olmo2 opt persimmon phi "
+        "phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma"
     ),
     **_all("gemma3_text ministral olmo3", config=_TWO_KINDS),
     "gemma3n_text": Family({**_TWO_KINDS, "num_kv_shared_layers": 2}),
-    "gemma4_text": Family({**_TWO_KINDS, "global_head_dim": 32, "hidden_size_per_layer_input": 0}),
+    **_all("gemma4_text gemma4_unified_text", config={**_TWO_KINDS, "global_head_dim": 32, "hidden_size_per_layer_input": 0}),
+    "cwm": Family({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}),
     **_all("minicpm3 youtu", config=_LATENT),
     **_all(
-        "afmoe cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe gpt_oss granitemoe granitemoeshared hunyuan_v1_moe hy_v3 "
-        "jetmoe llama4_text mellum mimo_v2_flash minimax_m2 mixtral olmoe qwen2_moe qwen3_moe solar_open",
+        "afmoe cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe gpt_oss granitemoe granitemoe_swa granitemoeshared "
+        "hunyuan_v1_moe hy_v3 jetmoe kolibri1 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mixtral olmoe "
+        "qwen2_moe qwen3_moe solar_open",
         experts=True,
     ),
     "laguna": Family(_TWO_KINDS, experts=True),
@@ -71,10 +73,24 @@ TINY: dict[str, Family] = {
         {**_LATENT, "num_layers": 2, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
         experts=True,
     ),
-    **_all("deepseek_v32 glm_moe_dsa", config=_LATENT, unpaged="'indices'"),
+    **_all("axk2 deepseek_v32 glm_moe_dsa hy_v4", config=_LATENT, unpaged="'indices'"),
     **_all("olmo_hybrid qwen3_5_text falcon_h1 lfm3", recurrent=True),
     **_all("nemotron_h qwen3_5_moe_text qwen3_next", recurrent=True, experts=True),
     "bamba": Family({"attn_layer_indices": [1, 3]}, recurrent=True),
+    "zamba2": Family(
+        {
+            "layer_types": ["mamba", "hybrid"] * 2,
+            "hybrid_layer_ids": [1, 3],
+            "num_mem_blocks": 1,
+            "adapter_rank": 8,
+            "mamba_ngroups": 1,
+            "mamba_headdim": 16,
+            "n_mamba_heads": 8,
+            "attention_head_dim": 32,
+            "num_key_value_heads": 4,
+        },
+        recurrent=True,
+    ),  # fmt: skip
     "granitemoehybrid": Family({"layers_block_type": ["mamba", "attention"] * 2}, recurrent=True, experts=True),
     "lfm2": Family({"layer_types": ["conv", "full_attention"] * 2}, recurrent=True),
     "lfm2_moe": Family({"layer_types": ["conv", "full_attention"] * 2}, recurrent=True, experts=True),
@@ -88,6 +104,8 @@ TINY: dict[str, Family] = {
     "minimax": Family({}, unpaged="uses cache of its own"),
     **_all("mamba mamba2 falcon_mamba", unpaged=_ONLY_STATE),
     "phimoe": Family({"sliding_window": None}, experts=True),
+    "inkling_text": Family({}, unpaged="'position_bias'"),
+    **_all("bloom falcon", unpaged="no list of layers"),
     **_all("deepseek_v4 doge", unpaged="not its own"),
 }
 

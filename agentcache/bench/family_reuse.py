@@ -76,7 +76,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| families | path | group | step | second process | equal | bitwise | why |", "|" + " --- |" * 8]
     for (path, equal, bitwise, why), found in sorted(alike.items(), key=lambda each: (each[0][0], -len(each[1]))):
         ranges = [_range([row[key] for row in found]) for key in ("group", "step", "second_process")]
-        cells = [", ".join(row["family"] for row in found), path, *ranges, _shown(equal), _shown(bitwise), why]
+        cells = [", ".join(row["family"] for row in found), path, *ranges, _shown(equal), _shown(bitwise), why.replace("<", "&lt;")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
