@@ -111,7 +111,7 @@ def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], head: bool = False) -> list[torch.Tensor]:
     """The same for several projections (weight, bias) of one x."""
-    alike = x.device.type == "cpu" and all(weight.dtype == x.dtype for weight, _ in projections)
+    alike = x.device.type == "cpu" and x.numel() > 0 and all(weight.dtype == x.dtype for weight, _ in projections)
     if alike and kernel == "onednn":
         alike = all(bias is None or bias.dtype == x.dtype for _, bias in projections)
     flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -123,7 +123,7 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], 
 
 
 def _by_library(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if kernel == "aten" or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
+    if kernel == "aten" or not x.numel() or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
         return functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
     return linear_library.product_of_library(flat.contiguous(), weight, bias).view(*x.shape[:-1], weight.shape[0])

@@ -67,6 +67,12 @@ def test_what_it_does_not_take_runs_as_before(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(linear("upcast", x, weight), compiled)
 
 
+@pytest.mark.parametrize("kernel", ["onednn", "upcast", "aten"])
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
+def test_an_expert_without_rows_has_a_product(kernel: dispatch.Kernel, dtype: torch.dtype) -> None:
+    assert linear(kernel, torch.empty(0, 64, dtype=dtype), torch.ones(96, 64, dtype=dtype)).shape == (0, 96)
+
+
 def test_large_and_special_values() -> None:
     """Infinity and NaN come out where they belong, and nowhere else."""
     weight, x = torch.randn(64, 512).bfloat16(), torch.randn(3, 512).bfloat16()
