@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from agentcache.bench import families, family_reuse
 from agentcache.bench.cli import app
 from agentcache.model import proof
+from tests.checkout import ROOT
 
 KEYS = {"family", "path", "group", "step", "second_process", "equal", "bitwise", "why"}
 
@@ -84,3 +85,10 @@ def test_an_unknown_family_is_named() -> None:
     assert done.exit_code == 1
     assert "only='lama'" in done.stderr
     assert "use some of" in done.stderr
+
+
+def test_the_docs_have_every_family_once() -> None:
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    table = page.partition("| families | path |")[2].partition("\n\n")[0]
+    named = [name for line in table.splitlines()[2:] for name in line.split("|")[1].strip().split(", ")]
+    assert sorted(named) == sorted(families.TINY)
