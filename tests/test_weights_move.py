@@ -174,7 +174,7 @@ def run(changes: int, folder: Path, seed: int) -> tuple[Counter[str], Counter[st
         return outcome, seen
 
 
-@pytest.mark.parametrize("changes", [60, pytest.param(2200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", [60, pytest.param(2200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_an_answer_is_of_one_state_as_without_reuse(changes: int, tmp_path: Path) -> None:
     outcome, seen = run(changes, tmp_path, seed=changes)
     print(outcome, seen)

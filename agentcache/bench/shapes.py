@@ -159,10 +159,13 @@ def random_model(config: Any, dtype: Any, *, seed: int = 0) -> Any:
     block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(seed)).mul_(_INIT_STD).to(dtype)
     with torch.no_grad():
         for number, (name, weight) in enumerate(model.named_parameters()):
-            if weight.ndim == 1:
-                weight.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
-            else:
+            if weight.ndim > 1:
                 fill(weight, block, start=number * 7919)
+            elif not name.endswith("norm.weight"):  # a family's own norms are made neutral: of ones, or of zeros where it adds one
+                weight.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.reset_parameters()
     return model.eval().requires_grad_(False)
 
 
