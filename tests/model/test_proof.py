@@ -76,3 +76,10 @@ def test_the_layers_of_a_proof_cover_all_kinds() -> None:
     assert len(held.decoder.layers) == 4
     assert torch.isfinite(held.shadow(torch.arange(70), [69])[0]).all()
     held.close()
+
+
+@pytest.mark.parametrize(("family", "sound"), [("jamba", False), ("recurrent_gemma", False), ("granite_swa", True), ("lfm2", True)])
+def test_rounding_to_16_bits_hides_no_loss_of_state(family: str, sound: bool) -> None:
+    held = HFModel(families.build(family, torch.bfloat16))
+    assert held.support.paged is sound, held.support.why
+    held.close()
