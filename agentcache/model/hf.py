@@ -166,7 +166,7 @@ class HFModel:
         if any(m._compiled_call_impl is not None for m in self.model.modules()):
             return "it was compiled in place: pass the model before its compile()"
         if not hasattr(decoder, "layers"):
-            return f"{type(decoder).__name__!r} has no list of layers"
+            return f"{type(decoder).__name__!r} of model type {self.support.name!r} has no list of layers"
         self._adopt()
         places = [self._watched(place) for place in _PLACES]
         layers = [layer for layer, _ in places[0]]

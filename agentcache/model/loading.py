@@ -76,7 +76,7 @@ def load(
         with ThreadPoolExecutor(1, "agentcache-compiler") as compiler:
             if device in (None, "cpu") and dtype not in ("float32", torch.float32):
                 compiler.submit(dispatch.compile_products)
-            loaded = _kind(model, hub).from_pretrained(model, **options)
+            loaded = _loaded(model, options, hub)
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         why = str(error).strip().rstrip(".")
@@ -84,11 +84,15 @@ def load(
     return (loaded.to(device) if device and not bits else loaded).eval(), tokenizer
 
 
-def _kind(model: Any, hub: dict[str, Any]) -> Any:
-    """The class that loads a checkpoint: of text, or of images and text where there is no other. Only text is asked of it."""
-    kind = AutoConfig.from_pretrained(model, **hub).model_type
-    sees = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+def _loaded(model: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:
+    """The model of a checkpoint: of text, or of images and text where there is no other. Only text is asked of it."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(model, **options)
+    except ValueError:
+        kind = AutoConfig.from_pretrained(model, **hub).model_type
+        if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            raise
+        return AutoModelForImageTextToText.from_pretrained(model, **options)
 
 
 def _check(model: Any, device: str | None, dtype: str | torch.dtype | None, revision: str | None) -> None:

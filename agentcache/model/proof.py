@@ -6,8 +6,8 @@ made them began. And that our attention is the model's own: its stock forward gi
 
 from __future__ import annotations
 
-import inspect
 import json
+import sys
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,7 +93,7 @@ def _source(model: Provable) -> str | None:
     """All that decides the verdict but the weights; None if some of it has no text: patched modules, hooks."""
     if any(foreign_hooks(model.model)) or any("forward" in vars(module) for module in model.model.modules()):
         return None
-    files = sorted({inspect.getsourcefile(type(module)) or "" for module in model.model.modules()})
+    files = sorted({getattr(sys.modules.get(type(module).__module__), "__file__", None) or "" for module in model.model.modules()})
     if "" in files:
         return None
     code = [blake3(Path(file).read_bytes()).hexdigest() for file in files]

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import transformers
 
 from agentcache import Constraint, Engine, Message, Sampling, Tool, ToolCall
+from agentcache.bench import families
 from agentcache.errors import CancelledError, ConfigError, GenerationError
 from tests import models
 from tests.answer.grammars import FAMILIES
@@ -272,9 +272,7 @@ def test_greedy_and_penalties() -> None:
 
 
 def test_constraints_hold_models_that_cannot_be_paged() -> None:
-    config = transformers.Gemma2Config(**{**models._BASE, "head_dim": 16, "sliding_window": 32})
-    torch.manual_seed(0)
-    with engine(model=transformers.Gemma2ForCausalLM(config).eval()) as running:
+    with engine(model=families.build("jamba")) as running:
         done = running.generate(ASKED, TOOLS, sampling=hot(0), constraint=Constraint("ping"))
         assert done.receipt.path == "stock"
         assert [call.name for call in done.message.tool_calls] == ["ping"]

@@ -331,6 +331,7 @@ def test_an_older_index_gets_the_tables(tmp_path: Path, version: int) -> None:
         index.set_meta("kept", "yes")
         for table in ("segments", "deletions")[version - 1 :]:
             index.database.write(lambda c, table=table: c.execute(f"DROP TABLE {table}"))
+        index.database.write(lambda c: c.execute("ALTER TABLE pages DROP COLUMN checkpoint_layers"))
         index.database.write(lambda c: c.execute(f"PRAGMA user_version={version}"))
     with Index(folder) as index:
         assert index.get_meta("kept") == "yes"

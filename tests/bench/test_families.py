@@ -27,7 +27,7 @@ def rows(*names: str) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
     return {row["family"]: row for row in found}, kept["summary"]
 
 
-def test_kinds_of_layers_are_reused_here_and_in_a_second_process(tmp_path: Path) -> None:
+def test_kinds_of_layers_are_reused_in_a_second_process(tmp_path: Path) -> None:
     names, page = ("gemma3_text", "gpt_oss", "qwen3_5_text", "lfm2", "deepseek_v3", "jamba"), tmp_path / "page.md"
     done = CliRunner().invoke(app, ["families", "--only", ",".join(names), "--json", str(tmp_path / "row.json"), "--markdown", str(page)])
     assert done.exit_code == 0, done.output
@@ -59,7 +59,7 @@ def test_other_weights_in_the_second_process_are_noticed(monkeypatch: pytest.Mon
     assert summary == {"tried": 1, "reused": 0, "equal": 0, "bitwise": 0}
 
 
-def test_a_family_that_cannot_be_built_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.TINY, "opt", families.Family({"num_attention_heads": 7}))  # does not divide its width
     found, summary = rows("opt", "mamba")
     assert found["opt"]["path"] == "failed"

@@ -44,9 +44,8 @@ CREATE TABLE pages (
     fingerprint TEXT NOT NULL, regime TEXT NOT NULL, place INTEGER NOT NULL, tokens INTEGER NOT NULL, ids BLOB NOT NULL,
     numerics TEXT NOT NULL, precision TEXT NOT NULL,
     role INTEGER NOT NULL, dtype TEXT NOT NULL, layers INTEGER NOT NULL, kv_heads INTEGER NOT NULL, head_dim INTEGER NOT NULL,
-    checkpoint_layers INTEGER NOT NULL DEFAULT 0,
     blob TEXT NOT NULL, bytes INTEGER NOT NULL, created REAL NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL, bad TEXT,
-    head BLOB NOT NULL, UNIQUE (page_key, fingerprint, precision));;
+    head BLOB NOT NULL, checkpoint_layers INTEGER NOT NULL DEFAULT 0, UNIQUE (page_key, fingerprint, precision));;
 CREATE INDEX pages_under ON pages (parent, fingerprint, precision, head, used, tokens);;
 CREATE INDEX pages_order ON pages (role, used);;
 CREATE INDEX pages_namespace ON pages (namespace, role, precision, tokens, bytes);;
