@@ -65,7 +65,9 @@ class HitAudit:
             numerics = self.runner.model.numerics
             assert numerics is not None
             ids = running.ids.array(count).copy()
-            self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, Sequence(spec)))
+            own = running.sequence.cuts if isinstance(running.sequence, Sequence) else ()
+            sequence = Sequence(spec, state=self.runner.model.begin(), cuts=own)
+            self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, sequence))
 
     def step(self) -> None:
         """Compute a little of the oldest check; compare each page once it is computed."""
@@ -79,7 +81,12 @@ class HitAudit:
             return
         start = check.sequence.length
         page = start // PAGE_TOKENS
-        count = min(CHUNK, len(check.ids) - start, (page + 1) * PAGE_TOKENS - start)
+        stop = min(len(check.ids), (page + 1) * PAGE_TOKENS)
+        if check.sequence.state is None:
+            stop = min(stop, start + CHUNK)
+        else:  # the pieces of the request: others would give other bits
+            stop = min(stop, check.sequence.next_cut() or stop)
+        count = stop - start
         try:
             ids, scope = check.ids[start : start + count].tolist(), check.scope
             [outcome] = self.runner.run([Work(check.sequence, ids, scope.regime, False, scope.fingerprint)])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache import Completion, Engine, Reason, Sampling
+from agentcache import Completion, Engine, Reason, Sampling, StoreOptions
 from agentcache.bench import families
 from agentcache.checkpoints import CHECKPOINT_TOKENS, STRIDE_TOKENS, Checkpoint, cuts_of, marks_of
 from agentcache.errors import ConfigError
@@ -20,6 +20,7 @@ from agentcache.kv_spec import KVSpec
 from agentcache.store.disk.checkpoint_bytes import pack, unpack
 from agentcache.types import Layout, Span
 from tests import models
+from tests.engines import wait_until
 
 SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse."}
 TOOLS = [
@@ -48,7 +49,7 @@ def user(text: str) -> dict[str, str]:
 class Asking:
     """An engine, and what it answers: with the logits of each token."""
 
-    def __init__(self, family: str, store: Path | None, **options: Any) -> None:
+    def __init__(self, family: str, store: Path | StoreOptions | None, **options: Any) -> None:
         self.engine = Engine(families.build(family), models.toy_tokenizer(), store=store, **options)
 
     def __call__(self, messages: list[dict[str, str]], **options: Any) -> tuple[Completion, torch.Tensor]:
@@ -200,3 +201,17 @@ def test_checkpoints_survive_being_bytes(tokens: int) -> None:
             assert (mine is None) is (theirs is None)
             assert mine is None or theirs is None or (torch.equal(mine, theirs) and mine.dtype == theirs.dtype)
     assert tokens >= 64 or pack(page, tokens) == b""
+
+
+def test_a_hit_from_disk_passes_its_audit(asking: Callable[..., Asking], tmp_path: Path) -> None:
+    store = StoreOptions(tmp_path / "store", check_one_in=1)
+    first = asking("qwen3_5_text", store)
+    first.engine.warm(SYSTEM["content"], TOOLS)
+    first.engine.flush()
+    first.engine.close()
+    other = asking("qwen3_5_text", store)
+    said, _ = other([SYSTEM, user("What is the tide? " * 9)])
+    assert said.receipt.disk_tokens
+    audit = other.engine.scheduler.hit_audit
+    assert wait_until(lambda: audit.checked >= said.receipt.disk_tokens and not audit.pending)
+    assert audit.wrong == 0
