@@ -20,7 +20,7 @@ from .attention import Batch
 from .family import attention_of, watch
 
 ATTENTION = "agentcache"
-running = threading.local()  # of the packed forward in this thread: its model, rotary tables, and how many layers have attended
+running = threading.local()  # of the packed forward in this thread: its model, rotary tables, slots, and how many layers have attended
 
 
 def _stock_attention(eager: bool, module: Any) -> Callable[..., Any]:
@@ -39,13 +39,12 @@ def _register(before: str) -> None:
                 watched.append(watch(running.config, module, key, value, kw))
             out = _stock_attention(eager, module)(module, query, key, value, attention_mask, **kw)
             if (shadow := getattr(running, "shadow", None)) is not None:
-                own = _paged(shadow[0], len(shadow) - 1, module, query, key, value, kw)
+                own = _paged(shadow[0], module, query, key, value, kw)
                 shadow.append(float((own - out[0]).abs().max() / out[0].abs().max()))
             return out
-        slot, running.layers = running.layers, running.layers + 1
         if running.token is not None:
             running.token.glance_layer(module.layer_idx)
-        return _paged(batch, slot, module, query, key, value, kw), None
+        return _paged(batch, module, query, key, value, kw), None
 
     def mask(*args: Any, **kw: Any) -> Any:
         return None if getattr(running, "batch", None) is not None else stock_mask(*args, **kw)
@@ -54,12 +53,15 @@ def _register(before: str) -> None:
     AttentionMaskInterface.register(f"{ATTENTION}_{before}", mask)
 
 
-def _paged(
-    batch: Batch, slot: int, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]
-) -> torch.Tensor:
-    """Attention over pages, of tensors as transformers' modules give them."""
+def _paged(batch: Batch, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """Attention over pages, of tensors as transformers' modules give them. The call of a layer that shares another's writes nothing."""
+    call, running.layers = running.layers, running.layers + 1
+    slot = running.slots[call]
     how = attention_of(running.config, module.layer_idx, query.shape[-1], given)
-    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+    q = query[0].transpose(0, 1).contiguous()
+    if slot in running.slots[:call]:
+        return steps.attended(batch, slot, q, value.shape[-1], how)[None]
+    k, v = (t[0].transpose(0, 1).contiguous() for t in (key, value))
     return steps.mix(batch, slot, q, k, v, how)[None]
 
 

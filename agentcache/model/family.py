@@ -35,7 +35,10 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One call of attention as a forward made it: heads and widths of keys and values, and how it attends. why: it cannot be paged."""
+    """One call of attention as a forward made it: heads and widths of keys and values, and how it attends.
+
+    key, value: the very tensors of the call. page_keys: a copy of the keys as a page holds them. why: it cannot be paged.
+    """
 
     index: int
     heads: int
@@ -43,17 +46,29 @@ class Layer:
     value_width: int
     dtype: torch.dtype
     how: Attention
+    key: torch.Tensor
+    value: torch.Tensor
+    page_keys: torch.Tensor
     why: str = ""
 
 
-def watch(config: Any, module: Any, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> tuple[Layer, torch.Tensor]:
-    """Describe one call of attention: key and value [1, heads, tokens, width], `given` its keywords. With its keys as a page holds them."""
+def watch(config: Any, module: Any, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> Layer:
+    """Describe one call of attention: key and value [1, heads, tokens, width], `given` its keywords."""
     strange = sorted(name for name, what in given.items() if name not in _KNOWN and what is not None and what is not False)
     why = f"attention of {type(module).__name__!r} depends on {', '.join(map(repr, strange))}" if strange else ""
     index = int(getattr(module, "layer_idx", -1))
     how = attention_of(config, index, key.shape[-1], given)
-    layer = Layer(index, key.shape[1], key.shape[-1], value.shape[-1], key.dtype, how, why)
-    return layer, key[0].transpose(1, 2).clone()
+    page_keys = key[0].transpose(1, 2).clone()
+    return Layer(index, key.shape[1], key.shape[-1], value.shape[-1], key.dtype, how, key, value, page_keys, why)
+
+
+def slots_of(layers: list[Layer]) -> tuple[int, ...]:
+    """The slot of a page that each call of attention reads: its own, or that of the earlier call whose keys and values it was given."""
+    slots: list[int] = []
+    for at, layer in enumerate(layers):
+        same = (slots[n] for n in range(at) if layers[n].key is layer.key and layers[n].value is layer.value)
+        slots.append(next(same, max(slots, default=-1) + 1))
+    return tuple(slots)
 
 
 def attention_of(config: Any, layer: int, width: int, given: dict[str, Any]) -> Attention:

@@ -51,9 +51,9 @@ class Fingerprint:
     whose rows nobody has examined.
     """
 
-    def __init__(self, model: Any, kernel: str) -> None:
+    def __init__(self, model: Any, kernel: str, layout: str = "") -> None:
         self._model = model
-        self._kernel = kernel
+        self._kernels = [kernel, layout] if layout else [kernel]
         self._lock = threading.RLock()
         self._names = Names()
         self._digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each tensor: its version and address then, and its digest
@@ -183,7 +183,7 @@ class Fingerprint:
         return token
 
     def _base(self) -> str:
-        """Everything but the layers: config, code, versions, kernel, device class, type, quantisation."""
+        """Everything but the layers: config, code, versions, kernel, layout of pages, device class, type, quantisation."""
         parts = [
             REVISION,
             type(self._model).__qualname__,
@@ -191,7 +191,7 @@ class Fingerprint:
             behaviour.everywhere(self._names),
             transformers.__version__,
             torch.__version__,
-            self._kernel,
+            *self._kernels,
             next(self._model.parameters()).device.type,
             str(self._model.dtype),
         ]

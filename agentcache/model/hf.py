@@ -23,7 +23,7 @@ from . import steps
 from .attention import Attention, Batch, Part
 from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
-from .family import STEPPED, Layer, Support, examine, obstacle
+from .family import STEPPED, Layer, Support, examine, obstacle, slots_of
 from .fingerprint import Fingerprint
 from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .kernels.openmp import use_threads
@@ -65,6 +65,7 @@ class HFModel:
         self.unrotated: tuple[int, ...] | None = None
         self.force_generic = False
         self._plain = True
+        self._slots: tuple[int, ...] = ()  # of pages, by call of attention
         self._calls = 0  # of attention by the layers that are there while the model is shallow
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
@@ -122,7 +123,14 @@ class HFModel:
 
     def ways(self) -> list[Attention]:
         """How each layer attends, of a model that runs transformers' own modules and is idle."""
-        return [layer.how for layer, _ in self._watched(0)]
+        return [layer.how for layer in self._watched(0)]
+
+    @property
+    def _layout(self) -> str:
+        """How layers lie in a page, in words; "" where each has keys and values of its own, and all of one shape."""
+        assert self.spec is not None
+        plain = len(self._slots) == self.spec.layers and not self.spec.widths
+        return "" if plain else f"slots {self._slots}, widths {self.spec.widths}"
 
     def keep_boundaries(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers with pages computed from now on, if layers are stepped."""
@@ -145,7 +153,7 @@ class HFModel:
             self.spec = KVSpec(
                 config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, dim, self.dtype, self.device
             )
-            self.support, self.unrotated = Support(name, True, "", True), ()
+            self.support, self.unrotated, self._slots = Support(name, True, "", True), (), tuple(range(self.spec.layers))
             self._shape = steps.Shape(self.model) if self.rotary.dims == dim else None
         if not self.stepped and (why := self._refusal(decoder)):
             self.support, self.spec, self.rotary, self.unrotated = Support(name, False, why), None, None, None
@@ -153,7 +161,7 @@ class HFModel:
         if self.rotary is not None and self.rotary.kind == "dynamic":
             self.context_tokens = int(self.context_tokens * config.rope_parameters.get("factor", 1.0))
         assert self.numerics is not None
-        self.fingerprint = Fingerprint(self.model, self.numerics.kernel)
+        self.fingerprint = Fingerprint(self.model, self.numerics.kernel, self._layout)
 
     def _refusal(self, decoder: Any) -> str:
         try:
@@ -169,7 +177,7 @@ class HFModel:
             return f"{type(decoder).__name__!r} of model type {self.support.name!r} has no list of layers"
         self._adopt()
         places = [self._watched(place) for place in _PLACES]
-        layers = [layer for layer, _ in places[0]]
+        layers = places[0]
         if why := obstacle(layers):
             return why
         if layers[0].dtype != self.dtype:
@@ -178,15 +186,17 @@ class HFModel:
         if self.rotary is None and any(changes_by_length(getattr(module, "rope_type", None)) for module in decoder.modules()):
             return "rotary frequencies change with the length of the prompt, and differ by layer type"
         self._hook()
-        widths = tuple((layer.heads, layer.key_width, layer.value_width) for layer in layers)
+        self._slots = slots_of(layers)
+        owners = [self._slots.index(slot) for slot in range(max(self._slots) + 1)]  # the calls that bring keys and values of their own
+        widths = tuple((layer.heads, layer.key_width, layer.value_width) for layer in map(layers.__getitem__, owners))
         heads, dim = max(width[0] for width in widths), max(max(width[1:]) for width in widths)
         even = set(widths) == {(heads, dim, dim)}
-        self.spec = KVSpec(len(layers), heads, dim, self.dtype, self.device, widths=() if even else widths)
+        self.spec = KVSpec(len(owners), heads, dim, self.dtype, self.device, widths=() if even else widths)
         if layers_with_state(self.config):
             self.spec = replace(self.spec, recurrent=True)
         self._plain = even and all(layer.how.plain for layer in layers)
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
-            self.unrotated = self._unrotated([[key for _, key in place] for place in places])
+            self.unrotated = self._unrotated([[place[at].page_keys for at in owners] for place in places])
         self.support = Support(self.support.name, True)
         with self.shallow():
             why, pure = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
@@ -195,8 +205,8 @@ class HFModel:
         return why
 
     @torch.inference_mode()
-    def _watched(self, place: int) -> list[tuple[Layer, torch.Tensor]]:
-        """Every call of attention that one token at a position makes, and its keys [heads, width, 1]."""
+    def _watched(self, place: int) -> list[Layer]:
+        """Every call of attention that one token at a position makes."""
         running.watched, running.config = [], self.config
         at = torch.tensor([[place]], device=self.device)
         try:
@@ -282,13 +292,14 @@ class HFModel:
         self._adopt()
         token = self.fingerprint.token if self.fingerprint is not None else None
         running.batch, running.tables, running.layers, running.token, running.config = batch, tables, 0, token, self.config
+        running.slots = self._slots
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
             with RowPureLinear(batch.numerics.kernel, head, token.glance if token is not None else None):
                 logits = self._generic(ids, positions, wanted, state)
         finally:
             running.batch = running.tables = None
-        if self.spec is None or running.layers != (self._calls or self.spec.layers):
+        if self.spec is None or running.layers != (self._calls or len(self._slots)):
             raise RuntimeError(f"{running.layers} of the model's layers called our attention: its attention was exchanged while it ran")
         return logits
 
@@ -349,6 +360,7 @@ class HFModel:
         sequence = Sequence(self.spec)
         sequence.reserve(len(ids))
         running.shadow, running.config = [Batch([Part(sequence, 0, len(ids))], len(ids), self.numerics)], self.config
+        running.slots, running.layers = self._slots, 0
         try:
             kept = torch.tensor(places, device=self.device)
             logits = self.model(input_ids=ids[None].to(self.device), use_cache=False, logits_to_keep=kept).logits[0]

@@ -65,7 +65,7 @@ def window(block: Any) -> int:
 def mix(batch: Batch, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Attention) -> torch.Tensor:
     """Write the new keys and values of every part, then attend. All tensors [rows, heads, head_dim]; padding rows give zeros."""
     _write(batch, layer, key, value)
-    return _attended(batch, layer, query, value.shape[-1], how)
+    return attended(batch, layer, query, value.shape[-1], how)
 
 
 def _write(batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -74,7 +74,8 @@ def _write(batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> 
         write(part, layer, key[rows], value[rows])
 
 
-def _attended(batch: Batch, layer: int, query: torch.Tensor, width: int, how: Attention) -> torch.Tensor:
+def attended(batch: Batch, layer: int, query: torch.Tensor, width: int, how: Attention) -> torch.Tensor:
+    """Attend to keys and values that every part has written: query [rows, heads, head_dim] -> [rows, heads, width]."""
     if len(batch.parts) == 1 and batch.parts[0].count == query.shape[0]:
         return attend(batch, batch.parts[0], layer, query, how)
     out = query.new_zeros(*query.shape[:2], width)
@@ -147,7 +148,7 @@ def _top(layer: Any, index: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.
     (query,) = _heads(kernel, h[chosen], block, "q")
     query = dispatch.heads(query, *_scale(block, "q_norm"), cos[chosen], sin[chosen])
     parts = [_only(batch, row, at) for at, row in enumerate(wanted.tolist())]
-    out = _attended(Batch(parts, len(chosen), batch.numerics), index, query, value.shape[-1], Attention(block.scaling, window(block)))
+    out = attended(Batch(parts, len(chosen), batch.numerics), index, query, value.shape[-1], Attention(block.scaling, window(block)))
     x = linear(kernel, out.view(len(chosen), -1), block.o_proj.weight, block.o_proj.bias).add_(x[chosen])
     return _mlp(layer, x, kernel)[:rows]
 

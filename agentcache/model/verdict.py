@@ -35,7 +35,9 @@ def _kinds(model: HFModel) -> dict[str, int]:
     ways = [Attention(1.0, steps.window(layer.self_attn)) for layer in model.decoder.layers] if model.stepped else model.ways()
     kinds = Counter(_sees(how) for how in ways)
     states = sum(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=model.config).layers)
-    return dict(kinds) | ({"keep a state that does not grow": states} if states else {})
+    shared = len(ways) - model.spec.layers if model.spec is not None else 0
+    extra = {"keep a state that does not grow": states, "of these, read what an earlier one keeps": shared}
+    return dict(kinds) | {what: count for what, count in extra.items() if count}
 
 
 def _sees(how: Attention) -> str:

@@ -25,6 +25,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "soft caps": ("gemma2", {}),
     "keys of another layer": ("gemma3n_text", {}),
     "widths that differ": ("gemma4_text", {}),
+    "widths that differ, keys of another layer": ("gemma4_text", {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16}),
     "latent": ("youtu", {}),
     "some without positions": ("cohere2", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
 }

@@ -88,6 +88,11 @@ def test_doctor_of_a_model(model_folder: Path) -> None:
             {"attend to the last 48 tokens": 2, "attend to all tokens": 2},
         ),
         (
+            "gemma3n_text",
+            {"reuse": True, "promise": "the bits", "KV bytes per token": 512},
+            {"attend to the last 48 tokens": 2, "attend to all tokens": 2, "of these, read what an earlier one keeps": 2},
+        ),
+        (
             "gpt_oss",
             {"reuse": True, "promise": "the greedy tokens of reuse off, no bits: experts", "KV bytes per token": 1024},
             {"attend to the last 48 tokens, with sinks": 2, "attend to all tokens, with sinks": 2},
