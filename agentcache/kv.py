@@ -44,7 +44,7 @@ class File(Protocol):
 
 
 class Page:
-    """KV of up to 512 tokens: keys [layers, kv_heads, head_dim, 512], values [layers, kv_heads, 512, head_dim].
+    """KV of up to 512 tokens: keys [layers, kv_heads, head_dim, 512], values [layers, kv_heads, 512, head_dim]; flat where layers differ.
 
     `filled` counts the slots written so far. A page with filled == 512 is sealed: immutable, shared by reference.
     spec: of the model; a page of tier "host" waits in the computer's own memory. whole: all its slots will be written, and soon.
@@ -74,17 +74,39 @@ class Page:
         self._lock = threading.Lock()
 
     def _views(self) -> None:
-        self.layer_keys: Seq[torch.Tensor] = self.keys.unbind(0)
-        self.layer_values: Seq[torch.Tensor] = self.values.unbind(0)
+        self.layer_keys: Seq[torch.Tensor]
+        self.layer_values: Seq[torch.Tensor]
         if widths := self.spec.widths:
-            self.layer_keys = [keys[:heads, :dim] for keys, (heads, dim, _) in zip(self.layer_keys, widths, strict=True)]
-            self.layer_values = [values[:heads, :, :dim] for values, (heads, _, dim) in zip(self.layer_values, widths, strict=True)]
+            keys = self.keys.split([heads * width * PAGE_TOKENS for heads, width, _ in widths])
+            values = self.values.split([heads * width * PAGE_TOKENS for heads, _, width in widths])
+            self._shape(keys, values)
+        else:
+            self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
 
-    def lie_in(self, keys: torch.Tensor, values: torch.Tensor, file: File) -> None:
-        """Take the memory of a mapped file, which holds a whole page already; each layer of it is contiguous."""
-        assert self.filled == 0 and keys.shape == self.keys.shape and values.shape == self.values.shape and keys.dtype == self.spec.dtype
-        self.keys, self.values, self.file = keys, values, file
-        self._views()
+    def _shape(self, keys: Seq[torch.Tensor], values: Seq[torch.Tensor]) -> None:
+        """Make the views of layers that differ, of flat memory of each."""
+        widths = self.spec.widths
+        self.layer_keys = [flat.view(heads, width, PAGE_TOKENS) for flat, (heads, width, _) in zip(keys, widths, strict=True)]
+        self.layer_values = [flat.view(heads, PAGE_TOKENS, width) for flat, (heads, _, width) in zip(values, widths, strict=True)]
+
+    @property
+    def blocks(self) -> Seq[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys [.., width, 512] and values [.., 512, width]: of all layers at once, or of each where layers differ."""
+        return list(zip(self.layer_keys, self.layer_values, strict=True)) if self.spec.widths else [(self.keys, self.values)]
+
+    def lie_in(self, memory: torch.Tensor, file: File) -> None:
+        """Take the memory of a mapped file, which holds a whole page already: of each layer its keys, then its values."""
+        spec = self.spec
+        assert self.filled == 0 and memory.nbytes == PAGE_TOKENS * spec.token_bytes and memory.dtype == spec.dtype
+        self.file = file
+        if spec.widths:
+            self.keys = self.values = memory
+            parts = memory.split([heads * width * PAGE_TOKENS for heads, *both in spec.widths for width in both])
+            self._shape(parts[::2], parts[1::2])
+        else:
+            data = memory.view(spec.layers, 2, -1)
+            self.keys, self.values = (data[:, at].unflatten(1, shape[1:]) for at, shape in enumerate(spec.shapes))
+            self._views()
 
     @property
     def bytes(self) -> int:
@@ -124,8 +146,9 @@ class Page:
         """A copy of the first `tokens` slots in another page."""
         assert 0 < tokens <= self.filled
         page = Page(self.spec, tier)
-        page.keys[..., :tokens].copy_(self.keys[..., :tokens])
-        page.values[..., :tokens, :].copy_(self.values[..., :tokens, :])
+        for (keys, values), (own_keys, own_values) in zip(page.blocks, self.blocks, strict=True):
+            keys[..., :tokens].copy_(own_keys[..., :tokens])
+            values[..., :tokens, :].copy_(own_values[..., :tokens, :])
         page.boundaries = {layer: states.to(page.keys.device, copy=True) for layer, states in self.boundaries.items()}
         page._forget_states(tokens, PAGE_TOKENS)
         page.checkpoints = {slots: known for slots, known in self.checkpoints.items() if slots <= tokens}
@@ -358,8 +381,9 @@ class Sequence:
         That includes slots after `length` which a failed forward may have written.
         """
         for page, slot, count, _ in self.slots(tokens, len(self.pages) * PAGE_TOKENS):
-            page.keys[..., slot : slot + count] = 0
-            page.values[..., slot : slot + count, :] = 0
+            for keys, values in page.blocks:
+                keys[..., slot : slot + count] = 0
+                values[..., slot : slot + count, :] = 0
             page._forget_states(slot, slot + count)
             page.checkpoints = {slots: known for slots, known in page.checkpoints.items() if slots <= slot}
             page.filled = slot

@@ -11,11 +11,11 @@ from .types import PAGE_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Shape and place of a model's KV. Layers are those that attend, in order; all of a page have room for kv_heads heads of head_dim.
+    """Shape and place of a model's KV. Layers are those that keep keys and values of their own, in order.
 
-    widths: heads, width of keys and width of values of each layer, where layers do not fill that room alike. recurrent: other layers keep
-    a state that does not grow: sequences have checkpoints. boundaries: layers whose inputs, hidden states of width `hidden`, are kept with
-    new pages: computing can be resumed there.
+    widths: heads, width of keys and width of values of each layer, where layers or those widths differ; kv_heads and head_dim are the
+    largest then. recurrent: other layers keep a state that does not grow: sequences have checkpoints. boundaries: layers whose inputs,
+    hidden states of width `hidden`, are kept with new pages: computing can be resumed there.
     """
 
     layers: int
@@ -29,8 +29,21 @@ class KVSpec:
     recurrent: bool = False
 
     @property
+    def layer_widths(self) -> tuple[tuple[int, int, int], ...]:
+        """Heads, width of keys and width of values of each layer."""
+        return self.widths or ((self.kv_heads, self.head_dim, self.head_dim),) * self.layers
+
+    @property
+    def kind(self) -> tuple[str, int, int, int, tuple[tuple[int, int, int], ...]]:
+        """Number type, layers, heads, width and widths, as a stored page says them."""
+        return str(self.dtype).removeprefix("torch."), self.layers, self.kv_heads, self.head_dim, self.widths
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a page's keys and values."""
+        """Shapes of a page's keys and values: of all layers, or flat where layers differ."""
+        if self.widths:
+            keys, values = (sum(heads * width[at] for heads, *width in self.widths) for at in (0, 1))
+            return (keys * PAGE_TOKENS,), (values * PAGE_TOKENS,)
         return (
             (self.layers, self.kv_heads, self.head_dim, PAGE_TOKENS),
             (self.layers, self.kv_heads, PAGE_TOKENS, self.head_dim),
@@ -39,7 +52,7 @@ class KVSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(heads * (keys + values) for heads, keys, values in self.layer_widths) * self.dtype.itemsize
 
     @property
     def boundary_bytes(self) -> int:

@@ -20,10 +20,10 @@ def finite(sequence: Sequence, start: int, stop: int) -> bool:
 
 def alike(own: Page, kept: Page, tokens: int, close: float) -> bool:
     """Tell whether a cached page equals the computed one, in its first tokens. close: relative error allowed, 0 for equal bits."""
-    pairs = (
-        (own.keys[..., :tokens], kept.keys[..., :tokens]),
-        (own.values[..., :tokens, :], kept.values[..., :tokens, :]),
-    )
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for (keys, values), (kept_keys, kept_values) in zip(own.blocks, kept.blocks, strict=True):
+        pairs.append((keys[..., :tokens], kept_keys[..., :tokens]))
+        pairs.append((values[..., :tokens, :], kept_values[..., :tokens, :]))
     if not close:
         return all(torch.equal(a, b) for a, b in pairs)
     return all(bool((a.float() - b.float()).norm() <= close * a.float().norm()) for a, b in pairs)

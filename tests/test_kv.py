@@ -186,3 +186,27 @@ def test_bytes() -> None:
     assert spec.token_bytes == 2 * 3 * 2 * 16 * 2
     page = Page(spec)
     assert spec.page_bytes == sum(t.numel() * t.element_size() for t in (page.keys, page.values))
+
+
+def test_layers_of_other_widths_lie_side_by_side() -> None:
+    spec = KVSpec(3, 2, 24, torch.float32, widths=((2, 24, 8), (1, 8, 16), (2, 16, 24)))
+    assert spec.token_bytes == 4 * (2 * 32 + 24 + 2 * 40)
+    page = Page(spec)
+    assert spec.page_bytes == page.keys.nbytes + page.values.nbytes
+    first = Sequence(spec)
+    first.reserve(300)
+    written = []
+    for layer, (heads, keys, values) in enumerate(spec.widths):
+        written.append((torch.randn(300, heads, keys), torch.randn(300, heads, values)))
+        first.write(layer, 0, *written[layer])
+    first.advance(300)
+    other = Sequence(spec)
+    other.attach(list(first.pages), 200)
+    first.withdraw(250)
+    for layer, (keys, values) in enumerate(written):
+        for sequence, kept in ((first, 250), (other, 200)):
+            found = sequence.read(layer)
+            assert torch.equal(found[0], keys[:kept])
+            assert torch.equal(found[1], values[:kept])
+            assert not any(t[kept:].any() for t in sequence.read(layer, 0, 300))
+        assert all(t.is_contiguous() for t in (other.pages[0].layer_keys[layer], other.pages[0].layer_values[layer]))

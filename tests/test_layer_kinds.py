@@ -14,6 +14,7 @@ from agentcache import Completion, Engine, Sampling
 from agentcache.bench import families
 from agentcache.model import hf
 from agentcache.model.family import slots_of
+from agentcache.model.fingerprint import Fingerprint
 from tests import models
 
 SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse. " * 12}
@@ -21,8 +22,10 @@ SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse. " * 
 KINDS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "alike": ("phi3", {}, 4 * 2 * 2 * 16 * 4, True),
     "two read what earlier ones keep": ("gemma3n_text", {}, 2 * 2 * 2 * 16 * 4, True),
+    "widths that differ": ("gemma4_unified_text", {}, 2 * 2 * (2 * 16 + 2 * 32) * 4, True),
+    "both": ("gemma4_text", {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16}, 2 * 2 * (16 + 32) * 4, True),
+    "keys wider than values": ("minicpm3", {}, 4 * 4 * (24 + 16) * 4, True),
 }
-UNEVEN = [kind for kind in KINDS if kind != "alike"]
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +82,17 @@ def test_a_page_holds_what_its_layers_keep(kind: str) -> None:
     held.close()
 
 
-@pytest.mark.parametrize("kind", UNEVEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layout_of_pages_is_in_the_fingerprint(kind: str) -> None:
+    family, settings, _, _ = KINDS[kind]
+    held = hf.HFModel(families.build(family, **settings))
+    assert held.fingerprint is not None
+    assert held.numerics is not None
+    assert (Fingerprint(held.model, held.numerics.kernel).whole == held.fingerprint.whole) is (kind == "alike")
+    held.close()
+
+
+@pytest.mark.parametrize("kind", ["two read what earlier ones keep", "both"])
 def test_pages_of_another_layout_are_no_hits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def each_its_own(layers: list[Any]) -> tuple[int, ...]:
         return tuple(range(len(slots_of(layers))))

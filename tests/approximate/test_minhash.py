@@ -324,14 +324,15 @@ def test_an_encrypted_store_shows_no_signature(tmp_path: Path) -> None:
         assert later.refresh(SCOPE) == 4
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_older_index_gets_the_tables(tmp_path: Path, version: int) -> None:
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_an_older_index_gets_what_it_lacks(tmp_path: Path, version: int) -> None:
     folder = Folder.open(tmp_path / "store")
     with Index(folder) as index:
         index.set_meta("kept", "yes")
         for table in ("segments", "deletions")[version - 1 :]:
             index.database.write(lambda c, table=table: c.execute(f"DROP TABLE {table}"))
-        index.database.write(lambda c: c.execute("ALTER TABLE pages DROP COLUMN checkpoint_layers"))
+        for column in ("checkpoint_layers", "widths")[max(0, version - 3) :]:
+            index.database.write(lambda c, column=column: c.execute(f"ALTER TABLE pages DROP COLUMN {column}"))
         index.database.write(lambda c: c.execute(f"PRAGMA user_version={version}"))
     with Index(folder) as index:
         assert index.get_meta("kept") == "yes"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.kv import Page
+from agentcache.kv_spec import KVSpec
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
@@ -15,20 +16,20 @@ from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Ids, Role, Scope, chain
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import PAGE_TOKENS
-from tests.store.stored_pages import SPEC, noise_page, read_page, same_numbers, unstored_row
+from tests.store.stored_pages import SPEC, noise_page, read_page, same_numbers, spec_of, unstored_row
 
 
 def page_of_row(wanted: Row) -> Page:
     """What a page holds: the same for the same ids, wherever and however long it is stored."""
-    return noise_page(SPEC, PAGE_TOKENS, seed=int(wanted.ids[0]))
+    return noise_page(spec_of(wanted), PAGE_TOKENS, seed=int(wanted.ids[0]))
 
 
-def rows_of_group(prompt: Ids, scope: Scope, role: int = Role.GROUP, **more: Any) -> list[Row]:
+def rows_of_group(prompt: Ids, scope: Scope, role: int = Role.GROUP, spec: KVSpec = SPEC, **more: Any) -> list[Row]:
     """The rows of a prompt's pages, root first, without blobs."""
     parent, rows = scope.root, []
     for place, key in enumerate(chain(scope.root, prompt)):
         own = prompt[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS]
-        base = unstored_row(SPEC, len(own), scope.precision, namespace=scope.namespace)
+        base = unstored_row(spec, len(own), scope.precision, namespace=scope.namespace)
         same_scope = {"fingerprint": scope.fingerprint, "regime": scope.regime, "created": time.time()}
         rows.append(replace(base, page_key=key, parent=parent, place=place, ids=own, role=int(role), **{**same_scope, **more}))
         parent = key

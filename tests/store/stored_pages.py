@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentcache import page_check
 from agentcache.errors import BlobError, StoreError
 from agentcache.kv import Page
 from agentcache.kv_spec import KVSpec
@@ -19,14 +20,17 @@ from agentcache.store.disk.schema import Row
 from agentcache.store.keys import Scope, page_key
 
 SPEC = KVSpec(3, 2, 16, torch.bfloat16)
+UNEVEN = KVSpec(3, 2, 24, torch.bfloat16, widths=((2, 24, 8), (1, 8, 16), (2, 16, 24)))
+SPECS = {"alike": SPEC, "widths that differ": UNEVEN}
 
 
 def noise_page(spec: KVSpec = SPEC, tokens: int = 512, seed: int = 0) -> Page:
     """A page with noise in its first slots."""
     noise = torch.Generator().manual_seed(seed)
     made = Page(spec)
-    made.keys[..., :tokens] = torch.randn(made.keys[..., :tokens].shape, generator=noise).to(spec.dtype)
-    made.values[..., :tokens, :] = torch.randn(made.values[..., :tokens, :].shape, generator=noise).to(spec.dtype)
+    for keys, values in made.blocks:
+        keys[..., :tokens] = torch.randn(keys[..., :tokens].shape, generator=noise).to(spec.dtype)
+        values[..., :tokens, :] = torch.randn(values[..., :tokens, :].shape, generator=noise).to(spec.dtype)
     made.filled = tokens
     return made
 
@@ -38,7 +42,7 @@ def unstored_row(spec: KVSpec = SPEC, tokens: int = 512, precision: str = "exact
     return Row(
         id=0, page_key=page_key(scope.root, ids), parent=scope.root, namespace=namespace, fingerprint="weights", regime="", place=0,
         tokens=tokens, ids=ids, numerics=frozenset({"b", "a"}), precision=precision, role=1, dtype=str(spec.dtype).removeprefix("torch."),
-        layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, created=1700000000.25,
+        layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, widths=spec.widths, created=1700000000.25,
     )  # fmt: skip
 
 
@@ -47,26 +51,36 @@ def blob_path(folder: Folder, row: Row) -> Path:
     return folder.blobs / row.blob[:2] / f"{row.blob}.safetensors"
 
 
-def read_page(folder: Folder, written: Row, tokens: int | None = None, spec: KVSpec = SPEC, **more: Any) -> Page:
+def spec_of(row: Row) -> KVSpec:
+    """The shape of what a row stores."""
+    dtype, layers, heads, dim, widths = row.kind
+    return KVSpec(layers, heads, dim, getattr(torch, dtype), widths=widths)
+
+
+def read_page(folder: Folder, written: Row, tokens: int | None = None, **more: Any) -> Page:
     """A new page filled from a blob."""
-    found = Page(spec)
+    found = Page(spec_of(written))
     blob_io.read(folder, written, found, tokens=written.tokens if tokens is None else tokens, **more)
     return found
 
 
 def same_numbers(a: Page, b: Page, tokens: int) -> bool:
     """Whether the first slots hold the same numbers."""
-    return torch.equal(a.keys[..., :tokens], b.keys[..., :tokens]) and torch.equal(a.values[..., :tokens, :], b.values[..., :tokens, :])
+    return page_check.alike(a, b, tokens, 0)
 
 
-def refused_read(folder: Folder, written: Row, spec: KVSpec = SPEC, kind: type[StoreError] = BlobError, **more: Any) -> StoreError:
+def empty_from(page: Page, tokens: int) -> bool:
+    """Whether all slots from this one on are zeros."""
+    return not any(keys[..., tokens:].any() or values[..., tokens:, :].any() for keys, values in page.blocks)
+
+
+def refused_read(folder: Folder, written: Row, kind: type[StoreError] = BlobError, **more: Any) -> StoreError:
     """Reading fails and leaves an empty page of zeros."""
-    found = Page(spec)
+    found = Page(spec_of(written))
     with pytest.raises(kind) as caught:
         blob_io.read(folder, written, found, tokens=written.tokens, **more)
     assert found.filled == 0
-    assert not found.keys.any()
-    assert not found.values.any()
+    assert empty_from(found, 0)
     return caught.value
 
 

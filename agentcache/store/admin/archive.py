@@ -51,7 +51,8 @@ def export_group(
     wanted = [replace(row, blob="", bytes=0, used=0, hits=0, role=int(Role.GROUP)) for row in rows]
     last = group.prefix_tokens - PAGE_TOKENS * (len(rows) - 1)
     shorter = replace(wanted[-1], tokens=last, ids=rows[-1].ids[:last], page_key=group.tip)
-    own = -(-rows[-1].checkpoint_layers * blob_format.stored_bytes(rows[-1]) // blob_format.stored_bytes(shorter))
+    room, unit = (blob_format.stored_bytes(row, row.layers) for row in (rows[-1], shorter))
+    own = -(-rows[-1].checkpoint_layers * room // unit)
     wanted[-1] = replace(shorter, layers=shorter.layers - shorter.checkpoint_layers + own, checkpoint_layers=own)
     made = plan(group, wanted)
     ids, holder = [row.id for row in rows], process_identity.token()
@@ -86,25 +87,25 @@ def _write(folder: Folder, rows: Sequence[tuple[Row, Row]], made: Plan, target: 
 
 def _layers(folder: Folder, row: Row, wanted: Row) -> Iterator[memoryview]:
     """Stored bytes of each layer of a page, in clear and verified; of a page that is stored longer, the first tokens."""
-    checkpoints, size = bytearray(), blob_format.stored_bytes(wanted)
+    checkpoints, size = bytearray(), blob_format.stored_bytes(wanted, wanted.layers)
     with opened(folder, row) as source:
         for layer in range(row.layers):
-            stored = memoryview(bytearray(source.plan.layer_bytes))
+            stored = memoryview(bytearray(source.plan.size(layer)))
             source.read(layer, [stored], lambda count: None)
             if source.plan.sealed:
                 stored = memoryview(folder.open_sealed(stored, blob_format.layer_context(source.row, layer, True)))
             if layer >= row.layers - row.checkpoint_layers:
                 checkpoints += stored
                 continue
-            yield stored if wanted.tokens == row.tokens else memoryview(_cut(row, wanted, stored))
+            yield stored if wanted.tokens == row.tokens else memoryview(_cut(row, wanted, layer, stored))
     checkpoints = checkpoints.ljust(wanted.checkpoint_layers * size, b"\0")
     yield from (memoryview(checkpoints)[at : at + size] for at in range(0, len(checkpoints), size))
 
 
-def _cut(row: Row, wanted: Row, stored: memoryview) -> bytes:
+def _cut(row: Row, wanted: Row, layer: int, stored: memoryview) -> bytes:
     """A layer's first `wanted.tokens` tokens, still as they were quantised."""
     found, at = [], 0
-    for part, less in zip(blob_format.parts(row), blob_format.parts(wanted), strict=True):
+    for part, less in zip(blob_format.parts(row, layer), blob_format.parts(wanted, layer), strict=True):
         item = blob_format.ITEM_BYTES[part.dtype]
         array = np.frombuffer(stored[at : at + part.bytes], dtype=f"V{item}").reshape(part.shape)
         at += part.bytes
@@ -198,7 +199,7 @@ def _finite(row: Row, page: Callable[[int], list[memoryview]], name: str) -> Cal
 
     def layer(at: int) -> list[memoryview]:
         stored = page(at)
-        if at < row.layers - row.checkpoint_layers and not layer_is_finite(row, stored[0]):
+        if at < row.layers - row.checkpoint_layers and not layer_is_finite(row, at, stored[0]):
             raise BlobError(
                 f"archive {name!r}: layer {at} of page {row.place} holds NaN or infinity: export it again where it was computed"
             )

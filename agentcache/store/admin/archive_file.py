@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def plan(group: ToolGroup, rows: Sequence[Row]) -> Plan:
     for number, row in enumerate(rows):
         starts.append(at)
         for layer in range(row.layers):
-            for part in blob_format.parts(row):
+            for part in blob_format.parts(row, layer):
                 tensor(f"{number}.{part.name}.{layer}", part.dtype, part.shape, part.bytes)
     ids = at
     tensor("ids", "U32", (group.prefix_tokens,), 4 * group.prefix_tokens)
@@ -90,14 +91,15 @@ class Archive:
     def page(self, number: int, progress: Callable[[int], None]) -> Callable[[int], list[memoryview]]:
         """Gives a page's layers, asked for in order. BlobError with the last one if the page differs from the exported one."""
         row, digest = self.rows[number], blake3()
-        size = sum(part.bytes for part in blob_format.parts(row))
+        sizes = [blob_format.stored_bytes(row, at) for at in range(row.layers)]
+        starts = list(accumulate(sizes, initial=self.plan.pages[number]))
         expected = self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
         def layer(at: int) -> list[memoryview]:
-            buffer = memoryview(bytearray(size))
-            blob_files.read_into(self.fd, buffer, self.plan.pages[number] + at * size, self.name)
+            buffer = memoryview(bytearray(sizes[at]))
+            blob_files.read_into(self.fd, buffer, starts[at], self.name)
             digest.update(buffer)
-            progress(size)
+            progress(sizes[at])
             if at == row.layers - 1 and digest.digest() != expected:
                 raise BlobError(f"archive {self.name!r}: page {number} was changed since it was exported")
             return [buffer]
@@ -151,7 +153,7 @@ def _parse(front: bytes, name: str) -> tuple[ToolGroup, list[Row]]:
             raise StoreFormatError(f"{name!r} is an archive of version {said!r:.40}, this version reads {FORMAT!r}")
         group = ToolGroup.from_json(told["group"])
         rows = [blob_format.unpack(text) for text in json.loads(told["pages"])]
-        tensors = sum(row.layers * len(blob_format.parts(row)) for row in rows)
+        tensors = sum(row.layers * len(blob_format.parts(row, 0)) for row in rows)
     except (ValueError, KeyError, TypeError, RecursionError, StoreCorruptError) as error:
         raise StoreFormatError(f"{name!r} is no archive of a tool group: {type(error).__name__} in its header") from None
     if group.prefix_tokens != sum(row.tokens for row in rows):  # before memory is asked for by it
@@ -163,7 +165,7 @@ def _parse(front: bytes, name: str) -> tuple[ToolGroup, list[Row]]:
 
 def _with_ids(name: str, group: ToolGroup, rows: Sequence[Row], ids: np.ndarray) -> tuple[Row, ...]:
     """Rows with their ids, if those make their keys and all belong to one group. BlobError if not."""
-    kinds = {(row.namespace, row.fingerprint, row.regime, row.precision, row.dtype, row.kv_heads, row.head_dim) for row in rows}
+    kinds = {(row.namespace, row.fingerprint, row.regime, row.precision, row.dtype, row.kv_heads, row.head_dim, row.widths) for row in rows}
     lengths = [PAGE_TOKENS] * (len(rows) - 1) + [group.prefix_tokens - PAGE_TOKENS * (len(rows) - 1)]
     right = (
         len(kinds) == 1

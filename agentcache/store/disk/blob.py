@@ -15,7 +15,7 @@ from blake3 import blake3
 from ...errors import BlobError
 from ..keys import page_key
 from . import blob_files, quantize
-from .blob_format import DTYPES, MAC_BYTES, SAME, Plan, front_bytes, layer_context, parse, parts, tail_context
+from .blob_format import DTYPES, MAC_BYTES, SAME, Plan, front_bytes, layer_context, parse, parts, shape_of, tail_context
 from .folder import Folder
 from .schema import Row
 
@@ -144,22 +144,22 @@ def same(row: Row, found: Row) -> None:
         raise BlobError(f"blob {row.blob!r} has other ids than its row")
 
 
-def tensors(row: Row, stored: memoryview) -> dict[str, torch.Tensor]:
+def tensors(row: Row, layer: int, stored: memoryview) -> dict[str, torch.Tensor]:
     """A layer as it is stored, in clear, as tensors over that memory."""
     found, at = {}, 0
-    for part in parts(row):
+    for part in parts(row, layer):
         flat = torch.frombuffer(stored[at : at + part.bytes], dtype=torch.uint8)
         found[part.name] = flat.view(TORCH[part.dtype]).view(part.shape)
         at += part.bytes
     return found
 
 
-def layer_is_finite(row: Row, stored: memoryview) -> bool:
+def layer_is_finite(row: Row, layer: int, stored: memoryview) -> bool:
     """Tell whether a layer gives keys and values without NaN and infinity."""
-    found = tensors(row, stored)
+    found = tensors(row, layer, stored)
     if row.precision != "exact":
-        dtype, shape = TORCH[DTYPES[row.dtype]], (row.kv_heads, row.head_dim, row.tokens)
-        keys, values = torch.empty(shape, dtype=dtype), torch.empty((shape[0], shape[2], shape[1]), dtype=dtype)
+        dtype, (heads, *width) = TORCH[DTYPES[row.dtype]], shape_of(row, layer)
+        keys, values = torch.empty(heads, width[0], row.tokens, dtype=dtype), torch.empty(heads, row.tokens, width[1], dtype=dtype)
         quantize.dequantize(found, row.precision, keys, values)
         found = {"keys": keys, "values": values}
     return all(bool(torch.isfinite(tensor).all()) for tensor in found.values())

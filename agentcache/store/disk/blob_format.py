@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ...errors import BlobError, StoreError
 from ...kv import PAGE_TOKENS
 from ..keys import Role
 from . import quantize
-from .schema import Row
+from .schema import Row, widths_of
 
 FORMAT = "1"
 ALIGN = 4096  # where data starts: whole pages of memory and of most disks
@@ -30,7 +31,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I8": 1, "U8": 1}
 PRECISIONS = ("exact", *quantize.PRECISIONS)
 MOST = {"place": 1 << 24, "tokens": PAGE_TOKENS, "role": max(Role), "layers": 1 << 16, "kv_heads": 4096, "head_dim": 4096}
 MOST_CHANNELS = 1 << 16  # of a layer's keys: 0.1 GB a page in fp32
-KIND = ("dtype", "layers", "kv_heads", "head_dim", "checkpoint_layers")
+KIND = ("dtype", "layers", "kv_heads", "head_dim", "checkpoint_layers", "widths")
 SAME = ("page_key", "parent", "namespace", "fingerprint", "regime", "place", "tokens", "numerics", "precision", "bytes", *KIND)
 
 
@@ -52,8 +53,7 @@ class Plan:
     """Offsets in the blob of one row."""
 
     front: bytes  # all bytes before the data
-    layer: tuple[Tensor, ...]  # the tensors of each layer without their number
-    layer_bytes: int
+    layers: tuple[int, ...]  # offset of each, and of what follows the last one
     sealed: bool  # layers and ids are encrypted
     ids: int  # offset
     macs: int  # offset
@@ -61,15 +61,19 @@ class Plan:
 
     def at(self, layer: int) -> int:
         """Offset of a layer in the file."""
-        return len(self.front) + layer * self.layer_bytes
+        return self.layers[layer]
+
+    def size(self, layer: int) -> int:
+        """Bytes of a layer in the file."""
+        return self.layers[layer + 1] - self.layers[layer]
 
 
 def plan(row: Row, sealed: bool) -> Plan:
     """The blob of this row. StoreError if its header would be too long to be read again."""
-    layer = _layer(row, sealed)
-    own, layer_bytes = row.checkpoint_layers, sum(part.bytes for part in layer)
-    tensors = [Tensor(f"{part.name}.{number}", part.dtype, part.shape) for number in range(row.layers - own) for part in layer]
-    tensors += [Tensor("checkpoints", "U8", (own * layer_bytes,))] if own else []
+    layers, own = [_layer(row, number, sealed) for number in range(row.layers)], row.layers - row.checkpoint_layers
+    sizes = [sum(part.bytes for part in layer) for layer in layers]
+    tensors = [Tensor(f"{part.name}.{number}", part.dtype, part.shape) for number, layer in enumerate(layers[:own]) for part in layer]
+    tensors += [Tensor("checkpoints", "U8", (sum(sizes[own:]),))] if own < row.layers else []
     ids = Tensor("ids", "U8", (4 * row.tokens + SEAL_BYTES,)) if sealed else Tensor("ids", "U32", (row.tokens,))
     macs = Tensor("macs", "U8", (row.layers + 1, MAC_BYTES))
     header: dict[str, Any] = {"__metadata__": {"agentcache": FORMAT, "row": pack(row)}}
@@ -83,27 +87,35 @@ def plan(row: Row, sealed: bool) -> Plan:
         raise StoreError(f"namespace={row.namespace[:40]!r}...: a header of {size} bytes, {FRONT_MOST} are possible; use shorter names")
     front = (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
     end = size + at
-    return Plan(front, layer, layer_bytes, sealed, end - macs.bytes - ids.bytes, end - macs.bytes, end)
+    starts = tuple(accumulate(sizes, initial=size))
+    return Plan(front, starts, sealed, end - macs.bytes - ids.bytes, end - macs.bytes, end)
 
 
-def _layer(row: Row, sealed: bool) -> tuple[Tensor, ...]:
-    shape = row.kv_heads, row.head_dim, row.tokens
+def shape_of(row: Row, layer: int) -> tuple[int, int, int]:
+    """Heads, width of keys and width of values of a layer; one of checkpoints takes the room of the largest."""
+    if not row.widths:
+        return row.kv_heads, row.head_dim, row.head_dim
+    return row.widths[layer] if layer < len(row.widths) else max(row.widths, key=lambda shape: shape[0] * (shape[1] + shape[2]))
+
+
+def _layer(row: Row, layer: int, sealed: bool) -> tuple[Tensor, ...]:
+    heads, keys, values = shape_of(row, layer)
     if row.precision == "exact":
         dtype = DTYPES[row.dtype]
-        parts = [Tensor("keys", dtype, shape), Tensor("values", dtype, (shape[0], shape[2], shape[1]))]
+        parts = [Tensor("keys", dtype, (heads, keys, row.tokens)), Tensor("values", dtype, (heads, row.tokens, values))]
     else:
-        parts = [Tensor(*part) for part in quantize.parts(row.precision, *shape)]
+        parts = [Tensor(*part) for part in quantize.parts(row.precision, heads, (keys, values), row.tokens)]
     return (Tensor("layer", "U8", (SEAL_BYTES + sum(part.bytes for part in parts),)),) if sealed else tuple(parts)
 
 
-def parts(row: Row) -> tuple[Tensor, ...]:
+def parts(row: Row, layer: int) -> tuple[Tensor, ...]:
     """The tensors of a layer, in order, once it is decrypted."""
-    return _layer(row, sealed=False)
+    return _layer(row, layer, sealed=False)
 
 
-def stored_bytes(row: Row) -> int:
+def stored_bytes(row: Row, layer: int) -> int:
     """Bytes of a layer, in clear."""
-    return sum(part.bytes for part in parts(row))
+    return sum(part.bytes for part in parts(row, layer))
 
 
 def parse(front: bytes, sealed: bool) -> tuple[Row, Plan]:
@@ -132,8 +144,8 @@ def front_bytes(length: bytes, file_bytes: int) -> int:
 
 def layer_context(row: Row, layer: int, sealed: bool) -> bytes:
     """Context with which a layer's bytes are authenticated, and encrypted."""
-    shape = row.kv_heads, row.head_dim, row.tokens
-    what = ["agentcache layer", FORMAT, sealed, row.page_key.hex(), row.fingerprint, row.precision, layer, row.dtype, *shape]
+    shape = shape_of(row, layer) if row.widths else (row.kv_heads, row.head_dim)
+    what = ["agentcache layer", FORMAT, sealed, row.page_key.hex(), row.fingerprint, row.precision, layer, row.dtype, *shape, row.tokens]
     return _json(what) + b"\n"
 
 
@@ -167,6 +179,7 @@ def pack(row: Row) -> str:
             "created": float(row.created),
         }
         | ({"checkpoint_layers": row.checkpoint_layers} if row.checkpoint_layers else {})
+        | ({"widths": row.widths} if row.widths else {})
     ).decode("ascii")
 
 
@@ -182,6 +195,7 @@ def unpack(text: str) -> Row:
         raise ValueError("checkpoint_layers")
     if found["kv_heads"] * found["head_dim"] > MOST_CHANNELS:
         raise ValueError("head_dim")
+    found["widths"] = widths_of(found.get("widths", []), found["layers"] - own, found["kv_heads"], found["head_dim"])
     strings = [found[name] for name in ("namespace", "fingerprint", "regime")] + found["numerics"]
     if not all(type(value) is str for value in strings) or found["dtype"] not in DTYPES or found["precision"] not in PRECISIONS:
         raise ValueError("names")

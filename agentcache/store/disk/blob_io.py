@@ -28,7 +28,7 @@ def write(folder: Folder, row: Row, page: Page) -> Row:
     The blob is there as a whole or not at all. StoreFullError, StoreError: it is not.
     """
     assert fits(row, page) and row.tokens <= page.filled
-    size, packed = stored_bytes(row), memoryview(pack(page, row.tokens))
+    size, packed = stored_bytes(row, row.layers), memoryview(pack(page, row.tokens))
     own = -(-len(packed) // size)
     packed = memoryview(bytes(packed).ljust(own * size, b"\0")) if own else packed
 
@@ -65,7 +65,7 @@ def write_layers(folder: Folder, row: Row, stored: Callable[[int], list[memoryvi
 
 def _stored(row: Row, page: Page, layer: int) -> list[memoryview]:
     """Bytes that a layer is stored as; of a full page, the page's own memory."""
-    keys, values = page.keys[layer][:, :, : row.tokens], page.values[layer][:, : row.tokens]
+    keys, values = page.layer_keys[layer][:, :, : row.tokens], page.layer_values[layer][:, : row.tokens]
     if row.precision == "exact":
         return [view(keys.contiguous()), view(values.contiguous())]
     return [view(tensor) for tensor in quantize.quantize(keys, values, row.precision).values()]
@@ -114,10 +114,10 @@ def describe(folder: Folder, name: str) -> Row:
 def verify(folder: Folder, row: Row) -> None:
     """Check every byte of a blob, in little memory. BlobError names the fault."""
     with opened(folder, row) as blob:
-        scratch = memoryview(bytearray(min(PIECE, blob.plan.layer_bytes)))
+        scratch = memoryview(bytearray(PIECE))
         for layer in range(row.layers):
-            left = blob.plan.layer_bytes
-            pieces = [scratch] * (left // len(scratch)) + [scratch[: left % len(scratch)]]
+            left = blob.plan.size(layer)
+            pieces = [scratch] * (left // PIECE) + [scratch[: left % PIECE]]
             blob.read(layer, pieces, lambda count: None)
 
 

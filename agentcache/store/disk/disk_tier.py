@@ -104,7 +104,7 @@ class DiskTier:
         rows: list[Row] = []
         tokens = whole * PAGE_TOKENS
         for row, run in hits:
-            if (row.dtype, row.layers - row.checkpoint_layers, row.kv_heads, row.head_dim) != _shape(spec):
+            if row.kind != spec.kind:
                 break  # the fingerprint says this cannot be: a forged row
             if row.id in self._bad:
                 break
@@ -228,7 +228,7 @@ class DiskTier:
     def _row(self, pending: PendingWrite) -> Row:
         entry, scope = pending.entry, pending.entry.scope
         assert entry.parent is not None
-        dtype, layers, heads, dim = _shape(pending.page.spec)
+        dtype, layers, heads, dim, widths = pending.page.spec.kind
         return Row(
             id=0,
             page_key=pending.key,
@@ -246,6 +246,7 @@ class DiskTier:
             layers=layers,
             kv_heads=heads,
             head_dim=dim,
+            widths=widths,
             created=entry.made,
         )
 
@@ -384,10 +385,6 @@ class DiskTier:
         self._unnamed_bytes = blob_files.sweep(self.folder, self.index.has_blobs).left_bytes
         self.index.drop_dead_pins()
         self.index.recount()
-
-
-def _shape(spec: KVSpec) -> tuple[str, int, int, int]:
-    return str(spec.dtype).removeprefix("torch."), spec.layers, spec.kv_heads, spec.head_dim
 
 
 def cpu_page(spec: KVSpec, tokens: int) -> Page:

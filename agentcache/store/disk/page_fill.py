@@ -32,9 +32,7 @@ WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # whole numbers of so 
 
 def fits(row: Row, page: Page) -> bool:
     """Tell whether the page has the shape and type of what the row stores."""
-    spec = page.spec
-    shape = str(spec.dtype).removeprefix("torch."), spec.layers, spec.kv_heads, spec.head_dim
-    return shape == (row.dtype, row.layers - row.checkpoint_layers, row.kv_heads, row.head_dim) and page.keys.device.type == "cpu"
+    return row.kind == page.spec.kind and page.keys.device.type == "cpu"
 
 
 def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -86,25 +84,25 @@ class Filling:
         blob, row, page = self.blob, self.row, self.page
         assert blob is not None
         if layer >= page.spec.layers:
-            held = memoryview(bytearray(blob.plan.layer_bytes))
+            held = memoryview(bytearray(blob.plan.size(layer)))
             blob.read(layer, [held], done)
             self.checkpoints[layer] = blob.folder.open_sealed(held, layer_context(row, layer, True)) if blob.plan.sealed else bytes(held)
             return
         if self.mapped is not None:
             if self.here:
-                blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.layer_bytes)
+                blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
                 blob.check(layer, self.mapped, done)
             else:
                 blob.come(layer, scratch(PIECE), done)
-                blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.layer_bytes)
+                blob_files.bring_in(self.mapped, blob.plan.at(layer), blob.plan.size(layer))
             if self.stays:
                 return
             stored = self.mapped[blob.plan.at(layer) : blob.plan.at(layer + 1)]
         elif self.lies:
-            blob.read(layer, [view(page.keys[layer]), view(page.values[layer])], done)
+            blob.read(layer, [view(page.layer_keys[layer]), view(page.layer_values[layer])], done)
             return
         else:
-            stored = scratch(blob.plan.layer_bytes)
+            stored = scratch(blob.plan.size(layer))
             blob.read(layer, [stored], done)
         if blob.plan.sealed:
             stored = memoryview(bytearray(blob.folder.open_sealed(stored, layer_context(row, layer, True))))
@@ -112,8 +110,8 @@ class Filling:
 
     def _spread(self, layer: int, stored: memoryview) -> None:
         """Put a verified layer where it belongs in the page."""
-        row, found = self.row, tensors(self.row, stored)
-        keys, values = self.page.keys[layer][:, :, : row.tokens], self.page.values[layer][:, : row.tokens]
+        row, found = self.row, tensors(self.row, layer, stored)
+        keys, values = self.page.layer_keys[layer][:, :, : row.tokens], self.page.layer_values[layer][:, : row.tokens]
         if row.precision == "exact":
             some = slice(self.tokens)
             for target, stored_part in ((keys[..., some], found["keys"][..., some]), (values[:, some], found["values"][:, some])):
@@ -135,8 +133,9 @@ class Filling:
             if keep:
                 self._take()
         elif self.next and (self.error or self.lies or self.row.precision != "exact"):  # else nothing was written after them
-            self.page.keys[..., keep : self.row.tokens] = 0
-            self.page.values[..., keep : self.row.tokens, :] = 0
+            for keys, values in self.page.blocks:
+                keys[..., keep : self.row.tokens] = 0
+                values[..., keep : self.row.tokens, :] = 0
         self.page.filled = keep
         if keep and self.checkpoints:
             self.page.checkpoints = unpack(b"".join(self.checkpoints[layer] for layer in sorted(self.checkpoints)), keep)
@@ -145,11 +144,8 @@ class Filling:
         """Give the page the memory of the mapped file, layer by layer as it lies there."""
         assert self.blob is not None and self.mapped is not None and self.file is not None
         plan, spec = self.blob.plan, self.page.spec
-        each = spec.kv_heads * spec.head_dim * PAGE_TOKENS
-        shapes = (spec.kv_heads, spec.head_dim, PAGE_TOKENS), (spec.kv_heads, PAGE_TOKENS, spec.head_dim)
-        data = torch.frombuffer(self.mapped, dtype=spec.dtype, count=2 * spec.layers * each, offset=plan.at(0)).view(spec.layers, 2, each)
-        keys, values = (data[:, i].unflatten(1, shape) for i, shape in enumerate(shapes))
-        self.page.lie_in(keys, values, self.file)
+        count = PAGE_TOKENS * spec.token_bytes // spec.dtype.itemsize
+        self.page.lie_in(torch.frombuffer(self.mapped, dtype=spec.dtype, count=count, offset=plan.at(0)), self.file)
 
 
 class Reading:

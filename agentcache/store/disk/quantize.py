@@ -20,12 +20,12 @@ LARGEST = 1e37  # far above any key or value; below it no step overflows float32
 Part = tuple[str, str, tuple[int, ...]]  # name, safetensors' dtype, shape
 
 
-def parts(precision: str, kv_heads: int, head_dim: int, tokens: int) -> list[Part]:
-    """The tensors of one layer, in the order in which they are stored."""
-    keys, values = (kv_heads, head_dim, tokens), (kv_heads, tokens, head_dim)
+def parts(precision: str, kv_heads: int, widths: tuple[int, int], tokens: int) -> list[Part]:
+    """The tensors of one layer with keys and values of these widths, in the order in which they are stored."""
+    keys, values = (kv_heads, widths[0], tokens), (kv_heads, tokens, widths[1])
     if precision == "int8":
-        scale = (kv_heads, head_dim)
-        return [("keys.scale", "F32", scale), ("values.scale", "F32", scale), ("keys", "I8", keys), ("values", "I8", values)]
+        scales: list[Part] = [(f"{name}.scale", "F32", (kv_heads, width)) for name, width in zip(("keys", "values"), widths, strict=True)]
+        return [*scales, ("keys", "I8", keys), ("values", "I8", values)]
     assert precision == "int4", precision
     found: list[Part] = []
     for name, shape in (("keys", keys), ("values", values)):
@@ -35,7 +35,7 @@ def parts(precision: str, kv_heads: int, head_dim: int, tokens: int) -> list[Par
 
 
 def quantize(keys: torch.Tensor, values: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
-    """One layer's keys [kv_heads, head_dim, tokens] and values [kv_heads, tokens, head_dim] as the tensors of `parts`.
+    """One layer's keys [kv_heads, width, tokens] and values [kv_heads, tokens, width] as the tensors of `parts`.
 
     StoreError if anything is NaN, infinite or beyond all reason.
     """
@@ -50,7 +50,7 @@ def quantize(keys: torch.Tensor, values: torch.Tensor, precision: str) -> dict[s
             found[f"{name}.scale"] = scale.squeeze(channels)
         else:
             found.update(_int4(name, x))
-    shapes = parts(precision, keys.shape[0], keys.shape[1], keys.shape[2])
+    shapes = parts(precision, keys.shape[0], (keys.shape[1], values.shape[2]), keys.shape[2])
     assert all(found[part].shape == shape for part, _, shape in shapes)
     return {part: found[part].contiguous() for part, _, _ in shapes}
 
@@ -74,7 +74,7 @@ def _int4(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def dequantize(found: dict[str, torch.Tensor], precision: str, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Write what `quantise` made of a layer into `keys` [kv_heads, head_dim, tokens] and `values` [kv_heads, tokens, head_dim]."""
+    """Write what `quantise` made of a layer into `keys` [kv_heads, width, tokens] and `values` [kv_heads, tokens, width]."""
     for name, out, channels in (("keys", keys, 2), ("values", values, 1)):
         if precision == "int8":
             torch.mul(found[name], found[f"{name}.scale"].unsqueeze(channels), out=out)

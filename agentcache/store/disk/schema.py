@@ -6,6 +6,7 @@ and authenticated on its own.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -18,7 +19,7 @@ from ...types import PAGE_TOKENS
 from ..keys import Ids, Role, page_key
 from .folder import Folder
 
-VERSION = 4
+VERSION = 5
 HEAD_TOKENS = 8  # ids by which continuations of a page are told apart before they are compared
 TAG_BYTES = 16
 
@@ -37,7 +38,9 @@ CREATE TABLE deletions (
     fingerprint TEXT NOT NULL, keys BLOB NOT NULL, prefix_tokens INTEGER NOT NULL);;
 """
 CHECKPOINTS = "ALTER TABLE pages ADD COLUMN checkpoint_layers INTEGER NOT NULL DEFAULT 0;;\n"
-UPGRADES = {1: SEGMENTS + DELETIONS + CHECKPOINTS, 2: DELETIONS + CHECKPOINTS, 3: CHECKPOINTS}  # what an older version lacks
+WIDTHS = "ALTER TABLE pages ADD COLUMN widths TEXT NOT NULL DEFAULT '[]';;\n"
+ADDED = ("", SEGMENTS, DELETIONS, CHECKPOINTS, WIDTHS)  # by each version to the one before
+UPGRADES = {version: "".join(ADDED[version:]) for version in range(1, VERSION)}  # what an older version lacks
 SCHEMA = f"""{SEGMENTS}{DELETIONS}
 CREATE TABLE pages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, page_key BLOB NOT NULL, parent BLOB NOT NULL, namespace TEXT NOT NULL,
@@ -45,7 +48,8 @@ CREATE TABLE pages (
     numerics TEXT NOT NULL, precision TEXT NOT NULL,
     role INTEGER NOT NULL, dtype TEXT NOT NULL, layers INTEGER NOT NULL, kv_heads INTEGER NOT NULL, head_dim INTEGER NOT NULL,
     blob TEXT NOT NULL, bytes INTEGER NOT NULL, created REAL NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL, bad TEXT,
-    head BLOB NOT NULL, checkpoint_layers INTEGER NOT NULL DEFAULT 0, UNIQUE (page_key, fingerprint, precision));;
+    head BLOB NOT NULL, checkpoint_layers INTEGER NOT NULL DEFAULT 0, widths TEXT NOT NULL DEFAULT '[]',
+    UNIQUE (page_key, fingerprint, precision));;
 CREATE INDEX pages_under ON pages (parent, fingerprint, precision, head, used, tokens);;
 CREATE INDEX pages_order ON pages (role, used);;
 CREATE INDEX pages_namespace ON pages (namespace, role, precision, tokens, bytes);;
@@ -97,6 +101,7 @@ class Row:
     kv_heads: int
     head_dim: int
     checkpoint_layers: int = 0  # how many of `layers`, the last ones, hold checkpoints in the place of keys and values
+    widths: tuple[tuple[int, int, int], ...] = ()  # heads, width of keys and of values of each other layer, where they differ
     blob: str = ""
     bytes: int = 0
     created: float = 0.0  # time.time()
@@ -104,18 +109,23 @@ class Row:
     hits: int = 0
     bad: str | None = None  # the reason of its quarantine
 
+    @property
+    def kind(self) -> tuple[str, int, int, int, tuple[tuple[int, int, int], ...]]:
+        """Number type, layers with keys and values, heads, width and widths: those of `KVSpec.kind`."""
+        return self.dtype, self.layers - self.checkpoint_layers, self.kv_heads, self.head_dim, self.widths
+
 
 NAMES = tuple(column.name for column in fields(Row))
 COLUMNS = ", ".join(NAMES)
 _TYPES = {
-    "namespace": str, "fingerprint": str, "regime": str, "numerics": str, "precision": str, "dtype": str, "blob": str,
+    "namespace": str, "fingerprint": str, "regime": str, "numerics": str, "precision": str, "dtype": str, "blob": str, "widths": str,
     "page_key": bytes, "parent": bytes, "ids": bytes, "created": float,
 }  # fmt: skip
 MOST = 1 << 53  # no number of ours is larger: sums of them stay whole numbers, in SQLite too
 _RECORDS = {tuple(_TYPES.get(name, int) for name in NAMES[:-1]) + (bad,) for bad in (str, type(None))}
 _AT = {name: at for at, name in enumerate(NAMES)}
 KEY, PARENT, TOKENS, IDS = (_AT[name] for name in ("page_key", "parent", "tokens", "ids"))
-_NUMERICS, _ROLE = _AT["numerics"], _AT["role"]
+_NUMERICS, _ROLE, _WIDTHS = _AT["numerics"], _AT["role"], _AT["widths"]
 _ROLES = frozenset(map(int, Role))
 _LISTS = {  # what stands in the columns of the other tables
     "segments": (int, str, str, str, bytes, bytes, float, int),
@@ -138,7 +148,7 @@ def encode(folder: Folder, row: Row, used: int) -> tuple[object, ...]:
     values = {name: getattr(row, name) for name in NAMES[1:]}
     values["ids"] = folder.seal(row.ids.astype("<u4", copy=False).tobytes(), _context(row.page_key))
     values["numerics"] = ",".join(sorted(row.numerics))
-    values["role"], values["used"] = int(row.role), used
+    values["role"], values["used"], values["widths"] = int(row.role), used, json.dumps(row.widths, separators=(",", ":"))
     return (*values.values(), head(folder, row.ids))
 
 
@@ -150,7 +160,28 @@ def decode(folder: Folder, record: tuple[Any, ...]) -> Row:
     values = list(record)
     values[IDS] = np.frombuffer(decode_ids(folder, record[KEY], record[TOKENS], record[IDS]), dtype="<u4").astype(np.uint32, copy=False)
     values[_NUMERICS] = frozenset(filter(None, record[_NUMERICS].split(",")))
+    if values[_WIDTHS] == "[]":  # most: a row is decoded for every page of a prompt
+        values[_WIDTHS] = ()
+        return Row(*values)
+    try:
+        count = record[_AT["layers"]] - record[_AT["checkpoint_layers"]]
+        values[_WIDTHS] = widths_of(json.loads(record[_WIDTHS]), count, record[_AT["kv_heads"]], record[_AT["head_dim"]])
+    except (ValueError, RecursionError):
+        raise BlobError(f"row {record[0]!r} of the index is damaged") from None
     return Row(*values)
+
+
+def widths_of(found: Any, layers: int, heads: int, width: int) -> tuple[tuple[int, int, int], ...]:
+    """Widths of layers, as they were read; ValueError unless they are those of so many layers with such largest ones."""
+    if found == []:
+        return ()
+    if type(found) is not list or any(type(shape) is not list or list(map(type, shape)) != [int] * 3 for shape in found):
+        raise ValueError("widths")
+    least = all(shape[0] > 0 and shape[1] > 0 and shape[2] >= 0 for shape in found)
+    largest = (max(shape[0] for shape in found), max(max(shape[1:]) for shape in found))
+    if not least or len(found) != layers or largest != (heads, width) or all(shape == [heads, width, width] for shape in found):
+        raise ValueError("widths")
+    return tuple((shape[0], shape[1], shape[2]) for shape in found)
 
 
 def decode_ids(folder: Folder, key: bytes, tokens: int, sealed: bytes) -> bytes:

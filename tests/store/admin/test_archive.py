@@ -17,6 +17,7 @@ from blake3 import blake3
 from safetensors import safe_open
 
 from agentcache.errors import AgentCacheError, BlobError, ConfigError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
+from agentcache.kv_spec import KVSpec
 from agentcache.store.admin import archive, archive_file
 from agentcache.store.admin.archive import export_group, import_group
 from agentcache.store.admin.archive_file import open_archive
@@ -30,7 +31,7 @@ from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Precision
 from tests.store.index_rows import random_ids
 from tests.store.stocked_store import blob_bytes, manifest_of, page_of_row, reads_back, rows_of_group, store_group
-from tests.store.stored_pages import blob_path, edit_file, read_page, same_numbers
+from tests.store.stored_pages import SPECS, blob_path, edit_file, read_page, same_numbers
 
 PROMPT = random_ids(1200)
 PRECISIONS: tuple[Precision, ...] = ("exact", "int8", "int4")
@@ -95,19 +96,20 @@ def test_an_archive_is_a_private_safetensors_file(file: Path) -> None:
         assert json.loads(read.metadata()["group"])["name"] == "harbour"
 
 
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kept", [1300, 1401])
 def test_of_a_page_stored_longer_only_the_groups_tokens_leave(
-    index: Index, other: Index, tmp_path: Path, precision: Precision, kept: int
+    index: Index, other: Index, tmp_path: Path, precision: Precision, kept: int, spec: KVSpec
 ) -> None:
     scope, prompt = Scope("longer", "weights", precision=precision), random_ids(kept, 7)
-    rows = store_group(index, prompt, scope=scope)
+    rows = store_group(index, prompt, scope=scope, spec=spec)
     exported = manifest_of(prompt[:1171], "harbour", scope)
     export_group(index.folder, index, exported, tmp_path / "file")
     import_group(other.folder, other, tmp_path / "file")
     row = pages_of(other, other.groups()[0])[2]
     assert row is not None
-    assert (row.tokens, row.precision, row.ids.tolist()) == (147, precision, prompt[1024:1171].tolist())
+    assert (row.tokens, row.precision, row.ids.tolist(), row.widths) == (147, precision, prompt[1024:1171].tolist(), spec.widths)
     assert same_numbers(read_page(index.folder, rows[2]), read_page(other.folder, row), 147)
     content = (tmp_path / "file").read_bytes()
     assert prompt[1171:1200].tobytes() not in content

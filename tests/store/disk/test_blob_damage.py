@@ -45,9 +45,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_single_byte_counts(folder: Folder) -> None:
+@pytest.mark.parametrize("widths", [(), ((1, 2, 1), (1, 1, 2))], ids=str)
+def test_every_single_byte_counts(folder: Folder, widths: tuple[tuple[int, int, int], ...]) -> None:
     """A small blob, each byte flipped in turn: `verify` refuses, and so does `describe` outside the layers."""
-    spec = KVSpec(2, 1, 2, torch.float32)
+    spec = KVSpec(2, 1, 2, torch.float32, widths=widths)
     written = blob_io.write(folder, unstored_row(spec, 5), noise_page(spec, 5))
     file = blob_path(folder, written)
     plan = blob_format.plan(written, False)
@@ -67,7 +68,7 @@ def test_every_single_byte_counts(folder: Folder) -> None:
 def positions(plan: blob_format.Plan) -> dict[str, int]:
     """A byte of each kind."""
     text = plan.front.rstrip()
-    half = plan.layer_bytes // 2
+    half = plan.size(0) // 2
     return {
         "length, low byte": 0,
         "length, high byte": 7,
@@ -123,7 +124,7 @@ def test_layers_in_another_order_are_refused(folder: Folder) -> None:
     def swap(b: bytearray, a: int, c: int, size: int) -> None:
         b[a : a + size], b[c : c + size] = b[c : c + size], b[a : a + size]
 
-    whole = edit_file(file, lambda b: swap(b, plan.at(0), plan.at(1), plan.layer_bytes))
+    whole = edit_file(file, lambda b: swap(b, plan.at(0), plan.at(1), plan.size(0)))
     assert "layer" in str(refused_read(folder, written))
     edit_file(file, lambda b: swap(b, plan.macs, plan.macs + 32, 32))  # their macs along with them
     refused_read(folder, written)
@@ -215,6 +216,13 @@ BOMBS = {
     "names": header(metadata(namespace=["x"])),
     "numerics": header(metadata(numerics=[[]])),
     "extra": header(metadata(evil=1)),
+    "widths of two layers of three": header(metadata(widths=[[2, 16, 8], [1, 8, 16]])),
+    "wider than the widest": header(metadata(widths=[[2, 16, 8], [1, 8, 32], [1, 8, 8]])),
+    "widths that do not differ": header(metadata(widths=[[2, 16, 16]] * 3)),
+    "widths of nothing": header(metadata(widths=[])),
+    "widths that are true": header(metadata(widths=[[2, 16, 8], [True, 8, 16], [1, 8, 8]])),
+    "widths below zero": header(metadata(widths=[[2, 16, 8], [1, 8, 16], [1, 8, -8]])),
+    "widths of one list": header(metadata(widths=[2, 16, 8])),
 }
 
 

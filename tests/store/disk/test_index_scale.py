@@ -22,7 +22,7 @@ def fill(folder: Folder, count: int) -> None:
         folder,
         "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) INSERT INTO pages "
         "SELECT NULL, randomblob(32), CASE WHEN i % 10 THEN randomblob(32) ELSE ? END, 'ns', 'fp', '', 1, 4, randomblob(16), 'here', "
-        "'exact', i % 3, 'float32', 1, 1, 1, i || '', 100, 0.0, i, 0, NULL, randomblob(8), 0 FROM n",
+        "'exact', i % 3, 'float32', 1, 1, 1, i || '', 100, 0.0, i, 0, NULL, randomblob(8), 0, '[]' FROM n",
         count,
         shared,
     )

@@ -15,7 +15,7 @@ from agentcache.kv import Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.disk import blob_io, quantize
 from agentcache.store.disk.folder import Folder
-from tests.store.stored_pages import SPEC, blob_path, files_under_blobs, noise_page, unstored_row
+from tests.store.stored_pages import SPEC, SPECS, blob_path, empty_from, files_under_blobs, noise_page, unstored_row
 
 ULP = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 FLOOR = {torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}  # below, rounding is absolute
@@ -45,7 +45,7 @@ def noise(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def there_and_back(keys: torch.Tensor, values: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
     found = quantize.quantize(keys, values, precision)
     kv_heads, head_dim, tokens = keys.shape
-    for name, dtype, shape in quantize.parts(precision, kv_heads, head_dim, tokens):
+    for name, dtype, shape in quantize.parts(precision, kv_heads, (head_dim, values.shape[-1]), tokens):
         assert found[name].shape == shape
         assert found[name].is_contiguous()
         assert str(found[name].dtype) == {"F32": "torch.float32", "I8": "torch.int8", "U8": "torch.uint8"}[dtype]
@@ -121,9 +121,10 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, precision: str, which: in
 @pytest.mark.parametrize("dtype", ULP)
 @pytest.mark.parametrize("tokens", [512, 131, 1])
 @pytest.mark.parametrize("precision", quantize.PRECISIONS)
-def test_blobs_of_fewer_bits(tmp_path: Path, precision: str, tokens: int, dtype: torch.dtype, encrypted: bool) -> None:
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_blobs_of_fewer_bits(tmp_path: Path, spec: KVSpec, precision: str, tokens: int, dtype: torch.dtype, encrypted: bool) -> None:
     folder = Folder.open(tmp_path / "store", key=b"k" * 32 if encrypted else None)
-    spec = replace(SPEC, dtype=dtype)
+    spec = replace(spec, dtype=dtype)
     original = noise_page(spec, tokens)
     written = blob_io.write(folder, unstored_row(spec, tokens, precision), original)
     assert blob_io.describe(folder, written.blob) == written
@@ -132,13 +133,12 @@ def test_blobs_of_fewer_bits(tmp_path: Path, precision: str, tokens: int, dtype:
     found = Page(spec)
     blob_io.read(folder, written, found, tokens=wanted)
     assert found.filled == wanted
-    assert not found.keys[..., wanted:].any()
-    assert not found.values[..., wanted:, :].any()
+    assert empty_from(found, wanted)
     for layer in range(spec.layers):
-        keys, values = original.keys[layer, :, :, :tokens], original.values[layer, :, :tokens]
+        keys, values = original.layer_keys[layer][..., :tokens], original.layer_values[layer][:, :tokens]
         expected = there_and_back(keys.contiguous(), values.contiguous(), precision)
-        assert torch.equal(found.keys[layer, :, :, :wanted], expected[0][:, :, :wanted])
-        assert torch.equal(found.values[layer, :, :wanted], expected[1][:, :wanted])
+        assert torch.equal(found.layer_keys[layer][..., :wanted], expected[0][:, :, :wanted])
+        assert torch.equal(found.layer_values[layer][:, :wanted], expected[1][:, :wanted])
     file = blob_path(folder, written)
     whole = file.read_bytes()
     for at in (4096, 4096 + 100, len(whole) - 40):
@@ -147,8 +147,7 @@ def test_blobs_of_fewer_bits(tmp_path: Path, precision: str, tokens: int, dtype:
         with pytest.raises(BlobError):
             blob_io.read(folder, written, found, tokens=tokens)
         assert found.filled == 0
-        assert not found.keys.any()
-        assert not found.values.any()
+        assert empty_from(found, 0)
 
 
 def test_an_exact_row_is_never_served_from_a_lossy_blob(tmp_path: Path) -> None:
