@@ -1,7 +1,8 @@
 """Checkpoints: copies of what recurrent layers keep after some token; and the positions at which a prompt has them. Knows no models.
 
-A prompt is computed in pieces that end at the multiples of 512, at the end of its stable prefix and at the ends of its turns, the last two
-rounded down to a multiple of 64. Pieces depend on the tokens before them alone, so a hit and a miss run the same ones, with the same bits.
+A prompt is computed in pieces: they end at the multiples of 512, at the end of its stable prefix and at the ends of its messages, the last
+two rounded down to a multiple of 64. Bits of a state depend on where pieces ended, so a checkpoint tells, and serves prompts that are cut
+at the same positions before it. A text without messages has pieces of 128: nobody knows where the next one will end.
 """
 
 from __future__ import annotations
@@ -15,19 +16,34 @@ import torch
 from .types import PAGE_TOKENS, Layout
 
 CHECKPOINT_TOKENS = 64  # positions of checkpoints are multiples: kernels of recurrent layers work on chunks of so many tokens
+TEXT_TOKENS = 128  # pieces of a text without messages
 STRIDE_TOKENS = 2048  # between those amid long text
+_LASTING = ("system", "tools", "turn")  # runs of tokens whose ends later prompts have, too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """Copies of the states of all recurrent layers after one token; a state that a layer does not have is None."""
+    """Copies of the states of all recurrent layers after one token; a state that a layer does not have is None.
+
+    cuts: positions at which the pieces ended that led to it, its own the last.
+    """
 
     states: tuple[torch.Tensor | None, ...]
+    cuts: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
         """Bytes of all states."""
         return sum(state.numel() * state.itemsize for state in self.states if state is not None)
+
+    @property
+    def finite(self) -> bool:
+        """Tell whether the states are free of NaN and infinity."""
+        return all(bool(torch.isfinite(state).all()) for state in self.states if state is not None)
+
+    def on(self, device: torch.device) -> Checkpoint:
+        """The same on a device."""
+        return Checkpoint(tuple(state if state is None else state.to(device) for state in self.states), self.cuts)
 
 
 class LiveState(Protocol):
@@ -48,19 +64,30 @@ class LiveState(Protocol):
         ...
 
 
-def marks_of(layout: Layout) -> tuple[int, ...]:
-    """Positions of a prompt's checkpoints: after its stable prefix, after its turns, and amid long stretches."""
-    ends = sorted({layout.prefix_tokens, *(span.stop for span in layout.spans)})
+def marks_of(layout: Layout, whole: bool = False) -> tuple[int, ...]:
+    """Positions of a prompt's checkpoints: after its stable prefix, after its messages, and amid long stretches.
+
+    Where its last run of tokens ends, later prompts go on: no mark, unless the prompt is `whole`, kept for its own sake.
+    """
+    tokens, spans = len(layout.ids), layout.spans
+    ends = {layout.prefix_tokens} | {span.stop for span in (spans if whole else spans[:-1]) if span.kind in _LASTING}
+    if in_text(layout):
+        ends |= {*range(STRIDE_TOKENS, tokens, STRIDE_TOKENS), tokens // TEXT_TOKENS * TEXT_TOKENS}
     found: list[int] = []
-    for end in ends:
-        at = min(end, len(layout.ids)) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
-        last = found[-1] if found else 0
+    for end in sorted({*ends, tokens}):
+        at, last = end // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS, found[-1] if found else 0
         found.extend(range(last + STRIDE_TOKENS, at, STRIDE_TOKENS))
-        if at > last:
+        if at > last and end in ends:
             found.append(at)
     return tuple(found)
 
 
-def cuts_of(marks: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """Positions at which the pieces of a prompt end."""
-    return tuple(sorted({*marks, *range(PAGE_TOKENS, tokens, PAGE_TOKENS)}))
+def in_text(layout: Layout) -> bool:
+    """Tell whether a prompt has text in the place of messages."""
+    return any(span.kind == "text" for span in layout.spans)
+
+
+def cuts_of(marks: Sequence[int], tokens: int, text: bool = False) -> tuple[int, ...]:
+    """Positions at which the pieces of so many tokens end."""
+    step = TEXT_TOKENS if text else PAGE_TOKENS
+    return tuple(sorted({*marks, *range(step, tokens, step)}))

@@ -286,7 +286,7 @@ class Engine:
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
         filled = layout
         if self.model.spec is not None and self.model.spec.recurrent:  # nothing continues from where there is no checkpoint
-            size = max(0, len(layout.ids) - 1) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
+            size = len(layout.ids) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
             filled, layout = cut(layout, size + 1), cut(layout, size)  # one more: of a prompt that is cached, the last token is computed
         if not layout.ids:
             raise ConfigError(

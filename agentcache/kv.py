@@ -8,7 +8,7 @@ A page holds positions [512·i, 512·(i+1)). Inside it, per layer, keys lie tran
                         [filled, 512)             zero or stale, always masked
 
 Layers whose state does not grow with the tokens are no pages: a *checkpoint*, a copy of their states after some token, lies with the page
-of that token, and a sequence can start only where there is one.
+of that token, and a sequence can start only where there is one. A page's `checkpoints` are exchanged, never changed: others read them.
 
 Sharing needs no lock on the data: one writer at a time may append at `filled`; everybody else reads below it or branches.
 
@@ -151,7 +151,7 @@ class Page:
             values[..., :tokens, :].copy_(own_values[..., :tokens, :])
         page.boundaries = {layer: states.to(page.keys.device, copy=True) for layer, states in self.boundaries.items()}
         page._forget_states(tokens, PAGE_TOKENS)
-        page.checkpoints = {slots: known for slots, known in self.checkpoints.items() if slots <= tokens}
+        page.checkpoints = {slots: known.on(page.keys.device) for slots, known in self.checkpoints.items() if slots <= tokens}
         page.filled = tokens
         return page
 
@@ -168,12 +168,16 @@ class Page:
         return page
 
 
-def last_checkpoint(pages: Seq[Page], tokens: int) -> int:
-    """The position of the last checkpoint within the first `tokens` of these pages; 0 if there is none."""
+def last_checkpoint(pages: Seq[Page], tokens: int, cuts: Seq[int] | None = None) -> int:
+    """The position of the last checkpoint within the first `tokens` of these pages; 0 if there is none.
+
+    cuts: of a prompt; only a checkpoint of the same pieces serves it.
+    """
     for at in range(-(-tokens // PAGE_TOKENS) - 1, -1, -1):
-        known = [slots for slots in pages[at].checkpoints if at * PAGE_TOKENS + slots <= tokens]
-        if known:
-            return at * PAGE_TOKENS + max(known)
+        for slots, known in sorted(pages[at].checkpoints.items(), reverse=True):
+            stop = at * PAGE_TOKENS + slots
+            if stop <= tokens and (cuts is None or known.cuts == tuple(cut for cut in cuts if cut <= stop)):
+                return stop
     return 0
 
 
@@ -230,7 +234,7 @@ class Sequence:
 
     exact_until: only tokens before it may be kept as exact or lent to an exact request: what follows inexact ones is inexact.
     copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order. state: of recurrent
-    layers after `length` tokens. cuts: where a forward has to end. marks: where a checkpoint is made.
+    layers after `length` tokens. cuts: where a forward has to end. marks: where a checkpoint is made. ended: where forwards ended.
     """
 
     spec: KVSpec
@@ -242,6 +246,7 @@ class Sequence:
     state: LiveState | None = None
     cuts: tuple[int, ...] = ()
     marks: frozenset[int] = frozenset()
+    ended: list[int] = field(default_factory=list)
 
     def attach(self, pages: list[Page], tokens: int) -> None:
         """Start from shared pages that hold positions [0, tokens): sealed ones by reference, the last one claimed or branched."""
@@ -257,7 +262,9 @@ class Sequence:
             self.pages.append(last)
         self.length = self.exact_until = tokens
         if self.state is not None and tokens:
-            self.state.restore(pages[(tokens - 1) // PAGE_TOKENS].checkpoints[(tokens - 1) % PAGE_TOKENS + 1].states, tokens)
+            checkpoint = pages[(tokens - 1) // PAGE_TOKENS].checkpoints[(tokens - 1) % PAGE_TOKENS + 1]
+            self.state.restore(checkpoint.states, tokens)
+            self.ended = list(checkpoint.cuts)
 
     @property
     def checkpointed(self) -> int:
@@ -347,8 +354,10 @@ class Sequence:
         self._fill(tokens)
         if self.state is not None:
             self.state.advance(tokens)
-        if self.state is not None and self.length in self.marks:
-            self.pages[(self.length - 1) // PAGE_TOKENS].checkpoints[(self.length - 1) % PAGE_TOKENS + 1] = Checkpoint(self.state.copy())
+            self.ended.append(self.length)
+            if self.length in self.marks:
+                page, slots = self.pages[(self.length - 1) // PAGE_TOKENS], (self.length - 1) % PAGE_TOKENS + 1
+                page.checkpoints = {**page.checkpoints, slots: Checkpoint(self.state.copy(), tuple(self.ended))}
         if exact:
             self.exact_until = self.length
         self._step_over()

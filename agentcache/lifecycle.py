@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from .admission import Admission
-from .checkpoints import cuts_of, marks_of
+from .checkpoints import cuts_of, in_text, marks_of
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
 from .events import Chunk, Done, Progress
 from .kv import Sequence, last_checkpoint
@@ -23,9 +23,9 @@ from .store.store import Store
 from .types import OF_BITS, PAGE_TOKENS, FinishReason, Precision, Reason, Refusal
 
 
-def _at_checkpoint(found: Match) -> Match:
-    """The part of a match up to its last checkpoint."""
-    tokens = last_checkpoint(found.pages, found.tokens)
+def _at_checkpoint(found: Match, cuts: tuple[int, ...]) -> Match:
+    """The part of a match up to the last checkpoint that serves a prompt of these pieces."""
+    tokens = last_checkpoint(found.pages, found.tokens, cuts)
     if tokens == found.tokens:
         return found
     count = -(-tokens // PAGE_TOKENS)
@@ -120,15 +120,15 @@ class Lifecycle:
             running.account.record_stock(length)
             return
         assert model.spec is not None and model.numerics is not None
-        found = self._match(running)
-        if model.spec.recurrent:
-            found = _at_checkpoint(found)
-        running.attached = found
-        running.provenance.attach(found.entries)
+        found, layout = self._match(running), running.asked.layout
         running.sequence = sequence = Sequence(model.spec, state=model.begin())
         if sequence.state is not None:
-            marks = marks_of(running.asked.layout)
-            sequence.cuts, sequence.marks = cuts_of(marks, length), frozenset(marks)
+            marks = marks_of(layout, whole=running.asked.fill_only)
+            sequence.cuts = cuts_of(marks, length, in_text(layout))
+            sequence.marks = frozenset(marks if running.asked.reuse != "off" else ())
+            found = _at_checkpoint(found, sequence.cuts)
+        running.attached = found
+        running.provenance.attach(found.entries)
         running.provenance.numerics = {*found.numerics, model.numerics.digest}
         computed_once = running.completion_tokens > 0 or running.suspects is not None
         ranges = near.propose(found.tokens) if near is not None and not computed_once else ()

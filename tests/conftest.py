@@ -14,6 +14,7 @@ import torch
 from agentcache.approximate import segment_prefetch
 from agentcache.store import page_prefetch
 from tests import models
+from tests.asking import Asking
 
 os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk but where a test asks for it
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once instead of asking a network that is blocked
@@ -55,3 +56,17 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def asking() -> Iterator[Callable[..., Asking]]:
+    """asking("lfm2", folder): an engine of a tiny model of a family, over a store, asked for answers; closed after the test."""
+    made: list[Asking] = []
+
+    def make(*args: Any, **options: Any) -> Asking:
+        made.append(Asking(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engine.close()

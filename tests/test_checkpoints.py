@@ -2,74 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache import Completion, Engine, Reason, Sampling, StoreOptions
-from agentcache.bench import families
+from agentcache import Reason, Sampling, StoreOptions
 from agentcache.checkpoints import CHECKPOINT_TOKENS, STRIDE_TOKENS, Checkpoint, cuts_of, marks_of
 from agentcache.errors import ConfigError
 from agentcache.kv import Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.disk.checkpoint_bytes import pack, unpack
 from agentcache.types import Layout, Span
-from tests import models
+from tests.asking import SYSTEM, TOOLS, Asking, user
 from tests.engines import wait_until
 
-SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse."}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": f"tide_{number}",
-            "description": f"Look up the tide and the wind at a place, number {number}.",
-            "parameters": {"type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}}},
-        },
-    }
-    for number in range(6)
-]
 RECURRENT = ["qwen3_5_text", "lfm2", "falcon_h1", "bamba"]
 
 
 @pytest.fixture(autouse=True)
 def one_thread(threads: Callable[[int], None]) -> None:
     threads(1)
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-class Asking:
-    """An engine, and what it answers: with the logits of each token."""
-
-    def __init__(self, family: str, store: Path | StoreOptions | None, **options: Any) -> None:
-        self.engine = Engine(families.build(family), models.toy_tokenizer(), store=store, **options)
-
-    def __call__(self, messages: list[dict[str, str]], **options: Any) -> tuple[Completion, torch.Tensor]:
-        logits: list[torch.Tensor] = []
-        sampling = Sampling(max_tokens=options.pop("tokens", 6), temperature=0.0, ignore_eos=True)
-        said = self.engine.generate(messages, TOOLS, sampling=sampling, on_logits=lambda found: logits.append(found.clone()), **options)
-        return said, torch.stack(logits)
-
-
-@pytest.fixture
-def asking() -> Iterator[Callable[..., Asking]]:
-    made: list[Asking] = []
-
-    def make(*args: Any, **options: Any) -> Asking:
-        made.append(Asking(*args, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.engine.close()
 
 
 # -- where ---------------------------------------------------------------------------------------------------------------
@@ -175,15 +131,16 @@ def test_checkpoints_count_in_the_budget(asking: Callable[..., Asking]) -> None:
 
 
 def test_a_long_conversation_keeps_few_checkpoints(asking: Callable[..., Asking]) -> None:
-    one = asking("lfm2", None)
+    one = asking("qwen3_5_text", None)
     messages = [SYSTEM]
     for turn in range(12):
         messages = [*messages, user(f"What is the tide at place {turn}? " * 6)]
         said, logits = one(messages, tokens=2)
         messages = [*messages, {"role": "assistant", "content": "It is high. " * 4}]
     assert torch.equal(one(messages[:-1], reuse="off", tokens=2)[1], logits)
-    kept = [len(entry.page.checkpoints) for entry in one.engine.store.tree.entries() if entry.page]
-    assert sum(kept) <= len(kept) + 5
+    pages = [entry.page for entry in one.engine.store.tree.entries() if entry.page]
+    size = sum(known.bytes for page in pages for known in page.checkpoints.values())
+    assert 0 < size <= 0.15 * one.engine.store.bytes
     assert said.receipt.cached_tokens > said.receipt.prompt_tokens - 300
 
 
@@ -192,15 +149,16 @@ def test_checkpoints_survive_being_bytes(tokens: int) -> None:
     page = Page(KVSpec(1, 1, 8, torch.float32))
     for slots in (64, 128, 320):
         states = (torch.randn(1, 2, 3), None, torch.randn(1, 4).bfloat16() * slots)
-        page.checkpoints[slots] = Checkpoint(states)
-    found = unpack(pack(page, tokens).ljust(4096, b"\0"), tokens) if tokens >= 64 else {}
+        page.checkpoints[slots] = Checkpoint(states, (64, slots))
+    found = unpack(pack(page.checkpoints, tokens).ljust(4096, b"\0"), tokens) if tokens >= 64 else {}
     within = [slots for slots in (64, 128, 320) if slots <= tokens]
-    assert sorted(found) == sorted({*within[:1], *within[-1:]})
+    assert sorted(found) == within
     for slots, known in found.items():
+        assert known.cuts == (64, slots)
         for mine, theirs in zip(known.states, page.checkpoints[slots].states, strict=True):
             assert (mine is None) is (theirs is None)
             assert mine is None or theirs is None or (torch.equal(mine, theirs) and mine.dtype == theirs.dtype)
-    assert tokens >= 64 or pack(page, tokens) == b""
+    assert tokens >= 64 or pack(page.checkpoints, tokens) == b""
 
 
 def test_a_hit_from_disk_passes_its_audit(asking: Callable[..., Asking], tmp_path: Path) -> None:

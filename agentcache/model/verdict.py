@@ -66,4 +66,4 @@ def _checkpoint(model: HFModel) -> Checkpoint:
     ids, part = torch.zeros(CHECKPOINT_TOKENS, dtype=torch.long), Part(sequence, 0, CHECKPOINT_TOKENS)
     model.forward(ids, [part], [model.regime(CHECKPOINT_TOKENS) or ""], [])
     assert sequence.state is not None
-    return Checkpoint(sequence.state.copy())
+    return Checkpoint(sequence.state.copy(), (CHECKPOINT_TOKENS,))

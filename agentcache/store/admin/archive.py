@@ -22,6 +22,7 @@ from ...errors import BlobError, ConfigError, StoreError, StoreFullError, StoreP
 from ...types import PAGE_TOKENS
 from ..disk import blob_files, blob_format, blob_io, process_identity
 from ..disk.blob import layer_is_finite, opened
+from ..disk.checkpoint_bytes import pack, unpack
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
@@ -50,56 +51,64 @@ def export_group(
         )
     wanted = [replace(row, blob="", bytes=0, used=0, hits=0, role=int(Role.GROUP)) for row in rows]
     last = group.prefix_tokens - PAGE_TOKENS * (len(rows) - 1)
-    shorter = replace(wanted[-1], tokens=last, ids=rows[-1].ids[:last], page_key=group.tip)
-    room, unit = (blob_format.stored_bytes(row, row.layers) for row in (rows[-1], shorter))
-    own = -(-rows[-1].checkpoint_layers * room // unit)
-    wanted[-1] = replace(shorter, layers=shorter.layers - shorter.checkpoint_layers + own, checkpoint_layers=own)
-    made = plan(group, wanted)
+    wanted[-1] = replace(wanted[-1], tokens=last, ids=rows[-1].ids[:last], page_key=group.tip)
     ids, holder = [row.id for row in rows], process_identity.token()
     held = index.pin(ids, holder)
     try:
         if len(held) < len(ids):
             raise StoreError(f"tool group {group.name!r}: a page was evicted just now: warm it again")
-        _write(folder, list(zip(rows, wanted, strict=True)), made, target, progress)
+        checkpoints = [_checkpoints(folder, row, one.tokens) for row, one in zip(rows, wanted, strict=True)]
+        wanted = [blob_io.with_checkpoints(one, len(packed)) for one, packed in zip(wanted, checkpoints, strict=True)]
+        made = plan(group, wanted)
+        _write(folder, list(zip(rows, wanted, checkpoints, strict=True)), made, target, progress)
     finally:
         index.release_pins(held, holder)
     return made
 
 
-def _write(folder: Folder, rows: Sequence[tuple[Row, Row]], made: Plan, target: Path, progress: Progress | None) -> None:
+def _write(folder: Folder, rows: Sequence[tuple[Row, Row, bytes]], made: Plan, target: Path, progress: Progress | None) -> None:
     with _new_file(target) as fd:
         at = blob_files.write_from(fd, [memoryview(made.front)], 0)
         digests = b""
-        for row, wanted in rows:
+        for row, wanted, checkpoints in rows:
             digest = blake3()
-            for buffer in _layers(folder, row, wanted):
+            for buffer in _layers(folder, row, wanted, checkpoints):
                 digest.update(buffer)
                 at = blob_files.write_from(fd, [buffer], at)
                 if progress:
                     progress(at, made.bytes)
             digests += digest.digest()
         assert at == made.ids
-        ids = b"".join(wanted.ids.astype("<u4").tobytes() for _, wanted in rows)
+        ids = b"".join(wanted.ids.astype("<u4").tobytes() for _, wanted, _ in rows)
         digests += blake3(made.front + ids + digests).digest()
         at = blob_files.write_from(fd, [memoryview(ids), memoryview(digests)], at)
         assert at == made.bytes
 
 
-def _layers(folder: Folder, row: Row, wanted: Row) -> Iterator[memoryview]:
-    """Stored bytes of each layer of a page, in clear and verified; of a page that is stored longer, the first tokens."""
-    checkpoints, size = bytearray(), blob_format.stored_bytes(wanted, wanted.layers)
+def _checkpoints(folder: Folder, row: Row, tokens: int) -> bytes:
+    """The checkpoints within a page's first tokens: later ones know what was said after them."""
+    stored = b"".join(_stored(folder, row, range(row.layers - row.checkpoint_layers, row.layers)))
+    return pack(unpack(stored, tokens), tokens) if stored else b""
+
+
+def _layers(folder: Folder, row: Row, wanted: Row, checkpoints: bytes) -> Iterator[memoryview]:
+    """Bytes of each layer of a page, in clear and verified; of a page that is stored longer, the first tokens. Then its checkpoints."""
+    for layer, stored in enumerate(_stored(folder, row, range(row.layers - row.checkpoint_layers))):
+        yield stored if wanted.tokens == row.tokens else memoryview(_cut(row, wanted, layer, stored))
+    size = blob_format.stored_bytes(wanted, wanted.layers)
+    padded = memoryview(checkpoints.ljust(wanted.checkpoint_layers * size, b"\0"))
+    yield from (padded[at : at + size] for at in range(0, len(padded), size))
+
+
+def _stored(folder: Folder, row: Row, layers: range) -> Iterator[memoryview]:
+    """Stored bytes of these layers, in clear and verified."""
     with opened(folder, row) as source:
-        for layer in range(row.layers):
+        for layer in layers:
             stored = memoryview(bytearray(source.plan.size(layer)))
             source.read(layer, [stored], lambda count: None)
             if source.plan.sealed:
                 stored = memoryview(folder.open_sealed(stored, blob_format.layer_context(source.row, layer, True)))
-            if layer >= row.layers - row.checkpoint_layers:
-                checkpoints += stored
-                continue
-            yield stored if wanted.tokens == row.tokens else memoryview(_cut(row, wanted, layer, stored))
-    checkpoints = checkpoints.ljust(wanted.checkpoint_layers * size, b"\0")
-    yield from (memoryview(checkpoints)[at : at + size] for at in range(0, len(checkpoints), size))
+            yield stored
 
 
 def _cut(row: Row, wanted: Row, layer: int, stored: memoryview) -> bytes:
@@ -197,9 +206,16 @@ def _speakable(text: str) -> None:
 def _finite(row: Row, page: Callable[[int], list[memoryview]], name: str) -> Callable[[int], list[memoryview]]:
     """The same layers. BlobError with one that holds NaN or infinity, which would spoil every prompt that begins with it."""
 
+    own, checkpoints = row.layers - row.checkpoint_layers, bytearray()
+
     def layer(at: int) -> list[memoryview]:
         stored = page(at)
-        if at < row.layers - row.checkpoint_layers and not layer_is_finite(row, at, stored[0]):
+        if at >= own:
+            checkpoints.extend(stored[0])
+        finite = at >= own or layer_is_finite(row, at, stored[0])
+        if at >= own and at == row.layers - 1:
+            finite = all(known.finite for known in unpack(bytes(checkpoints), row.tokens).values())
+        if not finite:
             raise BlobError(
                 f"archive {name!r}: layer {at} of page {row.place} holds NaN or infinity: export it again where it was computed"
             )

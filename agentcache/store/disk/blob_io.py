@@ -28,15 +28,21 @@ def write(folder: Folder, row: Row, page: Page) -> Row:
     The blob is there as a whole or not at all. StoreFullError, StoreError: it is not.
     """
     assert fits(row, page) and row.tokens <= page.filled
-    size, packed = stored_bytes(row, row.layers), memoryview(pack(page, row.tokens))
-    own = -(-len(packed) // size)
-    packed = memoryview(bytes(packed).ljust(own * size, b"\0")) if own else packed
+    size, packed = stored_bytes(row, row.layers), pack(page.checkpoints, row.tokens)
+    whole = with_checkpoints(row, len(packed))
+    padded = memoryview(packed.ljust(whole.checkpoint_layers * size, b"\0"))
 
     def stored(layer: int) -> list[memoryview]:
         at = (layer - row.layers) * size
-        return _stored(row, page, layer) if at < 0 else [packed[at : at + size]]
+        return _stored(row, page, layer) if at < 0 else [padded[at : at + size]]
 
-    return write_layers(folder, replace(row, layers=row.layers + own, checkpoint_layers=own), stored)
+    return write_layers(folder, whole, stored)
+
+
+def with_checkpoints(row: Row, size: int) -> Row:
+    """The same row, with layers for so many bytes of checkpoints in the place of its own."""
+    own = -(-size // stored_bytes(row, row.layers))
+    return replace(row, layers=row.layers - row.checkpoint_layers + own, checkpoint_layers=own)
 
 
 def write_layers(folder: Folder, row: Row, stored: Callable[[int], list[memoryview]]) -> Row:

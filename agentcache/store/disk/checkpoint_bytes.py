@@ -1,6 +1,6 @@
 """Checkpoints of a page as bytes: what the last layers of its blob hold. The blob authenticates them.
 
-length (8) | [[slots, [[dtype, shape] | null, ...]], ...] as JSON | the states one after another
+length (8) | [[slots, [cut, ...], [[dtype, shape] | null, ...]], ...] as JSON | the states one after another
 """
 
 from __future__ import annotations
@@ -12,40 +12,59 @@ from collections.abc import Iterator
 import torch
 
 from ...checkpoints import Checkpoint
-from ...kv import Page
+from ...errors import BlobError
 from .blob import view
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)}
+Known = dict[int, Checkpoint]  # by the number of slots before each
 
 
-def pack(page: Page, tokens: int) -> bytes:
-    """The first and the last checkpoint within the first `tokens` slots; empty if there is none."""
-    within = sorted(slots for slots in page.checkpoints if slots <= tokens)
+def size(checkpoints: Known, tokens: int) -> int:
+    """Number of bytes that `pack` gives."""
+    within = _within(checkpoints, tokens)
+    return 8 + len(_head(within)) + sum(known.bytes for known in within.values()) if within else 0
+
+
+def pack(checkpoints: Known, tokens: int) -> bytes:
+    """The checkpoints within the first `tokens` slots; empty if there is none."""
+    within = _within(checkpoints, tokens)
     if not within:
         return b""
-    kept = [(slots, page.checkpoints[slots].states) for slots in sorted({within[0], within[-1]})]
-    kinds = [[slots, [state if state is None else [str(state.dtype), list(state.shape)] for state in states]] for slots, states in kept]
-    head = json.dumps(kinds, separators=(",", ":")).encode("ascii")
-    states = (state.cpu().contiguous() for _, states in kept for state in states if state is not None)
+    head = _head(within)
+    states = (state.cpu().contiguous() for known in within.values() for state in known.states if state is not None)
     return b"".join((len(head).to_bytes(8, "little"), head, *(view(state) for state in states)))
 
 
-def unpack(stored: bytes, tokens: int) -> dict[int, Checkpoint]:
-    """The checkpoints within the first `tokens` slots, by the number of slots before each."""
-    size = 8 + int.from_bytes(stored[:8], "little")
-    at = size
+def _within(checkpoints: Known, tokens: int) -> Known:
+    return {slots: known for slots, known in sorted(checkpoints.items()) if slots <= tokens}
 
-    def states(kinds: list[list[object] | None]) -> Iterator[torch.Tensor | None]:
-        nonlocal at
+
+def _head(within: Known) -> bytes:
+    told = [
+        [slots, known.cuts, [state if state is None else [str(state.dtype), list(state.shape)] for state in known.states]]
+        for slots, known in within.items()
+    ]
+    return json.dumps(told, separators=(",", ":")).encode("ascii")
+
+
+def unpack(stored: bytes, tokens: int) -> Known:
+    """The checkpoints within the first `tokens` slots. BlobError: `pack` did not write these bytes."""
+    try:
+        return _within(dict(_read(stored)), tokens)
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:
+        raise BlobError(f"its checkpoints cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _read(stored: bytes) -> Iterator[tuple[int, Checkpoint]]:
+    at = 8 + int.from_bytes(stored[:8], "little")
+    for slots, cuts, kinds in json.loads(stored[8:at]):
+        states: list[torch.Tensor | None] = []
         for kind in kinds:
             if kind is None:
-                yield None
+                states.append(None)
                 continue
-            dtype, shape = _DTYPES[str(kind[0])], kind[1]
-            assert isinstance(shape, list)
-            count = math.prod(shape)
-            yield torch.frombuffer(bytearray(stored[at : at + count * dtype.itemsize]), dtype=dtype).view(shape)
-            at += count * dtype.itemsize
-
-    found = {slots: Checkpoint(tuple(states(kinds))) for slots, kinds in json.loads(stored[8:size])}
-    return {slots: known for slots, known in found.items() if slots <= tokens}
+            dtype, shape = _DTYPES[kind[0]], [int(length) for length in kind[1]]
+            end = at + math.prod(shape) * dtype.itemsize
+            states.append(torch.frombuffer(bytearray(stored[at:end]), dtype=dtype).view(shape))
+            at = end
+        yield int(slots), Checkpoint(tuple(states), tuple(map(int, cuts)))

@@ -25,7 +25,7 @@ from ..entry import Entry, Match
 from ..keys import Ids, Role, Scope, as_ids
 from ..policy import Rate, WriteBudget
 from ..tool_group import ToolGroup
-from . import blob_files, blob_io, process_identity
+from . import blob_files, blob_io, checkpoint_bytes, process_identity
 from .blob_format import plan
 from .folder import Folder
 from .index import Index, Row
@@ -208,7 +208,7 @@ class DiskTier:
             self.index.promote([known.id], pending.role)
             return known.id, "known"
         row = self._row(pending)
-        need = plan(row, self.folder.encrypted).bytes
+        need = plan(blob_io.with_checkpoints(row, checkpoint_bytes.size(page.checkpoints, row.tokens)), self.folder.encrypted).bytes
         if not self.writer.budget.take(need):
             return 0, "over budget"
         if not self._make_room(need, parent):

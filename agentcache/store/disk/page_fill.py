@@ -128,6 +128,8 @@ class Filling:
             self.blob.close()
         if self.error is None and self.file is not None and self.file.changed():
             self.error = BlobError(f"blob {self.row.blob!r} was written to while it was read")
+        if self.error is None and self.checkpoints:
+            self._unpack()
         keep = 0 if self.error else self.tokens
         if self.blob is not None and self.stays:
             if keep:
@@ -137,8 +139,12 @@ class Filling:
                 keys[..., keep : self.row.tokens] = 0
                 values[..., keep : self.row.tokens, :] = 0
         self.page.filled = keep
-        if keep and self.checkpoints:
-            self.page.checkpoints = unpack(b"".join(self.checkpoints[layer] for layer in sorted(self.checkpoints)), keep)
+
+    def _unpack(self) -> None:
+        try:
+            self.page.checkpoints = unpack(b"".join(self.checkpoints[layer] for layer in sorted(self.checkpoints)), self.tokens)
+        except BlobError as error:
+            self.error = BlobError(f"blob {self.row.blob!r}: {error}")
 
     def _take(self) -> None:
         """Give the page the memory of the mapped file, layer by layer as it lies there."""

@@ -286,7 +286,7 @@ class Writer:
         waiting = sorted(self._pending.values(), key=lambda p: p.order)
         held = 0
         for pending in waiting:
-            held += pending.page.spec.page_bytes
+            held += pending.page.bytes
             if held > QUEUED_BYTES:
                 del self._pending[pending.name]
                 self.counts["queue full"] += 1

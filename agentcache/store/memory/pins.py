@@ -57,6 +57,10 @@ class Pins:
         for name in [one for one in self._pins if namespace in (None, one[0].namespace) and grade in (None, one[0].precision)]:
             del self._pins[name]
 
+    def ends(self, entry: Entry) -> set[int]:
+        """After how many tokens of a page pinned prefixes end."""
+        return {tokens - entry.first for pins in self._pins.values() for path, tokens in pins if path[-1] is entry}
+
     def tokens(self, entry: Entry) -> int:
         """Number of tokens of a page that are pinned."""
         lengths = (tokens for pins in self._pins.values() for path, tokens in pins if entry in path)

@@ -21,7 +21,7 @@ from .eviction_log import EvictionLog
 from .pins import Pins
 
 CHILDREN = 256  # continuations of one page; the oldest unpinned leaf goes first
-KEPT_CHECKPOINTS = 4  # at the end of a path: where a conversation is taken up again
+SHARE = 0.15  # of a path's bytes, that checkpoints may take beside those that are needed
 LONGER = "new behind all that is kept"  # the cached prompt ended
 OTHER = "kept prompts go on differently from here"
 Key = bytes  # inside the class that name is a property
@@ -205,12 +205,15 @@ class PrefixTree:
     def _keep(self, parent: Entry, ids: Ids, page: Page, numerics: frozenset[str]) -> Entry:
         child, run = best_child(parent, ids)
         if child is not None and run == len(ids):
-            self._take_checkpoints(child, page, run)
+            self._take_checkpoints(child, page, run, numerics)
             return child  # known already, perhaps longer
         if child is not None and run == len(child.ids):
+            assert child.page is not None
+            lent = {slots: known for slots, known in child.page.checkpoints.items() if slots <= run and slots not in page.checkpoints}
+            page.checkpoints = lent | page.checkpoints
             self._rename(child, ids.copy())  # a longer page takes its place, its pins and its children (it has none: it was not full)
             self.eviction.replace(child, page)
-            child.numerics, child.role = numerics, min(child.role, Role.PREFIX)
+            child.numerics, child.role = numerics | (child.numerics if lent else frozenset()), min(child.role, Role.PREFIX)
             self._index(child)
             return child
         child = Entry(page_key(parent.key, ids), parent.scope, ids.copy(), page, parent, numerics)
@@ -223,27 +226,37 @@ class PrefixTree:
             self.eviction.drop_oldest([c for c in self.eviction if c.parent is parent and c is not child])
         return child
 
-    def _take_checkpoints(self, entry: Entry, page: Page, tokens: int) -> None:
-        """Add those that another page with the same first tokens has: a sequence that was branched made them."""
+    def _take_checkpoints(self, entry: Entry, page: Page, tokens: int, numerics: frozenset[str]) -> None:
+        """Add those that another page with the same first tokens has: a sequence that was branched made them, in pieces of its own."""
         assert entry.page is not None
-        if new := {slots: known for slots, known in page.checkpoints.items() if slots <= tokens and slots not in entry.page.checkpoints}:
-            entry.page.checkpoints |= new
+        held = entry.page.checkpoints
+        new = {slots: known for slots, known in page.checkpoints.items() if slots <= tokens}
+        if new := {slots: known for slots, known in new.items() if slots not in held or held[slots].cuts != known.cuts}:
+            entry.page.checkpoints = held | new
+            entry.numerics |= numerics
             self.eviction.recount(entry)
 
     def thin_checkpoints(self, path: Seq[Entry], prefix_tokens: int) -> None:
-        """Keep those of a path's stable prefix, the first one of each page, and the last few: a conversation goes on from its end."""
+        """Keep the last checkpoint of a path, that of its stable prefix and those in which pins end; others, newest first, up to SHARE."""
         with self.lock:
-            later = [
-                (entry, slots)
-                for entry in path
+            known = [
+                (entry, slots, known.bytes)
+                for entry in reversed(path)
                 if entry.page is not None
-                for slots in sorted(entry.page.checkpoints)[1:]
-                if prefix_tokens < entry.first + slots <= entry.first + len(entry.ids)
+                for slots, known in sorted(entry.page.checkpoints.items(), reverse=True)
+                if slots <= len(entry.ids)
             ]
-            for entry, slots in later[:-KEPT_CHECKPOINTS]:
-                assert entry.page is not None
-                entry.page.checkpoints = {at: known for at, known in entry.page.checkpoints.items() if at != slots}
-                self.eviction.recount(entry)
+            prefix = next((one for one in known if one[0].first + one[1] <= prefix_tokens), None)
+            vital = [one for one in known if one in (known[0], prefix) or one[1] in self._pins.ends(one[0])]
+            room = sum(entry.page.spec.page_bytes for entry in path if entry.page) * SHARE / (1 - SHARE)
+            room -= sum(size for _, _, size in vital)
+            for entry, slots, size in known:
+                if (entry, slots, size) in vital:
+                    continue
+                room -= size
+                if room < 0 and entry.page is not None:
+                    entry.page.checkpoints = {at: one for at, one in entry.page.checkpoints.items() if at != slots}
+                    self.eviction.recount(entry)
 
     def _rename(self, entry: Entry, ids: Ids) -> None:
         """Give an entry without children more or fewer tokens."""

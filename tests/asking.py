@@ -1,0 +1,45 @@
+"""Requests to an engine of a tiny model of any family, with the logits of each token of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentcache import Completion, Engine, Sampling, StoreOptions
+from agentcache.bench import families
+from tests import models
+
+SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse."}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": f"tide_{number}",
+            "description": f"Look up the tide and the wind at a place, number {number}.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+    for number in range(6)
+]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+class Asking:
+    """An engine of a family's tiny model, and what it answers: the completion, and the logits of each of its tokens [tokens, vocab]."""
+
+    def __init__(self, family: str, store: Path | StoreOptions | None, seed: int = 0, **options: Any) -> None:
+        self.engine = Engine(families.build(family, seed=seed), models.toy_tokenizer(), store=store, **options)
+
+    def __call__(
+        self, messages: str | Sequence[dict[str, str]], tools: Any = TOOLS, tokens: int = 6, **options: Any
+    ) -> tuple[Completion, torch.Tensor]:
+        logits: list[torch.Tensor] = []
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        said = self.engine.generate(messages, tools, sampling=sampling, on_logits=lambda found: logits.append(found.clone()), **options)
+        return said, torch.stack(logits)

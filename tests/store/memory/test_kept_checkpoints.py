@@ -1,0 +1,102 @@
+"""Checkpoints of pages in memory: which stay, which pages lend them to others, and under which kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from agentcache.checkpoints import Checkpoint
+from agentcache.kv import PAGE_TOKENS, Page
+from agentcache.kv_spec import KVSpec
+from agentcache.store.keys import Ids, Scope, as_ids
+from agentcache.store.memory.prefix_tree import SHARE, PrefixTree
+
+SPEC = KVSpec(1, 1, 8, torch.float32)
+HERE = Scope("ns", "weights")
+
+
+def checkpoint(size: int = 4096, cuts: tuple[int, ...] = ()) -> Checkpoint:
+    return Checkpoint((torch.zeros(size // 4), None), cuts)
+
+
+def prompt(tokens: int, marks: dict[int, Checkpoint]) -> tuple[Ids, list[Page]]:
+    """So many tokens, 0, 1, 2 and on, and pages with checkpoints at these positions."""
+    pages = [Page(SPEC) for _ in range(0, tokens, PAGE_TOKENS)]
+    for at, page in enumerate(pages):
+        page.filled = min(PAGE_TOKENS, tokens - at * PAGE_TOKENS)
+        page.checkpoints = {mark - at * PAGE_TOKENS: known for mark, known in marks.items() if 0 < mark - at * PAGE_TOKENS <= PAGE_TOKENS}
+    return as_ids(range(tokens)), pages
+
+
+def kept(tree: PrefixTree) -> list[int]:
+    """Positions of the checkpoints in memory."""
+    return sorted(entry.first + slots for entry in tree.entries() if entry.page for slots in entry.page.checkpoints)
+
+
+def test_the_needed_ones_stay_and_others_up_to_their_share() -> None:
+    marks = [64 * at for at in range(1, 31)]
+    for size in (4, 4096, 1 << 20):
+        tree = PrefixTree(1 << 30)
+        ids, pages = prompt(1920, {mark: checkpoint(size) for mark in marks})
+        tree.admit(HERE, ids, pages, "n")
+        tree.pin(HERE, ids[:1152])
+        tree.thin_checkpoints(tree.path(HERE, ids), 700)
+        vital, found = {640, 1152, 1920}, kept(tree)
+        assert vital <= set(found)
+        assert tree.bytes == 4 * SPEC.page_bytes + len(found) * size
+        others = sorted({*found} - vital)
+        assert others == [mark for mark in marks if mark not in vital][-len(others) :] or not others  # the newest
+        if size == 4:
+            assert found == marks
+        elif size == 4096:
+            assert others
+            assert len(found) * size <= SHARE * tree.bytes < (len(found) + 1) * size
+        else:
+            assert not others
+
+
+def test_checkpoints_after_the_kept_tokens_stay_with_their_sequence() -> None:
+    tree = PrefixTree(1 << 30)
+    ids, pages = prompt(512, {64: checkpoint(1 << 20), 128: checkpoint(1 << 20), 448: checkpoint(1 << 20)})
+    tree.admit(HERE, ids[:192], pages, "n")  # a request goes on in that page
+    tree.thin_checkpoints(tree.path(HERE, ids[:192]), 0)
+    assert sorted(pages[0].checkpoints) == [128, 448]
+
+
+def test_a_longer_page_takes_over_the_checkpoints_of_the_shorter() -> None:
+    tree = PrefixTree(1 << 30)
+    first, second = prompt(320, {320: checkpoint()}), prompt(448, {448: checkpoint()})  # as another process wrote it
+    tree.admit(HERE, *first, "one")
+    tree.admit(HERE, *second, "two")
+    assert kept(tree) == [320, 448]
+    assert tree.match(HERE, as_ids(range(449))).numerics == {"one", "two"}
+    assert tree.bytes == second[1][0].bytes
+
+
+def test_what_kernels_made_a_checkpoint_counts_for_its_page() -> None:
+    tree = PrefixTree(1 << 30)
+    tree.admit(HERE, *prompt(512, {}), "one")
+    tree.admit(HERE, *prompt(512, {}), "two")
+    assert tree.match(HERE, as_ids(range(513))).numerics == {"one"}
+    before = tree.bytes
+    tree.admit(HERE, *prompt(448, {448: checkpoint()}), "two")
+    assert tree.match(HERE, as_ids(range(513))).numerics == {"one", "two"}
+    assert tree.bytes == before + 4096
+
+
+def test_other_pieces_replace_a_checkpoint() -> None:
+    tree = PrefixTree(1 << 30)
+    tree.admit(HERE, *prompt(512, {448: checkpoint(cuts=(448,))}), "n")
+    for cuts in ((64, 448), (64, 448)):
+        tree.admit(HERE, *prompt(448, {448: checkpoint(cuts=cuts)}), "n")
+    (entry,) = tree.entries()
+    assert entry.page is not None
+    assert entry.page.checkpoints[448].cuts == (64, 448)
+
+
+def test_a_copy_has_the_checkpoints_of_its_tokens() -> None:
+    _, (page,) = prompt(512, {64: checkpoint(), 448: checkpoint()})
+    before = page.checkpoints
+    assert list(page.copy(100).checkpoints) == [64]
+    page.copy(512).checkpoints[64] = checkpoint(8)
+    assert page.checkpoints is before
+    assert before[64].bytes == 4096

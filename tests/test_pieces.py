@@ -1,0 +1,115 @@
+"""Models with recurrent layers: whatever came before, an exact request has the bits of one that computes everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.asking import SYSTEM, Asking, user
+
+WORDS = "the wind at sea turns to north and a ship keeps its log by night".split()
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads: Callable[[int], None]) -> None:
+    threads(1)
+
+
+@pytest.fixture(scope="module")
+def hybrids() -> Iterator[dict[str, Asking]]:
+    made = {family: Asking(family, None) for family in ("qwen3_5_text", "lfm2")}
+    yield made
+    for one in made.values():
+        one.engine.close()
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def text(words: int, seed: int = 0) -> str:
+    return " ".join(WORDS[(seed + at * at) % len(WORDS)] for at in range(words))
+
+
+def same(one: Asking, messages: Any, **options: Any) -> int:
+    """Check an exact request against one without reuse; how many of its tokens were cached."""
+    said, logits = one(messages, **options)
+    assert said.receipt.bitwise
+    assert torch.equal(logits, one(messages, **options, reuse="off")[1])
+    return said.receipt.cached_tokens
+
+
+def test_a_turn_may_end_anywhere_around_a_checkpoint(hybrids: dict[str, Asking]) -> None:
+    for words in range(30, 94, 6):  # sometimes the request for an answer begins before a multiple of 64, and ends after it
+        asked, apart = [SYSTEM, user("w " * words)], {"namespace": f"{words}", "tools": (), "tokens": 2}
+        same(hybrids["qwen3_5_text"], asked, **apart)
+        assert same(hybrids["qwen3_5_text"], [*asked, assistant(text(60)), user(text(9))], **apart) >= 64
+
+
+def test_turns_that_share_all_but_their_last_words(hybrids: dict[str, Asking]) -> None:
+    apart = {"tools": (), "tokens": 2, "namespace": "words"}
+    for words in range(40, 58, 3):
+        for more in ("", "w", "w and " * 20):
+            same(hybrids["qwen3_5_text"], [SYSTEM, user("w " * words + more)], **apart)
+
+
+def test_a_text_that_goes_on(hybrids: dict[str, Asking]) -> None:
+    apart = {"tools": (), "tokens": 2, "namespace": "texts"}
+    cached = [same(hybrids["qwen3_5_text"], text(words), **apart) for words in (90, 150, 151, 230)]
+    assert cached[0] == 0
+    assert min(cached[1:]) >= 128
+
+
+def test_a_pinned_conversation_and_what_goes_on_from_it(hybrids: dict[str, Asking]) -> None:
+    for family, words in (("lfm2", 55), ("lfm2", 61), ("qwen3_5_text", 48), ("qwen3_5_text", 52)):
+        one, turns = hybrids[family], [SYSTEM, user(text(words)), assistant(text(words))]
+        group = one.engine.pin(turns, namespace=f"pin {words}")
+        asked = [*turns, user(text(40))]
+        assert same(one, asked, tools=(), tokens=2, namespace=group.namespace) >= group.prefix_tokens - 64
+
+
+def test_a_group_as_long_as_its_checkpoint(hybrids: dict[str, Asking]) -> None:
+    one, aligned = hybrids["lfm2"], []
+    for words in range(10, 60):
+        system = {"role": "system", "content": text(words)}
+        size = len(one.engine.renderer.opening([system]).ids)
+        if size % 64 == 0:
+            group = one.engine.warm(system["content"], namespace="aligned")
+            aligned.append(same(one, [system, user(text(40))], tools=(), namespace="aligned") - group.prefix_tokens)
+            assert group.prefix_tokens == size
+    assert aligned
+    assert not any(aligned)
+
+
+TURNS = st.lists(st.integers(1, 150), min_size=1, max_size=3)
+STEP = st.tuples(st.sampled_from(["ask", "branch", "evict", "thin", "pin", "forget"]), st.integers(0, 3), st.integers(1, 150))
+
+
+@settings(max_examples=10, derandomize=True, deadline=None)
+@given(family=st.sampled_from(["qwen3_5_text", "lfm2"]), turns=TURNS, steps=st.lists(STEP, min_size=2, max_size=5))
+def test_conversations_that_branch_and_lose_checkpoints(
+    hybrids: dict[str, Asking], family: str, turns: list[int], steps: list[tuple[str, int, int]]
+) -> None:
+    one, tree = hybrids[family], hybrids[family].engine.store.tree
+    one.engine.forget(older_than=0)
+    talk = [SYSTEM, *(turn for words in turns for turn in (user(text(words)), assistant(text(words, 3))))]
+    for what, at, words in steps:
+        if what == "evict":
+            tree.eviction.drop_oldest(tree.eviction)
+        elif what == "thin":
+            for entry in tree.entries()[at::2]:
+                assert entry.page is not None
+                entry.page.checkpoints = {}
+                tree.eviction.recount(entry)
+        elif what == "forget":
+            one.engine.forget(older_than=0)
+        elif what == "pin":
+            one.engine.pin(talk, name=f"{at}")
+        asked = [*(talk[: 1 + 2 * at] if what == "branch" else talk), user(text(words, at))]
+        same(one, asked, tools=(), tokens=2)
+        talk = [*asked, assistant(text(words, 5))]
