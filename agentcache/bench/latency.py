@@ -108,16 +108,20 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], basel
         scene.gaps.append(best - second)
         return done
 
+    def stock(run: Callable[[], baselines.Timed]) -> baselines.Timed:
+        with engine.model.given_chunks():
+            return run()
+
     def from_disk(cold: bool) -> baselines.Timed:
         done, _ = disk.hit(engine, scene.namespace, scene.turns[number], scene.tools, new, cold)
         resume(scene)
         return done
 
     return {
-        "stock": lambda: baselines.dynamic(model, ids, new),
-        "static": lambda: baselines.static(model, ids, new),
-        "recipe": lambda: baselines.recipe(model, scene.cache, ids, new),
-        "kept": lambda: baselines.kept(model, scene.cache, ids[scene.prefix :]),
+        "stock": lambda: stock(lambda: baselines.dynamic(model, ids, new)),
+        "static": lambda: stock(lambda: baselines.static(model, ids, new)),
+        "recipe": lambda: stock(lambda: baselines.recipe(model, scene.cache, ids, new)),
+        "kept": lambda: stock(lambda: baselines.kept(model, scene.cache, ids[scene.prefix :])),
         "off": off,
         "disk_cold": lambda: from_disk(True),
         "disk_warm": lambda: from_disk(False),

@@ -62,7 +62,7 @@ def _paged(batch: Batch, module: Any, query: torch.Tensor, key: torch.Tensor, va
     if slot in running.slots[:call]:
         return steps.attended(batch, slot, q, value.shape[-1], how)[None]
     k, v = (t[0].transpose(0, 1).contiguous() for t in (key, value))
-    return steps.mix(batch, slot, q, k, v, how)[None]
+    return steps.mix(batch, slot, q, k, v, how)[None].contiguous()  # as modules expect it
 
 
 for _before in ("sdpa", "eager"):

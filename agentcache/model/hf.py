@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ..checkpoints import CHECKPOINT_TOKENS
 from ..kv import Sequence
 from ..kv_spec import KVSpec
 from . import steps
@@ -69,6 +70,7 @@ class HFModel:
         self._calls = 0  # of attention by the layers that are there while the model is shallow
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
+        self._chunked: list[tuple[Any, int]] = []  # modules, and the owner's size of their chunks
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
         self._training = self.model.training
         self._restore: list[Callable[[], Any]] = []
@@ -197,7 +199,7 @@ class HFModel:
         self._plain = even and all(layer.how.plain for layer in layers)
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
             self.unrotated = self._unrotated([[place[at].page_keys for at in owners] for place in places])
-        self.support = Support(self.support.name, True)
+        self.support = Support(self.support.name, True, "", True)
         with self.shallow():
             why, pure = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
         pure = pure and not any(name.endswith("experts") for name, _ in decoder.named_modules())  # each sees few rows, by chance alike
@@ -254,6 +256,23 @@ class HFModel:
     def _hook(self) -> None:
         if self.rotary is not None:
             self._restore.append(self.decoder.rotary_emb.register_forward_hook(rotary_hook).remove)
+        if layers_with_state(self.config):  # a call of few tokens computes a whole chunk, whose work grows with its square
+            self._chunked = [(m, m.chunk_size) for m in self.decoder.modules() if getattr(m, "chunk_size", 0) > CHECKPOINT_TOKENS]
+            self._set_chunks(False)
+            self._restore.append(lambda: self._set_chunks(True))
+
+    def _set_chunks(self, given: bool) -> None:
+        for module, size in self._chunked:
+            module.chunk_size = size if given else CHECKPOINT_TOKENS
+
+    @contextmanager
+    def given_chunks(self) -> Iterator[None]:
+        """Let recurrent layers work on chunks of their owner's size for a while, in which nothing is asked of this model."""
+        self._set_chunks(True)
+        try:
+            yield
+        finally:
+            self._set_chunks(False)
 
     def _give_back(self) -> None:
         while self._restore:
@@ -276,7 +295,8 @@ class HFModel:
         numerics = self.numerics
         assert numerics is not None
         state = parts[0].sequence.state
-        rows = -(-len(ids) // numerics.rows) * numerics.rows if state is None else len(ids)  # padding would become part of a state
+        even = numerics.rows if state is None and self.support.row_pure else 1  # padding would be part of a state, and see experts
+        rows = -(-len(ids) // even) * even
         positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in parts])
         ids, positions = (nn.functional.pad(t, (0, rows - len(t))).to(self.device) for t in (ids, positions))
         spans = [(regime, p.start, p.start + p.count) for p, regime in zip(parts, regimes, strict=True)]

@@ -395,6 +395,30 @@ def test_two_engines_on_one_model() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_recurrent_layers_work_on_short_chunks_while_they_are_held() -> None:
+    model = families.build("bamba", mamba_chunk_size=256)
+
+    def sizes() -> set[int]:
+        return {module.chunk_size for module in model.modules() if hasattr(module, "chunk_size")}
+
+    held = HFModel(model)
+    assert sizes() == {64}
+    with held.given_chunks():
+        assert sizes() == {256}
+    assert sizes() == {64}
+    held.close()
+    assert sizes() == {256}
+
+
+@pytest.mark.parametrize(("family", "rows"), [("gpt_oss", 1), ("gemma3_text", 2)])
+def test_experts_see_no_padding(family: str, rows: int) -> None:
+    held, seen = HFModel(families.build(family)), []
+    assert held.numerics is not None and held.numerics.rows == 2
+    held.model.get_input_embeddings().register_forward_hook(lambda _module, args, _out: seen.append(args[0].numel()))
+    Run(held, tokens(9)).chunks(8, 1)
+    assert seen == [8, rows]
+
+
 def test_layers_that_bypass_our_attention_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     held = HFModel(models.build("granite"))
     monkeypatch.setattr(held, "_adopt", lambda: None)
