@@ -16,6 +16,7 @@ from ..types import StoreOptions
 from .options import (
     Dtype,
     DtypeOption,
+    IsaOption,
     JsonOption,
     Loading,
     ModelOption,
@@ -45,6 +46,7 @@ def latency(
     decode: Annotated[int, typer.Option(min=1, help="Tokens decoded after the first.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
+    isa: IsaOption = None,
     second: Annotated[bool, typer.Option("--second-process/--no-second-process", help="Also ask a second process.")] = True,
     store_dir: Annotated[Path | None, typer.Option(help="Where the store of this run is made and removed; a disk, not memory.")] = None,
     json_file: JsonOption = None,
@@ -78,6 +80,7 @@ def react(
     shape: ShapeOption = None,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
+    isa: IsaOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Replay recorded agent episodes: tokens computed against tokens new, and the time of every call."""

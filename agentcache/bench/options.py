@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -37,6 +39,43 @@ class Dtype(str, Enum):
     float32 = "float32"
 
 
+class Isa(str, Enum):
+    """Sets of instructions that a command can be held to."""
+
+    avx2 = "avx2"
+    avx512 = "avx512"
+    avx512_bf16 = "avx512_bf16"
+
+
+# what PyTorch, oneDNN and MKL read when they are loaded; our own kernels follow the first two
+_HELD = {
+    Isa.avx2: ("avx2", "AVX2", "AVX2"),
+    Isa.avx512: ("avx512", "AVX512_CORE", "AVX512"),
+    Isa.avx512_bf16: ("avx512", "AVX512_CORE_BF16", "AVX512"),
+}
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+
+
+def environment_of(isa: Isa) -> dict[str, str]:
+    """Variables under which a process uses these instructions and no others."""
+    return dict(zip(_VARIABLES, _HELD[isa], strict=True))
+
+
+def hold_to(isa: Isa | None) -> Isa | None:
+    """For an option that names instructions: run the same command with no others, in a process of its own, and exit as it does."""
+    if isa is None:
+        return None
+    wanted = environment_of(isa)
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        command = [sys.executable, "-m", "agentcache", *sys.argv[1:]]
+        raise typer.Exit(subprocess.run(command, env={**os.environ, **wanted}, check=False).returncode)
+    from ..model.kernels.instructions import level
+
+    if level() != isa.value:
+        raise typer.BadParameter(f"{isa.value!r} is not to be had: this processor has {level()!r}; name one that it has")
+    return isa
+
+
 def to_write(path: Path | None) -> Path | None:
     """For an option that names a file to write: one that cannot be is refused before anything is computed."""
     if path is not None:
@@ -59,6 +98,9 @@ def write(path: Path, text: str) -> None:
 ModelOption = Annotated[str | None, typer.Option(help="Folder or Hugging Face id of a model; instead of --shape.")]
 ShapeOption = Annotated[Shape | None, typer.Option(help="A known shape with random weights: timing does not depend on them.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Type of the weights (of a --shape, or to load a --model in).")]
+IsaOption = Annotated[
+    Isa | None, typer.Option(callback=hold_to, help="Run as on a processor with these instructions; by default all that this one has.")
+]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default its own choice.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", callback=to_write, help="Also write the JSON line to FILE.")]
 
@@ -118,11 +160,12 @@ def described(engine: Any) -> dict[str, Any]:
     """Machine, versions, model and numerics: what the figures depend on."""
     import torch
 
+    from ..model.kernels.instructions import level
     from .environment import machine, versions
 
     numerics = engine.model.numerics
     return {
-        "machine": {**machine(), "threads": torch.get_num_threads()},
+        "machine": {**machine(), "instructions": level(), "threads": torch.get_num_threads()},
         "versions": versions(),
         "model": {
             "name": engine.name,

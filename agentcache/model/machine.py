@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from .kernels import jit
+from .kernels.instructions import has_16bit_units, level
 from .kernels.openmp import use_threads
-from .numerics import has_16bit_units, probe
+from .numerics import probe
 
 
 def describe() -> dict[str, Any]:
     """What is bitwise on this machine, with which kernels, paddings and threads, and what is not: for `agentcache doctor`."""
     report: dict[str, Any] = {
         "processor": platform.processor() or platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "instructions": level(),
         "threads": use_threads(torch.get_num_threads()),
         "16-bit matrix units": {str(d).removeprefix("torch."): has_16bit_units(d) for d in (torch.bfloat16, torch.float16)},
     }

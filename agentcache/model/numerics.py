@@ -18,6 +18,7 @@ from ..kv import PAGE_TOKENS
 from .kernels import attention_bf16
 from .kernels.accumulation import COLUMNS, pattern
 from .kernels.dispatch import Kernel, linear
+from .kernels.instructions import has_16bit_units
 from .kernels.linear_library import UPCAST_BLOCK, onednn_takes, product_of_library
 
 _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
@@ -45,12 +46,6 @@ class Numerics:
     digest: str
     threads: int
     probe_ms: float
-
-
-def has_16bit_units(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies 16-bit numbers of this type."""
-    asks = {torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"), torch.float16: ("_is_amx_fp16_supported",)}
-    return any(getattr(torch.cpu, ask, lambda: False)() for ask in asks.get(dtype, ()))
 
 
 def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import openmp
+from . import instructions, openmp
 from .ir import Code
 from .object_cache import Objects
 
@@ -41,9 +41,9 @@ class Compiler:
     def __init__(self, team: Any, lanes: int) -> None:
         self.lanes = lanes
         self._team = team
-        self._features = binding.get_host_cpu_features()
-        host, cpu, features = binding.Target.from_default_triple(), binding.get_host_cpu_name(), self._features.flatten()
-        self._machine = host.create_target_machine(cpu=cpu, features=features, opt=3)
+        cpu, self._features = instructions.target(binding.get_host_cpu_name(), binding.get_host_cpu_features())
+        features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(self._features.items()))
+        self._machine = binding.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3)
         self._objects = Objects(f"{self._machine.triple} {cpu} {features} {binding.llvm_version_info} {llvmlite.__version__}")
         self._engines: list[Any] = []
         self._compiled: dict[tuple[Writer, str, Sizes], int] = {}
@@ -97,7 +97,7 @@ def compiler() -> Compiler | None:
     binding.add_symbol("GOMP_parallel", ctypes.cast(team, ctypes.c_void_p).value)
     for name in ("omp_get_thread_num", "omp_get_num_threads"):
         binding.add_symbol(name, ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value)
-    has = binding.get_host_cpu_features()
+    has = instructions.target(binding.get_host_cpu_name(), binding.get_host_cpu_features())[1]
     if not (has.get("fma") and has.get("f16c")):
         return None
     return Compiler(team, 16 if has.get("avx512f") and has.get("avx512bw") else 8)
