@@ -7,6 +7,7 @@ weights and resident KV once. So stock time grows with the tools, ours with the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -109,7 +110,7 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], basel
         return done
 
     def stock(run: Callable[[], baselines.Timed]) -> baselines.Timed:
-        with engine.model.given_chunks():
+        with engine.model.chunks.given() if engine.model.chunks else nullcontext():
             return run()
 
     def from_disk(cold: bool) -> baselines.Timed:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..checkpoints import CHECKPOINT_TOKENS
 from ..kv import Sequence
 from ..kv_spec import KVSpec
 from . import steps
@@ -31,7 +30,7 @@ from .kernels.openmp import use_threads
 from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .proof import proven
-from .recurrent import RecurrentState, layers_with_state
+from .recurrent import RecurrentState, ShortChunks, layers_with_state
 from .rope import Rotary, changes_by_length, turn
 
 __all__ = ["ATTENTION", "HFModel", "load"]
@@ -70,7 +69,7 @@ class HFModel:
         self._calls = 0  # of attention by the layers that are there while the model is shallow
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
-        self._chunked: list[tuple[Any, int]] = []  # modules, and the owner's size of their chunks
+        self.chunks: ShortChunks | None = None
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
         self._training = self.model.training
         self._restore: list[Callable[[], Any]] = []
@@ -256,23 +255,9 @@ class HFModel:
     def _hook(self) -> None:
         if self.rotary is not None:
             self._restore.append(self.decoder.rotary_emb.register_forward_hook(rotary_hook).remove)
-        if layers_with_state(self.config):  # a call of few tokens computes a whole chunk, whose work grows with its square
-            self._chunked = [(m, m.chunk_size) for m in self.decoder.modules() if getattr(m, "chunk_size", 0) > CHECKPOINT_TOKENS]
-            self._set_chunks(False)
-            self._restore.append(lambda: self._set_chunks(True))
-
-    def _set_chunks(self, given: bool) -> None:
-        for module, size in self._chunked:
-            module.chunk_size = size if given else CHECKPOINT_TOKENS
-
-    @contextmanager
-    def given_chunks(self) -> Iterator[None]:
-        """Let recurrent layers work on chunks of their owner's size for a while, in which nothing is asked of this model."""
-        self._set_chunks(True)
-        try:
-            yield
-        finally:
-            self._set_chunks(False)
+        if layers_with_state(self.config):
+            self.chunks = ShortChunks(self.decoder)
+            self._restore.append(self.chunks.restore)
 
     def _give_back(self) -> None:
         while self._restore:

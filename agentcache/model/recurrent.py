@@ -5,6 +5,8 @@ Keys and values of the same model lie in pages: its attention layers find nothin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
+
+from ..checkpoints import CHECKPOINT_TOKENS
 
 
 class _Paged(CacheLayerMixin):
@@ -118,3 +122,30 @@ def _of(layer: Any) -> Any:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return _Hybrid(layer.number_of_states) if isinstance(layer, DynamicLayer) else layer
     return _Paged() if isinstance(layer, DynamicLayer) else layer
+
+
+class ShortChunks:
+    """Makes layers that compute in larger chunks work on `CHECKPOINT_TOKENS`: a call of few tokens computes a whole chunk, whose work grows
+    with its square."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._given = [(m, m.chunk_size) for m in decoder.modules() if getattr(m, "chunk_size", 0) > CHECKPOINT_TOKENS]
+        self._shorten()
+
+    def _shorten(self) -> None:
+        for module, _ in self._given:
+            module.chunk_size = CHECKPOINT_TOKENS
+
+    def restore(self) -> None:
+        """Give the owner's sizes back."""
+        for module, size in self._given:
+            module.chunk_size = size
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Let the owner's sizes hold for a while, in which nothing is asked of this model."""
+        self.restore()
+        try:
+            yield
+        finally:
+            self._shorten()

@@ -403,7 +403,8 @@ def test_recurrent_layers_work_on_short_chunks_while_they_are_held() -> None:
 
     held = HFModel(model)
     assert sizes() == {64}
-    with held.given_chunks():
+    assert held.chunks is not None
+    with held.chunks.given():
         assert sizes() == {256}
     assert sizes() == {64}
     held.close()
