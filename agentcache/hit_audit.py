@@ -66,7 +66,8 @@ class HitAudit:
             assert numerics is not None
             ids = running.ids.array(count).copy()
             own = running.sequence.cuts if isinstance(running.sequence, Sequence) else ()
-            sequence = Sequence(spec, state=self.runner.model.begin(), cuts=own)
+            marks = frozenset(at * PAGE_TOKENS + slots for at, page in enumerate(found.pages) for slots in page.checkpoints)
+            sequence = Sequence(spec, state=self.runner.model.begin(), cuts=own, marks=marks)
             self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, sequence))
 
     def step(self) -> None:

@@ -15,7 +15,7 @@ from .store.deletion import Deletion
 from .store.keys import Scope, as_ids, chain
 from .store.store import Store
 from .store.tool_group import ToolGroup
-from .types import Layout, Reason, check_name
+from .types import Layout, check_name
 
 if TYPE_CHECKING:
     from .timed_pins import TimedPins
@@ -50,8 +50,8 @@ class ToolGroups:
         """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go."""
         scope, ids, spec = request.scope, tuple(layout.ids), self._model.spec
         if scope is None:
-            why = self._model.support.why or (self._fingerprint and self._fingerprint.refusal) or Reason.ROPE_REGIME
-            raise ConfigError(f"this model's state cannot be kept ({why}): nothing to warm")
+            refused = request.receipt.refusals[0]
+            raise ConfigError(f"this model's state cannot be kept ({refused.detail or refused.reason}): nothing to warm")
         self._check_kept(request, scope, name)
         if not request.pinned_pages:
             need = -(-len(ids) // PAGE_TOKENS) * (spec.page_bytes if spec else 0)
@@ -59,6 +59,7 @@ class ToolGroups:
         keys = tuple(key.hex() for key in chain(scope.root, as_ids(ids)))
         name = name or keys[-1][:12]
         layers = self._fingerprint.layers if self._fingerprint else ()
+        states = sum(known.bytes for known in self._store.tree.checkpoints(scope, as_ids(ids)).values())
         group = ToolGroup(
             name=name,
             namespace=request.asked.namespace,
@@ -70,7 +71,8 @@ class ToolGroups:
             model=self._name,
             layers=layers if layers and layers[-1] == scope.fingerprint else (),  # else weights have changed since
             created=time.time(),
-            kv_bytes=len(ids) * spec.token_bytes if spec else 0,
+            kv_bytes=states + (len(ids) * spec.token_bytes if spec else 0),
+            checkpoint_bytes=states,
             computed_tokens=request.receipt.computed_tokens,
             warm_ms=(time.perf_counter() - called) * 1e3,
         )

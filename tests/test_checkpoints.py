@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from agentcache import Reason, Sampling, StoreOptions
 from agentcache.checkpoints import CHECKPOINT_TOKENS, STRIDE_TOKENS, Checkpoint, cuts_of, marks_of
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, NonFiniteLogitsError, StoreWarning
 from agentcache.kv import Page
 from agentcache.kv_spec import KVSpec
+from agentcache.model.recurrent import RecurrentState
+from agentcache.store.disk import blob_io
 from agentcache.store.disk.checkpoint_bytes import pack, unpack
+from agentcache.store.keys import as_ids
+from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Layout, Span
 from tests.asking import SYSTEM, TOOLS, Asking, user
 from tests.engines import wait_until
@@ -173,3 +177,57 @@ def test_a_hit_from_disk_passes_its_audit(asking: Callable[..., Asking], tmp_pat
     audit = other.engine.scheduler.hit_audit
     assert wait_until(lambda: audit.checked >= said.receipt.disk_tokens and not audit.pending)
     assert audit.wrong == 0
+
+
+def test_a_wrong_state_on_disk_is_found_by_an_audit(asking: Callable[..., Asking], tmp_path: Path) -> None:
+    store = StoreOptions(tmp_path / "store", check_one_in=1)
+    first = asking("qwen3_5_text", store)
+    group = first.engine.warm(SYSTEM["content"], TOOLS)
+    first.engine.flush()
+    (*_, entry), disk = first.engine.store.tree.path(group.scope, as_ids(group_ids(first, group))), first.engine.store.disk
+    assert entry.page is not None
+    assert disk is not None
+    page = entry.page.copy(len(entry.ids))
+    for slots, known in page.checkpoints.items():
+        page.checkpoints[slots] = Checkpoint(tuple(state if state is None else state * 1.5 for state in known.states), known.cuts)
+    (row,) = [row for row in disk.index.rows() if row.id == entry.row]
+    disk.index.remove([row.id], force=True)
+    disk.index.add([blob_io.write(disk.folder, blob_io.with_checkpoints(row, 0), page)])
+    first.engine.close()
+
+    other = asking("qwen3_5_text", store)
+    said, _ = other([SYSTEM, user("What is the tide? " * 9)])
+    assert said.receipt.disk_tokens == group.prefix_tokens
+    audit = other.engine.scheduler.hit_audit
+    with pytest.warns(StoreWarning, match="is not what computing it gives"):
+        assert wait_until(lambda: audit.wrong)
+    assert other([SYSTEM, user("Where is the wind? " * 9)])[0].receipt.cached_tokens < group.prefix_tokens
+
+
+def group_ids(one: Asking, group: ToolGroup) -> list[int]:
+    return list(one.engine.renderer.opening([SYSTEM], TOOLS).ids)[: group.prefix_tokens]
+
+
+def test_a_state_that_is_not_finite_is_computed_again(asking: Callable[..., Asking]) -> None:
+    one, asked = asking("qwen3_5_text", None), [SYSTEM, user("What is the tide? " * 9)]
+    group = one.engine.warm(SYSTEM["content"], TOOLS)
+    expected = one(asked, reuse="off")[1]
+    known = one.engine.store.tree.checkpoints(group.scope, as_ids(group_ids(one, group)))
+    for state in known[group.prefix_tokens].states:
+        assert state is not None
+        state.fill_(float("nan"))
+    said, logits = one(asked)
+    assert torch.equal(logits[-6:], expected)
+    assert said.receipt.cached_tokens == 0
+    assert "of the kept prompt was wrong" in " ".join(said.receipt.notes)
+    again, logits = one(asked)
+    assert torch.equal(logits, expected)
+    assert again.receipt.cached_tokens > 0
+
+
+def test_a_state_that_is_not_finite_is_not_admitted(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, copy = asking("qwen3_5_text", None), RecurrentState.copy
+    monkeypatch.setattr(RecurrentState, "copy", lambda self: tuple(state if state is None else state / 0 for state in copy(self)))
+    with pytest.raises(NonFiniteLogitsError):
+        one.engine.warm(SYSTEM["content"], TOOLS)
+    assert len(one.engine.store) == 0

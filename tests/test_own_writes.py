@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from agentcache.errors import ConfigError
 from tests import models
 from tests.engines import chat, decode, engine
 
@@ -63,6 +65,8 @@ def test_what_a_forward_writes_itself_is_no_change(kind: str, tmp_path: Path) ->
         assert bool(again.receipt.cached_tokens) == (not refused)
         if refused:
             assert refused in [refusal.detail for refusal in again.receipt.refusals]
+            with pytest.raises(ConfigError, match=re.escape(f"cannot be kept ({refused})")):
+                running.warm("You are the keeper of a lighthouse.")
             return
         model.model.layers[0].mlp.other = 2.0
         assert not running.generate(SHORT, sampling=decode(3)).receipt.cached_tokens, "nothing of that module counts any more"

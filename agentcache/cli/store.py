@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ..store.disk.index import Index
     from ..store.tool_group import ToolGroup
 
-WARMED = ("name", "namespace", "prefix_tokens", "pages", "kv_bytes", "computed_tokens", "warm_ms")  # what `warm --json` says of a group
+# what `warm --json` says of a group
+WARMED = ("name", "namespace", "prefix_tokens", "pages", "kv_bytes", "checkpoint_bytes", "computed_tokens", "warm_ms")
 
 
 class Order(str, Enum):
@@ -246,6 +247,10 @@ def inspect(
         about["used_since"] = sum(row.used > about["last_use"] for row in index.rows())
         about["layers"] = len(group.layers)
         rows = pages_of(index, group)
+    if with_checkpoints := [row for row in rows if row is not None and row.checkpoint_layers]:
+        from ..store.disk.blob_format import stored_bytes  # loads torch
+
+        about["checkpoint_bytes"] = sum(row.checkpoint_layers * stored_bytes(row, row.layers) for row in with_checkpoints)
     about["chain"] = [
         {"key": key, "stored": row is not None, "tokens": row.tokens if row else None, "bytes": row.bytes if row else None}
         for key, row in zip(group.page_keys, rows, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ..checkpoints import CHECKPOINT_TOKENS, Checkpoint
+from ..checkpoints import CHECKPOINT_TOKENS, SHARE, Checkpoint
 from ..kv import Sequence
 from . import steps
 from .attention import Attention, Part
@@ -27,6 +27,9 @@ def verdict(model: HFModel) -> dict[str, Any]:
     found["KV bytes per token"] = model.spec.token_bytes
     if model.spec.recurrent:
         found["bytes per checkpoint"] = _checkpoint(model).bytes
+        found["checkpoints of a conversation"] = (
+            f"its tool group's, its last one, and others while all take at most {SHARE:.0%} of its bytes"
+        )
     return found
 
 

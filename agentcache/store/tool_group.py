@@ -25,7 +25,9 @@ class ToolGroup:
     # cumulative fingerprint of each layer, so that other upper layers find shared lower ones
     layers: tuple[str, ...] = field(default=(), repr=False)
     created: float = 0.0
-    kv_bytes: int = field(default=0, compare=False)  # of the call that made it; 0 in a manifest that was read
+    # of the call that made it, with its checkpoints; 0 in a manifest that was read
+    kv_bytes: int = field(default=0, compare=False)
+    checkpoint_bytes: int = field(default=0, compare=False)  # as kv_bytes
     computed_tokens: int = field(default=0, compare=False)  # as kv_bytes
     warm_ms: float = field(default=0.0, compare=False)  # as kv_bytes
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence as Seq
 
+from ...checkpoints import SHARE, Checkpoint
 from ...errors import ConfigError
 from ...kv import PAGE_TOKENS, Page
 from ...types import Grade, Reason
@@ -21,7 +22,6 @@ from .eviction_log import EvictionLog
 from .pins import Pins
 
 CHILDREN = 256  # continuations of one page; the oldest unpinned leaf goes first
-SHARE = 0.15  # of a path's bytes, that checkpoints may take beside those that are needed
 LONGER = "new behind all that is kept"  # the cached prompt ended
 OTHER = "kept prompts go on differently from here"
 Key = bytes  # inside the class that name is a property
@@ -127,6 +127,13 @@ class PrefixTree:
         """The entries that hold the longest cached prefix of all these ids."""
         with self.lock:
             return self._walk(scope, ids, len(ids))[0]
+
+    def checkpoints(self, scope: Scope, ids: Ids) -> dict[int, Checkpoint]:
+        """The checkpoints of a cached prompt, by position."""
+        with self.lock:
+            path = [(entry, entry.page) for entry in self._walk(scope, ids, len(ids))[0] if entry.page]
+            known = {entry.first + slots: one for entry, page in path for slots, one in page.checkpoints.items()}
+            return {at: one for at, one in known.items() if at <= len(ids)}
 
     def _walk(self, scope: Scope, ids: Ids, limit: int) -> tuple[list[Entry], int]:
         """The entries that hold the longest cached prefix of ids[:limit], and its length."""

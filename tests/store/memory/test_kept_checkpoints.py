@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from agentcache.checkpoints import Checkpoint
+from agentcache.checkpoints import SHARE, Checkpoint
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.keys import Ids, Scope, as_ids
-from agentcache.store.memory.prefix_tree import SHARE, PrefixTree
+from agentcache.store.memory.prefix_tree import PrefixTree
 
 SPEC = KVSpec(1, 1, 8, torch.float32)
 HERE = Scope("ns", "weights")
