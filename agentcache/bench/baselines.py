@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from ..kv import Sequence
+from ..model.hf import HFModel
+from ..model.kernels.instructions import has_16bit_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,20 @@ def generate(model: Any, ids: Seq[int], new: int, cache: Any = None, began: floa
     return timed(began, clock.stamps, drawn)
 
 
+def rival(model: HFModel, dtype: torch.dtype | None = None) -> Any:
+    """The model that transformers' ways run: the engine's own, or a copy of its weights in another type.
+
+    dtype: by default float32 where the processor has no units for the model's own type, and stock transformers emulates its products.
+    """
+    if dtype is None:
+        emulated = model.device.type == "cpu" and model.dtype != torch.float32 and not has_16bit_units(model.dtype)
+        dtype = torch.float32 if emulated and not model.quantized else model.dtype
+    if dtype == model.dtype:
+        return model.model
+    with model.chunks.given() if model.chunks else nullcontext():
+        return copy.deepcopy(model.model).to(dtype)
+
+
 def dynamic(model: Any, ids: Seq[int], new: int) -> Timed:
     """generate as called by default: a fresh DynamicCache."""
     return generate(model, ids, new)
@@ -110,6 +127,6 @@ def cache_of(model: Any, sequence: Sequence, ids: Seq[int]) -> Any:
             ).past_key_values
     cache = DynamicCache(config=model.config)
     for layer in range(sequence.spec.layers):
-        keys, values = (t.transpose(0, 1)[None].contiguous() for t in sequence.read(layer, 0, tokens))
+        keys, values = (t.transpose(0, 1)[None].to(model.dtype).contiguous() for t in sequence.read(layer, 0, tokens))
         cache.update(keys, values, layer)
     return cache

@@ -45,6 +45,9 @@ def latency(
     ] = None,
     decode: Annotated[int, typer.Option(min=1, help="Tokens decoded after the first.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
+    stock_dtype: Annotated[
+        Dtype | None, typer.Option(help="Type of the weights for stock transformers; by default float32 where it emulates 16-bit products.")
+    ] = None,
     threads: ThreadsOption = None,
     isa: IsaOption = None,
     second: Annotated[bool, typer.Option("--second-process/--no-second-process", help="Also ask a second process.")] = True,
@@ -53,17 +56,18 @@ def latency(
 ) -> None:
     """Time to first token and per token, ours against generate and its caches, for growing tool lists."""
     with report_errors():
-        from . import disk, report, second_process
+        from . import baselines, disk, report, second_process
         from . import latency as bench
+        from .shapes import dtype_of
 
         options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
-        loading = Loading(model, shape, dtype, threads)
+        loading, rival = Loading(model, shape, dtype, threads), dtype_of(stock_dtype.value) if stock_dtype else None
         with tempfile.TemporaryDirectory(dir=store_dir) as folder:
             place = str(Path(folder) / "store")
             with report.measuring("latency", loading, json_file, store=StoreOptions(place, refuse_slow=False)) as run:
                 disk.allow_writing(run.engine, False)  # nothing goes to disk while something is timed
                 asked = (lambda scene: second_process.ask(loading, place, scene, options)) if second else None
-                bench.run(run.engine, options, run.say, run.keep, asked)
+                bench.run(run.engine, options, run.say, run.keep, asked, baselines.rival(run.engine.model, rival))
                 run.tables += report.latency_tables(run.found["rows"])
 
 

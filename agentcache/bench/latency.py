@@ -46,9 +46,13 @@ class Options:
 
 @dataclass(slots=True)
 class Scene:
-    """One tool count, made ready: the group is warm, `prefix` tokens of each turn's prompt are resident, and in a DynamicCache too."""
+    """One tool count, made ready: the group is warm, `prefix` tokens of each turn's prompt are resident, and in a DynamicCache too.
+
+    stock: the model that transformers' ways run; the engine's own, or its copy in another type.
+    """
 
     engine: Engine
+    stock: Any
     namespace: str
     tools: tuple[dict[str, Any], ...]
     group: ToolGroup
@@ -60,7 +64,7 @@ class Scene:
     gaps: list[float] = field(default_factory=list)
 
 
-def prepare(engine: Engine, count: int, options: Options) -> Scene | None:
+def prepare(engine: Engine, count: int, options: Options, stock: Any = None) -> Scene | None:
     """Warm the group of `count` tools and make as many different turns as there are repeats; None if the context is too short."""
     tools = catalog.tools(count)
     made = [engine_timing.prompt_of(engine, tools, number, options.tail) for number in range(options.repeats + 1)]
@@ -75,7 +79,8 @@ def prepare(engine: Engine, count: int, options: Options) -> Scene | None:
     if engine.model.spec is not None and engine.model.spec.recurrent:  # turns go on from the group's checkpoint
         prefix = prefix // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
     assert group.prefix_tokens <= prefix <= group.prefix_tokens + 2, f"turns share {prefix} tokens, the group holds {group.prefix_tokens}"
-    return Scene(engine, namespace, tools, group, [messages for messages, _ in made], prompts, prefix)
+    stock = engine.model.model if stock is None else stock
+    return Scene(engine, stock, namespace, tools, group, [messages for messages, _ in made], prompts, prefix)
 
 
 def resume(scene: Scene) -> None:
@@ -88,7 +93,7 @@ def resume(scene: Scene) -> None:
 
 def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], baselines.Timed]]:
     """Each way to answer turn `number` with `new` tokens (kept and floor: with one)."""
-    engine, ids, model = scene.engine, scene.prompts[number], scene.engine.model.model
+    engine, ids, model = scene.engine, scene.prompts[number], scene.stock
 
     def off() -> baselines.Timed:
         done, receipt = engine_timing.ask(engine, scene.turns[number], scene.tools, new, namespace=scene.namespace, reuse="off")
@@ -151,7 +156,7 @@ def measure(scene: Scene, options: Options, say: Say) -> Samples:
     first = methods(scene, 0, 2)
     first["hit"]()  # the first call of each path allocates; it also makes turn 0 known, so that later hits are `prefix` long
     sequence = engine_timing.resident(scene.engine, scene.namespace, scene.prompts[0][: scene.prefix + 1])
-    scene.cache = baselines.cache_of(scene.engine.model.model, sequence, scene.prompts[0][: scene.prefix])
+    scene.cache = baselines.cache_of(scene.stock, sequence, scene.prompts[0][: scene.prefix])
     sequence.close()
     for name in ("recipe", "kept", "floor"):
         first[name]()
@@ -210,11 +215,11 @@ def row(scene: Scene, samples: Samples) -> dict[str, Any]:
     }
 
 
-def warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine, stock: Any) -> None:
     """Run each path once on a short prompt: kernels are chosen and buffers made on first use."""
     ids = list(engine.renderer.render([{"role": "user", "content": catalog.SYSTEM}]).ids)
-    baselines.dynamic(engine.model.model, ids, 2)
-    baselines.static(engine.model.model, ids, 2)
+    baselines.dynamic(stock, ids, 2)
+    baselines.static(stock, ids, 2)
     engine.generate([{"role": "user", "content": catalog.SYSTEM}], sampling=engine_timing.greedy(2), namespace="warm-up", reuse="off")
 
 
@@ -224,19 +229,22 @@ def run(
     say: Say = lambda _: None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None,
     second: Callable[[Scene], dict[str, Any]] | None = None,
+    stock: Any = None,
 ) -> dict[str, Any]:
     """All tool counts, smallest first: rows, and the counts whose prompts do not fit the model's context. `keep` gets them row by row.
 
-    second: asks the same of another process.
+    second: asks the same of another process. stock: another model for transformers' ways than the engine's.
     """
     rows: list[dict[str, Any]] = []
     too_long: list[int] = []
     found = {"rows": rows, "too_long": too_long, "options": asdict(options)}
+    stock = engine.model.model if stock is None else stock
+    found["stock_dtype"] = str(stock.dtype).removeprefix("torch.")
     keep(found)
-    warm_up(engine)
+    warm_up(engine, stock)
     for count in sorted(options.tools):
         say(f"{count} tools: warming")
-        scene = prepare(engine, count, options)
+        scene = prepare(engine, count, options, stock)
         if scene is None:
             too_long.append(count)
             continue

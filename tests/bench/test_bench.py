@@ -81,9 +81,20 @@ def test_latency_ends_in_one_json_line_with_every_figure(tmp_path: Path) -> None
 
 def test_a_prompt_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", {**TINY_SHAPE, "max_position_embeddings": 600}))
-    said, _ = run("latency", "--tools", "1,20", "--repeats", "1", "--decode", "1", "--tail", "40", "--no-second-process")
+    said, _ = run(
+        "latency", "--tools", "1,20", "--repeats", "1", "--decode", "1", "--tail", "40", "--no-second-process", "--stock-dtype", "float32"
+    )
+    assert said["stock_dtype"] == "float32"
     assert said["too_long"] == [20]
     assert [row["tools"] for row in said["rows"]] == [1]
+
+
+def test_stock_runs_the_same_weights_in_another_type(engine: Engine) -> None:
+    held = engine.model
+    rival = baselines.rival(held, torch.float32)
+    assert rival.dtype == torch.float32
+    assert all(torch.equal(mine.float(), theirs) for mine, theirs in zip(held.model.parameters(), rival.parameters(), strict=True))
+    assert baselines.rival(held, torch.bfloat16) is held.model
 
 
 def scene_of(engine: Engine) -> latency.Scene:
