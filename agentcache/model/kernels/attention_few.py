@@ -83,7 +83,7 @@ def _added(code: Code, stored: Value, columns: Value | int, numbers: Sequence[Va
     ahead = stored.at("i16", columns * AHEAD)
     for line in range(max(1, code.lanes * wide * 2 // 64)):
         code.prefetch(ahead.at("i8", 64 * line), 3)
-    vectors = [code.load_half(stored.at("i16", u * code.lanes)) for u in range(wide)]
+    vectors = [code.load_numbers(stored.at("i16", u * code.lanes)) for u in range(wide)]
     ours = [number.load("float").everywhere(code.lanes) for number in numbers]
     return [code.fma(ours[cell // wide], vectors[cell % wide], total) for cell, total in enumerate(sums)]
 

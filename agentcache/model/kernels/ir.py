@@ -1,4 +1,4 @@
-"""Writes functions in LLVM IR: values with operators, loops, vectors of 16-bit numbers computed in fp32. Knows no kernels."""
+"""Writes functions in LLVM IR: values with operators, loops, vectors of stored numbers computed in fp32. Knows no kernels."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def transposed(rows: Sequence[Value]) -> Values:
 
 
 class Code:
-    """The body of one function, block by block. lanes: of its vectors; element: bfloat or half, its 16-bit numbers.
+    """The body of one function, block by block. lanes: of its vectors; element: of its stored numbers, bfloat, half or float.
 
     Its only argument is the address of 64-bit fields, which are taken one after the other by `pointers`, `fields` and `number`.
     """
@@ -143,6 +143,7 @@ class Code:
     def __init__(self, lanes: int, element: str) -> None:
         self.lanes, self.element = lanes, element
         self.floats, self.words = f"<{lanes} x float>", f"<{lanes} x i32>"
+        self.stored = "float" if element == "float" else "i16"
         self.args = Value(self, "ptr", "%args")
         self._lines: list[str] = []
         self._blocks = ["entry"]  # the last one is being written
@@ -273,23 +274,27 @@ class Code:
         """one · other + added, rounded once."""
         return self.call(one.kind, f"llvm.fma.v{self.lanes}f32", one, other, added)
 
-    def load_half(self, address: Value, lanes: int = 0) -> Value:
-        """A vector of 16-bit numbers, as fp32."""
-        return self.up(address.load(f"<{lanes or self.lanes} x i16>", 2))
+    def load_numbers(self, address: Value, lanes: int = 0) -> Value:
+        """A vector of stored numbers, as fp32."""
+        return self.up(address.load(f"<{lanes or self.lanes} x {self.stored}>", 2))
 
-    def store_half(self, value: Value, address: Value) -> None:
-        """Rounds fp32 to 16 bits and stores that."""
+    def store_numbers(self, value: Value, address: Value) -> None:
+        """Rounds fp32 to stored numbers and stores them."""
         address.store(self.down(value), 2)
 
     def up(self, value: Value) -> Value:
-        """16-bit numbers as fp32."""
+        """Stored numbers as fp32."""
+        if self.element == "float":
+            return value
         floats = of_kind("float", value.kind)
         if self.element == "half":
             return value.to(of_kind("half", value.kind)).to(floats, "fpext")
         return (value.to(of_kind("i32", value.kind), "zext") << 16).to(floats)
 
     def down(self, value: Value) -> Value:
-        """fp32 as the nearest 16-bit number, ties to even."""
+        """fp32 as the nearest stored number, ties to even."""
+        if self.element == "float":
+            return value
         halves, words = of_kind("i16", value.kind), of_kind("i32", value.kind)
         if self.element == "half":
             return value.to(of_kind("half", value.kind), "fptrunc").to(halves)
@@ -300,7 +305,7 @@ class Code:
         return self.select(lost, self.constant(words, 32704), moved).to(halves, "trunc")
 
     def rounded(self, value: Value) -> Value:
-        """fp32 that is a 16-bit number."""
+        """fp32 that is a stored number."""
         return self.up(self.down(value))
 
     def pairs(self, pieces: Sequence[Value], words: Sequence[Value], sums: Sequence[Value]) -> Values:

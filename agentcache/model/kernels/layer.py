@@ -48,7 +48,7 @@ def _each(code: Code, rows: int, n: int) -> Callable[[Callable[[Value, Value, Va
 
 def _with_bias(code: Code, value: Value, bias: Value, index: Value, biased: bool) -> Value:
     """Plus a 16-bit bias, which is added in fp32."""
-    return value + code.load_half(bias.at("i16", index)) if biased else value
+    return value + code.load_numbers(bias.at("i16", index)) if biased else value
 
 
 def _scatter(code: Code, value: Value, out: Value, rows: int) -> None:
@@ -66,7 +66,7 @@ def spread(code: Code, rows: int, n: int) -> None:
 
     @_each(code, rows, n)
     def _(row: Value, index: Value, at: Value) -> None:
-        _scatter(code, code.load_half(x.at("i16", at)), out.at("float", index * rows + row), rows)
+        _scatter(code, code.load_numbers(x.at("i16", at)), out.at("float", index * rows + row), rows)
 
 
 def residual(code: Code, rows: int, n: int, biased: bool) -> None:
@@ -77,7 +77,7 @@ def residual(code: Code, rows: int, n: int, biased: bool) -> None:
     def _(_row: Value, index: Value, at: Value) -> None:
         added = code.rounded(_with_bias(code, wide.at("float", at).load(code.floats), bias, index, biased))
         place = x.at("i16", at)
-        code.store_half(code.load_half(place) + added, place)
+        code.store_numbers(code.load_numbers(place) + added, place)
 
 
 def narrow(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
@@ -87,7 +87,7 @@ def narrow(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
     @_each(code, rows, n)
     def _(row: Value, index: Value, at: Value) -> None:
         value = wide.at("float", row * total + index).load(code.floats)
-        code.store_half(_with_bias(code, value, bias, index, biased), out.at("i16", at))
+        code.store_numbers(_with_bias(code, value, bias, index, biased), out.at("i16", at))
 
 
 def gated(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
@@ -100,7 +100,7 @@ def gated(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
     @_each(code, rows, n)
     def _(row: Value, index: Value, at: Value) -> None:
         value = wide.at("float", row * total + index).load(code.floats)
-        value = code.load_half(gate.at("i16", at)) * code.rounded(_with_bias(code, value, bias, index, biased))
+        value = code.load_numbers(gate.at("i16", at)) * code.rounded(_with_bias(code, value, bias, index, biased))
         _scatter(code, code.rounded(value), out.at("float", index * rows + row), rows)
 
 

@@ -139,7 +139,7 @@ class _Product:
 
     def _store(self, number: Value) -> None:
         code = self.code
-        biases = [code.load_half(self.bias.at("i16", self.first + 16 * u)) for u in range(_WIDE)] if self.biased else []
+        biases = [code.load_numbers(self.bias.at("i16", self.first + 16 * u)) for u in range(_WIDE)] if self.biased else []
         cells = self._cells(number)
         for m in range(ROWS):
             target = self.out.at("i16", self._row(number, m) * self.outs + self.first)

@@ -60,7 +60,7 @@ def _scale(code: Code, vector: Callable[[Value | int], Value], n: int, epsilon: 
 
 def _scale_of_row(code: Code, row: Value, n: int, epsilon: Value) -> Value:
     """The same for the n 16-bit numbers at an address."""
-    return _scale(code, lambda at: code.load_half(row.at("i16", at), SUM_LANES), n, epsilon)
+    return _scale(code, lambda at: code.load_numbers(row.at("i16", at), SUM_LANES), n, epsilon)
 
 
 def scales_code(code: Code, n: int) -> None:
@@ -83,8 +83,8 @@ def norm_code(code: Code, n: int) -> None:
 
         @code.loop(n, code.lanes)
         def _(at: Value) -> None:
-            value = code.rounded(code.load_half(mine.at("i16", at)) * scale)
-            code.store_half(code.load_half(weight.at("i16", at)) * value, target.at("i16", at))
+            value = code.rounded(code.load_numbers(mine.at("i16", at)) * scale)
+            code.store_numbers(code.load_numbers(weight.at("i16", at)) * value, target.at("i16", at))
 
 
 def heads_code(code: Code, count: int, dim: int, normed: bool) -> None:
@@ -98,11 +98,11 @@ def heads_code(code: Code, count: int, dim: int, normed: bool) -> None:
         @code.loop(count * dim, dim)
         def _(first: Value) -> None:
             at = base + first
-            values = [code.load_half(x.at("i16", at + part)) for part in range(0, dim, code.lanes)]
+            values = [code.load_numbers(x.at("i16", at + part)) for part in range(0, dim, code.lanes)]
             if normed:
                 values = _normed(code, values, weight, epsilon)
             for number, value in enumerate(_turned(code, values, cos.at("i16", angles), sin.at("i16", angles))):
-                code.store_half(value, out.at("i16", at + number * code.lanes))
+                code.store_numbers(value, out.at("i16", at + number * code.lanes))
 
 
 def _normed(code: Code, values: Values, weight: Value, epsilon: Value) -> Values:
@@ -114,7 +114,7 @@ def _normed(code: Code, values: Values, weight: Value, epsilon: Value) -> Values
         return pieces[at // SUM_LANES]
 
     scale = _scale(code, piece, len(values) * code.lanes, epsilon).everywhere(code.lanes)
-    factors = [code.load_half(weight.at("i16", number * code.lanes)) for number in range(len(values))]
+    factors = [code.load_numbers(weight.at("i16", number * code.lanes)) for number in range(len(values))]
     return [code.rounded(factor * code.rounded(value * scale)) for factor, value in zip(factors, values)]
 
 
@@ -123,7 +123,7 @@ def _turned(code: Code, values: Values, cos: Value, sin: Value) -> Values:
     half = len(values) // 2
     turned = []
     for number, (value, other) in enumerate(zip(values, [*[-value for value in values[half:]], *values[:half]])):
-        one, two = (code.load_half(angles.at("i16", number * code.lanes)) for angles in (cos, sin))
+        one, two = (code.load_numbers(angles.at("i16", number * code.lanes)) for angles in (cos, sin))
         turned.append(code.rounded(value * one) + code.rounded(other * two))
     return turned
 
