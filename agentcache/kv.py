@@ -11,10 +11,6 @@ Layers whose state does not grow with the tokens are no pages: a *checkpoint*, a
 of that token, and a sequence can start only where there is one. A page's `checkpoints` are exchanged, never changed: others read them.
 
 Sharing needs no lock on the data: one writer at a time may append at `filled`; everybody else reads below it or branches.
-
-A sequence may have tokens *ahead* of its length: their KV was taken from another place, in all layers or below one of them.
-
-    [0 .... length)[ hole )[ ahead, whole )[ hole )[ ahead, from layer 4 )[ ahead, whole ) ...
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from .ahead import Ahead, Piece, pieces
 from .checkpoints import Checkpoint, LiveState
 from .kv_spec import KVSpec
 from .page_memory import prepared, zeros
@@ -202,32 +199,6 @@ def stored_states(pages: Seq[Page], base: int, layer: int, start: int, stop: int
     return torch.cat(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """Tokens [start, stop) whose KV lies in a sequence's pages below layer `entry`; None: in all layers.
-
-    states: hidden states [tokens, hidden] with which computing resumes at that layer. run: which one it belongs to. held: the sequence
-    stops here until `resolve`.
-    """
-
-    start: int
-    stop: int
-    entry: int | None = None
-    states: torch.Tensor | None = None
-    run: int = 0
-    held: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Positions [start, start + count) to compute from layer `entry` on, where `states` come in."""
-
-    start: int
-    count: int
-    entry: int = 0
-    states: torch.Tensor | None = None
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The page table of one running request: `length` tokens in `pages`, the last page private or claimed.
@@ -292,26 +263,10 @@ class Sequence:
         return sum(span.stop - span.start for span in self.ahead if span.entry is None)
 
     def pieces(self, tokens: int) -> list[Piece]:
-        """Return the next `tokens` positions to compute: holes, and ranges that resume at a layer. A held range ends them."""
-        found: list[Piece] = []
-        at = self.length
+        """Return the next `tokens` positions to compute, up to a cut."""
         if (cut := self.next_cut()) is not None:
-            tokens = min(tokens, cut - at)
-        for span in self.ahead:
-            if count := min(span.start - at, tokens):
-                found.append(Piece(at, count))
-                tokens -= count
-            if not tokens or span.held:
-                return found
-            if span.entry is not None:
-                count = min(span.stop - span.start, tokens)
-                assert span.states is not None
-                found.append(Piece(span.start, count, span.entry, span.states[:count]))
-                tokens -= count
-                if count < span.stop - span.start:
-                    return found
-            at = span.stop
-        return [*found, Piece(at, tokens)] if tokens else found
+            tokens = min(tokens, cut - self.length)
+        return pieces(self.ahead, self.length, tokens)
 
     def slots(self, start: int, stop: int) -> Iterator[tuple[Page, int, int, int]]:
         """The pages under positions [start, stop): (page, first slot, count, offset from start)."""

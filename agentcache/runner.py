@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from .ahead import Ahead, Piece
 from .errors import FAULTS, AgentCacheError, GenerationError, OutOfMemoryError
-from .kv import PAGE_TOKENS, Ahead, Page, Piece, Sequence, stored_slots, stored_states
+from .kv import PAGE_TOKENS, Page, Sequence, stored_slots, stored_states
 from .model.attention import Part
 from .model.hf import HFModel
 from .model.kernels.openmp import use_threads

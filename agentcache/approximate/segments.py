@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from ..ahead import Ahead
 from ..errors import ConfigError
-from ..kv import Ahead, stored_states
 from ..kv import Sequence as PageTable
+from ..kv import stored_states
 from ..plan import Attach
 from ..request import Running
 from ..scheduler import Scheduler
