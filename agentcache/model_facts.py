@@ -13,7 +13,7 @@ from . import embedded
 from .answer.family_forms import THOUGHT_MARKS
 from .answer.response_template import THOUGHTS
 from .errors import AgentCacheError, ModelLoadError
-from .lint.templates import Bare, probe
+from .lint.templates import probe, wordless
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -57,7 +57,7 @@ class ModelFacts:
 def _tried(template: str) -> tuple[bool | None, bool | None]:
     """(whether it shows tools, whether it shows a later system message in its place)"""
     try:
-        answers = {each.name: each.answer for each in probe(Bare(template))}
+        answers = {each.name: each.answer for each in probe(wordless(template))}
     except AgentCacheError:  # a template that refuses whatever it is asked
         return None, None
     return answers.get("tools stand") != "absent", answers.get("later system message") == "in place"

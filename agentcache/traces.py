@@ -136,23 +136,24 @@ def _chat(raw: Mapping[str, Any], tools_dir: Path) -> Iterator[Call]:
     messages: list[Json] = raw["messages"]
     leading: list[Json] = [{"role": "system", "content": raw["system"]}] if raw.get("system") else []
     greeted = bool(raw.get("first_assistant_is_fixed_greeting"))
-    catalog = _catalog(tools_dir, raw["tools_ref"]) if "tools_ref" in raw else {}
-    first = raw["tools"] if "tools" in raw else _named(catalog, raw.get("tool_names", catalog))
+    known = catalog(tools_dir, raw["tools_ref"]) if "tools_ref" in raw else {}
+    first = raw["tools"] if "tools" in raw else _named(known, raw.get("tool_names", known))
     for at, message in enumerate(messages):
         if message["role"] == "assistant" and not (greeted and at == 0):
             added = [t for event in raw.get("tools_events", ()) if event["before_message"] <= at for t in event["add_tools"]]
-            yield Call(leading + messages[:at], (*first, *_named(catalog, added)), message)
+            yield Call(leading + messages[:at], (*first, *_named(known, added)), message)
 
 
-def _named(catalog: Mapping[str, Json], listed: Any) -> list[Json]:
+def _named(known: Mapping[str, Json], listed: Any) -> list[Json]:
     """Schemas by name; whole schemas pass through."""
-    unknown = [item for item in listed if isinstance(item, str) and item not in catalog]
+    unknown = [item for item in listed if isinstance(item, str) and item not in known]
     if unknown:
         raise ConfigError(f"tools {unknown!r} are not in the catalog of this trace")
-    return [catalog[item] if isinstance(item, str) else item for item in listed]
+    return [known[item] if isinstance(item, str) else item for item in listed]
 
 
-def _catalog(tools_dir: Path, name: str) -> dict[str, Json]:
+def catalog(tools_dir: Path, name: str) -> dict[str, Json]:
+    """The tools of a catalog by their names; ConfigError if it is not there."""
     path = tools_dir / f"{name}.jsonl"
     if not path.is_file():
         raise ConfigError(f"tools_ref {name!r}: no file {str(path)!r}; name the folder of the catalogs with --tools-dir")

@@ -26,7 +26,6 @@ _LINES: dict[str, dict[str, Any]] = {
     "recipe": {"label": "prefix cache, deep copied", "color": "tab:orange"},
     "kept": {"label": "DynamicCache kept by hand", "color": "tab:green"},
     "off": {"label": "agentcache, reuse off", "color": "tab:purple", "linestyle": "--"},
-    "disk_cold": {"label": "agentcache, tool group on disk", "color": "tab:red", "linestyle": "--"},
     "hit": {"label": "agentcache, tool group warm", "color": "tab:red", "linewidth": 2.8, "zorder": 5},
     "floor": {"label": "floor: forward of the tail alone", "color": "black", "linestyle": ":", "marker": ""},
 }

@@ -1,5 +1,8 @@
-"""`python -m benchmarks.quality`: `agentcache bench quality` on freshly drawn cases, and what only the generator can ask.
+"""`python -m benchmarks.quality`: `agentcache bench quality` on freshly drawn cases, and more questions.
 
+rows         per split and number of tools: the figures, and those of the baselines of quality_baselines.py
+shares       the same for the requests that depend on what stands before them, and for those that do not
+paired       the same requests with reuse and with reuse off, tokens that reuse spared, answers of the same tokens
 speed        to the first token of a prompt of which nothing is kept, one at a time, and tokens a second from there: medians
 variants     the same requests with tools shuffled, another system text, history in front: figures, and how many calls are the same
 clock        per style and role: the same episodes with a clock at each prompt's tail and without; solved, and solved in one run only
@@ -11,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,41 +22,63 @@ import typer
 from rich.table import Table
 
 from agentcache.bench import quality, quality_asking, report
-from agentcache.bench import quality_cases as kept
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ThreadsOption, ToolsDir, names, numbers
-from agentcache.bench.quality_asking import Ask, all_solved, asking
-from agentcache.bench.quality_cases import SPLITS, Episode
-from agentcache.bench.quality_score import Said
+from agentcache.bench.quality_asking import Ask, all_of, asking
+from agentcache.bench.quality_cases import PER_CATALOG, SPLITS, Case, Episode
+from agentcache.bench.quality_score import FIGURES, Said, figures
 from agentcache.engine import Engine
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, GenerationError
 from agentcache.terminal import report_errors
 from agentcache.types import Sampling
 from examples.embedded import cases as drawn
 
 from . import quality_spoil
+from .quality_baselines import BASELINES, baselines
 
+PARTS = ("rows", "shares", "paired", "speed", "variants", "clock", "sensitivity")
 app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """variants, sensitivity: so many requests; clock: so many episodes per style; speed: so many one at a time, with nothing kept.
+    """What is asked beside `agentcache bench quality`."""
 
-    tools: of the requests. agents: requests at a time.
-    """
-
+    # requests of each part; dialogues per style of `clock`
     variants: int = 0
     clock: int = 0
     sensitivity: int = 0
     speed: int = 0
+    paired: int = 0
+    # splits and numbers of tools of rows, and how many requests each has
+    splits: Sequence[str] = SPLITS
+    sizes: Sequence[int] = (5, 20, 50)
+    count: int = 0
     styles: Sequence[str] = ("hermes", "langchain", "llamaindex")
+    # tools of the requests of all other parts
     tools: int = 20
+    # requests at a time
     agents: int = 8
+
+
+class Found:
+    """The rows of a report so far, by part."""
+
+    def __init__(self, keep: quality.Keep) -> None:
+        self.keep, self.parts = keep, {name: list[dict[str, Any]]() for name in PARTS}
+
+    def add(self, part: str, row: dict[str, Any]) -> None:
+        self.parts[part].append(row)
+        self.keep({part: self.parts[part]})
 
 
 def more(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say, keep: quality.Keep = lambda part: None) -> dict[str, Any]:
     """The parts that are asked for; `keep` gets each row when it is there."""
-    ask, found = asking(engine), quality.Found(keep)
+    ask, found = asking(engine), Found(keep)
+    for split in parts.splits:
+        for tools in parts.sizes if parts.count else ():
+            _cell(ask, found, source.selections(split, tools, parts.count), {"split": split, "tools": tools}, parts.agents, say)
+    if parts.paired:
+        found.add("paired", _paired(engine, parts, source, say))
     if parts.speed:
         found.add("speed", _speed(engine, parts, source, say))
     if parts.variants:
@@ -62,10 +88,35 @@ def more(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say, ke
     if parts.sensitivity:
         for row in quality_spoil.run(engine, source.selections("unseen tools", parts.tools, parts.sensitivity), say):
             found.add("sensitivity", row)
-    return {name: found.parts[name] for name in ("speed", "variants", "clock", "sensitivity")}
+    return found.parts
 
 
-def _variants(ask: Ask, found: quality.Found, parts: Parts, source: drawn.Drawn, say: quality.Say) -> None:
+def _cell(ask: Ask, found: Found, cases: Sequence[Case], of: dict[str, Any], agents: int, say: quality.Say) -> None:
+    """The figures of these cases, and of those that depend on context and those that do not; the baselines beside each."""
+    row, said = quality.asked(ask, cases, agents, f"{of['split']}, {of['tools']} tools", say)
+    found.add("rows", {**of, **row, **baselines(cases)})
+    for context in (False, True):
+        some = [number for number, case in enumerate(cases) if case.context is context]
+        if some:
+            mine = [cases[number] for number in some]
+            part = {**figures(mine, [said[number] for number in some]), **baselines(mine)}
+            found.add("shares", {**of, "share": "context" if context else "independent", **part})
+
+
+def _paired(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say) -> dict[str, Any]:
+    """Each request twice: on the cached tool group, and with everything computed anew."""
+    cases = source.selections("unseen tools", parts.tools, parts.paired)
+    kept, said = quality.asked(asking(engine), cases, parts.agents, "with reuse", say)
+    anew, again = quality.asked(asking(engine, "off"), cases, parts.agents, "without", say)
+    spared, alike = sum(one.cached for one in said), sum(one.ids == other.ids and not one.failed for one, other in zip(said, again))
+    if not spared or any(other.cached for other in again):
+        raise GenerationError(
+            f"nothing is compared: {spared!r} tokens were reused in one run, {sum(o.cached for o in again)!r} in the other"
+        )
+    return {"tools": parts.tools, "n": len(cases), "same": alike, "cached_tokens": spared, "reuse": kept, "off": anew}
+
+
+def _variants(ask: Ask, found: Found, parts: Parts, source: drawn.Drawn, say: quality.Say) -> None:
     asked = drawn.variants("unseen tools", parts.tools, parts.variants, source.seed, source.held)
     plain: list[Said] = []
     for name in drawn.VARIANTS:
@@ -75,11 +126,11 @@ def _variants(ask: Ask, found: quality.Found, parts: Parts, source: drawn.Drawn,
         found.add("variants", {"variant": name, "tools": parts.tools, "same": same, **row})
 
 
-def _clock(ask: Ask, found: quality.Found, plain: Sequence[Episode], agents: int, say: quality.Say) -> None:
+def _clock(ask: Ask, found: Found, plain: Sequence[Episode], agents: int, say: quality.Say) -> None:
     style = plain[0].style
 
     def solved(played: Sequence[Episode], what: str) -> list[bool]:
-        steps = all_solved(ask, played, agents, lambda done: say(f"{style}, {what}: {done} of {len(played)}"))
+        steps = all_of(partial(quality_asking.solved, ask), played, agents, lambda done: say(f"{style}, {what}: {done} of {len(played)}"))
         return [done == len(one.steps) for one, done in zip(played, steps)]
 
     without = solved(plain, "no clock")
@@ -92,7 +143,7 @@ def _clock(ask: Ask, found: quality.Found, plain: Sequence[Episode], agents: int
 
 def _speed(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say) -> dict[str, Any]:
     tools, times = parts.tools, parts.speed
-    cases = source.selections("unseen tools", tools, kept.PER_CATALOG * times)[:: kept.PER_CATALOG]
+    cases = source.selections("unseen tools", tools, PER_CATALOG * times)[::PER_CATALOG]
     calm = Sampling(max_tokens=quality_asking.ANSWER_TOKENS)
     found = [engine.generate(case.prompt, case.tools, sampling=calm, reuse="off").receipt for case in cases]
     say("speed")
@@ -104,6 +155,8 @@ def _speed(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say) 
 
 def tables(found: dict[str, Any]) -> list[Table]:
     """Of the parts that were asked for."""
+    rows = [[row["split"], str(row["tools"]), row["share"], *quality.cells(row)] for row in found["shares"]]
+    bases = [[row["split"], str(row["tools"]), *(quality.share(row, name) for name in BASELINES)] for row in found["rows"]]
     changed = [[row["variant"], str(row["tools"]), *quality.cells(row), str(row["same"])] for row in found["variants"]]
     clocks = [[str(row[name]) for name in ("style", "role", "n", "without", "with", "lost", "won")] for row in found["clock"]]
     speed = [
@@ -116,8 +169,10 @@ def tables(found: dict[str, Any]) -> list[Table]:
     ]
     columns = ["kind", "share", "n", "tsa", "em", "cosine", "KL", "same"]
     return [
+        report.table("right tool of the baselines", ["split", "tools", *BASELINES], bases),
+        report.table("with context: text before the tool or the request decides", ["split", "tools", "share", "n", *FIGURES], rows),
         report.table("reuse off, one at a time", ["tools", "prompt tokens", "first token ms", "tokens/s"], speed),
-        report.table("changed where it changes nothing", ["variant", "tools", "n", *quality.SHOWN, "same call"], changed),
+        report.table("changed where it changes nothing", ["variant", "tools", "n", *FIGURES, "same call"], changed),
         report.table("dialogues solved with a clock at the tail", ["style", "told by", "n", "without", "with", "lost", "won"], clocks),
         report.table("KV spoilt on purpose", columns, spoilt, "same: answers as with exact KV"),
     ]
@@ -138,8 +193,8 @@ def main(
     sensitivity: Annotated[int, typer.Option(min=0, help="Also: so many requests with KV spoilt on purpose.")] = 0,
     variants: Annotated[int, typer.Option(min=0, help="Also: so many with tools shuffled, another system text, history in front.")] = 0,
     clock: Annotated[int, typer.Option(min=0, help="Also: so many dialogues per style with a clock at the tail and without.")] = 0,
-    held: Annotated[str, typer.Option(help="Held-out part of the world: test, or validation.")] = kept.HELD,
-    seed: Annotated[str, typer.Option(help="Another word draws other requests.")] = kept.SEED,
+    held: Annotated[str, typer.Option(help="Held-out part of the world: test, or validation.")] = drawn.HELD,
+    seed: Annotated[str, typer.Option(help="Another word draws other requests.")] = drawn.SEED,
     agents: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
@@ -150,11 +205,13 @@ def main(
         if held not in ("test", "validation"):
             raise ConfigError(f"held={held!r}: choose from 'test', 'validation'")
         named, files = names(splits) if splits != "all" else SPLITS, tuple(selection or ())
-        wanted = quality.Options(numbers(tools, "tools"), named, count, episodes, names(styles), files, tools_dir, agents, paired)
-        source, parts = drawn.Drawn(seed, held), Parts(variants, clock, sensitivity, speed, names(styles), agents=agents)
+        styled, sizes = names(styles), numbers(tools, "tools")
+        wanted = quality.Options(sizes, named, 0, episodes, styled, files, tools_dir, agents)
+        source = drawn.Drawn(seed, held)
+        parts = Parts(variants, clock, sensitivity, speed, paired, named, sizes, count, styled, agents=agents)
         with report.measuring("quality", Loading(model, None, dtype, threads), json_file) as run:
             run.keep({"held": held, "seed": seed})
-            run.keep(quality.run(run.engine, wanted, source, run.say, run.keep))
+            run.keep(quality.run(run.engine, wanted, run.say, run.keep, source))
             run.keep(more(run.engine, parts, source, run.say, run.keep))
             run.tables += [*quality.tables(run.found), *tables(run.found)]
 

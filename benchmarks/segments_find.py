@@ -22,7 +22,6 @@ from agentcache.approximate.minhash_index import exact
 from agentcache.approximate.ngram_index import repeats
 from agentcache.approximate.segment_prefetch import longest_run
 from agentcache.approximate.windows import TokenTexts, Window, windows
-from agentcache.bench.react import Oracle
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
 from agentcache.layout import Renderer
@@ -31,6 +30,8 @@ from agentcache.store.keys import Ids, Scope, as_ids
 from agentcache.store.memory.prefix_tree import PrefixTree
 from agentcache.traces import Episode, texts
 from agentcache.types import Layout, Span
+
+from .oracle import Oracle
 
 TAUS = (0.6, 0.7, 0.8, 0.9)
 SIZES = (32, 64, 128)

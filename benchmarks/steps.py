@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from agentcache.bench import disk, report
+from agentcache.bench import report
 from agentcache.bench.options import (
     Dtype,
     DtypeOption,
@@ -25,7 +25,7 @@ from agentcache.bench.report import number, table
 from agentcache.terminal import report_errors
 from agentcache.types import StoreOptions
 
-from . import steps_parts
+from . import disk, steps_parts
 
 app = typer.Typer(add_completion=False)
 

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig
 
 from agentcache import toy
-from agentcache.bench import baselines, catalog, disk, engine_timing
+from agentcache.bench import baselines, catalog, engine_timing
 from agentcache.bench.engine_timing import common
-from agentcache.bench.environment import Samples, Watch
+from agentcache.bench.environment import Samples, watch
 from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
 from agentcache.engine import Engine, Stream
 from agentcache.errors import CancelledError
@@ -26,7 +26,7 @@ from agentcache.kv import Sequence
 from agentcache.store.keys import as_ids
 from agentcache.types import Message
 
-from . import random_caches
+from . import disk, random_caches
 from .process_figures import peak_bytes, percentile
 
 _TOOLS = 20
@@ -65,7 +65,7 @@ def later_step(engine: Engine, repeats: int) -> dict[str, Any]:
     for number in range(1, repeats + 1):
         drawn = []
         for name in ("ours", "kept") if number % 2 else ("kept", "ours"):
-            with Watch() as load:
+            with watch() as load:
                 if name == "kept":
                     done = baselines.kept(engine.model.model, cache, prompts[number][known:])
                 else:
@@ -110,13 +110,13 @@ def decode_at(engine: Engine, context: int, tokens: int, repeats: int) -> dict[s
     for number in range(repeats + 1):
         for name in ("stock", "static", "ours") if number % 2 else ("ours", "static", "stock"):
             if name == "ours":
-                with Watch() as load:
+                with watch() as load:
                     done, receipt = engine_timing.ask(engine, text, (), tokens + 1, namespace=namespace)
                 assert receipt.computed_tokens == 1, f"{receipt.computed_tokens} prompt tokens were computed: the pages were not used"
                 took = done.decode_ms
             else:
                 cache = random_caches.random_cache(model, spec, context, tokens + 1, static=name == "static")
-                with Watch() as load:
+                with watch() as load:
                     took = statistics.median(random_caches.decode(model, cache, tokens + 1)[1:])
             if number:
                 samples.add(name, took)
@@ -150,7 +150,7 @@ def mixed(engine: Engine, prefill_tokens: int = 3000) -> dict[str, Any]:
     long = " ".join(words[n % len(words)] for n in range(prefill_tokens))
     while len(engine.renderer.render(long).ids) > prefill_tokens:
         long = long[: int(len(long) * 0.99)]
-    with Watch() as load:
+    with watch() as load:
         decoding = _Reader(engine.stream(asks, tools, sampling=engine_timing.greedy(100_000), namespace=namespace))
         while len(decoding.stamps) < 9 and decoding.is_alive():
             time.sleep(0.005)
@@ -196,7 +196,7 @@ def agents(engine: Engine, count: int, tokens: int, repeats: int) -> dict[str, A
     most = len(catalog.OPENINGS) - count
     for number in range(repeats + 1):
         for name, size in (("one", 1), ("all", count)) if number % 2 else (("all", count), ("one", 1)):
-            with Watch() as load:
+            with watch() as load:
                 rate = _rate(engine, size, tokens, namespace, (number * (count + 1)) % most)
             if number:
                 samples.add(name, rate)
@@ -291,7 +291,7 @@ def admitting(engine: Engine, repeats: int) -> dict[str, Any]:
             namespace, name = f"admitting-{number}-{writing}", "with" if writing else "without"
             messages = [{"role": "system", "content": catalog.SYSTEM}, {"role": "user", "content": catalog.OPENINGS[number]}]
             disk.allow_writing(engine, writing)
-            with Watch() as load:
+            with watch() as load:
                 done, receipt = engine_timing.ask(engine, messages, tools, 16, namespace=namespace)
             assert receipt.cached_tokens == 0, f"{receipt.cached_tokens} tokens of a cold prompt were known"
             disk.allow_writing(engine, False)

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentcache.bench import engine_timing
-from agentcache.bench.react import Oracle
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
 from agentcache.layout import Renderer
 from agentcache.traces import Episode, Json
 from agentcache.types import LayoutOptions
+
+from .oracle import Oracle
 
 STRATEGIES = ("none", "front", "system", "results", "kept", "tail")
 DRAWS = 2000  # of sessions, with replacement, for an interval

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentcache.demo import run as demo
-from agentcache.demo import tasks as demo_tasks
-from agentcache.demo.tools import Desk, arithmetic
+from agentcache.demo.tools import TOWN, Desk, arithmetic, described, result_of
 from agentcache.types import StoreOptions, ToolCall
 
 # -- the tools ---------------------------------------------------------------------------------------------------------
@@ -74,21 +71,19 @@ def test_the_desk_does_what_its_tools_say() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_call_is_answered_and_breaks_nothing(name: str, arguments: dict[str, Any]) -> None:
-    assert "error" in demo_tasks.run(Desk(), ToolCall(name, arguments, "1"))
+    assert "error" in result_of(Desk(), ToolCall(name, arguments, "1"))
 
 
 def test_tools_are_described_by_their_methods() -> None:
-    tool = demo_tasks.described(Desk.book_ticket)
+    tool = described(Desk.book_ticket)
     assert (tool.name, tool.description) == ("book_ticket", "Book a ticket.")
     assert tool.parameters == {
         "type": "object",
         "properties": {"place": {"type": "string"}, "date": {"type": "string"}},
         "required": ["place", "date"],
     }
-    assert demo_tasks.described(Desk.convert_length).parameters["properties"] == {"metres": {"type": "number"}}
-    task = demo_tasks.task()
-    assert {one.name for one in task.tools} <= set(vars(Desk))
-    assert demo_tasks.made(task.spec()) == task
+    assert described(Desk.convert_length).parameters["properties"] == {"metres": {"type": "number"}}
+    assert [one.name for one in demo.TOOLS] == TOWN["tools"]
 
 
 # -- the modes ---------------------------------------------------------------------------------------------------------
@@ -98,17 +93,16 @@ def check(report: dict[str, Any], said: str) -> None:
     """What every demo shows."""
     off, warm = report["modes"]["off"]["steps"], report["modes"]["warm"]["steps"]
     assert all(step["cached_tokens"] == 0 for step in off)
-    assert warm[0]["cached_tokens"] == report["modes"]["warm"]["warm_tokens"] > 0
+    assert warm[0]["cached_tokens"] == report["warm_tokens"] > 0
     second = report["modes"]["second"]
-    assert second["disk_tokens"] == report["modes"]["warm"]["warm_tokens"], "it came from disk"
+    assert second["disk_tokens"] == report["warm_tokens"], "it came from disk"
     assert [s["computed_tokens"] for s in second["steps"]] == [s["computed_tokens"] for s in warm]
     assert "ratio" in said
 
 
 def test_the_embedded_model_answers_with_real_tools() -> None:
     console = Console(record=True, width=120, file=io.StringIO())
-    task = demo_tasks.task()
-    report = demo.run(console, replace(task, questions=task.questions[:2], answers=task.answers[:2]))
+    report = demo.run(console, TOWN["conversations"][:2])
     said = console.export_text()
     check(report, said)
     cold = report["modes"]["cold"]["steps"]
@@ -119,26 +113,20 @@ def test_the_embedded_model_answers_with_real_tools() -> None:
         new = step["prompt_tokens"] - before["prompt_tokens"] - before["completion_tokens"]
         assert step["computed_tokens"] <= new + 2
     assert "drew the same" in " ".join(said.split())
-    assert all(any(f"user     {turn}" == line for line in report["said"]) for turns in task.questions[:2] for turn in turns)
+    assert all(any(f"user     {turn}" == line for line in report["said"]) for turns in TOWN["conversations"][:2] for turn, _ in turns)
 
 
 def test_the_embedded_model_answers_every_question_right(tmp_path: Path) -> None:
-    task = demo_tasks.task()
-    with task.build(StoreOptions(tmp_path / "store")) as engine:
-        played = task.play(engine, {}, lambda label: lambda at, of: None)
+    with demo.engine_of(StoreOptions(tmp_path / "store")) as engine:
+        played = demo.play(engine, TOWN["conversations"], lambda label: lambda at, of: None)
     asked = [line for line in played.lines if line.startswith("  call")]
     assert len(asked) == len(set(asked)), "a call is made again with its result before it"
     told = [line.removeprefix("answer   ") for line in played.lines if line.startswith("answer")]
-    assert told == [answer for answers in task.answers for answer in answers]
+    assert told == [answer for turns in TOWN["conversations"] for _, answer in turns]
 
 
 def test_another_answer_is_noticed() -> None:
     replays = {mode: demo.Replay(drawn=(1, 2)) for mode in demo.MODES}
     replays["warm"].drawn = (1, 3)
     with pytest.raises(AssertionError, match="warm draws"):
-        demo._check(replays, 0)
-
-
-def test_a_task_is_the_same_in_another_process() -> None:
-    task = replace(demo_tasks.task(), questions=(("Hello!",),), answers=(("Hello! How can I help?",),))
-    assert demo_tasks.made(json.loads(json.dumps(task.spec()))) == task
+        demo.check(replays, 0)

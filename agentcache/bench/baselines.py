@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -55,16 +56,17 @@ class _Clock(BaseStreamer):
         pass
 
 
-def generate(model: Any, ids: Seq[int], new: int, cache: Any = None, began: float | None = None) -> Timed:
-    """`model.generate`, greedy, exactly `new` tokens; a cache may hold the first part of ids."""
-    began = time.perf_counter() if began is None else began
+def generate(model: Any, ids: Seq[int], new: int, cache: Callable[[], Any] = lambda: None) -> Timed:
+    """`model.generate`, greedy, exactly `new` tokens. cache: makes one that may hold the first part of ids; by default a DynamicCache."""
+    began = time.perf_counter()
+    past = cache()
     clock = _Clock()
     given = torch.tensor([list(ids)], device=model.device)
     plain = GenerationConfig(
         max_new_tokens=new, min_new_tokens=new, do_sample=False, repetition_penalty=1.0, pad_token_id=0, disable_compile=True
     )
     with torch.inference_mode():
-        out = model.generate(given, attention_mask=torch.ones_like(given), generation_config=plain, past_key_values=cache, streamer=clock)
+        out = model.generate(given, attention_mask=torch.ones_like(given), generation_config=plain, past_key_values=past, streamer=clock)
     drawn = out[0, len(ids) :].tolist()
     assert len(drawn) == len(clock.stamps) == new, f"generate gave {len(drawn)} tokens in {len(clock.stamps)} puts, {new} were asked for"
     return timed(began, clock.stamps, drawn)
@@ -84,21 +86,14 @@ def rival(model: HFModel, dtype: torch.dtype | None = None) -> Any:
         return copy.deepcopy(model.model).to(dtype)
 
 
-def dynamic(model: Any, ids: Seq[int], new: int) -> Timed:
-    """generate as called by default: a fresh DynamicCache."""
-    return generate(model, ids, new)
-
-
 def static(model: Any, ids: Seq[int], new: int) -> Timed:
     """generate with a StaticCache just large enough; nothing is compiled."""
-    began = time.perf_counter()
-    return generate(model, ids, new, StaticCache(config=model.config, max_cache_len=len(ids) + new), began)
+    return generate(model, ids, new, lambda: StaticCache(config=model.config, max_cache_len=len(ids) + new))
 
 
 def recipe(model: Any, prefix: Any, ids: Seq[int], new: int) -> Timed:
     """The documented prefix reuse: deep copy of a prefix DynamicCache, then generate with the full ids."""
-    began = time.perf_counter()
-    return generate(model, ids, new, copy.deepcopy(prefix), began)
+    return generate(model, ids, new, lambda: copy.deepcopy(prefix))
 
 
 def kept(model: Any, cache: Any, new_ids: Seq[int]) -> Timed:

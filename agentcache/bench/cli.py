@@ -12,7 +12,6 @@ import typer
 
 from ..errors import ConfigError
 from ..terminal import report_errors
-from ..types import StoreOptions
 from .options import (
     Dtype,
     DtypeOption,
@@ -40,9 +39,7 @@ def latency(
     tools: Annotated[str, typer.Option(help="Tool counts, with commas.")] = "5,10,20,50,100",
     tail: Annotated[int, typer.Option(min=1, help="Tokens after the tools: user turn and generation prompt.")] = 70,
     repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 9,
-    slow_repeats: Annotated[
-        int | None, typer.Option(min=1, help="The same for what takes long: stock, static, off, a second process.")
-    ] = None,
+    slow_repeats: Annotated[int | None, typer.Option(min=1, help="The same for what takes long: stock, static, off.")] = None,
     decode: Annotated[int, typer.Option(min=1, help="Tokens decoded after the first.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     stock_dtype: Annotated[
@@ -50,25 +47,19 @@ def latency(
     ] = None,
     threads: ThreadsOption = None,
     isa: IsaOption = None,
-    second: Annotated[bool, typer.Option("--second-process/--no-second-process", help="Also ask a second process.")] = True,
-    store_dir: Annotated[Path | None, typer.Option(help="Where the store of this run is made and removed; a disk, not memory.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time to first token and per token, ours against generate and its caches, for growing tool lists."""
     with report_errors():
-        from . import baselines, disk, report, second_process
+        from . import baselines, report
         from . import latency as bench
         from .shapes import dtype_of
 
         options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
         loading, rival = Loading(model, shape, dtype, threads), dtype_of(stock_dtype.value) if stock_dtype else None
-        with tempfile.TemporaryDirectory(dir=store_dir) as folder:
-            place = str(Path(folder) / "store")
-            with report.measuring("latency", loading, json_file, store=StoreOptions(place, refuse_slow=False)) as run:
-                disk.allow_writing(run.engine, False)  # nothing goes to disk while something is timed
-                asked = (lambda scene: second_process.ask(loading, place, scene, options)) if second else None
-                bench.run(run.engine, options, run.say, run.keep, asked, baselines.rival(run.engine.model, rival))
-                run.tables += report.latency_tables(run.found["rows"])
+        with report.measuring("latency", loading, json_file) as run:
+            bench.run(run.engine, options, run.say, run.keep, baselines.rival(run.engine.model, rival))
+            run.tables += report.latency_tables(run.found["rows"])
 
 
 @app.command()
@@ -87,7 +78,7 @@ def react(
     isa: IsaOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Replay recorded agent episodes: tokens computed against tokens new, and the time of every call."""
+    """Replay recorded agent episodes: tokens computed of those sent, and the time of every call."""
     with report_errors():
         from .. import traces
         from . import react as bench
@@ -98,7 +89,7 @@ def react(
         families = {path.stem: list(traces.read(path, tools_dir, episodes=episodes, calls=calls)) for path in workload}
         texts = [text for read in families.values() for text in traces.texts(read)]
         with report.measuring("react", Loading(model, shape, dtype, threads), json_file, texts) as run:
-            run.keep(bench.run(run.engine, families, decode=decode, off=off, stock=stock, say=run.say))
+            run.keep(bench.run(run.engine, families, run.say, decode=decode, off=off, stock=stock))
             run.tables.append(report.react_table(run.found["families"]))
 
 
@@ -171,21 +162,19 @@ def quality(
     styles: Annotated[str, typer.Option(help="Of hermes, langchain, langchain text, llamaindex.")] = "hermes,langchain,llamaindex",
     selection: Annotated[list[Path] | None, typer.Option(help="A file of cases (.jsonl); may be given several times.")] = None,
     tools_dir: ToolsDir = None,
-    paired: Annotated[int, typer.Option(min=0, help="Also: so many requests with reuse and without, answers compared.")] = 0,
     agents: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Choice of tools and their arguments, by greedy decoding: unseen tools and words, episodes, intervals, baselines."""
+    """Choice of tools and their arguments, by greedy decoding: unseen tools and words, episodes, intervals."""
     with report_errors():
         from . import quality as bench
-        from . import quality_cases, report
+        from . import report
 
         named = names(splits) if splits != "all" else bench.SPLITS
         files = tuple(selection or ())
-        wanted = bench.Options(numbers(tools, "tools"), named, count, episodes, names(styles), files, tools_dir, agents, paired)
+        wanted = bench.Options(numbers(tools, "tools"), named, count, episodes, names(styles), files, tools_dir, agents)
         with report.measuring("quality", Loading(model, None, dtype, threads), json_file) as run:
-            run.keep({"held": quality_cases.HELD, "seed": quality_cases.SEED})
-            run.keep(bench.run(run.engine, wanted, quality_cases, run.say, run.keep))
+            bench.run(run.engine, wanted, run.say, run.keep)
             run.tables += bench.tables(run.found)

@@ -6,7 +6,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -23,22 +24,16 @@ class Load:
     average: float = 0.0
 
 
-class Watch:
-    """Context manager that measures a Load: all processors' busy time less this process's own."""
-
-    def __init__(self) -> None:
-        self.load = Load()
-
-    def __enter__(self) -> Load:
-        self._began, self._busy, self._own = time.perf_counter(), _busy_s(), _own_s()
-        return self.load
-
-    def __exit__(self, *exc: object) -> None:
-        wall = time.perf_counter() - self._began
-        others = (_busy_s() - self._busy) - (_own_s() - self._own)
-        self.load.wall_ms = wall * 1e3
-        self.load.foreign = min(1.0, max(0.0, others / (wall * (psutil.cpu_count() or 1)))) if wall > 0 else 0.0
-        self.load.average = psutil.getloadavg()[0]
+@contextmanager
+def watch() -> Iterator[Load]:
+    """Measure the load of a block: all processors' busy time less this process's own."""
+    load, began, busy, own = Load(), time.perf_counter(), _busy_s(), _own_s()
+    yield load
+    wall = time.perf_counter() - began
+    others = (_busy_s() - busy) - (_own_s() - own)
+    load.wall_ms = wall * 1e3
+    load.foreign = min(1.0, max(0.0, others / (wall * (psutil.cpu_count() or 1)))) if wall > 0 else 0.0
+    load.average = psutil.getloadavg()[0]
 
 
 def _busy_s() -> float:

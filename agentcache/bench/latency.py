@@ -15,10 +15,10 @@ from ..checkpoints import CHECKPOINT_TOKENS
 from ..engine import Engine
 from ..errors import ConfigError
 from ..store.tool_group import ToolGroup
-from . import baselines, catalog, disk, engine_timing
-from .environment import Samples, Watch
+from . import baselines, catalog, engine_timing
+from .environment import Samples, watch
 
-METHODS = ("stock", "static", "recipe", "kept", "off", "disk_cold", "disk_warm", "hit", "floor")
+METHODS = ("stock", "static", "recipe", "kept", "off", "hit", "floor")
 SLOW = frozenset({"stock", "static", "off"})  # these compute the whole prompt
 TIE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # logits closer than this may swap places between two kernels
 Say = Callable[[str], None]
@@ -72,23 +72,13 @@ def prepare(engine: Engine, count: int, options: Options, stock: Any = None) -> 
     if max(map(len, prompts)) + options.decode + 1 > engine.model.context_tokens:
         return None
     namespace = f"tools-{count}"
-    disk.allow_writing(engine, True)
     group = engine.warm(catalog.SYSTEM, tools, name="bench", namespace=namespace)
-    disk.allow_writing(engine, False)
     prefix = engine_timing.common(prompts[0], prompts[1])
     if engine.model.spec is not None and engine.model.spec.recurrent:  # turns go on from the group's checkpoint
         prefix = prefix // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
     assert group.prefix_tokens <= prefix <= group.prefix_tokens + 2, f"turns share {prefix} tokens, the group holds {group.prefix_tokens}"
     stock = engine.model.model if stock is None else stock
     return Scene(engine, stock, namespace, tools, group, [messages for messages, _ in made], prompts, prefix)
-
-
-def resume(scene: Scene) -> None:
-    """After pages went to disk and came back: the group pinned again, turn 0 known again, nothing else."""
-    scene.engine.store.clear(scene.namespace)
-    group = scene.engine.warm(catalog.SYSTEM, scene.tools, name="bench", namespace=scene.namespace)
-    assert group.computed_tokens <= 1, f"{group.computed_tokens} tokens of the group were not on disk"
-    engine_timing.ask(scene.engine, scene.turns[0], scene.tools, 2, namespace=scene.namespace)
 
 
 def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], baselines.Timed]]:
@@ -103,7 +93,6 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], basel
     def hit() -> baselines.Timed:
         done, receipt = engine_timing.ask(engine, scene.turns[number], scene.tools, new, namespace=scene.namespace)
         known = scene.prefix if number else scene.group.prefix_tokens
-        assert not receipt.disk_tokens, f"a hit of {known} tokens in memory was to be timed, {receipt.disk_tokens} came from disk"
         assert receipt.cached_tokens == known, f"a hit of {known} tokens was to be timed, the receipt says {receipt.cached_tokens}"
         assert receipt.computed_tokens == len(ids) - known, f"{receipt.computed_tokens} computed, the tail has {len(ids) - known}"
         return done
@@ -118,19 +107,12 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], basel
         with engine.model.chunks.given() if engine.model.chunks else nullcontext():
             return run()
 
-    def from_disk(cold: bool) -> baselines.Timed:
-        done, _ = disk.hit(engine, scene.namespace, scene.turns[number], scene.tools, new, cold)
-        resume(scene)
-        return done
-
     return {
-        "stock": lambda: stock(lambda: baselines.dynamic(model, ids, new)),
+        "stock": lambda: stock(lambda: baselines.generate(model, ids, new)),
         "static": lambda: stock(lambda: baselines.static(model, ids, new)),
         "recipe": lambda: stock(lambda: baselines.recipe(model, scene.cache, ids, new)),
         "kept": lambda: stock(lambda: baselines.kept(model, scene.cache, ids[scene.prefix :])),
         "off": off,
-        "disk_cold": lambda: from_disk(True),
-        "disk_warm": lambda: from_disk(False),
         "hit": hit,
         "floor": floor,
     }
@@ -139,9 +121,8 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], basel
 def check(scene: Scene, done: dict[str, baselines.Timed], dtype: str) -> None:
     """Our ways draw the same tokens; the stock ways the same first token, unless the two best logits are a tie. Notes each agreement."""
     assert done["floor"].ids[0] == done["hit"].ids[0], "the floor drew another token than the hit"
-    for name, said in (("disk_cold", "the hit from disk"), ("disk_warm", "the hit from disk"), ("off", "reuse off")):
-        if name in done:
-            assert done[name].ids == done["hit"].ids, f"{said} drew {done[name].ids}, the hit {done['hit'].ids}"
+    if "off" in done:
+        assert done["off"].ids == done["hit"].ids, f"reuse off drew {done['off'].ids}, the hit {done['hit'].ids}"
     for name in ("stock", "static", "recipe", "kept"):
         if name in done:
             same = done[name].ids[0] == done["hit"].ids[0]
@@ -167,16 +148,12 @@ def measure(scene: Scene, options: Options, say: Say) -> Samples:
             if name in SLOW and number > options.slow_repeats:
                 continue
             say(f"{len(scene.tools)} tools, repeat {number} of {options.repeats}: {name}")
-            with Watch() as load:
+            with watch() as load:
                 one = done[name] = ways[name]()
             samples.note(name, load)
             for figure in ("ttft_ms", "decode_ms", "total_ms"):
                 samples.add(f"{name}_{figure}", getattr(one, figure))
         check(scene, done, dtype)
-        scene.engine.store.clear(scene.namespace)  # mapped files cannot be dropped from the page cache
-        for name, ms in disk.read_ms(disk.blobs(scene.engine, scene.namespace)).items():
-            samples.add(name, ms)
-        resume(scene)
     return samples
 
 
@@ -200,7 +177,6 @@ def row(scene: Scene, samples: Samples) -> dict[str, Any]:
         **figures,
         "floor_ms": floor,
         "decode_ms": median["hit_decode_ms"],
-        **{name: median[name] for name in ("read_cold_ms", "read_warm_ms")},
         "warm_ms": scene.group.warm_ms,
         "group_bytes": scene.group.kv_bytes,
         "break_even_requests": scene.group.warm_ms / saved if saved > 0 else None,
@@ -218,7 +194,7 @@ def row(scene: Scene, samples: Samples) -> dict[str, Any]:
 def warm_up(engine: Engine, stock: Any) -> None:
     """Run each path once on a short prompt: kernels are chosen and buffers made on first use."""
     ids = list(engine.renderer.render([{"role": "user", "content": catalog.SYSTEM}]).ids)
-    baselines.dynamic(stock, ids, 2)
+    baselines.generate(stock, ids, 2)
     baselines.static(stock, ids, 2)
     engine.generate([{"role": "user", "content": catalog.SYSTEM}], sampling=engine_timing.greedy(2), namespace="warm-up", reuse="off")
 
@@ -228,12 +204,11 @@ def run(
     options: Options,
     say: Say = lambda _: None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None,
-    second: Callable[[Scene], dict[str, Any]] | None = None,
     stock: Any = None,
 ) -> dict[str, Any]:
     """All tool counts, smallest first: rows, and the counts whose prompts do not fit the model's context. `keep` gets them row by row.
 
-    second: asks the same of another process. stock: another model for transformers' ways than the engine's.
+    stock: another model for transformers' ways than the engine's.
     """
     rows: list[dict[str, Any]] = []
     too_long: list[int] = []
@@ -249,9 +224,6 @@ def run(
             too_long.append(count)
             continue
         rows.append(row(scene, measure(scene, options, say)))
-        if second is not None:
-            say(f"{count} tools: second process")
-            rows[-1]["second_process"] = second(scene)
         engine.release("bench", namespace=scene.namespace)
         engine.store.clear(scene.namespace)
         keep(found)

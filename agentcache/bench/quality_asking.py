@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..engine import Engine
 from ..errors import ContextOverflowError
@@ -20,6 +20,8 @@ _ACTION = re.compile(r"^Action\s*:[ \t]*(.*?)\s*$\n\s*Action Input\s*:[ \t]*(.*)
 _END = re.compile(r"^(?:Final )?Answer\s*:\s*(.*)", re.DOTALL | re.MULTILINE)
 
 Ask = Callable[[Case], Said]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def asking(engine: Engine, reuse: Reuse | None = None) -> Ask:
@@ -65,11 +67,11 @@ def react(text: str, case: Case) -> Said:
     return Said(found.group(1), value, text)
 
 
-def all_of(ask: Ask, cases: Sequence[Case], agents: int, say: Callable[[int], None]) -> list[Said]:
-    """Every case's answer, `agents` at a time."""
+def all_of(ask: Callable[[T], R], items: Sequence[T], agents: int, say: Callable[[int], None]) -> list[R]:
+    """The answer to every case, or of every episode, `agents` at a time."""
     out = []
     with ThreadPoolExecutor(agents) as pool:
-        for number, said in enumerate(pool.map(ask, cases), 1):
+        for number, said in enumerate(pool.map(ask, items), 1):
             out.append(said)
             say(number)
     return out
@@ -81,13 +83,3 @@ def solved(ask: Ask, episode: Episode) -> int:
         if not right(step, ask(step)):
             return number
     return len(episode.steps)
-
-
-def all_solved(ask: Ask, episodes: Sequence[Episode], agents: int, say: Callable[[int], None]) -> list[int]:
-    """Count the right steps before the first wrong one of each episode, `agents` episodes at a time."""
-    out = []
-    with ThreadPoolExecutor(agents) as pool:
-        for number, steps in enumerate(pool.map(lambda one: solved(ask, one), episodes), 1):
-            out.append(steps)
-            say(number)
-    return out

@@ -26,7 +26,6 @@ SPLITS = ("seen", "held-out requests", "unseen tools", "unseen words")
 STYLES = ("hermes", "langchain", "langchain text", "llamaindex")
 PER_CATALOG = 12  # dialogues on one catalog
 EPISODE_TOOLS = 8
-HELD, SEED = "test", "bench"  # the part of the world that they are drawn from, and the word
 FROZEN = "cases.jsonl.gz"
 MORE = "python -m benchmarks.quality, from a checkout, draws others"
 Plain = Mapping[str, Any]
@@ -120,20 +119,11 @@ def _first(found: list[Any], count: int) -> list[Any]:
 # Files of cases: {"id", "group", "system", "tools" | "tools_ref", "query", "expected": [{"name", "arguments", "acceptable"}]}
 
 
-@functools.cache
-def _shared(folder: Path, name: str) -> list[Plain]:
-    path = folder / f"{name}.jsonl"
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"tools_ref={name!r}: {str(path)!r} cannot be read: {error}; name its folder with --tools-dir") from error
-    return [json.loads(line) for line in lines if line.strip()]
-
-
 def read(path: Path, tools_dir: Path | None = None) -> list[Case]:
     """The cases of a .jsonl file. tools_dir: where the catalogs lie that `tools_ref` names; by default ../tools beside the file."""
     out = []
     catalogs: dict[str, int] = {}
+    shared = functools.cache(functools.partial(traces.catalog, tools_dir or path.resolve().parent.parent / "tools"))
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError as error:
@@ -143,7 +133,7 @@ def read(path: Path, tools_dir: Path | None = None) -> list[Case]:
             continue
         try:
             row = json.loads(line)
-            tools = row["tools"] if "tools" in row else _shared(tools_dir or path.resolve().parent.parent / "tools", row["tools_ref"])
+            tools = row["tools"] if "tools" in row else list(shared(row["tools_ref"]).values())
             first = row["expected"][0] if row["expected"] else None
             right = Right(first["name"], first["arguments"], first.get("acceptable")) if first else None
             query = str(row["query"])

@@ -1,4 +1,4 @@
-"""Counts answers against the right ones, with intervals, and the baselines BM25 (twice) and first tool. Knows no model.
+"""Counts answers against the right ones, with intervals. Knows no model.
 
 tsa   tool selection accuracy: of the requests that a tool fits, how often the right one was called
 pf1   F1 over arguments (name and value), pooled; a wrong tool has none right
@@ -9,17 +9,15 @@ fpr   of the requests that no tool fits (no greeting), how often one was called 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .quality_cases import Case, Plain, Right, words
+from .quality_cases import Case, Right, words
 
-FIGURES = ("tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa", "bm25_params_tsa", "first_tsa")
+FIGURES = ("tsa", "pf1", "em", "fpr", "fnr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,42 +83,6 @@ def pairs(right: Right, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
     return len(hits), len(arguments) - len(hits), len(left)
 
 
-# Baselines
-
-
-def _terms(text: str) -> list[str]:
-    parted = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text.replace("_", " "))
-    return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in words(parted)]
-
-
-def bm25(query: str, tools: Sequence[Plain], params: bool = False, k1: float = 1.5, b: float = 0.75) -> str:
-    """The tool whose name and description the query's words fit best; the first of those that fit as well.
-
-    params: names and descriptions of parameters are read too. Requests that say them often give the tool away.
-    """
-    functions = [tool.get("function", tool) for tool in tools]
-    texts = [Counter(_terms(f"{each['name']} {each.get('description', '')} {_params(each) if params else ''}")) for each in functions]
-    mean = sum(sum(text.values()) for text in texts) / len(texts) or 1.0
-    scores = [0.0] * len(texts)
-    for term in set(_terms(query)):
-        holds = sum(term in text for text in texts)
-        weight = math.log(1 + (len(texts) - holds + 0.5) / (holds + 0.5))
-        for number, text in enumerate(texts):
-            count = text[term]
-            scores[number] += weight * count * (k1 + 1) / (count + k1 * (1 - b + b * sum(text.values()) / mean))
-    return str(functions[scores.index(max(scores))]["name"])
-
-
-def _params(function: Plain) -> str:
-    known: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
-    return " ".join(f"{name} {each.get('description', '') if isinstance(each, Mapping) else ''}" for name, each in known.items())
-
-
-def first(tools: Sequence[Plain]) -> str:
-    """The baseline that always calls the first tool."""
-    return str(tools[0].get("function", tools[0])["name"])
-
-
 # Counting
 
 
@@ -149,35 +111,39 @@ class Ratio:
         return max(0.0, min(middle - half, float(low))), min(1.0, max(middle + half, float(high)))
 
 
+class Tally:
+    """Counts of several figures, each per catalog."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._counts: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in names}
+
+    def add(self, name: str, catalog: int, part: float, whole: float = 1.0) -> None:
+        """Count one answer."""
+        before = self._counts[name].get(catalog, (0.0, 0.0))
+        self._counts[name][catalog] = before[0] + part, before[1] + whole
+
+    def row(self) -> dict[str, Any]:
+        """Each figure and its interval (`<figure>_ci`); None where nothing counts."""
+        ratios = {name: Ratio(of) for name, of in self._counts.items()}
+        return {name: one.value for name, one in ratios.items()} | {f"{name}_ci": one.interval() for name, one in ratios.items()}
+
+
 def figures(cases: Sequence[Case], said: Sequence[Said]) -> dict[str, Any]:
-    """The row of these cases: n, how many a tool fits, each figure and its interval (`<figure>_ci`); None where nothing counts."""
-    table: dict[str, dict[int, list[float]]] = {name: {} for name in FIGURES}
-
-    def add(name: str, catalog: int, part: float, whole: float = 1.0) -> None:
-        at = table[name].setdefault(catalog, [0.0, 0.0])
-        at[0] += part
-        at[1] += whole
-
+    """The row of these cases: n, how many a tool fits, each figure and its interval."""
+    tally = Tally(FIGURES)
     for case, answer in zip(cases, said, strict=True):
         if case.right is None:
             if case.wants and not answer.failed:
-                add("fpr", case.catalog, answer.name is not None)
+                tally.add("fpr", case.catalog, answer.name is not None)
             continue
         chosen = answer.name == case.right.name
         hits, wrong, missing = pairs(case.right, answer.arguments) if chosen else (0, len(answer.arguments), len(case.right.arguments))
-        add("tsa", case.catalog, chosen)
-        add("em", case.catalog, chosen and not wrong and not missing)
-        add("pf1", case.catalog, 2 * hits, 2 * hits + wrong + missing)
-        add("fnr", case.catalog, answer.name is None)
-        add("bm25_tsa", case.catalog, bm25(case.query, case.tools) == case.right.name)
-        add("bm25_params_tsa", case.catalog, bm25(case.query, case.tools, params=True) == case.right.name)
-        add("first_tsa", case.catalog, first(case.tools) == case.right.name)
+        tally.add("tsa", case.catalog, chosen)
+        tally.add("em", case.catalog, chosen and not wrong and not missing)
+        tally.add("pf1", case.catalog, 2 * hits, 2 * hits + wrong + missing)
+        tally.add("fnr", case.catalog, answer.name is None)
     calls = sum(case.right is not None for case in cases)
-    row: dict[str, Any] = {"n": len(cases), "calls": calls, "too_long": sum(answer.failed == "too long" for answer in said)}
-    for name, found in table.items():
-        ratio = Ratio({catalog: (pair[0], pair[1]) for catalog, pair in found.items()})
-        row[name], row[f"{name}_ci"] = ratio.value, ratio.interval()
-    return row
+    return {"n": len(cases), "calls": calls, "too_long": sum(answer.failed == "too long" for answer in said), **tally.row()}
 
 
 def right(case: Case, answer: Said) -> bool:

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from .options import Loading, described, write
 
 WIDTH = 170
-_TTFT = ("stock", "static", "recipe", "kept", "off", "disk_cold", "disk_warm", "hit")
+_TTFT = ("stock", "static", "recipe", "kept", "off", "hit")
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
 
@@ -48,59 +48,28 @@ def drawn(title: str, columns: Mapping[str, Cell], rows: Sequence[Row], caption:
 
 
 def latency_tables(rows: Sequence[Row]) -> list[Table]:
-    """First tokens; pages from disk; further tokens and what warming is worth."""
-    tools = {"tools": of("tools")}
-    first: dict[str, Cell] = {"prompt": of("prompt_tokens"), "tail": of("tail_tokens")}
-    first |= {name.replace("_", " "): of(f"{name}_ttft_ms") for name in _TTFT}
-    ratios: dict[str, Cell] = {
-        "floor": of("floor_ms"),
-        "stock/hit": lambda row: f"{row['speedup']:.1f}x",
-        "hit/floor": of("hit_over_floor", 2),
-        "off/stock": of("off_over_stock", 2),
-    }
-    size: dict[str, Cell] = {"MB": of("group_bytes", 1, 1e6)}
-    disk = {f"read {kind}": of(f"read_{kind}_ms", 1) for kind in ("cold", "warm")}
-    disk |= {f"{kind} - floor": _from_disk(kind, lambda ms, row: number(ms - row["floor_ms"], 1)) for kind in ("cold", "warm")}
-    disk |= {f"stock/{kind}": _from_disk(kind, lambda ms, row: f"{row['stock_ttft_ms'] / ms:.1f}x") for kind in ("cold", "warm")}
-    disk |= {f"2nd {kind}": _second(kind) for kind in ("cold", "warm")}
-    rest = {f"{name} ms/tok": of(f"{name}_decode_ms", 1) for name in ("stock", "static")} | {"ours ms/tok": of("decode_ms", 1)}
-    rest |= {f"{name} all": of(f"{name}_total_ms") for name in ("stock", "off", "hit")}
-    worth = {"warm ms": of("warm_ms"), **size, "even after": of("break_even_requests", 2), "min saved": of("saved_ms_per_1000", 1, 6e4)}
+    """First tokens; further tokens and what warming is worth."""
+    first = {"tools": of("tools"), "prompt": of("prompt_tokens"), "tail": of("tail_tokens")}
+    first |= {name: of(f"{name}_ttft_ms") for name in _TTFT} | {"floor": of("floor_ms")}
+    first |= {"stock/hit": of("speedup", 1), "hit/floor": of("hit_over_floor", 2), "off/stock": of("off_over_stock", 2)}
+    rest = {"tools": of("tools"), "stock ms/tok": of("stock_decode_ms", 1), "static ms/tok": of("static_decode_ms", 1)}
+    rest |= {"ours ms/tok": of("decode_ms", 1)} | {f"{name} all": of(f"{name}_total_ms") for name in ("stock", "off", "hit")}
+    rest |= {"warm ms": of("warm_ms"), "MB": of("group_bytes", 1, 1e6)}
+    rest |= {"even after": of("break_even_requests", 2), "min saved": of("saved_ms_per_1000", 1, 6e4)}
+    caption = "even after: requests that repay warming; saved: per 1,000 requests"
     return [
-        drawn("time to first token, ms (medians)", {**tools, **first, **ratios}, rows),
-        drawn("the tool group from disk, ms (page cache cold or warm; 2nd: another process)", {**tools, **size, **disk}, rows),
-        drawn(
-            "decoding, whole answers in ms, and the tool group",
-            {**tools, **rest, **worth},
-            rows,
-            "even after: requests that repay warming; saved: per 1,000 requests",
-        ),
+        drawn("time to first token, ms (medians)", first, rows),
+        drawn("decoding, whole answers in ms, and the tool group", rest, rows, caption),
     ]
-
-
-def _from_disk(kind: str, said: Callable[[float, Row], str]) -> Cell:
-    return lambda row: said(row[f"disk_{kind}_ttft_ms"], row)
-
-
-def _second(kind: str) -> Cell:
-    return lambda row: number(row["second_process"][kind]["ttft_ms"] if "second_process" in row else None)
 
 
 def react_table(families: Mapping[str, Row]) -> Table:
     """One line per family of episodes."""
-    columns: dict[str, Cell] = {"family": lambda row: str(row["family"]), "calls": of("calls"), "prompt": of("prompt_tokens")}
-    columns |= {"new": of("new_tokens"), "computed": of("computed_tokens")}
-    columns |= {
-        "(computed-calls)/new": lambda row: f"{(row['computed_tokens'] - row['calls']) / max(1, row['new_tokens']):.3f}",
-        "in bound": lambda row: "yes" if row["within_bound"] else "NO",
-        "stock ms": of("stock_ms"),
-        "off ms": of("off_ms"),
-        "ms": of("ms"),
-        "off/ours": lambda row: f"{row['off_ms'] / row['ms']:.1f}x" if row["off_ms"] and row["ms"] else "-",
-        "pages": of("pages_held"),
-        "group pages": of("group_pages"),
-        "skipped": of("skipped_calls"),
-    }
+    columns: dict[str, Cell] = {"family": lambda row: str(row["family"])}
+    columns |= {name: of(f"{name}_tokens") for name in ("prompt", "computed")} | {"calls": of("calls"), "skipped": of("skipped_calls")}
+    columns |= {"stock ms": of("stock_ms"), "off ms": of("off_ms"), "ms": of("ms")}
+    columns["off/ours"] = lambda row: f"{row['off_ms'] / row['ms']:.1f}x" if row["off_ms"] and row["ms"] else "-"
+    columns["pages"] = of("pages_held")
     return drawn("recorded episodes, sums over all calls", columns, [{"family": name, **row} for name, row in families.items()])
 
 

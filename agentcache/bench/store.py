@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from ..store.disk.folder import Folder
 from ..store.disk.index import Index, Row
 from ..store.keys import Scope, page_key
 from . import shapes
-from .disk import PIECE, drop_caches, raw_ms
-from .environment import Samples, Watch
+from .environment import Samples, watch
 
+PIECE = 16 << 20  # bytes read at once by the raw reader
 Say = Callable[[str], None]
 
 
@@ -60,6 +60,34 @@ def rows_of(spec: KVSpec, tokens: int, scope: Scope, seed: int = 0) -> list[Row]
         rows.append(Row(0, key, parent, *about, *shape, created=time.time()))
         parent = key
     return rows
+
+
+def drop_caches(paths: Sequence[Path]) -> None:
+    """Ask the system to forget these files' contents. They are written through: nothing is lost."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def raw_ms(paths: Sequence[Path], buffer: bytearray) -> float:
+    """Milliseconds to read these files, whole, into memory that is already there."""
+    view, began = memoryview(buffer), time.perf_counter()
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            at, size = 0, os.fstat(fd).st_size
+            assert size <= len(buffer)
+            while at < size:
+                count = os.preadv(fd, [view[at : min(size, at + PIECE)]], at)
+                assert count > 0, f"{path.name} ended after {at} of {size} bytes"
+                at += count
+        finally:
+            os.close(fd)
+    return (time.perf_counter() - began) * 1e3
 
 
 def ms(run: Callable[[], Any]) -> float:
@@ -145,7 +173,7 @@ def run(files: Files, repeats: int, say: Say = lambda _: None) -> dict[str, Any]
             samples.add(f"{name}_write_ms", ms(write))
         for name, (paths, way) in files.ways().items():
             say(f"repeat {number} of {repeats}: read, {name}")
-            with Watch() as load:
+            with watch() as load:
                 drop_caches(paths)
                 samples.add(f"{name}_cold_ms", ms(way))
                 samples.add(f"{name}_warm_ms", ms(way))

@@ -6,9 +6,6 @@ Nothing here imports torch before a verb needs it: `--help` answers at once.
 from __future__ import annotations
 
 import json
-import os
-import platform
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -35,12 +32,9 @@ app = typer.Typer(
 bench_app.command()(segments)
 app.add_typer(bench_app, name="bench")
 
-for _verb in (stores.warm, stores.ls, stores.inspect, upkeep.verify, upkeep.prune, upkeep.export):
+for _verb in (stores.warm, stores.ls, stores.inspect, stores.stats, upkeep.verify, upkeep.prune, upkeep.export, lint.lint, calibrate):
     app.command()(_verb)
 app.command("import")(upkeep.import_)
-app.command()(stores.stats)
-app.command()(lint.lint)
-app.command()(calibrate)
 
 _VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "blake3", "numpy", "bitsandbytes")
 
@@ -95,18 +89,13 @@ def doctor(
 
 def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | None] | None) -> dict[str, Any]:
     """conflict: tells what is in the way of this package, given by the module that stands outside it."""
-    from ..bench.environment import versions
+    from ..bench.environment import machine, versions
     from ..model.machine import describe
 
     report: dict[str, Any] = {
         "installation": (conflict and conflict()) or "ok",
         "versions": {"agentcache": __version__, **versions(_VERSIONS)},
-        "machine": {
-            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-            "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "memory_bytes": _memory_bytes(),
-            "accelerator": _accelerator(),
-        },
+        "machine": {**machine(), "accelerator": _accelerator()},
         "numerics": describe(),
     }
     if model or shape:
@@ -115,16 +104,11 @@ def _examine(model: str | None, shape: str | None, conflict: Callable[[], str | 
 
 
 def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
+    from ..bench.shapes import load
     from ..engine import Engine
     from ..model.verdict import verdict
 
-    if model is not None:
-        engine = Engine(model, store=None)
-    else:
-        from ..bench.shapes import load
-
-        engine = Engine(*load(str(shape)), store=None)
-    with engine:
+    with Engine(model, store=None) if model is not None else Engine(*load(str(shape)), store=None) as engine:
         known, numerics = engine.model, engine.model.numerics
         return {
             "family": known.support.name,
@@ -135,12 +119,6 @@ def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
             "context_tokens": known.context_tokens,
             **({"numerics": asdict(numerics)} if numerics is not None else {}),
         }
-
-
-def _memory_bytes() -> int | None:
-    if not hasattr(os, "sysconf") or sys.platform == "darwin":
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _accelerator() -> str:

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..terminal import bar, report_errors, shown
 
 if TYPE_CHECKING:
-    from ..lint import Report
+    from ..lint import Options, Report
 
 Names = Annotated[
     str | None,
@@ -26,6 +26,7 @@ Names = Annotated[
 
 
 def lint(
+    context: typer.Context,
     source: Names = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="ID|DIR", help="Compare tokens of its chat template, not characters.")] = None,
     chat_template: Annotated[Path | None, typer.Option(metavar="FILE", help="With --tokenizer: this template instead of its own.")] = None,
@@ -33,7 +34,6 @@ def lint(
     across: Annotated[bool, typer.Option("--across", help="Also compare the first requests of conversations of one application.")] = False,
     tools_first: Annotated[bool | None, typer.Option("--tools-first/--system-first", help="What your provider puts first.")] = None,
     transcripts: Annotated[bool, typer.Option("--transcripts", help="Each list of messages is a whole conversation.")] = False,
-    tools_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the catalogs that `tools_ref` names.")] = None,
     price: Annotated[
         tuple[float, float] | None,
         typer.Option("--price-per-million", metavar="IN CACHED", help="What a million prompt tokens cost, computed and cached."),
@@ -50,25 +50,21 @@ def lint(
         if (source is None) == (template is None):
             raise ConfigError("give recorded requests (a file, -, or module:object), or --template: one of them")
         if template is not None:
-            given = {
-                "--tokenizer": tokenizer,
-                "--chat-template": chat_template,
-                "--across": across or None,
-                "--tools-first/--system-first": tools_first,
-                "--transcripts": transcripts or None,
-                "--tools-dir": tools_dir,
-                "--price-per-million": price,
-                "--html": html,
-                "--redact": redact or None,
-                "--suggest-layout": suggest,
-                "--fail-under": fail_under,
-            }
-            if over := [name for name, value in given.items() if value is not None]:
-                raise ConfigError(f"--template={template!r}: examines a template, no requests; leave out {', '.join(over)}")
+            _only_a_template(context, template)
             bad = _template(template, as_json)
         else:
-            report = _report(str(source), tokenizer, chat_template, across, tools_first, transcripts, tools_dir, price, redact, suggest, as_json)  # fmt: skip # noqa: E501
-            _written(report, html, suggest)
+            from ..lint import Options
+            from ..lint.templated import load
+
+            if redact and suggest is not None:
+                raise ConfigError("--redact and --suggest-layout: patterns show text of the requests; give one of them")
+            if chat_template is not None and tokenizer is None:
+                raise ConfigError(f"--chat-template={str(chat_template)!r}: needs --tokenizer")
+            if price is not None and not 0 <= price[1] <= price[0]:
+                raise ConfigError(f"--price-per-million={price!r}: give two prices, computed and cached, the second not above the first")
+            loaded = load(tokenizer, chat_template) if tokenizer is not None else None
+            report = _report(str(source), Options(tools_first, loaded, transcripts, across, redact, price), as_json)
+            _write(report, html, suggest)
             _say(report, as_json)
             share = report.totals()["reused_share"]
             bad = bool(report.findings) if fail_under is None else share is not None and share < fail_under
@@ -76,33 +72,18 @@ def lint(
         raise typer.Exit(1)
 
 
-def _report(
-    source: str,
-    tokenizer: str | None,
-    chat_template: Path | None,
-    across: bool,
-    tools_first: bool | None,
-    transcripts: bool,
-    tools_dir: Path | None,
-    price: tuple[float, float] | None,
-    redact: bool,
-    suggest: Path | None,
-    hidden: bool,
-) -> Report:
-    from ..lint import Options
-    from ..lint import lint as linted
-    from ..lint.templated import load
+def _only_a_template(context: typer.Context, template: str) -> None:
+    """ConfigError if an option is given that is about requests."""
+    about = [param for param in context.command.params if param.name not in ("template", "as_json", "exit_zero")]
+    given = [param for param in about if context.params[param.name or ""] not in (param.default, None)]
+    if given:
+        named = ", ".join("/".join((*param.opts, *param.secondary_opts)) for param in given)
+        raise ConfigError(f"--template={template!r}: examines a template, no requests; leave out {named}")
 
-    if redact and suggest is not None:
-        raise ConfigError("--redact and --suggest-layout: patterns show text of the requests; give one of them")
-    if chat_template is not None and tokenizer is None:
-        raise ConfigError(f"--chat-template={str(chat_template)!r}: needs --tokenizer")
-    if price is not None and not 0 <= price[1] <= price[0]:
-        raise ConfigError(f"--price-per-million={price!r}: give two prices, computed and cached, the second not above the first")
-    loaded = load(tokenizer, chat_template) if tokenizer is not None else None
-    options = Options(
-        tools_first=tools_first, tokenizer=loaded, tools_dir=tools_dir, transcripts=transcripts, across=across, redact=redact, price=price
-    )
+
+def _report(source: str, options: Options, hidden: bool) -> Report:
+    from ..lint import lint as linted
+
     if ":" in source and not Path(source).exists():
         typer.echo(f"agentcache: {shown(source)} is imported and run", err=True)
     with bar("reading", hidden) as tell:
@@ -113,8 +94,8 @@ def _report(
     return report
 
 
-def _written(report: Report, html: Path | None, suggest: Path | None) -> None:
-    from ..lint.page import page
+def _write(report: Report, html: Path | None, suggest: Path | None) -> None:
+    from ..lint.show import page
     from ..lint.suggest import toml
 
     for path, text in ((html, page), (suggest, toml)):

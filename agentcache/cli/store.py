@@ -186,19 +186,13 @@ def _system(given: str | None) -> str | None:
 # -- looking -------------------------------------------------------------------------------------------------------
 
 
-def ls(
-    namespace: NamespaceOption = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also all other pages, summed by namespace, model and role.")] = False,
-    store: StoreOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def ls(namespace: NamespaceOption = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the tool groups in the store."""
     with report_errors(), opened(store) as (folder, index):
         groups = [_about(index, group) for group in index.groups(namespace)]
-        sums = _sums(index, namespace) if everything else []
         rows, total = index.total()
     if as_json:
-        say_json({"store": str(folder.path), "groups": groups, **({"pages": sums} if everything else {}), "rows": rows, "bytes": total})
+        say_json({"store": str(folder.path), "groups": groups, "rows": rows, "bytes": total})
         return
     console = Console()
     columns = ("name", "namespace", "model", "#tokens", "#tools", "#pages", "#size", "created")
@@ -207,26 +201,7 @@ def ls(
          f"{g['pages']}" if g["complete"] else f"{g['pages_stored']} of {g['pages']}", size(g["bytes"]), g["created"][:10]) for g in groups
     ]  # fmt: skip
     console.print(listing(columns, cells) if cells else "no tool groups")
-    if everything:
-        heads = ("namespace", "model", "role", "precision", "#pages", "#tokens", "#size")
-        console.print()
-        console.print(listing(heads, [(s["namespace"], _short(s["model"]), *list(s.values())[2:6], size(s["bytes"])) for s in sums]))
     console.print(f"{count(rows, 'page')}, {size(total)} in {shown(str(folder.path))}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _sums(index: Index, namespace: str | None) -> list[dict[str, Any]]:
-    from ..store.keys import Role
-
-    models = {group.fingerprint: group.model for group in index.groups()}
-    roles = {int(role): role.name.lower() for role in Role}
-    sums: dict[tuple[str, str, str, str], list[int]] = {}
-    for row in index.rows(namespace=namespace):
-        model = models.get(row.fingerprint, row.fingerprint[:12])
-        found = sums.setdefault((row.namespace, model, roles.get(row.role, str(row.role)), row.precision), [0, 0, 0])
-        for at, more in enumerate((1, row.tokens, row.bytes)):
-            found[at] += more
-    names = ("namespace", "model", "role", "precision", "rows", "tokens", "bytes")
-    return [dict(zip(names, (*key, *counts), strict=True)) for key, counts in sorted(sums.items())]
 
 
 def _short(model: str) -> str:

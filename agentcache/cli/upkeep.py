@@ -120,7 +120,7 @@ def export(
         say_json({**told, "prefix_tokens": group.prefix_tokens, "bytes": made.bytes})
         return
     tokens = f"{group.prefix_tokens:,} tokens in {count(group.pages, 'page')}"
-    typer.echo(f"{shown(group.name)}: {tokens}, {size(made.bytes)} in {shown(str(file))}; whoever has it can read the prompt")
+    typer.echo(f"{shown(group.name)}: {tokens}, {size(made.bytes)} in {shown(str(file))}; its readers can read the prompt")
 
 
 def import_(
@@ -170,10 +170,8 @@ def examine(place: Path | None) -> dict[str, Any]:
 def _standing(place: Path) -> dict[str, str]:
     about = place.stat()
     try:
-        import pwd
-
-        owner = pwd.getpwuid(about.st_uid).pw_name
-    except (ImportError, KeyError):
+        owner = place.owner()
+    except (KeyError, NotImplementedError):
         owner = str(about.st_uid)
     return {"owner": owner, "mode": f"{about.st_mode & 0o7777:o}"}
 

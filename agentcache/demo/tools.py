@@ -1,61 +1,43 @@
-"""The demo's tools: a visitors' desk of a small harbour town, in plain Python. Knows nothing of models or engines."""
+"""The demo's tools: a visitors' desk of a small harbour town, in plain Python. Knows nothing of engines."""
 
 from __future__ import annotations
 
 import ast
 import datetime
+import inspect
 import json
-import math
-import operator
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
-_SIGNS: Mapping[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
+from ..types import Tool, ToolCall
+
+TOWN: dict[str, Any] = json.loads(files(__package__).joinpath("town.json").read_text("utf-8"))
+TYPES = {"str": "string", "int": "integer", "float": "number"}
 LONGEST = 200  # characters of an expression: what a person would type, and nothing that takes long
+_SIGNS = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub, ast.UAdd)
 
 
 def arithmetic(expression: str) -> float:
-    """The value of an expression of numbers, + - * / and brackets. Nothing is evaluated but these; ValueError names what else there is."""
+    """The value of an expression of numbers, + - * / and brackets; ValueError for any other expression."""
     if len(expression) > LONGEST:
         raise ValueError(f"an expression of {len(expression)} characters is too long: at most {LONGEST}")
     try:
-        tree = ast.parse(expression.strip(), mode="eval").body
+        tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(f"{expression!r} is no arithmetic expression") from error
-    return _value(tree)
-
-
-def _value(node: ast.AST) -> float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
-        return float(node.value)  # so that nothing grows without bounds
-    if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
-        return float(_SIGNS[type(node.op)](_value(node.left), _value(node.right)))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
-        return float(_SIGNS[type(node.op)](_value(node.operand)))
-    raise ValueError(f"{ast.unparse(node)!r} is neither a number nor + - * /")
-
-
-def plain(number: float) -> str:
-    """Without a needless fraction. Raises ValueError where there is no number."""
-    if not math.isfinite(number):
-        raise ValueError(f"the result {number!r} is too large for a number")
-    return f"{number:.12g}"
+    for node in ast.walk(tree):
+        if not isinstance(node, _SIGNS) and type(getattr(node, "value", None)) not in (int, float):
+            raise ValueError(f"{ast.unparse(node)!r} is neither a number nor + - * /")
+    return float(eval(compile(tree, "calculator", "eval"), {}))
 
 
 class Desk:
-    """A desk's texts, notes and tickets. Each method named in TOOLS is a tool: its docstring is what the model reads."""
+    """A desk's texts, notes and tickets. Each method is a tool: its docstring is what the model reads."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, str] = json.loads(files("agentcache").joinpath("demo", "town.json").read_text("utf-8"))["texts"]
+        self.texts: dict[str, str] = TOWN["texts"]
         self.notes: list[str] = []
         self.tickets: dict[str, str] = {}
 
@@ -67,7 +49,7 @@ class Desk:
 
     def calculator(self, expression: str) -> str:
         """Evaluate an arithmetic expression."""
-        return plain(arithmetic(expression))
+        return f"{arithmetic(expression):.12g}"
 
     def create_note(self, title: str) -> str:
         """Create a note."""
@@ -109,6 +91,24 @@ class Desk:
     def count_words(self, text: str) -> str:
         """Count the words."""
         return _told(count=len(text.split()))
+
+
+def described(method: Callable[..., str]) -> Tool:
+    """A method as a tool: its docstring and the types of its parameters."""
+    parameters = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
+    properties = {one.name: {"type": TYPES[str(one.annotation)]} for one in parameters}
+    schema = {"type": "object", "properties": properties, "required": [one.name for one in parameters]}
+    return Tool(method.__name__, inspect.getdoc(method) or "", schema)
+
+
+def result_of(desk: Desk, call: ToolCall) -> str:
+    """The result of a call. A model may call anything with anything: a wrong call gets an error as its result."""
+    if call.name not in TOWN["tools"]:
+        return _told(error="no such tool")
+    try:
+        return str(getattr(desk, call.name)(**call.arguments))
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        return _told(error=str(error)[:200])
 
 
 def _words(text: str) -> set[str]:

@@ -5,8 +5,12 @@ Requests of one agent share their front: its tools and how its system text begin
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from .history import alike, similar, speaks_of_summary
 from .values import Request
@@ -15,20 +19,71 @@ from .volatile import masked
 SIMILAR = 0.6  # share of the shorter text that two which are one, changed, have in common at their ends
 LOOKED_AT = 16  # conversations of one id, the newest ones
 
+FEW = 8  # words that name something; fewer say little of what a request is about, then all its words are compared
+NAMED = 0.1  # share of the words that name something that a request must have in common with the conversation it may go on from
+WORDED = 0.4  # the same of all words
+_WORD = re.compile(r"\w[\w.:/@#-]*")
+
 Front = tuple[bool, tuple[str, ...], str]
 
 
-class Line(Protocol):
-    """The last messages of one agent."""
+class Words(NamedTuple):
+    """The words of a history: all, and those that name something: with digits, or long, and not the system text's."""
 
-    @property
-    def last(self) -> Request: ...
+    naming: set[str]
+    all: set[str]
 
-    @property
-    def front(self) -> Front: ...
+    @classmethod
+    def of(cls, request: Request) -> Words:
+        """Words of one request."""
+        found = set(_WORD.findall(" ".join(said.content for said in request.history)))
+        common = set(_WORD.findall(" ".join(said.content for said in request.system)))
+        naming = {word for word in found if len(word) >= 7 or any(letter.isdigit() for letter in word)}
+        return cls(naming - common, {word for word in found if len(word) >= 3})
+
+    def overlap(self, known: Words) -> bool:
+        """True if this may be about the known text: two conversations of one application share some words too."""
+        if min(len(self.naming), len(known.naming)) >= FEW:
+            return share(self.naming, known.naming) >= NAMED
+        return share(self.all, known.all) >= WORDED
 
 
-L = TypeVar("L", bound=Line)
+def share(words: set[str], known: set[str]) -> float:
+    """The share of the words that is known."""
+    return len(words & known) / max(1, len(words))
+
+
+@dataclass
+class Conversation:
+    """An open conversation."""
+
+    name: str
+    # its newest request
+    last: Request
+    # the log has its beginning, or two requests of it that go on from each other, and so may have the next one too
+    followed: bool = False
+    # its requests so far
+    number: int = 0
+    # characters of the newest request
+    size: int = 0
+    # digests of the newest request's messages, with their weights
+    marks: Counter[bytes] = field(default_factory=Counter)
+
+    def set(self, request: Request, marks: Counter[bytes], size: int) -> None:
+        """One more request, the newest now."""
+        self.last, self.marks, self.size, self.number = request, marks, size, self.number + 1
+        for derived in ("front", "words"):
+            self.__dict__.pop(derived, None)
+
+    @cached_property
+    def front(self) -> Front:
+        """The common front of its agent's requests."""
+        return front_of(self.last)
+
+    @cached_property
+    def words(self) -> Words:
+        """The words of the newest request."""
+        return Words.of(self.last)
 
 
 def front_of(request: Request) -> Front:
@@ -36,13 +91,13 @@ def front_of(request: Request) -> Front:
     return request.prompt is not None, tuple(sorted({tool.name for tool in request.tools})), _start(request)[:200]
 
 
-def whose(lines: Sequence[L], request: Request) -> L | None:
+def whose(lines: Sequence[Conversation], request: Request) -> Conversation | None:
     """The conversation that this request continues, of those under one id, newest first; None: it begins another one."""
     if not lines:
         return None
     newest = lines[0].last
     if (newest.prompt is None) == (request.prompt is None) and newest.system[:1] == request.system[:1] and newest.tools == request.tools:
-        found: L | None = lines[0]
+        found: Conversation | None = lines[0]
     else:
         front, before = front_of(request), lines[0].front
         if front != before and front[2] and front[2] == before[2] and _shared(newest, request):  # one agent, with other tools
@@ -51,14 +106,11 @@ def whose(lines: Sequence[L], request: Request) -> L | None:
     return None if found is not None and len(lines) > 1 and _asked_once(found.last, request) else found
 
 
-def _likest(lines: Sequence[L], request: Request) -> L | None:
+def _likest(lines: Sequence[Conversation], request: Request) -> Conversation | None:
     """The one that this may be with another front: its system text or its tools changed, and something stayed."""
-    best, best_rank = None, (0, 0)
-    for line in lines:
-        rank = _likeness(line.last, request), _shared(line.last, request)
-        if rank[0] and rank > best_rank:
-            best, best_rank = line, rank
-    return best
+    ranked = [((_likeness(line.last, request), _shared(line.last, request)), line) for line in lines]
+    rank, best = max(ranked, key=lambda each: each[0])  # of equal ones the newest, which comes first
+    return best if rank[0] else None
 
 
 def _likeness(last: Request, request: Request) -> int:

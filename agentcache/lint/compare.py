@@ -14,11 +14,11 @@ def compare(was: Request, now: Request) -> list[Change]:
     """The changes, system and tools in the order in which their provider shows them, then the history."""
     if was.prompt is not None or now.prompt is not None:
         return _prompts(was.prompt or "", now.prompt or "")
-    behind = turned(was.history, now.history)
-    front = [*_tools(was.tools, now.tools), *_system(was, now, behind)]
+    history = turned(was.history, now.history)
+    front = [*_tools(was.tools, now.tools), *_system(was, now, history)]
     if not now.tools_first:
         front.reverse()
-    return [*front, *_history(behind, was, now)]
+    return [*front, *_history(history, was, now)]
 
 
 def who(said: Said) -> str:
@@ -29,7 +29,7 @@ def who(said: Said) -> str:
 # System text
 
 
-def _system(was: Request, now: Request, behind: Turned | None) -> list[Change]:
+def _system(was: Request, now: Request, history: Turned | None) -> list[Change]:
     old, new = was.system, now.system
     at = next((at for at, (one, other) in enumerate(zip(old, new)) if one.content != other.content), min(len(old), len(new)))
     if at == len(old) == len(new):
@@ -37,11 +37,11 @@ def _system(was: Request, now: Request, behind: Turned | None) -> list[Change]:
     if at == len(old) or at == len(new):
         side = new[at:] if at < len(new) else old[at:]
         text, verb = side[0].content, "put in" if at < len(new) else "taken out"
-        cut = behind is not None and behind.cause in (Cause.TRUNCATED, Cause.SUMMARY)
+        cut = history is not None and history.cause in (Cause.TRUNCATED, Cause.SUMMARY)
         cause = Cause.SUMMARY if cut or (at and speaks_of_summary(text)) else Cause.STATE
         return [Change(cause, "system", at, at, _system_name(new, at), f"a system message was {verb}")]
     cause, detail = _system_text(old[at].content, new[at].content)
-    cut = behind is not None and behind.cause in (Cause.TRUNCATED, Cause.SUMMARY)
+    cut = history is not None and history.cause in (Cause.TRUNCATED, Cause.SUMMARY)
     whole = not similar(old[at].content, new[at].content, 0.6)  # not a system text in which something changed
     if (cut and (at or whole)) or (at and cause is Cause.STATE and speaks_of_summary(new[at].content)):
         cause, detail = Cause.SUMMARY, "the system message before the history was written anew"
@@ -119,12 +119,12 @@ def _unordered(value: object) -> object:
 # History and raw text
 
 
-def _history(behind: Turned | None, was: Request, now: Request) -> list[Change]:
-    if behind is None:
+def _history(history: Turned | None, was: Request, now: Request) -> list[Change]:
+    if history is None:
         return []
-    gone = behind.cause is Cause.TRUNCATED or behind.detail.endswith("taken out again")
-    writer = who(was.history[behind.was] if gone else now.history[behind.at])
-    return [Change(cause, "history", behind.at, behind.was, writer, behind.detail) for cause in (behind.cause, *behind.also)]
+    gone = history.cause is Cause.TRUNCATED or history.detail.endswith("taken out again")
+    writer = who(was.history[history.was] if gone else now.history[history.at])
+    return [Change(cause, "history", history.at, history.was, writer, history.detail) for cause in (history.cause, *history.also)]
 
 
 def _prompts(was: str, now: str) -> list[Change]:
@@ -147,7 +147,7 @@ def _lines(old: list[str], new: list[str], front: bool) -> tuple[Cause, str]:
         if line in where and _goes_on(old, number, new, where[line]) and (best is None or number + where[line] < sum(best)):
             best = (number, where[line])
     if best is None:
-        return Cause.EDITED, "its text changed, and nothing behind it stayed"
+        return Cause.EDITED, "its text changed, and nothing after it stayed"
     gone, come = best
     removed, inserted = "\n".join(old[:gone]), "\n".join(new[:come])
     if sorted(old[:gone]) == sorted(new[:come]):

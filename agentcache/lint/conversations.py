@@ -6,14 +6,11 @@ Under one id several agents may speak, each in conversations of its own: `agents
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
-from .agents import Front, front_of, whose
+from .agents import Conversation, Words, front_of, share, whose
 from .history import alike, similar, speaks_of_summary
 from .values import Request, Said
 from .volatile import masked
@@ -22,35 +19,8 @@ OPEN = 2_048  # conversations kept open; the one that is silent longest goes fir
 HELD = 32 << 20  # characters of their last requests in all, at most
 SAME = 0.4  # share of the earlier request's messages, by weight, that the later one must have
 NEWEST = 0.2  # a conversation whose history was replaced is the last one that spoke, unless another one shares so many more words
-FEW = 8  # words that name something; fewer say little of what a request is about, then all its words are compared
-NAMED = 0.1  # share of the words that name something that a request must have in common with the conversation it may go on from
-WORDED = 0.4  # the same of all words
 NEAR = 64  # conversations, the newest ones, of which one may have been replaced
-_WORD = re.compile(r"\w[\w.:/@#-]*")
 LEAST = 0.1  # the same, if its last message is among them: a window or a summary leaves little else
-
-
-@dataclass(slots=True)
-class Conversation:
-    """An open conversation: its name, its last request, and what that one's messages are known by.
-
-    followed: the log has its beginning, or two requests of it that go on from each other, and so may have the next one too.
-    """
-
-    name: str
-    last: Request
-    followed: bool = False
-    number: int = 0
-    size: int = 0
-    marks: Counter[bytes] = field(default_factory=Counter)
-    known_front: Front | None = None
-
-    @property
-    def front(self) -> Front:
-        """The common front of its agent's requests."""
-        if self.known_front is None:
-            self.known_front = front_of(self.last)
-        return self.known_front
 
 
 class Conversations:
@@ -62,7 +32,6 @@ class Conversations:
         self._open: OrderedDict[str, Conversation] = OrderedDict()
         self._where: dict[bytes, dict[str, None]] = {}  # mark: names of the conversations whose last request has it, the newest last
         self._ids: dict[str, dict[str, None]] = {}  # id: names of the conversations under it, the newest last
-        self._words: OrderedDict[str, Words] = OrderedDict()  # of the last requests that were asked about
         self._digests: OrderedDict[int, bytes] = OrderedDict()  # by the hash of a message, so that none is held
         self._made = 0
 
@@ -85,10 +54,8 @@ class Conversations:
         known.followed |= not known.marks.keys().isdisjoint(marks)
         self._forget(known)
         self._size -= known.size
-        known.last, known.marks, known.size, known.known_front = request, marks, _size(request), None
-        self._words.pop(known.name, None)
+        known.set(request, marks, _size(request))
         self._size += known.size
-        known.number += 1
         for mark in marks:
             self._where.setdefault(mark, {})[known.name] = None
         self._open.move_to_end(known.name)
@@ -153,20 +120,15 @@ class Conversations:
             for name in list(self._where.get(mark, ()))[-256:]:
                 shared[name] += weight
         best, best_score = None, 0.0
-        for name in self._open:  # the newest wins a tie
+        for name, track in self._open.items():  # the newest wins a tie
             if name not in shared:
                 continue
-            track = self._open[name]
-            whole, mine = sum(track.marks.values()), sum(marks.values())
-            score = shared[name] / min(whole, mine)
+            least = min(sum(track.marks.values()), sum(marks.values()))
             ended = self._end(track.last) in marks
-            score += 0.5 * ended - (0.25 if track.last.system[:1] != request.system[:1] else 0)
+            score = shared[name] / least + 0.5 * ended - (0.25 if track.last.system[:1] != request.system[:1] else 0)
             score += 2 * (request.prompt is not None and request.prompt.startswith(track.last.prompt or "\0"))
-            if (
-                shared[name] >= (LEAST if ended else SAME) * min(whole, mine)
-                and not self._starts_over(track, request, marks)
-                and score >= best_score
-            ):
+            enough = shared[name] >= (LEAST if ended else SAME) * least
+            if enough and score >= best_score and not self._starts_over(track, request, marks):
                 best, best_score = name, score
         return self._replaced(request) if best is None and request.prompt is None else best
 
@@ -181,18 +143,10 @@ class Conversations:
             last = track.last
             if not track.followed or last.track is not None or track.front != front or self._demonstrated(last, request):
                 continue
-            known = self._words_of(track)
-            score = share(words.naming, known.naming) + NEWEST * (at == 0)
-            if score >= NEWEST and score > best_score and words.overlap(known):  # the newest wins a tie
+            score = share(words.naming, track.words.naming) + NEWEST * (at == 0)
+            if score >= NEWEST and score > best_score and words.overlap(track.words):  # the newest wins a tie
                 best, best_score = name, score
         return best
-
-    def _words_of(self, track: Conversation) -> Words:
-        if track.name not in self._words:
-            self._words[track.name] = Words.of(track.last)
-            if len(self._words) > NEAR:
-                self._words.popitem(last=False)
-        return self._words[track.name]
 
     def _starts_over(self, track: Conversation, request: Request, marks: Counter[bytes]) -> bool:
         """True if the request is only the beginning of that conversation once more, or of another one; or a text that lacks its end."""
@@ -227,32 +181,6 @@ class Conversations:
 def _begins(request: Request) -> bool:
     """True if there is no answer yet."""
     return all(said.role not in ("assistant", "tool") for said in request.history)
-
-
-class Words(NamedTuple):
-    """The words of a history: all, and those that name something: with digits, or long, and not the system text's."""
-
-    naming: set[str]
-    all: set[str]
-
-    @classmethod
-    def of(cls, request: Request) -> Words:
-        """Words of one request."""
-        found = set(_WORD.findall(" ".join(said.content for said in request.history)))
-        common = set(_WORD.findall(" ".join(said.content for said in request.system)))
-        naming = {word for word in found if len(word) >= 7 or any(letter.isdigit() for letter in word)}
-        return cls(naming - common, {word for word in found if len(word) >= 3})
-
-    def overlap(self, known: Words) -> bool:
-        """True if this may be about the known text: two conversations of one application share some words too."""
-        if min(len(self.naming), len(known.naming)) >= FEW:
-            return share(self.naming, known.naming) >= NAMED
-        return share(self.all, known.all) >= WORDED
-
-
-def share(words: set[str], known: set[str]) -> float:
-    """The share of the words that is known."""
-    return len(words & known) / max(1, len(words))
 
 
 def _tail(request: Request) -> str:

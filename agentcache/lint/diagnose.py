@@ -65,9 +65,9 @@ def _token_parting(old: Tokens, new: Tokens) -> tuple[Parting | None, int]:
         return None, shared
     left = shared
     for number, part in enumerate(new.parts):
-        if left < len(part.body) or number == len(new.parts) - 1:
+        if left < len(part) or number == len(new.parts) - 1:
             return Parting(number, left, shared), shared
-        left -= len(part.body)
+        left -= len(part)
     return None, shared
 
 
@@ -110,17 +110,17 @@ def _context(old: Prompt, new: Prompt, at: Parting, redact: bool) -> Context:
         start, shown = new.char(at.shared), new.encoded.text
         before, now, was = shown[max(0, start - BEFORE) : start], shown[start : start + BEHIND], old.encoded.text[start : start + BEHIND]
     else:
-        before = _around(new.parts, at.part, at.inside, behind=False)
-        now, was = (_around(prompt.parts, at.part, at.inside, behind=True) for prompt in (new, old))
+        before = _around(new.parts, at.part, at.inside, after=False)
+        now, was = (_around(prompt.parts, at.part, at.inside, after=True) for prompt in (new, old))
     return Context(*map(hidden, (before, was, now))) if redact else Context(before, was, now)
 
 
-def _around(parts: Sequence[Any], part: int, inside: int, behind: bool) -> str:
+def _around(parts: Sequence[Any], part: int, inside: int, after: bool) -> str:
     """Up to so many characters on one side of a place, across parts."""
     if part >= len(parts):
         return ""
-    if behind:
-        text = str(parts[part].body[inside : inside + BEHIND])
-        return text + (str(parts[part + 1].body[: BEHIND - len(text)]) if len(text) < BEHIND and part + 1 < len(parts) else "")
-    text = str(parts[part].body[max(0, inside - BEFORE) : inside])
-    return (str(parts[part - 1].body[-(BEFORE - len(text)) :]) if len(text) < BEFORE and part else "") + text
+    if after:
+        text = str(parts[part][inside : inside + BEHIND])
+        return text + (str(parts[part + 1][: BEHIND - len(text)]) if len(text) < BEHIND and part + 1 < len(parts) else "")
+    text = str(parts[part][max(0, inside - BEFORE) : inside])
+    return (str(parts[part - 1][-(BEFORE - len(text)) :]) if len(text) < BEFORE and part else "") + text

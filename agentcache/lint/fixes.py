@@ -11,14 +11,14 @@ _FIXES = {
     Cause.ORDER: "Give {writer} in one fixed order: sort it by name or by call before it is sent.",
     Cause.ARGUMENTS: "Send the arguments in {writer} as the text that the model wrote: keep the string, do not parse and dump it.",
     Cause.REASONING: "Send {writer} back with its reasoning, or without it from the first time on; do not take it out later.",
-    Cause.EDITED: "Leave {writer} as it was first sent: bound or shorten it before its first use, and put new text behind the history.",
+    Cause.EDITED: "Leave {writer} as it was first sent: bound or shorten it before its first use, and put new text after the history.",
     Cause.SUMMARY: "Do not rewrite {writer} at every step: summarise seldom, in large pieces, and keep a summary unchanged until the next.",
     Cause.TRUNCATED: "Drop old messages seldom and many at once, instead of a few at every step, so that the history before {writer} stays the same.",  # noqa: E501
     Cause.TOOLS_MOVED: "Use a chat template that keeps the tools in one place: {writer} moves them with the newest user message.",
     Cause.TOOL_SET: "Keep one list of tools for the whole conversation ({writer} changed it): add new tools at its end and forbid instead of removing.",  # noqa: E501
     Cause.STATE: "Move what changes out of {writer} into the newest message, and keep the system text as it was.",
     Cause.TEMPLATE: "Use a chat template that is prefix-preserving: {writer} renders earlier messages anew; `agentcache lint --template` shows where.",  # noqa: E501
-    Cause.BOUNDARY: "End prompts where a token ends: without trailing white space, or behind a special token ({writer}).",
+    Cause.BOUNDARY: "End prompts where a token ends: without trailing white space, or after a special token ({writer}).",
 }
 _TEMPLATE_FIXES = {
     Cause.REASONING: "Use a template, or an option of it, that keeps the reasoning of earlier turns: {writer} takes it out.",

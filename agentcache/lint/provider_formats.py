@@ -1,4 +1,4 @@
-"""A recorded request in any provider's shape as a `Request`: chat, responses, blocks, raw text, episodes. Opens no trace file.
+"""A recorded request in any provider's shape as a `Request`: chat, responses, blocks, raw text. Opens no file.
 
 What cannot be used is told to `note` and left out or kept as text: one odd message never loses the others.
 """
@@ -6,9 +6,8 @@ What cannot be used is told to `note` and left out or kept as text: one odd mess
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from .server_history import ServerHistories, conversation_id
@@ -19,18 +18,15 @@ _TRACKS = ("conversation_id", "conversation", "session_id", "session", "thread_i
 _ROLES = {"human": "user", "ai": "assistant", "model": "assistant", "function": "tool", "developer": "system"}
 _KNOWN = ("system", "user", "assistant", "tool")
 _PLAIN = {"role", "type", "content", "name", "tool_call_id"}
-_EPISODE = ("tools_ref", "tool_names", "tools_events", "first_assistant_is_fixed_greeting")
 _MOST_WRAPPED = 4
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
 class ProviderFormats:
-    """Turns JSON values into requests. catalogs: folder of what `tools_ref` names; transcripts: a list is a whole conversation."""
+    """Turns JSON values into requests. transcripts: each list of messages is a whole conversation."""
 
-    catalogs: Path | None = None
     transcripts: bool = False
-    _known: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     _histories: ServerHistories = field(default_factory=ServerHistories, repr=False)
 
     def requests(self, value: Any, line: int, first: int, note: Note) -> Iterator[Request]:
@@ -43,59 +39,22 @@ class ProviderFormats:
             note(f"no request: {found}; one has 'messages', 'prompt' or 'input', alone or under 'request' or 'body'", shown)
             return
         track = _track(outer) or _track(body)
-        if _is_episode(body) or (self.transcripts and "messages" in body):
-            yield from self._episode(body, track, line, first, note)
+        if self.transcripts and isinstance(body.get("messages"), list):
+            name = track or str(body.get("id") or f"line {line}")
+            for number, prompt in enumerate(_prompts(body), first):
+                yield _request(prompt, name, line, number, None, note)
             return
         answer = _answer(outer, note) or (_answer(body, note) if body is not outer else None)
         whole, alone = self._histories.whole(body, outer, note)
-        request = _request(whole, body.get("tools") or body.get("functions") or (), track, line, first, answer, note)
+        request = _request(whole, track, line, first, answer, note)
         yield replace(request, alone=True) if alone else request
 
-    def _episode(self, raw: Mapping[str, Any], track: str | None, line: int, first: int, note: Note) -> Iterator[Request]:
-        name = track or str(raw.get("id") or f"line {line}")
-        if isinstance(raw.get("prompts"), list):
-            for number, prompt in enumerate(raw["prompts"]):
-                yield Request(first + number, line, name, prompt=str(prompt))
-        elif isinstance(raw.get("steps"), list):
-            for number, step in enumerate(raw["steps"]):
-                body = step if isinstance(step, Mapping) else {"messages": step}
-                said = body.get("completion")
-                answer = _said(dict(said), 0, note)[0] if isinstance(said, Mapping) else None
-                shown = {"system": raw.get("system"), **body} if raw.get("system") else body
-                yield _request(shown, body.get("tools", raw.get("tools") or ()), name, line, first + number, answer, note)
-        else:
-            yield from self._transcript(raw, name, line, first, note)
 
-    def _transcript(self, raw: Mapping[str, Any], name: str, line: int, first: int, note: Note) -> Iterator[Request]:
-        """Each assistant message is one call, whose prompt is everything before it."""
-        messages = raw.get("messages") if isinstance(raw.get("messages"), list) else []
-        catalog = self._catalog(raw["tools_ref"], note) if raw.get("tools_ref") else {}
-        names = _list(raw.get("tool_names"), "tool_names", note) or list(catalog)
-        given = _list(raw.get("tools") or None, "tools", note) or _named(catalog, names, note)
-        events = _events(raw.get("tools_events"), note)
-        number = first
-        for at, message in enumerate(messages or ()):
-            if not isinstance(message, Mapping) or message.get("role") != "assistant" or (at == 0 and not raw.get("system")):
-                continue
-            if at == 0 and raw.get("first_assistant_is_fixed_greeting"):
-                continue
-            added = [tool for before, tools in events if before <= at for tool in tools]
-            tools = [*given, *_named(catalog, added, note)]
-            body = {"system": raw.get("system"), "messages": (messages or [])[:at]}
-            yield _request(body, tools, name, line, number, None, note)
-            number += 1
-
-    def _catalog(self, name: Any, note: Note) -> dict[str, Any]:
-        key = str(name)
-        if key not in self._known:
-            self._known[key] = {}
-            path = self.catalogs / f"{key}.jsonl" if self.catalogs is not None and Path(key).name == key else None
-            if path is None or not path.is_file():
-                named = "name the folder that has %s with --tools-dir (tools are left out)"
-                note(f"tools_ref=%s: no such catalog; {named}", key, f"{key}.jsonl")
-            else:
-                self._known[key] = _catalogued(path, key, note)
-        return self._known[key]
+def _prompts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The prompt of each assistant message: everything before it."""
+    for at, message in enumerate(body["messages"]):
+        if isinstance(message, Mapping) and message.get("role") == "assistant" and (at or body.get("system")):
+            yield {**body, "messages": body["messages"][:at]}
 
 
 def _unwrapped(value: Any) -> Mapping[str, Any] | None:
@@ -110,16 +69,10 @@ def _unwrapped(value: Any) -> Mapping[str, Any] | None:
             return {"messages": value} if any(isinstance(item, Mapping) and ("role" in item or "type" in item) for item in value) else None
         if not isinstance(value, Mapping):
             return None
-        if any(isinstance(value.get(key), (list, str)) for key in ("messages", "prompt", "prompts", "steps", "input")):
+        if any(isinstance(value.get(key), (list, str)) for key in ("messages", "prompt", "input")):
             return value
         value = next((value[key] for key in _WRAPPERS if isinstance(value.get(key), (Mapping, str, list))), None)
     return None
-
-
-def _is_episode(raw: Mapping[str, Any]) -> bool:
-    if isinstance(raw.get("prompts"), list) or isinstance(raw.get("steps"), list):
-        return True
-    return "messages" in raw and "model" not in raw and (any(key in raw for key in _EPISODE) or ("group" in raw and "source" in raw))
 
 
 def _track(raw: Mapping[str, Any]) -> str | None:
@@ -148,12 +101,11 @@ def _answer(outer: Mapping[str, Any], note: Note) -> Said | None:
     return None
 
 
-def _request(
-    body: Mapping[str, Any], tools: Any, track: str | None, line: int, number: int, answer: Said | None, note: Note
-) -> Request:  # fmt: skip
-    listed = tools if isinstance(tools, list) else list(tools) if isinstance(tools, tuple) else []
-    if tools and not isinstance(tools, (list, tuple)):
-        note("tools=%s is not a list: left out", tools)
+def _request(body: Mapping[str, Any], track: str | None, line: int, number: int, answer: Said | None, note: Note) -> Request:
+    listed = body.get("tools") or body.get("functions") or []
+    if not isinstance(listed, (list, tuple)):
+        note("tools=%s is not a list: left out", listed)
+        listed = []
     shown = tuple(_shown(tool, at, note) for at, tool in enumerate(listed))
     messages = body.get("messages", body.get("input") if isinstance(body.get("input"), list) else None)
     if messages is None:
@@ -170,43 +122,6 @@ def _request(
     first_tools = any(isinstance(tool, Mapping) and "input_schema" in tool for tool in listed)
     front, history = (*system, *said[:leading]), tuple(said[leading:])
     return Request(number, line, track, front, shown, history, None, answer, tools_first=first_tools)
-
-
-def _named(catalog: Mapping[str, Any], listed: Sequence[Any], note: Note) -> list[Any]:
-    unknown = [name for name in listed if isinstance(name, str) and name not in catalog]
-    if unknown and catalog:
-        note("tools %s are not in the catalog: left out", unknown[:8])
-    return [catalog[name] if isinstance(name, str) else name for name in listed if not isinstance(name, str) or name in catalog]
-
-
-def _events(events: Any, note: Note) -> list[tuple[int, list[Any]]]:
-    """(index of the next message, tools) of tools added in the middle of a conversation."""
-    out = []
-    for event in _list(events, "tools_events", note):
-        before = event.get("before_message", 0) if isinstance(event, Mapping) else None
-        if isinstance(before, int):
-            out.append((before, _list(event.get("add_tools"), "tools_events: add_tools", note)))
-        else:
-            note("tools_events: %s has no 'before_message' that is a number: left out", event)
-    return out
-
-
-def _catalogued(path: Path, key: str, note: Note) -> dict[str, Any]:
-    """The tools of one catalog by name."""
-    out = {}
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        note(f"tools_ref=%s: the catalog cannot be read ({error.strerror}): its tools are left out", key)
-        return {}
-    for number, text in enumerate(lines, 1):
-        try:
-            if text.strip():
-                tool = json.loads(text)
-                out[_tool_name(tool)] = tool
-        except (ValueError, RecursionError):
-            note(f"tools_ref=%s: line {number} of the catalog is not JSON: that tool is left out", key)
-    return out
 
 
 def _tool_name(tool: Any) -> str:

@@ -10,49 +10,36 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..layout.tokenise import common_chars
 from .texts import shared_end
-from .values import Request, Said, Shown
+from .values import Request, Said
 
 CHARS_PER_TOKEN = 4
 RUN = 16  # ids in a row by which a text is found again at another place
 
 
-class Part(NamedTuple):
-    """One piece of a prompt. kind: system, tools, the role of a message, or text; body: its characters, or its token ids."""
-
-    kind: str
-    body: Any
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One rendered prompt. unit: characters of `body` for one token (1 where bodies are ids)."""
+    """One rendered prompt."""
 
-    parts: tuple[Part, ...]
+    # characters or token ids, a part for each writer
+    parts: tuple[Any, ...]
+    # characters that count as a token; 1 where parts are ids
     unit: int = CHARS_PER_TOKEN
+    # the request was raw text, in one part
+    raw: bool = False
 
     @property
     def size(self) -> int:
         """Characters or ids in all."""
-        return sum(len(part.body) for part in self.parts)
+        return sum(map(len, self.parts))
 
     def tokens(self, size: int) -> int:
         """So many characters or ids in tokens."""
         return -(-size // self.unit)
-
-    def bars(self) -> list[tuple[str, int]]:
-        """(kind, tokens) of the parts, neighbours of one kind together."""
-        out: list[tuple[str, int]] = []
-        for part in self.parts:
-            size = self.tokens(len(part.body))
-            if out and out[-1][0] == part.kind:
-                out[-1] = part.kind, out[-1][1] + size
-            else:
-                out.append((part.kind, size))
-        return out
 
 
 class Parting(NamedTuple):
@@ -66,19 +53,10 @@ class Parting(NamedTuple):
 def written(request: Request) -> Prompt:
     """The neutral rendering."""
     if request.prompt is not None:
-        return Prompt((Part("text", request.prompt),))
-    system = [Part("system", _message(said)) for said in request.system]
-    tools = [Part("tools", _tool(tool)) for tool in request.tools]
-    front = [*tools, *system] if request.tools_first else [*system, *tools]
-    return Prompt((*front, *(Part(_kind(said.role), _message(said)) for said in request.history)))
-
-
-def _kind(role: str) -> str:
-    return role if role in ("system", "user", "assistant", "tool") else "other"
-
-
-def _tool(tool: Shown) -> str:
-    return f"{tool.text}\n"
+        return Prompt((request.prompt,), raw=True)
+    system, tools = map(_message, request.system), (f"{tool.text}\n" for tool in request.tools)
+    front = (*tools, *system) if request.tools_first else (*system, *tools)
+    return Prompt((*front, *map(_message, request.history)))
 
 
 def _message(said: Said) -> str:
@@ -96,11 +74,11 @@ def parting(was: Prompt, now: Prompt) -> Parting | None:
     """The place where `now` leaves `was`; None if it goes on from all of it, or only stops earlier."""
     shared = 0
     for at, (one, other) in enumerate(zip(was.parts, now.parts)):
-        if one.body != other.body:
-            inside = shared_start(one.body, other.body)
-            text = one.kind == "text" and inside == min(len(one.body), len(other.body))
-            return None if text else Parting(at, inside, shared + inside)
-        shared += len(one.body)
+        if one != other:
+            inside = shared_start(one, other)
+            ends = was.raw and now.raw and inside == min(len(one), len(other))
+            return None if ends else Parting(at, inside, shared + inside)
+        shared += len(one)
     return None
 
 
@@ -117,17 +95,17 @@ def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def again(was: Prompt, now: Prompt, at: Parting) -> int:
     """Characters or ids after the parting that stood in the earlier prompt too, and must be computed again all the same."""
-    left = Counter(part.body for part in was.parts[at.part :])
-    ids = None if isinstance(now.parts[at.part].body, str) else array("q", [one for part in was.parts[at.part :] for one in part.body])
+    left = Counter(was.parts[at.part :])
+    ids = None if isinstance(now.parts[at.part], str) else array("q", chain.from_iterable(was.parts[at.part :]))
     total = 0
     for number, part in enumerate(now.parts[at.part :], at.part):
-        if left.get(part.body, 0) > 0:
-            left[part.body] -= 1
-            total += len(part.body)
+        if left.get(part, 0) > 0:
+            left[part] -= 1
+            total += len(part)
         elif number < len(was.parts):
             skip = at.inside if number == at.part else 0
-            alike = _alike(was.parts[number].body, part.body, skip)
-            total += alike if ids is None else max(alike, _elsewhere(ids, part.body[skip:]))
+            alike = _alike(was.parts[number], part, skip)
+            total += alike if ids is None else max(alike, _elsewhere(ids, part[skip:]))
     return total
 
 

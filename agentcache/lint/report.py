@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
 from .conversations import HELD, Conversations
 from .diagnose import diagnose
 from .hazards import Hazards
@@ -21,7 +20,6 @@ from .values import Cause, Finding, Hazard, Problem, Request, Step
 
 PROBLEMS = 1_000  # kept in full; further ones are counted
 APPLICATIONS = 256  # with the first request of the newest conversation, for `across`
-PARTS = 400  # steps with their parts: the bars of the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,6 @@ class Options:
 
     tools_first: bool | None = None  # None: the provider's known order
     tokenizer: Loaded | None = None
-    tools_dir: Path | None = None
     transcripts: bool = False
     across: bool = False
     redact: bool = False
@@ -114,16 +111,11 @@ class _Run:
     """One pass over a source."""
 
     def __init__(self, source: str | Path | Iterable[Any], options: Options, tell: Callable[[int], None]) -> None:
-        if options.tools_dir is not None and not options.tools_dir.is_dir():
-            raise ConfigError(f"tools_dir={str(options.tools_dir)!r} is not a folder: give the one with the catalogs that tools_ref names")
         named = str(source) if isinstance(source, (str, Path)) else "requests"
         self._options, self._tell = options, tell
         self._report = Report(named, "tokens" if options.tokenizer else "estimated: 4 characters each", price=options.price)
         self._values = open_values(named, self._note) if isinstance(source, (str, Path)) else enumerate(source, 1)
-        catalogs = options.tools_dir
-        if catalogs is None and isinstance(source, (str, Path)) and Path(named).is_file():
-            catalogs = Path(named).resolve().parent.parent / "tools"
-        self._formats = ProviderFormats(catalogs, options.transcripts)
+        self._formats = ProviderFormats(options.transcripts)
         self._templated = Templated(options.tokenizer) if options.tokenizer else None
         self._prompts: dict[str, Prompt] = {}
         held = HELD // 8 if options.tokenizer else HELD  # ids and where they end take several times the room of their characters
@@ -206,9 +198,8 @@ class _Run:
         return written(request)
 
     def _add(self, request: Request, prompt: Prompt, name: str, reused: int, again: int, first: bool, found: Finding | None) -> None:
-        parts = prompt.bars() if len(self._report.steps) < PARTS else ()
         cause = found.cause if found is not None else None
-        self._report.steps.append(Step(request.number, name, prompt.tokens(prompt.size), reused, again, first, cause, parts))
+        self._report.steps.append(Step(request.number, name, prompt.tokens(prompt.size), reused, again, first, cause))
 
     def _name(self, name: str) -> str:
         if not self._options.redact:

@@ -18,7 +18,7 @@ class ServerHistories:
     """The items of a history up to a response, by the response's id."""
 
     def __init__(self, held: int = HELD) -> None:
-        self._held, self._size = held, 0
+        self._held, self.size = held, 0
         self._items: OrderedDict[str, tuple[list[Any], int]] = OrderedDict()  # histories without continuation stay longest
         self._told = False
 
@@ -48,10 +48,10 @@ class ServerHistories:
         return {**body, "input": items}, alone
 
     def _keep(self, name: str, items: list[Any], size: int) -> None:
-        self._size += size - self._items.pop(name, ([], 0))[1]
+        self.size += size - self._items.pop(name, ([], 0))[1]
         self._items[name] = items, size
-        while self._size > self._held:
-            self._size -= self._items.popitem(last=False)[1][1]
+        while self.size > self._held:
+            self.size -= self._items.popitem(last=False)[1][1]
 
 
 def conversation_id(value: Any) -> str | None:

@@ -1,11 +1,13 @@
-"""A report for a terminal: shares, findings by cause, each step as a strip. Finds nothing."""
+"""A report for a terminal or a browser: shares, findings by cause, each step as a strip. Finds nothing."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from io import StringIO
+from typing import NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -13,11 +15,25 @@ from .history import counted
 from .report import Report
 from .values import Cause, Finding, Step
 
-STRIP = 40  # steps of one conversation in the strip
-CONVERSATIONS = 8  # strips shown, the costliest first
-EXAMPLES = 3  # findings shown of each cause
-PROBLEMS = 12
 REUSED, AGAIN, NEW = "green", "red", "bright_black"
+
+
+class Most(NamedTuple):
+    """How much is shown."""
+
+    steps: int  # of one conversation
+    conversations: int  # the costliest first
+    findings: int  # of each cause
+    others: int  # hazards, and problems
+
+
+TERMINAL, PAGE = Most(40, 8, 3, 12), Most(1_000, 60, 200, 1_000)
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>agentcache lint</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>{stylesheet} body {{ color: {foreground}; background: {background}; }} pre {{ white-space: pre-wrap; }}</style></head>
+<body><pre>{code}</pre></body></html>
+"""
 
 
 def plain(text: str, most: int = 0) -> str:
@@ -26,10 +42,17 @@ def plain(text: str, most: int = 0) -> str:
     return out if not most or len(out) <= most else out[: most - 1] + "…"
 
 
-def shown(report: Report, encoding: str = "utf-8") -> RenderableType:
+def page(report: Report) -> str:
+    """The report as one page for a browser: no scripts, nothing loaded, all text escaped."""
+    console = Console(record=True, file=StringIO(), width=160, legacy_windows=False)
+    console.print(shown(report, most=PAGE))
+    return console.export_html(code_format=_PAGE)
+
+
+def shown(report: Report, encoding: str = "utf-8", most: Most = TERMINAL) -> RenderableType:
     """All of it, for a stream of this encoding."""
     parts: list[RenderableType] = [_head(report)]
-    for part in (_strips(report, _marks(encoding)), _findings(report), _hazards(report), _problems(report)):
+    for part in (_strips(report, _marks(encoding), most), _findings(report, most), _hazards(report, most), _problems(report, most)):
         if part is not None:
             parts += [Text(), part]
     return Group(*parts)
@@ -56,7 +79,7 @@ def _head(report: Report) -> Text:
     return out
 
 
-def strip(step: Step, width: int) -> list[tuple[str, int]]:
+def _strip(step: Step, width: int) -> list[tuple[str, int]]:
     """(colour, columns) of one step: reused, computed again, new."""
     total = max(1, step.tokens)
     again = min(width, -(-step.again * width // total)) if step.again else 0
@@ -73,7 +96,7 @@ def _marks(encoding: str) -> dict[str, str]:
     return dict.fromkeys((REUSED, AGAIN, NEW), "█")
 
 
-def _strips(report: Report, marks: Mapping[str, str]) -> RenderableType | None:
+def _strips(report: Report, marks: Mapping[str, str], most: Most) -> RenderableType | None:
     tracks: dict[str, list[Step]] = defaultdict(list)
     for step in report.steps:
         tracks[step.conversation].append(step)
@@ -83,10 +106,10 @@ def _strips(report: Report, marks: Mapping[str, str]) -> RenderableType | None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(overflow="ellipsis", no_wrap=True, max_width=34)
     table.add_column(no_wrap=True)
-    for steps in chosen[:CONVERSATIONS]:
+    for steps in chosen[: most.conversations]:
         row = Text()
-        for step in steps[:STRIP]:
-            for colour, columns in strip(step, 3):
+        for step in steps[: most.steps]:
+            for colour, columns in _strip(step, 3):
                 row.append(marks[colour] * columns, colour)
             row.append(" ")
         table.add_row(Text(plain(steps[0].conversation, 34)), row)
@@ -94,31 +117,24 @@ def _strips(report: Report, marks: Mapping[str, str]) -> RenderableType | None:
     for colour, what in ((REUSED, "reused"), (AGAIN, "computed again"), (NEW, "new")):
         caption.append(f"{marks[colour]} ", colour)
         caption.append(f"{what}  ")
-    if len(chosen) > CONVERSATIONS:
-        caption.append(f"({counted(len(chosen) - CONVERSATIONS, 'more conversation')})")
+    if len(chosen) > most.conversations:
+        caption.append(f"({counted(len(chosen) - most.conversations, 'more conversation')})")
     return Group(caption, table)
 
 
-def grouped(findings: Sequence[Finding]) -> Iterator[tuple[Cause, list[Finding]]]:
+def _findings(report: Report, most: Most) -> RenderableType | None:
     """Findings by cause, the costliest cause first, and the costliest finding first in each."""
-    by: dict[Cause, list[Finding]] = defaultdict(list)
-    for finding in findings:
-        by[finding.cause].append(finding)
-    for cause in sorted(by, key=lambda cause: -sum(finding.cost_tokens for finding in by[cause])):
-        yield cause, sorted(by[cause], key=lambda finding: -finding.cost_tokens)
-
-
-def _findings(report: Report) -> RenderableType | None:
     if not report.findings:
         return None
+    by: dict[Cause, list[Finding]] = defaultdict(list)
+    for finding in sorted(report.findings, key=lambda finding: -finding.cost_tokens):
+        by[finding.cause].append(finding)
     parts: list[RenderableType] = []
-    for cause, findings in grouped(report.findings):
-        cost = sum(finding.cost_tokens for finding in findings)
-        parts.append(Text.assemble((str(cause), "bold red"), f": {counted(len(findings), 'finding')}, {cost:,} tokens computed again"))
-        for finding in findings[:EXAMPLES]:
-            parts.append(_one(finding))
-        if len(findings) > EXAMPLES:
-            parts.append(Text(f"  and {len(findings) - EXAMPLES:,} more (--json has them all)", "dim"))
+    for cost, cause in sorted(((sum(finding.cost_tokens for finding in found), cause) for cause, found in by.items()), reverse=True):
+        parts.append(Text.assemble((str(cause), "bold red"), f": {counted(len(by[cause]), 'finding')}, {cost:,} tokens computed again"))
+        parts += map(_one, by[cause][: most.findings])
+        if (left := len(by[cause]) - most.findings) > 0:
+            parts.append(Text(f"  and {left:,} more (--json has them all)", "dim"))
     return Group(*parts)
 
 
@@ -129,36 +145,35 @@ def _one(finding: Finding) -> Text:
     out.append(plain(finding.writer), "bold")
     out.append(f"; {plain(finding.detail, 160)}; {finding.cost_tokens:,} tokens")
     if finding.also:
-        out.append(f"; behind it also: {', '.join(map(str, finding.also))}")
+        out.append(f"; after it also: {', '.join(map(str, finding.also))}")
     before = plain(finding.context.before[-40:])
     out.append("\n    was ").append(before, "dim").append(plain(finding.context.was, 60), "green")
     out.append("\n    now ").append(before, "dim").append(plain(finding.context.now, 60), "red")
     return out.append(f"\n    {plain(finding.fix)}", "italic")
 
 
-def _hazards(report: Report) -> RenderableType | None:
+def _hazards(report: Report, most: Most) -> RenderableType | None:
     if not report.hazards:
         return None
     out = Text("hazards, in single requests:", "bold yellow")
-    for hazard, requests, values in report.hazards[:PROBLEMS]:
+    for hazard, requests, values in report.hazards[: most.others]:
         seen = f", {values} different" if values > 1 else ", always the same" if values and requests > 1 else ""
         out.append(f"\n  {hazard.cause}", "yellow").append(
             f" in {plain(hazard.writer)}: {plain(hazard.detail)} ({requests:,} requests{seen})"
         )
         if hazard.text:
             out.append(f"\n    {plain(hazard.text, 100)}", "dim")
-    if len(report.hazards) > PROBLEMS:
-        out.append(f"\n  and {len(report.hazards) - PROBLEMS} more (--json has them all)", "dim")
+    if len(report.hazards) > most.others:
+        out.append(f"\n  and {len(report.hazards) - most.others} more (--json has them all)", "dim")
     return out
 
 
-def _problems(report: Report) -> RenderableType | None:
+def _problems(report: Report, most: Most) -> RenderableType | None:
     if not report.problems:
         return None
     out = Text("not read as it is:", "bold yellow")
-    for problem in report.problems[:PROBLEMS]:
+    for problem in report.problems[: most.others]:
         out.append(f"\n  line {problem.line}: {plain(problem.message, 200)}")
-    more = len(report.problems) + report.unread - PROBLEMS
-    if more > 0:
+    if (more := len(report.problems) + report.unread - most.others) > 0:
         out.append(f"\n  and {more:,} more", "dim")
     return out

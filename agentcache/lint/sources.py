@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,12 +40,9 @@ def _of_file(file: IO[bytes], note: Note) -> Iterator[tuple[int, Any]]:
 
 def _of_object(source: str) -> Iterator[tuple[int, Any]]:
     """The requests that `module:object` yields or returns; the object's code runs."""
-    name, _, attribute = source.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found: Any = pkgutil.resolve_name(source)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{source!r}: {error}; give module:object, importable from here, that is or returns requests") from error
     finally:

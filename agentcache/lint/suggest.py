@@ -10,6 +10,7 @@ A pattern is a Python regular expression, searched for in the system text as it 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -72,13 +73,6 @@ def _likely(hazards: list[tuple[Hazard, int, int]]) -> Iterator[Entry]:
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string."""
-    out = []
-    for char in text:
-        if char in '"\\':
-            out.append("\\" + char)
-        elif char.isprintable() and not 0xD800 <= ord(char) <= 0xDFFF:
-            out.append(char)
-        else:
-            out.append(f"\\u{ord(char):04X}" if ord(char) <= 0xFFFF and not 0xD800 <= ord(char) <= 0xDFFF else "?")
-    return f'"{"".join(out)}"'
+    """A TOML basic string: JSON's, but for characters outside the basic plane and invisible ones."""
+    written = json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08X}" for char in written)

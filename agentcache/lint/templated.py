@@ -19,7 +19,7 @@ from ..layout.spans import generation_start, marks, places, spans
 from ..layout.template import Template
 from ..layout.tokenise import EMPTY, Encoded, Encoder, common_chars
 from ..types import Span
-from .render import Part, Prompt
+from .render import Prompt
 from .retokenise import resumed
 from .values import Cause, Request, Said
 
@@ -95,10 +95,9 @@ class Tokens(Prompt):
 def tokens_of(encoded: Encoded, spans: Sequence[Span]) -> Tokens:
     """A prompt that `layout` made; spans beyond its ids are left out."""
     shown = tuple(span for span in spans if span.start < len(encoded.ids) and span.kind != "volatile")
-    parts = tuple(Part(span.kind, tuple(encoded.ids[span.start : span.stop])) for span in shown)
-    return Tokens(
-        parts, encoded=encoded, spans=shown, generation=sum(span.stop - span.start for span in shown if span.kind == "generation")
-    )
+    parts = tuple(tuple(encoded.ids[span.start : span.stop]) for span in shown)
+    generation = sum(span.stop - span.start for span in shown if span.kind == "generation")
+    return Tokens(parts, encoded=encoded, spans=shown, generation=generation)
 
 
 class Templated:
@@ -127,13 +126,9 @@ class Templated:
             found = turns, places(text, turns, [b""] * len(turns), shape, stop, EMPTY, 0)
         encoded = resumed(self._encoder, before, text)
         if found is None or not encoded.ends:
-            return Tokens((Part("text", tuple(encoded.ids)),), encoded=encoded)
+            return Tokens((tuple(encoded.ids),), raw=True, encoded=encoded)
         at = text.find(added) if added else -1
-        shown = spans(encoded, marks(*found, len(text), stop, (at, at + len(added)) if at >= 0 else None))
-        said = [*request.system, *request.history]
-        parts = tuple(Part(_kind(span, said), tuple(encoded.ids[span.start : span.stop])) for span in shown)
-        generation = sum(span.stop - span.start for span in shown if span.kind == "generation")
-        return Tokens(parts, encoded=encoded, spans=shown, generation=generation)
+        return tokens_of(encoded, spans(encoded, marks(*found, len(text), stop, (at, at + len(added)) if at >= 0 else None)))
 
     def _listed(self, request: Request) -> tuple[list[dict[str, Any]], str]:
         """The tools as the template gets them, and the text that they add."""
@@ -144,12 +139,6 @@ class Templated:
             if len(self._tools) > 64:
                 self._tools.popitem(last=False)
         return self._tools[key]
-
-
-def _kind(span: Span, said: list[Said]) -> str:
-    if span.kind == "turn" and span.message is not None:
-        return said[span.message].role
-    return {"turn": "user"}.get(span.kind, span.kind)
 
 
 def _plain(said: Said) -> dict[str, Any]:

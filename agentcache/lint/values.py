@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -158,4 +158,3 @@ class Step:
     again: int  # of the previous prompt, computed all the same
     first: bool
     cause: Cause | None
-    parts: Sequence[tuple[str, int]]  # (kind, tokens), in order

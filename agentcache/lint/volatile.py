@@ -43,7 +43,7 @@ _CUES = re.compile(
     r"|(?P<counter>step|turn|count|counter|iteration|attempt|remaining|left|budget|used|number|round|call|retries|version|tokens|messages|progress)",
     re.IGNORECASE,
 )
-_BEHIND = re.compile(
+_AFTER = re.compile(
     r"(?P<near>[smhd]\b)|[\s-]{0,2}(?:(?P<clock>(?:hours?|hrs?|minutes?|mins?|seconds?|secs?|ms|days?)\b|ago\b|o'clock)"
     r"|(?P<counter>%|(?:\w+\s+){0,2}(?:steps?|turns?|calls?|tokens?|messages?|attempts?|rounds?|times|iterations?|retries|tries|requests?|left|remaining|so far|used|done)\b))",  # noqa: E501
     re.IGNORECASE,
@@ -115,8 +115,8 @@ def _like_id(value: Value) -> bool:
 
 def _number(near: str, after: str, in_system: bool) -> Cause | None:
     """A bare number, by the words around it."""
-    if (behind := _BEHIND.match(after[:40].partition("\n")[0])) is not None:
-        return Cause.CLOCK if behind["clock"] or behind["near"] else Cause.COUNTER
+    if (after_it := _AFTER.match(after[:40].partition("\n")[0])) is not None:
+        return Cause.CLOCK if after_it["clock"] or after_it["near"] else Cause.COUNTER
     cues = [found.lastgroup for found in _CUES.finditer(near[-24:])]
     if cues:
         return Cause(cues[-1])

@@ -25,6 +25,7 @@ from .world.dialogues import MULTI, Bundle, Dialogue, bundle, messages, single
 from .world.react import langchain, llamaindex
 from .world.world import sources
 
+HELD, SEED = "test", "bench"  # the part of the world that the frozen cases are drawn from, and the word
 VARIANTS = ("as asked", "tools shuffled", "another system text", "history in front")
 LINKS = frozenset(  # of an answer, whoever words it
     "the is are was in of to it an and no not do answer here done found that by "
@@ -171,7 +172,7 @@ def chat(text: str) -> list[dict[str, Any]]:
 
 # The cases of the wheel
 
-CELLS = tuple((split, tools, kept.SEED) for split in kept.SPLITS for tools in (5, 20, 50))
+CELLS = tuple((split, tools, SEED) for split in kept.SPLITS for tools in (5, 20, 50))
 MADE_UP = ("unseen tools", 8, "segments")  # what `agentcache calibrate --made-up` asks
 COUNT, EPISODES = 200, 100
 OF_LINE = ("tools", "style")  # what a case has from its line
@@ -182,11 +183,11 @@ def frozen() -> str:
     lines: list[dict[str, Any]] = []
     for split, tools, seed in (*CELLS, MADE_UP):
         of: dict[int, list[Case]] = {}
-        for case in selections(split, tools, COUNT, seed, kept.HELD):
+        for case in selections(split, tools, COUNT, seed, HELD):
             of.setdefault(case.catalog, []).append(case)
         lines += [{"split": split, "tools": some[0].tools, "cases": [_plain(case) for case in some]} for some in of.values()]
     for style in kept.STYLES:
-        for one in episodes(style, EPISODES, kept.EPISODE_TOOLS, seed=kept.SEED, held=kept.HELD):
+        for one in episodes(style, EPISODES, kept.EPISODE_TOOLS, seed=SEED, held=HELD):
             steps = [_plain(step) for step in one.steps]
             lines.append({"style": style, "kind": one.kind, "catalog": one.catalog, "tools": one.steps[0].tools, "steps": steps})
     return "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
@@ -204,8 +205,8 @@ def _plain(case: Case) -> dict[str, Any]:
 class Drawn:
     """Cases of one seed, from the part of the world that is held out for `held`: for `agentcache.bench.quality.run`."""
 
-    seed: str = kept.SEED
-    held: str = kept.HELD
+    seed: str = SEED
+    held: str = HELD
 
     def selections(self, split: str, tools: int, count: int) -> list[Case]:
         return selections(split, tools, count, self.seed, self.held)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 
@@ -65,3 +67,25 @@ TEXT: list[Json] = [
         "completions": [" I look it up.", " Search[bear]"],
     }
 ]
+STEPS: list[Json] = [
+    {
+        "id": "edit-1",
+        "tools": [tool("feed")],
+        "steps": [
+            {"messages": [{"role": "system", "content": "A zoo."}, user("Feed it.")], "completion": asks("feed", 1, '{\n "id": "b"}')},
+            {"messages": [{"role": "system", "content": "A zoo."}, user("(shortened)"), user("And now?")], "completion": said("Fed.")},
+        ],
+    }
+]
+
+
+def write_traces(folder: Path) -> Path:
+    """traces/{chat,text,steps}.jsonl and tools/zoo.jsonl; returns the folder of the traces."""
+    for name, files in {
+        "traces": {"chat": CHAT, "text": TEXT, "steps": STEPS},
+        "tools": {"zoo": [tool("feed"), tool("wash"), tool("count")]},
+    }.items():
+        (folder / name).mkdir()
+        for kind, lines in files.items():
+            (folder / name / f"{kind}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    return folder / "traces"

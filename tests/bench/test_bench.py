@@ -11,18 +11,15 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import toy
-from agentcache.bench import baselines, catalog, disk, engine_timing, environment, latency, react, report, shapes
+from agentcache.bench import baselines, catalog, engine_timing, environment, latency, report, shapes
 from agentcache.bench.cli import app
 from agentcache.engine import Engine
-from agentcache.errors import ConfigError, StoreError
-from agentcache.store.disk.disk_tier import DiskTier
-from agentcache.types import StoreOptions
+from agentcache.errors import ConfigError
 from benchmarks import plots
 from tests.bench.tiny_shape import TINY_SHAPE
 
 ROW_KEYS = (
     "tools prompt_tokens tail_tokens stock_ttft_ms static_ttft_ms recipe_ttft_ms kept_ttft_ms off_ttft_ms hit_ttft_ms floor_ms "
-    "disk_cold_ttft_ms disk_warm_ttft_ms read_cold_ms read_warm_ms "
     "stock_decode_ms static_decode_ms decode_ms warm_ms group_bytes break_even_requests saved_ms_per_1000 repeats load agreement"
 ).split()
 
@@ -34,8 +31,8 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Any:
-    with Engine(*shapes.load("small"), store=StoreOptions(tmp_path / "store", refuse_slow=False)) as made:
+def engine() -> Any:
+    with Engine(*shapes.load("small")) as made:
         yield made
 
 
@@ -60,7 +57,7 @@ def refused(*arguments: str) -> str:
 
 def test_latency_ends_in_one_json_line_with_every_figure(tmp_path: Path) -> None:
     path, picture = tmp_path / "out.json", tmp_path / "out.png"
-    options = ("--tools", "3,1", "--repeats", "2", "--slow-repeats", "1", "--decode", "2", "--tail", "40", "--no-second-process")
+    options = ("--tools", "3,1", "--repeats", "2", "--slow-repeats", "1", "--decode", "2", "--tail", "40")
     said, shown = run("latency", "--shape", "small", *options, "--json", str(path))
     assert json.loads(path.read_text()) == said
     assert [row["tools"] for row in said["rows"]] == [1, 3]
@@ -81,9 +78,7 @@ def test_latency_ends_in_one_json_line_with_every_figure(tmp_path: Path) -> None
 
 def test_a_prompt_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", {**TINY_SHAPE, "max_position_embeddings": 600}))
-    said, _ = run(
-        "latency", "--tools", "1,20", "--repeats", "1", "--decode", "1", "--tail", "40", "--no-second-process", "--stock-dtype", "float32"
-    )
+    said, _ = run("latency", "--tools", "1,20", "--repeats", "1", "--decode", "1", "--tail", "40", "--stock-dtype", "float32")
     assert said["stock_dtype"] == "float32"
     assert said["too_long"] == [20]
     assert [row["tools"] for row in said["rows"]] == [1]
@@ -107,7 +102,7 @@ def test_a_hit_that_is_none_is_noticed(engine: Engine) -> None:
     scene = scene_of(engine)
     engine.release("bench", namespace=scene.namespace)
     engine.store.clear()
-    with pytest.raises(AssertionError, match="a hit of .* in memory was to be timed, .* came from disk"):
+    with pytest.raises(AssertionError, match="was to be timed, the receipt says 0"):
         latency.methods(scene, 0, 1)["hit"]()
 
 
@@ -136,37 +131,6 @@ def test_other_tokens_are_noticed(engine: Engine) -> None:
     scene.gaps.append(0.01)
     latency.check(scene, {**good, "stock": answer(4)}, "bfloat16")
     assert scene.agreed == {"stock": [True, False]}
-
-
-@pytest.mark.impatient
-def test_a_slow_moment_of_the_disk_counts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere the engine computes instead of waiting for a stalled disk; a benchmark of the disk waits."""
-    scene, read, stalls = scene_of(engine), DiskTier.read, [0.2]
-
-    def stalled(self: DiskTier, rows: Any, pages: Any, stop: Any, progress: Any) -> Any:
-        assert not stop.wait(stalls.pop() if stalls else 0.0), "left for computing"
-        return read(self, rows, pages, stop, progress)
-
-    monkeypatch.setattr(DiskTier, "read", stalled)
-    done, receipt = disk.hit(engine, scene.namespace, scene.turns[0], scene.tools, 1, cold=False)
-    assert not stalls
-    assert receipt.disk_tokens == receipt.cached_tokens > 0
-    assert done.ttft_ms > 200
-    monkeypatch.setattr(DiskTier, "read", lambda self, rows, pages, stop, progress: StoreError("gone"))
-    with pytest.raises(AssertionError, match="came from disk"):
-        disk.hit(engine, scene.namespace, scene.turns[0], scene.tools, 1, cold=True)
-
-
-def test_another_process_finds_the_group_on_disk(model_folder: Path, tmp_path: Path) -> None:
-    """The command asks it, and fails if that process draws other tokens or computes what is on disk."""
-    options = ("--repeats", "1", "--decode", "1", "--tail", "30", "--dtype", "float32", "--store-dir", str(tmp_path))
-    said, shown = run("latency", "--model", str(model_folder), "--tools", "2", *options)
-    (row,) = said["rows"]
-    for kind in ("cold", "warm"):
-        assert row["second_process"][kind]["ttft_ms"] > 0
-        assert row["second_process"][kind]["disk_tokens"] >= row["prefix_tokens"] - 2
-    assert "2nd cold" in shown
-    assert not list(tmp_path.iterdir()), "the store of the run was left behind"
 
 
 def test_store_bench_reads_what_it_wrote(tmp_path: Path) -> None:
@@ -250,7 +214,7 @@ def test_tool_sizes_are_as_described() -> None:
 
 
 def test_load_of_this_process_is_not_foreign() -> None:
-    with environment.Watch() as seen:
+    with environment.watch() as seen:
         sum(range(2_000_000))
     assert seen.wall_ms > 0
     assert 0 <= seen.foreign <= 1
@@ -259,15 +223,3 @@ def test_load_of_this_process_is_not_foreign() -> None:
 def test_tables_show_a_dash_for_what_was_not_measured() -> None:
     assert report.number(None) == "-"
     assert report.number(1234.5, 1) == "1,234.5"
-
-
-def test_oracle() -> None:
-    oracle = react.Oracle()
-    assert oracle.known([1, 2, 3]) == 0
-    for ids in ([1, 2, 3, 4], [1, 2, 9], [300, 2], [1, 2, 3, 4, 5], [1, 2]):
-        oracle.add(ids)
-    assert oracle.known([1, 2, 3, 4, 5, 6]) == 5
-    assert oracle.known([1, 2, 9, 9]) == 3
-    assert oracle.known([1, 2, 7]) == 2
-    assert oracle.known([300]) == 1
-    assert oracle.known([44]) == 0

@@ -16,7 +16,7 @@ from agentcache.bench.cli import app
 from agentcache.bench.quality_cases import Case, Right
 from agentcache.bench.quality_score import Ratio, Said
 from agentcache.engine import Engine
-from agentcache.errors import ConfigError, GenerationError
+from agentcache.errors import ConfigError
 from examples.embedded import checkpoints
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(ask: Callable[[Case], Said], monkeypatch: pytest.MonkeyPatch, options: quality.Options = CELL) -> dict[str, Any]:
     monkeypatch.setattr(quality, "asking", lambda engine, reuse=None: ask)
-    return quality.run(None, options, quality_cases, lambda text: None)  # type: ignore[arg-type]
+    return quality.run(None, options, lambda text: None)  # type: ignore[arg-type]
 
 
 # What is asked
@@ -86,23 +86,6 @@ def test_arguments_are_compared_by_meaning(given: dict[str, Any], acceptable: An
     assert quality_score.pairs(Right("t", {"a": "x", "b": 2}, acceptable), given) == counts
 
 
-def test_bm25_takes_the_tool_whose_words_fit() -> None:
-    tools = [
-        {"function": {"name": "deleteOrder", "description": "Removes one."}},
-        {"function": {"name": "order_get", "description": "Fetch the orders."}},
-    ]
-    assert quality_score.bm25("please delete the order", tools) == "deleteOrder"
-    assert quality_score.bm25("fetch order 5", tools) == "order_get"
-    assert quality_score.bm25("hello", tools) == quality_score.first(tools) == "deleteOrder"
-
-
-def test_bm25_reads_parameters_where_it_is_asked_to() -> None:
-    known = {"type": "object", "properties": {"gohus": {"type": "string", "description": "A colour."}}}
-    tools = [{"name": "sell_chair"}, {"type": "function", "function": {"name": "sell_table", "parameters": known}}]
-    for query in ("sell it with gohus red", "sell it in another colour"):
-        assert (quality_score.bm25(query, tools), quality_score.bm25(query, tools, params=True)) == ("sell_chair", "sell_table")
-
-
 def test_an_interval_holds_its_figure_and_clusters_widen_it() -> None:
     alone = Ratio({number: (number % 2, 1) for number in range(100)}).interval()
     clustered = Ratio({number: (10 * (number % 2), 10) for number in range(10)}).interval()
@@ -125,11 +108,8 @@ def test_a_perfect_model_scores_all_and_a_silent_one_nothing(monkeypatch: pytest
     (row,) = found["rows"]
     assert (row["split"], row["tools"], row["n"]) == ("unseen tools", 8, 30)
     assert [row[name] for name in ("tsa", "pf1", "em", "fpr", "fnr")] == [1, 1, 1, 0, 0]
-    assert 0 < row["bm25_tsa"] < 1
     assert [one["solved"] for one in found["episodes"]] == [1, 1, 1]
     assert {one["style"] for one in found["episodes"]} == {"hermes", "langchain", "llamaindex"}
-    assert {part["share"] for part in found["shares"]} == {"independent", "context"}
-    assert sum(part["n"] for part in found["shares"]) == 30
     found = asked(empty_answer, monkeypatch)
     assert [found["rows"][0][name] for name in ("tsa", "pf1", "em", "fpr", "fnr")] == [0, 0, 0, 0, 1]
     assert [one["solved"] for one in found["episodes"]] == [0, 0, 0]
@@ -178,24 +158,6 @@ def test_numbers_below_zero_are_other_numbers() -> None:
     assert not quality_score.right(step, Said(None, {}, "The answer is 107."))
 
 
-def test_a_comparison_in_which_nothing_was_reused_is_none(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(quality, "asking", lambda engine, reuse=None: empty_answer)
-    with Engine(str(folder), store=None) as engine, pytest.raises(GenerationError, match="nothing is compared"):
-        quality._paired(engine, quality.Options(paired=2, part_tools=5), quality_cases, lambda said: None)
-
-
-def test_two_answers_that_are_none_are_not_the_same_tokens(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def asking(engine: Engine, reuse: str | None = None) -> Callable[[Case], Said]:
-        kept = 0 if reuse == "off" else 5
-        answers = iter((Said(None, {}, failed="too long"), Said(None, {}, ids=(1, 2), cached=kept)))
-        return lambda case: next(answers)
-
-    monkeypatch.setattr(quality, "asking", asking)
-    with Engine(str(folder), store=None) as engine:
-        found = quality._paired(engine, quality.Options(paired=2, part_tools=5, agents=1), quality_cases, lambda said: None)
-    assert (found["n"], found["same"]) == (2, 1)
-
-
 NAMED = replace(STEP, right=Right("get_order", {"id": "Köln"}))
 
 
@@ -242,8 +204,6 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
         "hermes",
         "--dtype",
         "float32",
-        "--paired",
-        "2",
         "--json",
         str(out),
     ]
@@ -252,11 +212,8 @@ def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeyp
     found = json.loads(out.read_text())
     assert json.loads(done.stdout.splitlines()[-1]) == found
     assert found["bench"] == "quality"
-    assert {"split", "tools", "n", "tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa"} <= found["rows"][0].keys()
+    assert {"split", "tools", "n", "tsa", "pf1", "em", "fpr", "fnr"} <= found["rows"][0].keys()
     assert {"style", "n", "solved"} <= found["episodes"][0].keys()
-    assert found["paired"][0]["same"] == 2
-    assert found["paired"][0]["cached_tokens"] > 0
-    assert (found["held"], found["seed"]) == ("test", "bench")
     assert "dialogues of several calls" in done.stdout
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from agentcache.bench import quality_asking, quality_cases, quality_score
 from agentcache.bench.quality_cases import Case
 from agentcache.bench.quality_score import Said
 from agentcache.engine import Engine
-from benchmarks import quality, quality_spoil
+from agentcache.errors import GenerationError
+from benchmarks import quality, quality_baselines, quality_spoil
 from examples.embedded import cases as drawn
 from examples.embedded import checkpoints
 from examples.embedded import model as models
@@ -165,6 +167,52 @@ def test_variants_change_what_changes_nothing() -> None:
     assert all(len(b.prompt) > len(a.prompt) and list(b.prompt[-1:]) == list(a.prompt[-1:]) for a, b in zip(plain, behind))
 
 
+def test_bm25_takes_the_tool_whose_words_fit() -> None:
+    tools = [
+        {"function": {"name": "deleteOrder", "description": "Removes one."}},
+        {"function": {"name": "order_get", "description": "Fetch the orders."}},
+    ]
+    assert quality_baselines.bm25("please delete the order", tools) == "deleteOrder"
+    assert quality_baselines.bm25("fetch order 5", tools) == "order_get"
+    assert quality_baselines.bm25("hello", tools) == quality_baselines.first(tools) == "deleteOrder"
+
+
+def test_bm25_reads_parameters_where_it_is_asked_to() -> None:
+    known = {"type": "object", "properties": {"gohus": {"type": "string", "description": "A colour."}}}
+    tools = [{"name": "sell_chair"}, {"type": "function", "function": {"name": "sell_table", "parameters": known}}]
+    for query in ("sell it with gohus red", "sell it in another colour"):
+        assert (quality_baselines.bm25(query, tools), quality_baselines.bm25(query, tools, params=True)) == ("sell_chair", "sell_table")
+
+
+def test_cells_have_baselines_and_shares_by_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "asking", lambda engine: right_answer)
+    parts = quality.Parts(splits=("unseen tools",), sizes=(8,), count=30)
+    found = quality.more(None, parts, drawn.Drawn(), lambda text: None)  # type: ignore[arg-type]
+    (row,) = found["rows"]
+    assert 0 < row["bm25_tsa"] < 1
+    assert row["tsa"] == 1
+    assert {part["share"] for part in found["shares"]} == {"independent", "context"}
+    assert sum(part["n"] for part in found["shares"]) == 30
+
+
+def test_a_comparison_in_which_nothing_was_reused_is_none(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(quality, "asking", lambda engine, reuse=None: empty_answer)
+    with Engine(str(folder), store=None) as engine, pytest.raises(GenerationError, match="nothing is compared"):
+        quality.more(engine, quality.Parts(paired=2, tools=5), drawn.Drawn(), lambda said: None)
+
+
+def test_two_answers_that_are_none_are_not_the_same_tokens(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def asking(engine: Engine, reuse: str | None = None) -> Callable[[Case], Said]:
+        kept = 0 if reuse == "off" else 5
+        answers = iter((Said(None, {}, failed="too long"), Said(None, {}, ids=(1, 2), cached=kept)))
+        return lambda case: next(answers)
+
+    monkeypatch.setattr(quality, "asking", asking)
+    with Engine(str(folder), store=None) as engine:
+        (found,) = quality.more(engine, quality.Parts(paired=2, tools=5, agents=1), drawn.Drawn(), lambda said: None)["paired"]
+    assert (found["n"], found["same"]) == (2, 1)
+
+
 def test_a_clock_at_each_step_has_its_losses_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [step.volatile for one in drawn.episodes("hermes", 3) for step in drawn.with_clock(one, "system").steps]
     assert all(message.role == "system" and re.fullmatch(r"It is \d\d:\d\d\.", message.content) for (message,) in told)
@@ -212,6 +260,7 @@ def test_the_lab_asks_more_and_ends_in_one_json_line(folder: Path, tmp_path: Pat
     assert found["bench"] == "quality"
     assert {"split", "tools", "n", "tsa", "pf1", "em", "fpr", "fnr", "bm25_tsa"} <= found["rows"][0].keys()
     assert {"style", "n", "solved"} <= found["episodes"][0].keys()
+    assert found["rows"][0]["n"] == 3
     assert found["paired"][0]["same"] == 2
     assert found["paired"][0]["cached_tokens"] > 0
     assert [row["variant"] for row in found["variants"]] == list(drawn.VARIANTS)

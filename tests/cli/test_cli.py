@@ -60,7 +60,7 @@ def test_doctor_json_says_versions_machine_and_numerics() -> None:
     assert code == 0
     assert report["installation"] == "ok"
     assert report["versions"]["agentcache"] == __version__
-    assert report["machine"]["processors"] >= 1
+    assert report["machine"]["cores"] >= 1
     assert report["numerics"]["float32"]["numerics"]
 
 

@@ -94,15 +94,6 @@ def test_ls_lists_groups(place: Path) -> None:
     assert told("ls", "--store", place, "--namespace", "alice")["groups"] == []
 
 
-def test_ls_all_sums_all_pages(place: Path) -> None:
-    assert "alice" in said("ls", "--store", place, "--all")
-    sums = told("ls", "--store", place, "--all")["pages"]
-    assert [(s["namespace"], s["model"], s["role"], s["precision"], s["rows"], s["tokens"]) for s in sums] == [
-        ("alice", "toy", "turn", "exact", 2, 700), ("tests", "toy", "group", "exact", 3, 1200)
-    ]  # fmt: skip
-    assert sum(s["bytes"] for s in sums) == told("stats", "--store", place)["bytes"]
-
-
 def test_ls_of_an_empty_store(tmp_path: Path) -> None:
     Folder.open(tmp_path / "new")
     assert said("ls", "--store", tmp_path / "new").startswith("no tool groups")

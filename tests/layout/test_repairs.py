@@ -15,7 +15,7 @@ from agentcache import LayoutOptions
 from agentcache.errors import ConfigError, TemplateError
 from agentcache.layout import Renderer
 from agentcache.layout.repairs import REPAIRS, applicable
-from agentcache.lint.templates import Bare, probe
+from agentcache.lint.templates import probe, wordless
 from tests.chat_templates import CHATML, DATED, FIRST_USER, LAST_USER, REASONING, episode, tokenizer, tool
 
 TOOLS = [tool("search", "Finds flights."), tool("book", "Books one.")]
@@ -102,4 +102,4 @@ def test_what_applies_is_what_can_be_asked_for() -> None:
     known = {"tools-first": LAST_USER, "keep-thinking": THINKS, "date": DATED}
     assert {name: applicable(template) for name, template in known.items()} == {name: [name] for name in known}
     assert applicable(CHATML) == []
-    assert [one.answer for one in probe(Bare(LAST_USER)) if one.name == "can be repaired"] == ["tools-first"]
+    assert [one.answer for one in probe(wordless(LAST_USER)) if one.name == "can be repaired"] == ["tools-first"]

@@ -16,7 +16,7 @@ from agentcache.lint import Options, Report, json_stream, lint
 from agentcache.lint.templated import Loaded
 from tests import chat_templates as templates
 from tests.checkout import ROOT
-from tests.lint.requests import SYSTEM, TOOLS, conversation, tool, with_system_line
+from tests.lint.requests import TOOLS, conversation, tool, with_system_line
 from tests.models import toy_tokenizer
 
 CLOCKED = [{"conversation_id": "a", **body} for body in with_system_line(conversation(1), ["It is 09:26.", "It is 09:27."])]
@@ -42,13 +42,7 @@ def said(role: str, **fields: Any) -> dict[str, Any]:
 ODD = {
     "reasoning that is a number": (said("assistant", reasoning_details=5, thinking_blocks="x"), "reasoning_details=5"),
     "text nested without end": ({"body": "[" * 200_000}, "no request"),
-    "names that are a number": ({"tools_ref": "x", "tool_names": 5, **said("user")}, "tool_names=5"),
-    "tools of a transcript that are none": ({"tool_names": [], "tools": 7, **said("user")}, "tools=7"),
-    "an event whose place is a text": (
-        {"tools_events": [{"before_message": "1", "add_tools": ["x"]}, 3, {"before_message": 0, "add_tools": 4}], **said("user")},
-        "before_message",
-    ),
-    "events that are a number": ({"tools_events": 5, **said("user")}, "tools_events=5"),
+    "tools that are none": ({"tools": 7, **said("user")}, "tools=7"),
     "content nested deeply": (said("user", content=deep(480)), ""),
     "content nested more deeply": (said("user", content=deep(2_000)), "nested too deeply"),
 }
@@ -64,19 +58,6 @@ def test_tools_nested_too_deeply_to_be_compared() -> None:
     one, two = ({"conversation_id": "b", **said("user"), "tools": [{"name": "x", "deep": deep(220, n)}]} for n in (1, 2))
     found = lint([one, CLOCKED[0], two, CLOCKED[1]])
     assert [str(finding.cause) for finding in found.findings if finding.conversation == "a"] == ["clock"]
-
-
-def test_a_damaged_catalog(tmp_path: Path) -> None:
-    lines = [json.dumps(TOOLS[0]), '{"name": "half', "[" * 100_000, json.dumps(TOOLS[1])]
-    (tmp_path / "harbour.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"name": "\xff"}\n')
-    names = [one["function"]["name"] for one in TOOLS[:2]]
-    record = {"id": "e", "system": SYSTEM, "tools_ref": "harbour", "tool_names": names, "messages": [{"role": "assistant", "content": "a"}]}
-    found = between(record, tools_dir=tmp_path)
-    assert [problem.message for problem in found.problems] == [
-        f"tools_ref='harbour': line {number} of the catalog is not JSON: that tool is left out" for number in (2, 3)
-    ]
-    (tmp_path / "gone.jsonl").mkdir()
-    assert "no such catalog" in between({**record, "tools_ref": "gone"}, tools_dir=tmp_path).problems[0].message
 
 
 @pytest.mark.parametrize("odd", ["rename", {"function": "rename"}, {"type": "web_search"}, 5, {"name": 7}])
@@ -99,8 +80,6 @@ SECRETS = {
     "keys": {"patient hunter2": 1},
     "nothing": "hunter2",
     "a tool": {"messages": [], "tools": [{"description": "is hunter2"}]},
-    "catalog": {"tools_ref": "hunter2", "messages": []},
-    "names": {"tool_names": {"hunter2": 1}, "messages": []},
     "provider": {"previous_response_id": "hunter2", "input": []},
 }
 

@@ -95,7 +95,7 @@ def test_what_is_kept_is_bounded_and_the_newest_stays() -> None:
         if number < 4 or body["request"].pop("previous_response_id")
     ]
     assert not any(alone)
-    assert 0 < kept._size <= 4_000
+    assert 0 < kept.size <= 4_000
     late = turn(40, "resp_39")
     assert not kept.whole(late["request"], late, lambda wording, *values: None)[1]
     lost = turn(41, "resp_5")

@@ -145,32 +145,6 @@ def test_transcripts(tmp_path: Path) -> None:
     assert (len(found.steps), found.conversations, causes(found)) == (3, 1, [])
 
 
-def test_recorded_episodes(tmp_path: Path) -> None:
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "harbour.jsonl").write_text("\n".join(map(json.dumps, TOOLS)), encoding="utf-8")
-    messages = [*conversation(2)[-1]["messages"][1:], {"role": "assistant", "content": "Yes."}]
-    chat = {"id": "e1", "system": "Be kind.", "tools_ref": "harbour", "tool_names": ["find_berth"], "messages": messages}
-    events = {**chat, "id": "e2", "tools_events": [{"before_message": 3, "add_tools": ["close_gate"]}]}
-    text = {"id": "e3", "prompts": ["Q\n", "Q\nA\n"], "completions": ["A", "B"]}
-    steps = {
-        "id": "e4",
-        "tools": TOOLS,
-        "steps": [{"messages": body["messages"], "completion": {"role": "assistant"}} for body in clocked()],
-    }
-    (tmp_path / "traces").mkdir()
-    found = lint(lines(tmp_path / "traces", [chat, events, text, steps]))
-    assert found.problems == []
-    assert (len(found.steps), found.conversations) == (3 + 3 + 2 + 3, 4)
-    assert [(finding.conversation, str(finding.cause)) for finding in found.findings] == [
-        ("e2", "changed tool set"),
-        ("e4", "clock"),
-        ("e4", "clock"),
-    ]
-    lost = lint(lines(tmp_path, [chat]))
-    assert "--tools-dir" in lost.problems[0].message
-    assert lint(lines(tmp_path, [chat]), Options(tools_dir=tmp_path / "tools")).problems == []
-
-
 def test_program_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "harbour_log.py").write_text("import json\ndef requests():\n    yield from json.loads(TEXT)\nTEXT = ''\nNUMBER = 3\n")

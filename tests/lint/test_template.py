@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from agentcache.cli import app as cli
 from agentcache.lint import Cause, Options, Report, lint
 from agentcache.lint.templated import Loaded, Templated
-from agentcache.lint.templates import Bare, Probe, probe, template_of
+from agentcache.lint.templates import Probe, probe, template_of, wordless
 from tests import chat_templates as templates
 from tests.lint.requests import conversation, with_system_line
 from tests.models import toy_tokenizer
@@ -112,7 +112,7 @@ def test_ids_do_not_depend_on_what_was_tokenised_before() -> None:
         known = templated.prompt(request, known)
         made.append(known)
         assert list(known.encoded.ids) == TOKENIZER(known.encoded.text, add_special_tokens=False)["input_ids"]
-        assert sum(len(part.body) for part in known.parts) == len(known.encoded.ids)
+        assert sum(len(part) for part in known.parts) == len(known.encoded.ids)
 
 
 def test_ids_that_a_template_refuses_are_numbered() -> None:
@@ -126,7 +126,7 @@ def test_ids_that_a_template_refuses_are_numbered() -> None:
 
 
 def answers(template: str) -> dict[str, Probe]:
-    return {one.name: one for one in probe(Bare(template))}
+    return {one.name: one for one in probe(wordless(template))}
 
 
 def test_a_good_template_has_no_bad_answer() -> None:
