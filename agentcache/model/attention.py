@@ -6,31 +6,29 @@ masked where a key comes after r, or is outside the window or the chunk; a sink 
     m = max over z and all blocks of s_b        l = exp(z - m) + Σ_b Σ exp(s_b - m)        out = Σ_b exp(s_b - m) V_b / l
 
 in fp32, blocks in ascending order. A fully masked block adds exact zeros, so the result of a row does not depend on how many rows or
-blocks were in the call. Tiles of heads and queries keep the scores within a fixed buffer.
+blocks were in the call. Compiled by `kernels/paged_attention.py`; where nothing is compiled, by the library's products, in tiles of heads
+and queries that keep the scores within a fixed buffer.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
-from .kernels import attention_bf16, attention_few
-from .kernels.dispatch import attention_blocks
+from .kernels import paged_attention
 from .kernels.scratch import scratch
 from .numerics import LEAST_WEIGHT, Numerics
 
 _LEAST = -87.0  # its exponential is a normal number below LEAST_WEIGHT
 SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values
-SHARED_ELEMENTS = 1 << 23  # 32 MB of widened pages that several parts of a pack read: widened once per layer, not once per part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """How one layer attends. Without the last three, compiled kernels do all of it.
+    """How one layer attends.
 
     window: of keys that a row sees, its own included, 0 for all. chunk: positions of the same multiple see each other, 0 for all.
     softcap: bound of the scores, 0 for none. sinks: scores [heads] of keys without values.
@@ -86,17 +84,6 @@ class Batch:
     numerics: Numerics
     later: list[Part] = field(default_factory=list)
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    shared: dict[int, int] = field(init=False, default_factory=dict)  # id of a page -> its buffers
-    widened: dict[tuple[str, int], int] = field(init=False, default_factory=dict)  # (kind, buffer) -> the layer it holds
-
-    def __post_init__(self) -> None:
-        if not self.numerics.widen or len(self.parts) < 2:
-            return
-        spec = self.parts[0].sequence.spec
-        most = SHARED_ELEMENTS // (2 * PAGE_TOKENS * spec.kv_heads * spec.head_dim)
-        # sealed ones only: nothing is written to them while this forward runs
-        seen = Counter(id(page) for part in self.parts for page in part.sequence.pages if page.sealed)
-        self.shared = {page: at for at, (page, times) in enumerate(seen.most_common(most)) if times > 1}
 
 
 def _mask(batch: Batch, first: int, count: int, group: int, block: int, how: Attention) -> torch.Tensor | None:
@@ -114,25 +101,8 @@ def _mask(batch: Batch, first: int, count: int, group: int, block: int, how: Att
 def _block(batch: Batch, kind: str, page: Page, layer: int, heads: slice) -> torch.Tensor:
     """Keys or values of one page for some heads, in the type that is computed in."""
     stored = (page.layer_keys if kind == "keys" else page.layer_values)[layer]
-    whole = heads.stop - heads.start == stored.shape[0]
-    if not batch.numerics.widen:
-        return stored if whole else stored[heads]
-    buffer = batch.shared.get(id(page)) if whole else None
-    if buffer is None:
-        part = stored if whole else stored[heads]
-        return scratch(kind, part.numel()).view(part.shape).copy_(part)
-    wide = scratch(f"{kind} {buffer}", stored.numel()).view(stored.shape)
-    if batch.widened.get((kind, buffer)) != layer:
-        wide.copy_(stored)
-        batch.widened[kind, buffer] = layer
-    return wide
-
-
-def _few(batch: Batch, rows: int, page: Page, layer: int) -> tuple[int, int] | None:
-    """How compiled products of so few rows accumulate here, if they can take them. They compute each row by itself: none is padded."""
-    if not batch.numerics.widen or page.spec.widths:
-        return None
-    return attention_blocks(rows, page.layer_keys[layer], page.layer_values[layer])
+    part = stored if heads.stop - heads.start == stored.shape[0] else stored[heads]
+    return scratch(kind, part.numel()).view(part.shape).copy_(part) if batch.numerics.widen else part
 
 
 def _tile(
@@ -140,23 +110,19 @@ def _tile(
 ) -> torch.Tensor:
     """One tile: q [heads, rows, width of keys] of positions span = (first, count, group) -> fp32 [heads, rows or more, width of values]."""
     first, count, group = span
-    widen = batch.numerics.widen
-    order = _few(batch, q.shape[1], pages[0], layer)
-    if short := 0 if order else -q.shape[1] % batch.numerics.query_rows:
+    if short := -q.shape[1] % batch.numerics.query_rows:
         q = torch.nn.functional.pad(q, (0, 0, 0, short))
     blocks = range(how.first_key(first) // PAGE_TOKENS, (first + count - 1) // PAGE_TOKENS + 1)
     shape = (len(blocks), q.shape[0], q.shape[1], PAGE_TOKENS)
     scores = scratch("scores", shape[0] * shape[1] * shape[2] * PAGE_TOKENS).view(shape)
     real = count * group  # rows behind it are padding
-    if order:
-        attention_few.scores(q[None], [pages[block].layer_keys[layer][heads] for block in blocks], scores, order[0])
-    for i, block in enumerate(blocks if not order else ()):
+    for i, block in enumerate(blocks):
         keys = _block(batch, "keys", pages[block], layer, heads)
         if keys.dtype == torch.float32:
             torch.bmm(q, keys, out=scores[i])
         else:
             scores[i].copy_(torch.bmm(q, keys))
-    if not widen:
+    if not batch.numerics.widen:
         scores.mul_(how.scale)
     if how.softcap:
         scores.div_(how.softcap).tanh_().mul_(how.softcap)
@@ -175,9 +141,6 @@ def _tile(
         total = total + sums[i]
     if sinks is not None:
         total = total + (sinks - most).exp_()[0, ..., 0]
-    if order:
-        values_of = [pages[block].layer_values[layer][heads] for block in blocks]
-        return attention_few.mix(scores, values_of, 1, order[1])[0].div_(total[..., None])
     out = torch.zeros(*q.shape[:2], pages[0].layer_values[layer].shape[-1], dtype=torch.float32)
     for i, block in enumerate(blocks):
         values = _block(batch, "values", pages[block], layer, heads)
@@ -211,52 +174,6 @@ def write(part: Part, layer: int, keys: torch.Tensor, values: torch.Tensor) -> N
     part.sequence.write(layer, part.start, keys, values)
 
 
-def attend_together(batch: Batch, layer: int, query: torch.Tensor, how: Attention, out: torch.Tensor) -> set[int]:
-    """The attention of decoding parts, those with equally many pages at once, into their rows of out; returns the offsets of what it did.
-
-    query, out [rows, heads, head_dim]; of a plain layer without a window. The bits are those of `attend`: only calls are saved, which
-    is what many agents wait for.
-    """
-    spec = batch.parts[0].sequence.spec
-    kv_heads, dim = spec.kv_heads, query.shape[-1]
-    group = query.shape[1] // kv_heads
-    alike: dict[int, list[Part]] = {}
-    for part in batch.parts:
-        if part.count == 1:
-            alike.setdefault(part.start // PAGE_TOKENS + 1, []).append(part)
-    done: set[int] = set()
-    for blocks, parts in alike.items():
-        order = _few(batch, group, parts[0].sequence.pages[0], layer) if len(parts) > 1 else None
-        if order is None or blocks * len(parts) * kv_heads * group * PAGE_TOKENS > SCORE_ELEMENTS:
-            continue
-        rows = torch.tensor([part.offset for part in parts])
-        q = query[rows].view(len(parts), kv_heads, group, dim).float() * how.scale
-        pages = [page for part in parts for page in part.sequence.pages[:blocks]]
-        flat = scratch("scores", blocks * len(parts) * kv_heads * group * PAGE_TOKENS)
-        scores = flat.view(len(parts), blocks, kv_heads, group, PAGE_TOKENS)
-        attention_few.scores(q, [page.layer_keys[layer] for page in pages], scores.flatten(0, 1), order[0])
-        scores[:, -1].masked_fill_(_behind(batch, blocks, parts), float("-inf"))
-        _exponentiate(scores, scores.amax((1, 4), keepdim=True))
-        sums = scores.sum(-1)
-        total = sums[:, 0]
-        for i in range(1, blocks):
-            total = total + sums[:, i]
-        mixed = attention_few.mix(scores.flatten(0, 1), [page.layer_values[layer] for page in pages], len(parts), order[1])
-        mixed = mixed.div_(total[..., None])
-        out[rows] = mixed.reshape(len(parts), kv_heads * group, dim).to(out.dtype)
-        done.update(part.offset for part in parts)
-    return done
-
-
-def _behind(batch: Batch, blocks: int, parts: list[Part]) -> torch.Tensor:
-    """True where a slot of the last page lies behind its part's position [parts, 1, 1, 512]; the same in all layers."""
-    key = (-1, blocks, 0, 0, 0)
-    if key not in batch.masks:
-        slots = torch.tensor([part.start % PAGE_TOKENS for part in parts])
-        batch.masks[key] = (torch.arange(PAGE_TOKENS) > slots[:, None])[:, None, None]
-    return batch.masks[key]
-
-
 def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Attention) -> torch.Tensor:
     """Attention of one part: query [count, heads, width of keys] at positions from part.start on -> [count, heads, width of values].
 
@@ -268,10 +185,11 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Atten
     kv_heads, _, width = part.sequence.pages[0].layer_values[layer].shape
     group = heads // kv_heads
     blocks = (part.start + count - 1) // PAGE_TOKENS + 1
-    if batch.numerics.pairs:
+    if batch.numerics.compiled:
         pages = part.sequence.pages[:blocks]
-        keys, values = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
-        return attention_bf16.attend(query, keys, values, part.start, how.scale, how.window, partial(scratch, "scores"))
+        stored = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
+        bounds = (how.scale, how.window, how.chunk, how.softcap, how.sinks)
+        return paged_attention.attend(query, *stored, part.start, *bounds, partial(scratch, "scores"))
     scale = how.scale
     if count == 1 and blocks * PAGE_TOKENS * heads <= SCORE_ELEMENTS:  # a decoding step: the same without the loops
         q = query.view(kv_heads, group, dim)

@@ -87,7 +87,10 @@ class HFModel:
     def numerics(self) -> Numerics | None:
         """Kernels and paddings for the threads of the calling thread; None if the model cannot be paged."""
         spec = self.spec
-        return probe(self.dtype, self.device, self._widths, spec.kv_heads, spec.head_dim, self._plain) if spec else None
+        if spec is None:
+            return None
+        dims = (width for _, *both in spec.layer_widths for width in both)
+        return probe(self.dtype, self.device, self._widths, spec.kv_heads, dims, self._plain)
 
     @property
     def stepped(self) -> bool:

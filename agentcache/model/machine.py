@@ -22,11 +22,11 @@ def describe() -> dict[str, Any]:
         "16-bit matrix units": {str(d).removeprefix("torch."): has_16bit_units(d) for d in (torch.bfloat16, torch.float16)},
     }
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        found = probe(dtype, torch.device("cpu"), (1024,), 4, 128)
+        found = probe(dtype, torch.device("cpu"), (1024,), 4, (128,))
         report[str(dtype).removeprefix("torch.")] = {
             "bitwise": found.pure,
             "kernel": found.kernel,
-            "attention": "compiled" if found.pairs else "batched products",
+            "attention": "compiled" if found.compiled else "batched products",
             "linear rows padded to": found.rows,
             "attention rows padded to": found.query_rows,
             "numerics": found.digest,

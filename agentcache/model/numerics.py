@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from blake3 import blake3
 
 from ..kv import PAGE_TOKENS
-from .kernels import attention_bf16
+from .kernels import paged_attention
 from .kernels.accumulation import COLUMNS, pattern
 from .kernels.dispatch import Kernel, linear
 from .kernels.instructions import has_16bit_units
@@ -33,13 +34,13 @@ class Numerics:
     """What the probe found. Equal digests on equal weights mean equal bits.
 
     rows, query_rows: multiples to which rows of linear layers and of attention are padded.
-    widen: 16-bit attention is computed in fp32. pairs: attention is compiled (attention_bf16.py). pure: row purity holds with these
+    widen: 16-bit attention is computed in fp32. compiled: attention is (paged_attention.py). pure: row purity holds with these
     paddings.
     """
 
     kernel: Kernel
     widen: bool
-    pairs: bool
+    compiled: bool
     rows: int
     query_rows: int
     pure: bool
@@ -121,13 +122,15 @@ def _probe_functions(dtype: torch.dtype, device: torch.device, seen: Any) -> Non
         seen.update(found.float().cpu().numpy().tobytes())
 
 
-def _probe_pairs(heads: int, head_dim: int, seen: Any) -> set[int]:
-    keys, values = (torch.stack([pattern(*shape, torch.bfloat16, torch.device("cpu"), salt + h) for h in range(heads)])
-                    for salt, shape in ((11, (head_dim, PAGE_TOKENS)), (31, (PAGE_TOKENS, head_dim))))  # fmt: skip
-    queries = torch.stack([pattern(_ROWS[-1], head_dim, torch.bfloat16, torch.device("cpu"), 51 + h) for h in range(2 * heads)], 1)
+def _probe_compiled(heads: int, head_dims: tuple[int, ...], dtype: torch.dtype, seen: Any) -> set[int]:
+    cpu, (dim, width) = torch.device("cpu"), (head_dims[0], head_dims[-1])
+    keys, values = (torch.stack([pattern(*shape, dtype, cpu, salt + h) for h in range(heads)])
+                    for salt, shape in ((11, (dim, PAGE_TOKENS)), (31, (PAGE_TOKENS, width))))  # fmt: skip
+    queries = torch.stack([pattern(_ROWS[-1], dim, dtype, cpu, 51 + h) for h in range(2 * heads)], 1)
 
     def run(start: int, stop: int) -> torch.Tensor:
-        done = attention_bf16.attend(queries[start:stop], [keys], [values], start, head_dim**-0.5, 0, torch.empty)
+        bounds = (dim**-0.5, 0, 0, 30.0, pattern(1, 2 * heads, torch.float32, cpu, 91)[0])
+        done = paged_attention.attend(queries[start:stop], [keys], [values], start, *bounds, torch.empty)
         return done.transpose(0, 1).float()
 
     full = run(0, _ROWS[-1])
@@ -137,25 +140,25 @@ def _probe_pairs(heads: int, head_dim: int, seen: Any) -> set[int]:
 
 @functools.cache
 def _probe(
-    dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int, plain: bool, threads: int
+    dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dims: tuple[int, ...], plain: bool, threads: int
 ) -> Numerics:
     began = time.perf_counter()
     kernel = choose_kernel(dtype, device)
     widen = kernel == "upcast" or (not plain and dtype != torch.float32)
-    pairs = not widen and plain and attention_bf16.takes(dtype, device, head_dim)
-    seen = blake3(f"{kernel} {widen} {pairs} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
+    compiled = paged_attention.takes(dtype, device, head_dims)
+    seen = blake3(f"{kernel} {widen} {compiled} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
     with torch.inference_mode():
         _probe_functions(dtype, device, seen)
         rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _EVEN)
-        if pairs:
-            query_rows = None if _probe_pairs(min(heads, 4), head_dim, seen) else 1
+        if compiled:
+            query_rows = None if _probe_compiled(min(heads, 4), head_dims, dtype, seen) else 1
         else:
             wide = torch.float32 if widen else dtype
-            query_rows = _safe_multiple(_probe_attention(min(heads, 4), head_dim, wide, device, seen), _EVEN)
+            query_rows = _safe_multiple(_probe_attention(min(heads, 4), max(head_dims), wide, device, seen), _EVEN)
     return Numerics(
         kernel=kernel,
         widen=widen,
-        pairs=pairs,
+        compiled=compiled,
         rows=rows or 8,
         query_rows=query_rows or 8,
         pure=device.type == "cpu" and rows is not None and query_rows is not None,
@@ -165,10 +168,12 @@ def _probe(
     )
 
 
-def probe(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dim: int, plain: bool = True) -> Numerics:
-    """Find kernel, safe paddings and digest for linear layers of these input widths and this attention shape.
+def probe(
+    dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], heads: int, head_dims: Iterable[int], plain: bool = True
+) -> Numerics:
+    """Find kernel, safe paddings and digest for linear layers of these input widths and heads with keys and values of these widths.
 
-    plain: as of Attention, of all layers: others compute in fp32, by products of the library. Takes up to 200 ms, is
+    plain: as of Attention, of all layers: products of the library compute others in fp32. Takes up to 200 ms, is
     remembered for the process per thread count and shape.
     """
-    return _probe(dtype, device, tuple(sorted(set(widths))), heads, head_dim, plain, torch.get_num_threads())
+    return _probe(dtype, device, tuple(sorted(set(widths))), heads, tuple(sorted(set(head_dims))), plain, torch.get_num_threads())

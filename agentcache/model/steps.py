@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .attention import Attention, Batch, Part, attend, attend_together, write
+from .attention import Attention, Batch, Part, attend, write
 from .behaviour import EVERY_MODULE, forwards, namespaces
 from .kernels import dispatch
 from .kernels.dispatch import Kernel, linear, linears
@@ -79,14 +79,9 @@ def attended(batch: Batch, layer: int, query: torch.Tensor, width: int, how: Att
     if len(batch.parts) == 1 and batch.parts[0].count == query.shape[0]:
         return attend(batch, batch.parts[0], layer, query, how)
     out = query.new_zeros(*query.shape[:2], width)
-    together = (
-        len(batch.parts) > 1 and how.plain and not how.window and not batch.parts[0].sequence.spec.widths and query.device.type == "cpu"
-    )
-    done = attend_together(batch, layer, query, how, out) if together else ()
     for part in batch.parts:
-        if part.offset not in done:
-            rows = slice(part.offset, part.offset + part.count)
-            out[rows] = attend(batch, part, layer, query[rows], how)
+        rows = slice(part.offset, part.offset + part.count)
+        out[rows] = attend(batch, part, layer, query[rows], how)
     return out
 
 

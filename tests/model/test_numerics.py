@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from agentcache.model import machine, numerics
 from agentcache.model.hf import HFModel
-from agentcache.model.kernels import accumulation, dispatch, linear_library
+from agentcache.model.kernels import accumulation, dispatch, linear_library, paged_attention
 from agentcache.model.kernels.dispatch import RowPureLinear, linear
 from agentcache.model.numerics import Numerics, probe
 from tests import models
@@ -34,10 +34,10 @@ def forgetful() -> Any:
 @TYPES
 def test_the_probe_is_deterministic_and_remembered(dtype: torch.dtype, forgetful: None, threads: Callable[[int], None]) -> None:
     threads(1)
-    first = probe(dtype, CPU, (256, 64), 2, 32)
-    assert probe(dtype, CPU, (64, 256, 64), 2, 32) is first
+    first = probe(dtype, CPU, (256, 64), 2, (32,))
+    assert probe(dtype, CPU, (64, 256, 64), 2, (32,)) is first
     numerics._probe.cache_clear()
-    again = probe(dtype, CPU, (64, 256), 2, 32)
+    again = probe(dtype, CPU, (64, 256), 2, (32,))
     assert again is not first
     assert (again.kernel, again.widen, again.rows, again.query_rows, again.pure, again.digest) == (
         first.kernel,
@@ -49,16 +49,16 @@ def test_the_probe_is_deterministic_and_remembered(dtype: torch.dtype, forgetful
     )
     assert first.pure
     assert first.rows >= 2
-    assert first.query_rows >= (1 if first.pairs else 2)
+    assert first.query_rows >= (1 if first.compiled else 2)
     assert (first.threads, first.probe_ms > 0) == (1, True)
 
 
 def test_the_digest_differs_by_kernel_and_type(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = {probe(dtype, CPU, (64,), 2, 32).digest for dtype in (torch.float32, torch.bfloat16)}
+    digests = {probe(dtype, CPU, (64,), 2, (32,)).digest for dtype in (torch.float32, torch.bfloat16)}
     for kernel in ("upcast", "aten", "onednn"):
         numerics._probe.cache_clear()
         monkeypatch.setattr(numerics, "choose_kernel", lambda dtype, device, kernel=kernel: kernel)
-        digests.add(probe(torch.float32, CPU, (64,), 2, 32).digest)
+        digests.add(probe(torch.float32, CPU, (64,), 2, (32,)).digest)
     assert len(digests) == 4  # one of the three is what float32 runs on anyway
 
 
@@ -66,7 +66,7 @@ def test_the_digest_differs_by_kernel_and_type(forgetful: None, monkeypatch: pyt
 @pytest.mark.parametrize("count", [1, 2])
 def test_padded_rows_are_alike(dtype: torch.dtype, count: int, threads: Callable[[int], None]) -> None:
     threads(count)
-    found = probe(dtype, CPU, (256,), 2, 32)
+    found = probe(dtype, CPU, (256,), 2, (32,))
     weight, x = torch.randn(384, 256).to(dtype), torch.randn(40, 256).to(dtype)
     full = linear(found.kernel, x, weight)
     for rows in range(found.rows, 41, found.rows):
@@ -84,7 +84,7 @@ def test_threads_are_looked_up_each_time(threads: Callable[[int], None]) -> None
 def test_nothing_safe_is_not_called_pure(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     original = numerics._probed_product
     monkeypatch.setattr(numerics, "_probed_product", lambda kernel, x, weight: original(kernel, x, weight) + x.shape[0] * 1e-3)
-    found = probe(torch.float32, CPU, (64,), 2, 32)
+    found = probe(torch.float32, CPU, (64,), 2, (32,))
     assert not found.pure
     assert found.rows == 8
     assert not HFModel(models.build("llama")).bitwise
@@ -98,14 +98,22 @@ def test_one_impure_count_moves_the_padding(forgetful: None, monkeypatch: pytest
         return out + 1e-3 if x.shape[0] in (1, 2, 3, 6, 10) else out
 
     monkeypatch.setattr(numerics, "_probed_product", uneven)
-    found: Numerics = probe(torch.float32, CPU, (64,), 2, 32)
+    found: Numerics = probe(torch.float32, CPU, (64,), 2, (32,))
     assert (found.pure, found.rows) == (True, 4)
 
 
 def test_impure_attention_is_not_called_pure(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(a, b) + a.shape[0])  # how many heads run together shows
-    assert not probe(torch.float32, CPU, (64,), 2, 32).pure
+    assert not probe(torch.float32, CPU, (64,), 2, (36,)).pure, "no vector of channels: not compiled"
+
+
+def test_impure_compiled_attention_is_not_called_pure(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not paged_attention.takes(torch.float32, CPU, (32,)):
+        pytest.skip("nothing is compiled here")
+    attend = paged_attention.attend
+    monkeypatch.setattr(paged_attention, "attend", lambda q, *given: attend(q, *given) + len(q))
+    assert not probe(torch.float32, CPU, (64,), 2, (32,)).pure
 
 
 @TYPES
@@ -148,9 +156,8 @@ def test_what_is_probed_with_is_what_every_machine_makes(dtype: torch.dtype) -> 
 
 
 def test_kernels_between_the_products_count() -> None:
-    told = (
-        "from agentcache.model.numerics import probe; import torch; print(probe(torch.float32, torch.device('cpu'), (64,), 2, 16).digest)"
-    )
+    asked = "probe(torch.float32, torch.device('cpu'), (64,), 2, (16,)).digest"
+    told = f"from agentcache.model.numerics import probe; import torch; print({asked})"
     digests = []
     for capability in ("default", "avx2"):
         environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}

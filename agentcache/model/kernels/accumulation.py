@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...kv import PAGE_TOKENS
-from . import attention_few, linear_few
+from . import linear_few
 from .linear_library import product_of_library
 
 COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
@@ -71,25 +70,3 @@ def pair_block(outs: int, ins: int, threads: int) -> int | None:
         return torch.equal(wide.to(x.dtype), expected[0]) and torch.equal(wide.add_(bias).to(x.dtype), expected[1])
 
     return _first(_likely(ins), agrees) if expected[0].any() else None
-
-
-@functools.cache
-def attention_order(dim: int, threads: int) -> tuple[int, int] | None:
-    """The same for attention: the number of channels after which scores, and of keys after which mixed values, add up their chain."""
-    keys = torch.stack([pattern(dim, PAGE_TOKENS, torch.bfloat16, _CPU, 7 + h) for h in range(2)])
-    values = torch.stack([pattern(PAGE_TOKENS, dim, torch.bfloat16, _CPU, 9 + h) for h in range(2)])
-    queries = torch.stack([pattern(CHAIN_ROWS, dim, torch.bfloat16, _CPU, 13 + h) for h in range(2)]).float()
-    weights = torch.stack([pattern(CHAIN_ROWS, PAGE_TOKENS, torch.float32, _CPU, 17 + h) for h in range(4)])
-    weights = weights.abs().view(2, 2, CHAIN_ROWS, PAGE_TOKENS)
-    scores, found = torch.bmm(queries, keys.float()), torch.empty(1, 2, CHAIN_ROWS, PAGE_TOKENS)
-    mixed = torch.zeros(2, CHAIN_ROWS, dim).baddbmm_(weights[0], values.float()).baddbmm_(weights[1], values.float())
-
-    def scored(block: int) -> bool:
-        attention_few.scores(queries[None], [keys], found, block)
-        return torch.equal(found[0], scores)
-
-    def mixes(block: int) -> bool:
-        return torch.equal(attention_few.mix(weights, [values, values], 1, block)[0], mixed)
-
-    first, second = _first(_BLOCKS, scored), _first((256, *_BLOCKS), mixes)
-    return (first, second) if first and second else None

@@ -13,8 +13,7 @@ A compiled kernel has the bits of what more rows take, or of PyTorch's operation
     operation                     numbers                             rows      file              tried by
     products of linear layers     see LINEARS
     norms, rotary angles          16-bit                              any       norm_rope.py      norms_agree, heads_agree
-    attention                     bf16, multiplied in pairs           any       attention_bf16.py numerics.py: only row purity
-    attention's products          16-bit, computed in fp32            1 - 32    attention_few.py  attention_order
+    attention                     16-bit, fp32                        any       paged_attention.py  numerics.py: only row purity
     layers of a decoding step     16-bit, upcast                      1 - 8     layer.py          steps.py
 """
 
@@ -27,8 +26,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn import functional
 
-from . import attention_few, jit, linear_bf16, linear_few, linear_library, norm_rope
-from .accumulation import attention_order, chain_block, pair_block
+from . import jit, linear_bf16, linear_few, linear_library, norm_rope
+from .accumulation import chain_block, pair_block
 from .linear_library import Projection
 
 Kernel = Literal["onednn", "upcast", "aten"]
@@ -138,13 +137,6 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
     """x [rows, heads, dim], each head normalised if there is a weight [dim], and its halves rotated by cos and sin [rows, 1, dim]."""
     run = norm_rope.heads if norm_rope.takes_heads(x, weight, cos, sin) else norm_rope.plain_heads
     return run(x, weight, epsilon, cos, sin)
-
-
-def attention_blocks(rows: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int] | None:
-    """The blocks in which attention_few.py multiplies so few rows with a page's keys and with its values, if it can take them."""
-    if not (attention_few.takes(rows, keys) and attention_few.takes(rows, values)):
-        return None
-    return attention_order(values.shape[-1], torch.get_num_threads())
 
 
 def compile_products() -> None:

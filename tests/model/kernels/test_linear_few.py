@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from agentcache.model.kernels import accumulation, attention_few, dispatch, jit, linear_bf16, linear_few, linear_library
+from agentcache.model.kernels import accumulation, dispatch, jit, linear_bf16, linear_few, linear_library
 from agentcache.model.kernels.dispatch import linear
 from agentcache.model.kernels.ir import Code
 
@@ -97,43 +97,6 @@ def test_many_threads_at_once() -> None:
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("dim", [16, 64, 80, 128])
-def test_attention_of_few_rows_equals_the_batched_products(
-    dim: int, dtype: torch.dtype, count: int, threads: Callable[[int], None]
-) -> None:
-    threads(count)
-    torch.manual_seed(dim)
-    order = accumulation.attention_order(dim, count)
-    assert order is not None
-    for heads, pages, rows in ((1, 1, 2), (3, 4, 6), (8, 2, 16), (2, 3, 14), (2, 2, 30), (1, 2, 32)):
-        keys = [torch.randn(heads, dim, 512).to(dtype) for _ in range(pages)]
-        values = [torch.randn(heads, 512, dim).to(dtype) for _ in range(pages)]
-        queries, weights = torch.randn(heads, rows, dim), torch.rand(pages, heads, rows, 512)
-        found = torch.empty(pages, heads, rows, 512)
-        attention_few.scores(queries[None], keys, found, order[0])
-        many = (
-            0,
-            0,
-            0,
-            linear_few.MOST_ROWS - rows,
-        )  # the products' own bits may depend on how few rows there are, which is why they are padded
-        wide, heavy = torch.nn.functional.pad(queries, many), torch.nn.functional.pad(weights, many)
-        assert torch.equal(found, torch.stack([torch.bmm(wide, page.float())[:, :rows] for page in keys]))
-        mixed = torch.zeros(heads, linear_few.MOST_ROWS, dim)
-        for weight, page in zip(heavy, values, strict=True):
-            mixed.baddbmm_(weight, page.float())
-        assert torch.equal(attention_few.mix(weights, values, 1, order[1])[0], mixed[:, :rows])
-
-
-def test_attention_takes_only_what_it_can() -> None:
-    keys = torch.zeros(2, 128, 512, dtype=torch.bfloat16)
-    assert attention_few.takes(2, keys)
-    for other, rows in ((keys, linear_few.MOST_ROWS + 1), (keys.float(), 2), (keys[:, :90], 2)):
-        assert not attention_few.takes(rows, other)
 
 
 def test_a_compiler_that_is_too_old_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
