@@ -315,7 +315,7 @@ class HFModel:
         """The rows whose logits are asked for, padded unless the head (of this weight) computes each by itself."""
         assert self.numerics is not None
         kernel = self.numerics.kernel
-        alone = (kernel == "upcast" and self.vocab >= SINGLE_ROW_OUTS) if weight is None else by_itself(kernel, weight, len(wanted))
+        alone = (kernel == "upcast" and self.vocab >= SINGLE_ROW_OUTS) if weight is None else by_itself(kernel, weight)
         short = 0 if alone else -len(wanted) % self.numerics.rows
         return torch.tensor([*wanted, *[wanted[-1]] * short], device=self.device)
 

@@ -13,7 +13,7 @@ from transformers.utils import is_accelerate_available
 
 from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
-from .kernels import dispatch
+from .kernels import linear_compiled
 
 
 class Loading(TypedDict, total=False):
@@ -75,7 +75,7 @@ def load(
             options["quantization_config"] = _quantization(model, dtype, bits, hub)
         with ThreadPoolExecutor(1, "agentcache-compiler") as compiler:
             if device in (None, "cpu") and dtype not in ("float32", torch.float32):
-                compiler.submit(dispatch.compile_products)
+                compiler.submit(linear_compiled.compile_products)
             loaded = _loaded(model, options, hub)
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:

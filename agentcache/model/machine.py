@@ -32,8 +32,8 @@ def describe() -> dict[str, Any]:
             "numerics": found.digest,
             "probe_ms": round(found.probe_ms, 1),
         }
-    report["few rows of 16-bit weights"] = (
-        "compiled, in the order of larger products" if jit.compiler() else "not compiled: pip install 'agentcache-llm[cpu]' decodes faster"
+    report["products with weights"] = (
+        "compiled, each row by itself" if jit.compiler() else "not compiled: pip install 'agentcache-llm[cpu]' computes faster"
     )
     report["not bitwise"] = {
         "mixture of experts": "experts see few rows, whose bits depend on the other requests in the pack: tokens are promised",

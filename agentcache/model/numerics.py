@@ -17,7 +17,6 @@ from blake3 import blake3
 
 from ..kv import PAGE_TOKENS
 from .kernels import paged_attention
-from .kernels.accumulation import COLUMNS, pattern
 from .kernels.dispatch import Kernel, linear
 from .kernels.instructions import has_16bit_units
 from .kernels.linear_library import UPCAST_BLOCK, onednn_takes, product_of_library
@@ -26,6 +25,8 @@ _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
 _EVEN = tuple(rows for rows in _ROWS if rows % _CANDIDATES[0] == 0)  # others are padded whatever is found
 LEAST_WEIGHT = 2.0**-125  # of a key, beside a largest one of 1: what would be less is 0
+COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
+_PRIME = 65521  # below 2^16
 MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
 
 
@@ -47,6 +48,19 @@ class Numerics:
     digest: str
     threads: int
     probe_ms: float
+
+
+def pattern(rows: int, columns: int, dtype: torch.dtype, device: torch.device, salt: int) -> torch.Tensor:
+    """Numbers in [-1, 1] that every machine makes alike, whose products do not add up exactly in any order."""
+    down, along = (torch.arange(rows) * 7919 + salt) % _PRIME, torch.arange(columns) * 104729 % _PRIME
+    return _numbers(dtype)[down[:, None] + along].to(device)
+
+
+@functools.cache
+def _numbers(dtype: torch.dtype) -> torch.Tensor:
+    """The numbers that `pattern` draws from: of g in [0, 2 · prime), ((g² + g) mod prime) · 2 / prime - 1."""
+    at = torch.arange(2 * _PRIME)
+    return ((at * at + at) % _PRIME).double().div_(_PRIME / 2).sub_(1).to(dtype)
 
 
 def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:
@@ -80,7 +94,7 @@ def _probed_product(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor) -> to
     """What decides the bits of this kernel, before a final rounding to 16 bits could hide a difference."""
     if kernel == "upcast":
         return product_of_library(x.float(), weight.float(), None)
-    return product_of_library(x, weight, None) if kernel == "onednn" else linear(kernel, x, weight)  # compiled ones have the library's bits
+    return product_of_library(x, weight, None) if kernel == "onednn" else linear(kernel, x, weight)  # compiled ones are pure by themselves
 
 
 def _probe_linear(kernel: Kernel, widths: tuple[int, ...], dtype: torch.dtype, device: torch.device, seen: Any) -> set[int]:
@@ -90,7 +104,8 @@ def _probe_linear(kernel: Kernel, widths: tuple[int, ...], dtype: torch.dtype, d
         x = pattern(MAX_ROWS if salt == 0 else _ROWS[-1], width, dtype, device, salt + 1)
         full = _probed_product(kernel, x, weight)
         impure |= _impure(lambda a, b, x=x, w=weight: _probed_product(kernel, x[a:b].contiguous(), w), full, _EVEN)
-        seen.update(full[:32].float().cpu().numpy().tobytes())
+        for found in (full, linear(kernel, x, weight)):
+            seen.update(found[:32].float().cpu().numpy().tobytes())
     return impure
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -156,9 +157,11 @@ def _only(batch: Batch, row: int, offset: int) -> Part:
 
 def _compiled(model: Any, batch: Batch) -> Programs | None:
     """Compiled layers for these rows, if they are few, start at the bottom, and their operations have the bits of the ordinary ones."""
-    if batch.later or batch.numerics.kernel != "upcast":
+    kernel = batch.numerics.kernel
+    pairs = dispatch.compiled(kernel, model.model.layers[0].self_attn.q_proj.weight)
+    if batch.later or pairs is None:
         return None
-    return programs(model, sum(part.count for part in batch.parts), _agrees)
+    return programs(model, sum(part.count for part in batch.parts), pairs, partial(_agrees, kernel=kernel))
 
 
 def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, compiled: Programs) -> torch.Tensor:
@@ -180,7 +183,7 @@ def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
     return rms_norm(decoder.norm, compiled.x[:rows])
 
 
-def _agrees(compiled: Programs, layer: Any) -> bool:
+def _agrees(compiled: Programs, layer: Any, kernel: Kernel) -> bool:
     """Whether a first layer's compiled functions give the bits of the ordinary operations, on numbers of many sizes."""
     sizes, rows = compiled.sizes, max(2, compiled.rows)
     random = torch.Generator().manual_seed(1)
@@ -200,10 +203,10 @@ def _agrees(compiled: Programs, layer: Any) -> bool:
     activated = layer.mlp.act_fn(compiled.gate)
     compiled.enter(1, activated)
     block, mlp = layer.self_attn, layer.mlp
-    expected = list(_projected("upcast", block, rms_norm(layer.input_layernorm, x), cos, sin))
-    x = x + linear("upcast", attended.view(rows, -1), block.o_proj.weight, block.o_proj.bias)
-    gate, up = linears("upcast", rms_norm(layer.post_attention_layernorm, x), [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
-    expected += [x, gate, x + linear("upcast", mlp.act_fn(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)]
+    expected = list(_projected(kernel, block, rms_norm(layer.input_layernorm, x), cos, sin))
+    x = x + linear(kernel, attended.view(rows, -1), block.o_proj.weight, block.o_proj.bias)
+    gate, up = linears(kernel, rms_norm(layer.post_attention_layernorm, x), [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
+    expected += [x, gate, x + linear(kernel, mlp.act_fn(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)]
     pairs = zip([*found, compiled.x], expected, strict=True)
     return all(torch.allclose(one, other[: compiled.rows], rtol=0, atol=0, equal_nan=True) for one, other in pairs)
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from agentcache.model import machine, numerics
 from agentcache.model.hf import HFModel
-from agentcache.model.kernels import accumulation, dispatch, linear_library, paged_attention
+from agentcache.model.kernels import dispatch, linear_library, paged_attention
 from agentcache.model.kernels.dispatch import RowPureLinear, linear
 from agentcache.model.numerics import Numerics, probe
 from tests import models
@@ -152,7 +152,7 @@ def test_what_is_probed_with_is_what_every_machine_makes(dtype: torch.dtype) -> 
     rows, columns, salt = 40, 12_288, 71
     grid = torch.arange(rows)[:, None] * 7919 + torch.arange(columns)[None] * 104_729 + salt
     expected = ((grid * grid + grid) % 65_521).double() / 32_760.5 - 1
-    assert torch.equal(accumulation.pattern(rows, columns, dtype, CPU, salt), expected.to(dtype))
+    assert torch.equal(numerics.pattern(rows, columns, dtype, CPU, salt), expected.to(dtype))
 
 
 def test_kernels_between_the_products_count() -> None:

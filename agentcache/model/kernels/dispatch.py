@@ -5,16 +5,16 @@ so each product is padded to a safe multiple of rows, which numerics.py finds ou
 A compiled kernel has the bits of what more rows take, or of PyTorch's operations, and is tried on this machine before it is used.
 
     kernel    of linear layers, chosen once for a machine and type
-    onednn    oneDNN's inner product: chosen wherever PyTorch has it; pure from 2 rows on where it was tried
-    upcast    the same in fp32, w converted block by block: for 16-bit weights on processors without 16-bit matrix units,
-              where it is 2 to 10 times faster than the emulation and rounds once, at the end
+    onednn    in the type of the numbers; what is not compiled by oneDNN's inner product, pure from 2 rows on where it was tried
+    upcast    in fp32, rounded once, at the end: for 16-bit weights on processors without 16-bit matrix units; what is not compiled
+              by oneDNN, w converted block by block, which is 2 to 10 times faster than its emulation
     aten      torch.nn.functional.linear
 
     operation                     numbers                             rows      file              tried by
     products of linear layers     see LINEARS
-    norms, rotary angles          16-bit                              any       norm_rope.py      norms_agree, heads_agree
+    norms, rotary angles          16-bit, fp32                        any       norm_rope.py      norms_agree, heads_agree
     attention                     16-bit, fp32                        any       paged_attention.py  numerics.py: only row purity
-    layers of a decoding step     16-bit, upcast                      1 - 8     layer.py          steps.py
+    layers of a decoding step     of compiled products                1 - 8     layer.py          steps.py
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn import functional
 
-from . import jit, linear_bf16, linear_few, linear_library, norm_rope
-from .accumulation import chain_block, pair_block
+from . import jit, linear_compiled, linear_library, norm_rope
 from .linear_library import Projection
 
 Kernel = Literal["onednn", "upcast", "aten"]
@@ -35,72 +34,59 @@ SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each 
 ANY = 1 << 62
 
 
-def _pairs(weight: torch.Tensor) -> int | None:
-    """The block of inputs in which oneDNN's bf16 product adds up."""
-    if weight.dtype != torch.bfloat16 or not linear_few.takes(weight) or not jit.multiplies_pairs():
-        return None
-    outs, ins = weight.shape
-    block = pair_block(min(outs, SINGLE_ROW_OUTS), ins, torch.get_num_threads())
-    return block if block and linear_bf16.takes(weight, block) else None
+def _many_outputs(weight: torch.Tensor) -> bool:
+    return weight.shape[0] >= SINGLE_ROW_OUTS
 
 
-def _chain(weight: torch.Tensor) -> int | None:
-    """The block of inputs in which the fp32 product adds up."""
-    return chain_block(weight.shape[1], torch.get_num_threads()) if linear_few.takes(weight) else None
-
-
-def _head(weight: torch.Tensor) -> int | None:
-    """All inputs at once: a large head sees few rows, so there are no bits of a larger product to match."""
-    return weight.shape[1] if weight.shape[0] >= SINGLE_ROW_OUTS else None
-
-
-def _row_by_row(x: torch.Tensor, projections: Sequence[Projection], _block: int) -> list[torch.Tensor]:
+def _row_by_row(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
     return [torch.cat([functional.linear(row, weight, bias) for row in x.split(1)]) for weight, bias in projections]
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One way to compute products of a linear layer on a CPU: for a kernel, types and at most so many rows."""
+    """One way to compute products of a linear layer on a CPU, for a kernel and types."""
 
     kernel: Kernel
     types: tuple[torch.dtype, ...]
-    rows: int
-    block: Callable[[torch.Tensor], int | None]  # in which it computes products with a weight, None if it cannot take it
-    run: Callable[[torch.Tensor, Sequence[Projection], int], list[torch.Tensor]]
+    takes: Callable[[torch.Tensor], bool]  # weights that it can multiply with
+    run: Callable[[torch.Tensor, Sequence[Projection]], list[torch.Tensor]]
     head: bool = False  # for a model's head only
     alone: bool = True  # each row by itself: none has to be padded
 
 
-_BF16, _HALVES, _FLOATS = (torch.bfloat16,), (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, torch.float32)
+_BF16, _FP32, _HALVES = (torch.bfloat16,), (torch.float32,), (torch.bfloat16, torch.float16)
 LINEARS = (  # the first one that takes a product computes it; else the library
-    Linear("upcast", _HALVES, ANY, lambda w: _head(w) if linear_few.takes(w) else None, linear_few.chains, head=True),
-    Linear("upcast", _FLOATS, ANY, _head, _row_by_row, head=True),
-    Linear("upcast", _HALVES, linear_few.MOST_ROWS, _chain, linear_few.chains),
-    Linear("upcast", _HALVES, ANY, lambda _: linear_library.UPCAST_BLOCK, linear_library.upcast, alone=False),
-    Linear("onednn", _BF16, linear_few.PASS, _pairs, linear_few.pairs),
-    Linear("onednn", _BF16, ANY, _pairs, linear_bf16.products),
+    Linear("upcast", _HALVES, linear_compiled.takes, linear_compiled.chains),
+    Linear("upcast", (*_HALVES, *_FP32), _many_outputs, _row_by_row, head=True),
+    Linear("upcast", _HALVES, lambda _: True, linear_library.upcast, alone=False),
+    Linear("onednn", _FP32, linear_compiled.takes, linear_compiled.chains),
+    Linear("onednn", _BF16, lambda weight: jit.multiplies_pairs() and linear_compiled.takes(weight), linear_compiled.pairs),
 )
 
 
 _WAYS = {
-    (kernel, dtype): [w for w in LINEARS if w.kernel == kernel and dtype in w.types] for kernel in get_args(Kernel) for dtype in _FLOATS
+    (kernel, dtype): [way for way in LINEARS if way.kernel == kernel and dtype in way.types]
+    for kernel in get_args(Kernel)
+    for dtype in (*_HALVES, *_FP32)
 }
 
 
-def _chosen(kernel: Kernel, weights: Sequence[torch.Tensor], rows: int, head: bool) -> tuple[Linear, int] | None:
-    """The way to multiply so many rows with these weights, all of one type, and its block; None: by the library."""
-    for way in _WAYS.get((kernel, weights[0].dtype), ()):
-        if rows <= way.rows and (head or not way.head):
-            blocks = {way.block(weight) for weight in weights}
-            if len(blocks) == 1 and (block := blocks.pop()):
-                return way, block
-    return None
+def _chosen(kernel: Kernel, weight: torch.Tensor, head: bool) -> Linear | None:
+    """The way to multiply with this weight; None: by the library."""
+    ways = _WAYS.get((kernel, weight.dtype), ())
+    return next((way for way in ways if (head or not way.head) and way.takes(weight)), None)
 
 
-def by_itself(kernel: Kernel, weight: torch.Tensor, rows: int) -> bool:
-    """True if the product of so many rows with a model's head computes each row by itself: none has to be padded."""
-    chosen = _chosen(kernel, [weight], rows, True)
-    return chosen is not None and chosen[0].alone
+def compiled(kernel: Kernel, weight: torch.Tensor) -> bool | None:
+    """True if compiled products multiply with this weight in pairs, False if not; None if they do not take it."""
+    way = _chosen(kernel, weight, False)
+    return way.run is linear_compiled.pairs if way is not None and way.run in (linear_compiled.chains, linear_compiled.pairs) else None
+
+
+def by_itself(kernel: Kernel, weight: torch.Tensor) -> bool:
+    """True if products with a model's head compute each row by itself: none has to be padded."""
+    chosen = _chosen(kernel, weight, True)
+    return chosen is not None and chosen.alone
 
 
 def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, head: bool = False) -> torch.Tensor:
@@ -114,10 +100,13 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], 
     if alike and kernel == "onednn":
         alike = all(bias is None or bias.dtype == x.dtype for _, bias in projections)
     flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    chosen = _chosen(kernel, [weight for weight, _ in projections], len(flat), head) if alike else None
+    ways = [_chosen(kernel, weight, head) for weight, _ in projections] if alike else [None]
+    if len(set(ways)) > 1:  # what a weight is multiplied by does not depend on those beside it
+        return [part for projection in projections for part in linears(kernel, x, [projection], head)]
+    chosen = ways[0]
     if chosen is None:
         return [_by_library(kernel, x, weight, bias) for weight, bias in projections]
-    parts = chosen[0].run(flat, projections, chosen[1])
+    parts = chosen.run(flat, projections)
     return parts if x.ndim == 2 else [part.unflatten(0, x.shape[:-1]) for part in parts]
 
 
@@ -137,13 +126,6 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
     """x [rows, heads, dim], each head normalised if there is a weight [dim], and its halves rotated by cos and sin [rows, 1, dim]."""
     run = norm_rope.heads if norm_rope.takes_heads(x, weight, cos, sin) else norm_rope.plain_heads
     return run(x, weight, epsilon, cos, sin)
-
-
-def compile_products() -> None:
-    """Have the products of few rows with bf16 weights ready: they depend on the processor alone, so weights may load meanwhile."""
-    if (found := jit.compiler()) is not None:
-        for rows in linear_few.ROWS:
-            found.function(linear_few.product_code, "bfloat", rows, jit.multiplies_pairs())
 
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):

@@ -308,6 +308,10 @@ class Code:
         """fp32 that is a stored number."""
         return self.up(self.down(value))
 
+    def pair(self, one: Value, other: Value, added: Value) -> Value:
+        """The same of vectors of bf16 pairs: both products of each."""
+        return self.call(one.kind, "llvm.x86.avx512bf16.dpbf16ps.512", added, one.to(self.words), other.to(self.words))
+
     def pairs(self, pieces: Sequence[Value], words: Sequence[Value], sums: Sequence[Value]) -> Values:
         """One more pair in chains over bf16 pairs: its vectors `pieces` times the word at each address, added to sums [words, pieces]."""
         out = []

@@ -7,7 +7,7 @@ A decoding step is some hundred small operations per layer, and what small model
 
 Products are those of linear_few.py, norms and angles those of norm_rope.py; what stands between them rounds as PyTorch's operations do.
 So the bits are those of the ordinary operations: each new `Programs` is held against them on its model's first layer, and not used if one
-bit differs. Rows of activations are 16-bit numbers [rows, n]; what a product reads is fp32 [n, rows].
+bit differs. Rows of activations are stored numbers [rows, n]; what a product reads is words [rows, words].
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Any
 import torch
 
 from . import jit
-from .accumulation import chain_block
 from .ir import Code, Value
-from .linear_few import ROWS, product_code
+from .linear_compiled import takes
+from .linear_few import ROWS, product_code, scratch_numbers
 from .norm_rope import heads_agree, heads_code, norm_code, norms_agree
 
 _Block = Any  # a ctypes array of 64-bit fields
 _Step = tuple[int, _Block, int]  # the address of a function, its argument block, threads
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+COUNTS = (1, 2, 4, 8)  # of rows: others are the next of them
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -47,26 +48,20 @@ def _each(code: Code, rows: int, n: int) -> Callable[[Callable[[Value, Value, Va
 
 
 def _with_bias(code: Code, value: Value, bias: Value, index: Value, biased: bool) -> Value:
-    """Plus a 16-bit bias, which is added in fp32."""
-    return value + code.load_numbers(bias.at("i16", index)) if biased else value
+    """Plus a bias, which is added in fp32."""
+    return value + code.load_numbers(bias.at(code.stored, index)) if biased else value
 
 
-def _scatter(code: Code, value: Value, out: Value, rows: int) -> None:
-    """Stores a vector to every rows-th number from an address on."""
-    if rows == 1:
-        out.store(value)
-        return
-    for lane in range(code.lanes):
-        out.at("float", lane * rows).store(value.lane(lane))
-
-
-def spread(code: Code, rows: int, n: int) -> None:
-    """Fields: x [rows, n], out fp32 [n, rows]."""
+def spread(code: Code, rows: int, n: int, pairs: bool) -> None:
+    """What a product reads: words. Fields: x [rows, n], out [rows, words]."""
     x, out = code.pointers(2)
 
     @_each(code, rows, n)
-    def _(row: Value, index: Value, at: Value) -> None:
-        _scatter(code, code.load_numbers(x.at("i16", at)), out.at("float", index * rows + row), rows)
+    def _(_row: Value, _index: Value, at: Value) -> None:
+        if pairs:
+            out.at("i16", at).store(x.at("i16", at).load(f"<{code.lanes} x i16>", 2), 2)
+        else:
+            out.at("float", at).store(code.load_numbers(x.at(code.stored, at)))
 
 
 def residual(code: Code, rows: int, n: int, biased: bool) -> None:
@@ -76,7 +71,7 @@ def residual(code: Code, rows: int, n: int, biased: bool) -> None:
     @_each(code, rows, n)
     def _(_row: Value, index: Value, at: Value) -> None:
         added = code.rounded(_with_bias(code, wide.at("float", at).load(code.floats), bias, index, biased))
-        place = x.at("i16", at)
+        place = x.at(code.stored, at)
         code.store_numbers(code.load_numbers(place) + added, place)
 
 
@@ -87,21 +82,24 @@ def narrow(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
     @_each(code, rows, n)
     def _(row: Value, index: Value, at: Value) -> None:
         value = wide.at("float", row * total + index).load(code.floats)
-        code.store_numbers(_with_bias(code, value, bias, index, biased), out.at("i16", at))
+        code.store_numbers(_with_bias(code, value, bias, index, biased), out.at(code.stored, at))
 
 
-def gated(code: Code, rows: int, n: int, total: int, biased: bool) -> None:
+def gated(code: Code, rows: int, n: int, total: int, biased: bool, pairs: bool) -> None:
     """The input of the product down.
 
-    Fields: activated gate [rows, n], wide fp32 [rows, total] from `up` on, its bias [n], out fp32 [n, rows].
+    Fields: activated gate [rows, n], wide fp32 [rows, total] from `up` on, its bias [n], out [rows, words].
     """
     gate, wide, bias, out = code.pointers(4)
 
     @_each(code, rows, n)
     def _(row: Value, index: Value, at: Value) -> None:
         value = wide.at("float", row * total + index).load(code.floats)
-        value = code.load_numbers(gate.at("i16", at)) * code.rounded(_with_bias(code, value, bias, index, biased))
-        _scatter(code, code.rounded(value), out.at("float", index * rows + row), rows)
+        value = code.load_numbers(gate.at(code.stored, at)) * code.rounded(_with_bias(code, value, bias, index, biased))
+        if pairs:
+            code.store_numbers(value, out.at("i16", at))
+        else:
+            out.at("float", at).store(code.rounded(value))
 
 
 def program(code: Code) -> None:
@@ -146,19 +144,15 @@ class Sizes:
         )
 
 
-def _tensors(layers: Any) -> list[torch.Tensor]:
-    return [parameter for layer in layers for parameter in layer.parameters()]
-
-
 class Programs:
     """One model's layers for `rows` rows, with the buffers between them: for one thread at a time."""
 
-    def __init__(self, layers: Any, rows: int, threads: int, orders: dict[int, int], compiler: jit.Compiler) -> None:
-        """orders: after how many inputs a product with so many adds up what it has."""
+    def __init__(self, layers: Any, rows: int, threads: int, pairs: bool, compiler: jit.Compiler) -> None:
+        """pairs: products are of pairs of bf16 numbers."""
         self.sizes = sizes = Sizes.of(layers[0])
-        self.rows, self.threads, self._orders, self._compiler = rows, threads, orders, compiler
+        self.rows, self.threads, self.pairs, self._compiler = rows, threads, pairs, compiler
         weight = layers[0].self_attn.q_proj.weight
-        self._element = jit.ELEMENTS[weight.dtype]
+        self._element = jit.NUMBERS[weight.dtype]
         new = functools.partial(torch.zeros, dtype=weight.dtype)
         with torch.inference_mode(False):
             self.x, self._normed = new(rows, sizes.hidden), new(rows, sizes.hidden)
@@ -166,6 +160,7 @@ class Programs:
             self.gate = new(rows, sizes.inner)
             self.cos, self.sin = new(rows, sizes.dim), new(rows, sizes.dim)
             self._input = torch.zeros(rows * max(sizes.hidden, sizes.heads * sizes.dim, sizes.inner))
+            self._scratch = torch.zeros(threads * scratch_numbers(compiler.lanes, min(rows, ROWS[-1])))
             self._wide = torch.zeros(rows * max((sizes.heads + 2 * sizes.kv_heads) * sizes.dim, 2 * sizes.inner, sizes.hidden))
         self._attended: list[_Block] = []
         self._activated: list[_Block] = []
@@ -216,8 +211,9 @@ class Programs:
         """Into the columns of `_wide` [rows, total] from `column` on."""
         outs, ins = projection.weight.shape
         tiles, threads = outs // self._compiler.lanes, self.threads if self.rows * outs * ins > jit.ALONE else 1
-        fields = (projection.weight, self._input, self._column(column), total, ins, self._orders[ins], tiles, 1)
-        return self._step(product_code, (self.rows, False), *fields, threads=threads)
+        count, words = min(self.rows, ROWS[-1]), ins >> int(self.pairs)
+        fields = (projection.weight, self._input, self._column(column), self._scratch, total, words, tiles, self.rows // count)
+        return self._step(product_code, (count, self.pairs), *fields, threads=threads)
 
     def _column(self, column: int) -> int:
         return jit.address(self._wide) + 4 * column
@@ -225,7 +221,7 @@ class Programs:
     def _norm(self, module: Any) -> list[_Step]:
         n = self.sizes.hidden
         fields = (self.x, module.weight, self._normed, self.rows, jit.bits_of(module.variance_epsilon))
-        return [self._step(norm_code, (n,), *fields), self._step(spread, (self.rows, n), self._normed, self._input)]
+        return [self._step(norm_code, (n,), *fields), self._step(spread, (self.rows, n, self.pairs), self._normed, self._input)]
 
     def _narrow(self, projection: Any, column: int, total: int, out: torch.Tensor) -> _Step:
         n, bias = projection.weight.shape[0], projection.bias
@@ -255,7 +251,7 @@ class Programs:
 
     def _until_gate(self, layer: Any) -> list[_Step]:
         sizes, out, mlp = self.sizes, layer.self_attn.o_proj, layer.mlp
-        attended = self._step(spread, (self.rows, sizes.heads * sizes.dim), 0, self._input)
+        attended = self._step(spread, (self.rows, sizes.heads * sizes.dim, self.pairs), 0, self._input)
         self._attended.append(attended[1])
         return [
             attended,
@@ -271,19 +267,20 @@ class Programs:
         sizes, mlp = self.sizes, layer.mlp
         biased = mlp.up_proj.bias is not None
         fields = (0, self._column(sizes.inner), mlp.up_proj.bias, self._input)
-        activated = self._step(gated, (self.rows, sizes.inner, 2 * sizes.inner, biased), *fields)
+        activated = self._step(gated, (self.rows, sizes.inner, 2 * sizes.inner, biased, self.pairs), *fields)
         self._activated.append(activated[1])
         return [activated, self._product(mlp.down_proj, 0, sizes.hidden), self._residual(mlp.down_proj)]
 
 
-def _fit(layers: Any, lanes: int) -> bool:
+def _fit(layers: Any) -> bool:
     """True if these layers are of one size, which the functions can take."""
     if not len(layers) or any(Sizes.of(layer) != Sizes.of(layers[0]) for layer in layers):
         return False
-    sizes, tensors = Sizes.of(layers[0]), _tensors(layers)
-    dtype, widths = tensors[0].dtype, (sizes.hidden, sizes.inner, sizes.heads * sizes.dim, sizes.kv_heads * sizes.dim, sizes.dim)
+    sizes, dtype, products = Sizes.of(layers[0]), layers[0].self_attn.q_proj.weight.dtype, (("self_attn", _LINEARS), ("mlp", _MLP))
+    tensors = [tensor for layer in layers for tensor in layer.parameters()]
     alike = all(t.dtype == dtype and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    if not (alike and dtype in jit.ELEMENTS and all(n % (2 * lanes) == 0 for n in widths)):
+    weights = [getattr(getattr(layers[0], part), name).weight for part, names in products for name in names]
+    if not (alike and all(map(takes, weights))):
         return False
     return norms_agree(dtype, sizes.hidden) and heads_agree(dtype, sizes.dim, sizes.normed)
 
@@ -297,25 +294,22 @@ _known = _Known()
 Check = Callable[[Programs, Any], bool]
 
 
-def programs(model: Any, rows: int, agrees: Check) -> Programs | None:
+def programs(model: Any, rows: int, pairs: bool, agrees: Check) -> Programs | None:
     """This thread's programs for up to 8 rows of a model, if its layers and this machine allow it.
 
-    agrees: compares a new one with the ordinary operations.
+    pairs: products are of pairs of bf16 numbers. agrees: compares a new one with the ordinary operations.
     """
-    found = jit.compiler() if rows <= ROWS[-1] else None
+    found = jit.compiler() if rows <= COUNTS[-1] else None
     if found is None:
         return None
     layers, threads = model.model.layers, torch.get_num_threads()
-    count = next(n for n in ROWS if n >= rows)
+    count = next(n for n in COUNTS if n >= rows)
     known = _known.of.setdefault(model, {})
     made = known.get((count, threads))
     if (made is None and (count, threads) in known) or (made is not None and made.holds()):
         return made
     known[count, threads] = None
-    if _fit(layers, found.lanes):
-        sizes = Sizes.of(layers[0])
-        orders = {ins: chain_block(ins, threads) for ins in (sizes.hidden, sizes.inner, sizes.heads * sizes.dim)}
-        if all(orders.values()):
-            made = Programs(layers, count, threads, {ins: block or 0 for ins, block in orders.items()}, found)
-            known[count, threads] = made if agrees(made, layers[0]) else None
+    if _fit(layers):
+        made = Programs(layers, count, threads, pairs, found)
+        known[count, threads] = made if agrees(made, layers[0]) else None
     return known[count, threads]

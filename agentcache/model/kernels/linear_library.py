@@ -43,17 +43,17 @@ def product_of_library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     return inner(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def upcast(x: torch.Tensor, projections: Sequence[Projection], block: int) -> list[torch.Tensor]:
+def upcast(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
     """x [rows, ins] of 16-bit numbers times each weight [outs, ins] transposed, plus its bias, in fp32 -> [rows, outs] as x each.
 
-    block: rows of a weight converted at a time. Each product by itself has the same bits: only the work on x is shared.
+    Each product by itself has the same bits: only the work on x is shared.
     """
     wide_x, out = x.float(), []
     for weight, bias in projections:
         outs, ins = weight.shape
         out.append(torch.empty(x.shape[0], outs, dtype=x.dtype))
-        for start in range(0, outs, block):
-            stop = min(outs, start + block)
+        for start in range(0, outs, UPCAST_BLOCK):
+            stop = min(outs, start + UPCAST_BLOCK)
             converted = scratch("weight", (stop - start) * ins).view(stop - start, ins)
             converted.copy_(weight[start:stop])
             wide = product_of_library(wide_x, converted, None)

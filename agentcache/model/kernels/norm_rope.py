@@ -3,7 +3,7 @@
 PyTorch reads and writes all rows once for each of the ten or so operations that these are. A compiled function rounds once for each of
 them, and adds up a sum of squares as `Tensor.mean` does: four accumulators of whole vectors, sixteen steps at a time, then lane by lane.
 So the bits are the same. Each is held against PyTorch's operations before its first use, the sums by themselves, and not used if one
-bit differs, or where the numbers are not of 16 bits. Sizes are constants of the code.
+bit differs. Sizes are constants of the code.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _scale(code: Code, vector: Callable[[Value | int], Value], n: int, epsilon: 
 
 
 def _scale_of_row(code: Code, row: Value, n: int, epsilon: Value) -> Value:
-    """The same for the n 16-bit numbers at an address."""
-    return _scale(code, lambda at: code.load_numbers(row.at("i16", at), SUM_LANES), n, epsilon)
+    """The same for the n numbers at an address."""
+    return _scale(code, lambda at: code.load_numbers(row.at(code.stored, at), SUM_LANES), n, epsilon)
 
 
 def scales_code(code: Code, n: int) -> None:
@@ -69,7 +69,7 @@ def scales_code(code: Code, n: int) -> None:
 
     @code.shared(rows)
     def _(row: Value) -> None:
-        out.at("float", row).store(_scale_of_row(code, x.at("i16", row * n), n, epsilon))
+        out.at("float", row).store(_scale_of_row(code, x.at(code.stored, row * n), n, epsilon))
 
 
 def norm_code(code: Code, n: int) -> None:
@@ -78,13 +78,13 @@ def norm_code(code: Code, n: int) -> None:
 
     @code.shared(rows)
     def _(row: Value) -> None:
-        mine, target = (base.at("i16", row * n) for base in (x, out))
+        mine, target = (base.at(code.stored, row * n) for base in (x, out))
         scale = _scale_of_row(code, mine, n, epsilon).everywhere(code.lanes)
 
         @code.loop(n, code.lanes)
         def _(at: Value) -> None:
-            value = code.rounded(code.load_numbers(mine.at("i16", at)) * scale)
-            code.store_numbers(code.load_numbers(weight.at("i16", at)) * value, target.at("i16", at))
+            value = code.rounded(code.load_numbers(mine.at(code.stored, at)) * scale)
+            code.store_numbers(code.load_numbers(weight.at(code.stored, at)) * value, target.at(code.stored, at))
 
 
 def heads_code(code: Code, count: int, dim: int, normed: bool) -> None:
@@ -98,11 +98,11 @@ def heads_code(code: Code, count: int, dim: int, normed: bool) -> None:
         @code.loop(count * dim, dim)
         def _(first: Value) -> None:
             at = base + first
-            values = [code.load_numbers(x.at("i16", at + part)) for part in range(0, dim, code.lanes)]
+            values = [code.load_numbers(x.at(code.stored, at + part)) for part in range(0, dim, code.lanes)]
             if normed:
                 values = _normed(code, values, weight, epsilon)
-            for number, value in enumerate(_turned(code, values, cos.at("i16", angles), sin.at("i16", angles))):
-                code.store_numbers(value, out.at("i16", at + number * code.lanes))
+            for number, value in enumerate(_turned(code, values, cos.at(code.stored, angles), sin.at(code.stored, angles))):
+                code.store_numbers(value, out.at(code.stored, at + number * code.lanes))
 
 
 def _normed(code: Code, values: Values, weight: Value, epsilon: Value) -> Values:
@@ -114,7 +114,7 @@ def _normed(code: Code, values: Values, weight: Value, epsilon: Value) -> Values
         return pieces[at // SUM_LANES]
 
     scale = _scale(code, piece, len(values) * code.lanes, epsilon).everywhere(code.lanes)
-    factors = [code.load_numbers(weight.at("i16", number * code.lanes)) for number in range(len(values))]
+    factors = [code.load_numbers(weight.at(code.stored, number * code.lanes)) for number in range(len(values))]
     return [code.rounded(factor * code.rounded(value * scale)) for factor, value in zip(factors, values)]
 
 
@@ -123,7 +123,7 @@ def _turned(code: Code, values: Values, cos: Value, sin: Value) -> Values:
     half = len(values) // 2
     turned = []
     for number, (value, other) in enumerate(zip(values, [*[-value for value in values[half:]], *values[:half]])):
-        one, two = (code.load_numbers(angles.at("i16", number * code.lanes)) for angles in (cos, sin))
+        one, two = (code.load_numbers(angles.at(code.stored, number * code.lanes)) for angles in (cos, sin))
         turned.append(code.rounded(value * one) + code.rounded(other * two))
     return turned
 
@@ -147,7 +147,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """`plain_norm` of x [rows, n] in one pass."""
     (rows, n), out = x.shape, torch.empty_like(x)
     fields = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, jit.bits_of(epsilon))
-    jit.run(norm_code, jit.ELEMENTS[x.dtype], (n,), jit.threads_for(x.numel(), rows, _ALONE), *fields)
+    jit.run(norm_code, jit.NUMBERS[x.dtype], (n,), jit.threads_for(x.numel(), rows, _ALONE), *fields)
     return out
 
 
@@ -156,7 +156,7 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
     (rows, count, dim), out = x.shape, torch.empty_like(x)
     fields = (*map(jit.address, (x, weight, cos, sin, out)), rows, jit.bits_of(epsilon))
     sizes = (count, dim, weight is not None)
-    jit.run(heads_code, jit.ELEMENTS[x.dtype], sizes, jit.threads_for(x.numel(), rows, _ALONE), *fields)
+    jit.run(heads_code, jit.NUMBERS[x.dtype], sizes, jit.threads_for(x.numel(), rows, _ALONE), *fields)
     return out
 
 
@@ -172,10 +172,10 @@ def _sums_agree(dtype: torch.dtype, n: int, rows: int = 64) -> bool:
     rounded to 16 bits that would hardly ever be seen, but it would be there.
     """
     found = jit.compiler()
-    if found is None or dtype not in jit.ELEMENTS or n % (2 * found.lanes) or n >= MOST_LINES * SUM_LANES:
+    if found is None or dtype not in jit.NUMBERS or n % (2 * found.lanes) or n >= MOST_LINES * SUM_LANES:
         return False
     x, out = _numbers(dtype, rows, n), torch.zeros(rows)
-    jit.run(scales_code, jit.ELEMENTS[dtype], (n,), 1, x.data_ptr(), out.data_ptr(), rows, jit.bits_of(1e-6))
+    jit.run(scales_code, jit.NUMBERS[dtype], (n,), 1, x.data_ptr(), out.data_ptr(), rows, jit.bits_of(1e-6))
     return torch.equal(out, x.float().pow(2).mean(-1).add_(1e-6).rsqrt_())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,18 +29,26 @@ def qwen3(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**(SIZES | changes))).to(dtype).eval()
 
 
-def made(model: Any, rows: int, agrees: layer.Check = steps._agrees) -> layer.Programs | None:
+def made(model: Any, rows: int, agrees: layer.Check | None = None, pairs: bool = False) -> layer.Programs | None:
+    kernel: Any = "onednn" if pairs or model.dtype == torch.float32 else "upcast"
     with torch.inference_mode():
-        return layer.programs(model, rows, agrees)
+        return layer.programs(model, rows, pairs, agrees or partial(steps._agrees, kernel=kernel))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_layer_has_the_bits_of_the_ordinary_operations(rows: int, dtype: torch.dtype) -> None:
     assert made(qwen3(dtype), rows) is not None
 
 
-@pytest.mark.parametrize("hidden", [32, 96, 1024, 2048, 3072])
+@pytest.mark.skipif(not jit.multiplies_pairs(), reason="multiplies no pairs of bf16 numbers")
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_layer_of_pairs_has_those_bits(rows: int) -> None:
+    assert made(qwen3(), rows, pairs=True) is not None
+    assert made(qwen3(), rows, partial(steps._agrees, kernel="upcast"), pairs=True) is None
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 1024, 2048, 3072])
 def test_norms_of_any_width_are_added_up_as_pytorch_does(hidden: int) -> None:
     assert made(qwen3(hidden_size=hidden), 1) is not None
 
@@ -90,7 +99,6 @@ def test_moved_weights_are_found_again() -> None:
 def test_what_it_cannot_take_is_left_alone() -> None:
     never: layer.Check = lambda *_: pytest.fail("asked to compare")  # noqa: E731
     assert made(qwen3(), 9, never) is None  # more rows than a pass
-    assert made(qwen3(torch.float32), 1, never) is None
     assert made(qwen3(head_dim=24), 1, never) is None
     other = qwen3()
     other.model.layers[1].mlp = qwen3(intermediate_size=256).model.layers[0].mlp

@@ -14,7 +14,7 @@ import torch
 
 from agentcache.errors import ModelLoadError, StoreWarning
 from agentcache.model import loading as loading_of_models
-from agentcache.model.kernels import dispatch, jit, linear_few, object_cache
+from agentcache.model.kernels import jit, linear_compiled, object_cache
 from agentcache.store.disk.folder import Folder
 
 pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
@@ -47,7 +47,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
 
 def product() -> torch.Tensor:
     torch.manual_seed(3)
-    return linear_few.product(torch.randn(2, 1024), [torch.randn(64, 1024).half()], 512)
+    return linear_compiled.chains(torch.randn(2, 1024).half(), [(torch.randn(64, 1024).half(), None)])[0]
 
 
 def flip(file: Path, at: int) -> None:
@@ -163,7 +163,7 @@ def test_what_was_compiled_longest_ago_goes_first(place: Path, monkeypatch: pyte
 
 def test_products_are_compiled_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
-    monkeypatch.setattr(dispatch, "compile_products", asked.set)
+    monkeypatch.setattr(linear_compiled, "compile_products", asked.set)
 
     def loading(*args: Any, **kwargs: Any) -> Any:
         assert asked.wait(20), "nothing is compiled before the weights are there"

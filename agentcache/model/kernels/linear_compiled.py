@@ -1,0 +1,90 @@
+"""Products with weights, compiled at run time: of any number of rows, each by itself. Knows nothing of models.
+
+A product adds up in the same order whether linear_few.py or linear_many.py computes it: only time decides between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import jit, linear_few, linear_many
+from .linear_library import Projection
+
+FEW_ROWS = 16  # above it, weaving the weights first is faster
+
+
+def takes(weight: torch.Tensor) -> bool:
+    """True if products with this weight [outs, ins] can run here."""
+    found = jit.compiler() if weight.dtype in jit.NUMBERS else None
+    if found is None or weight.device.type != "cpu" or not weight.is_contiguous():
+        return False
+    outs, ins = weight.shape
+    return outs % linear_many.TILES[found.lanes] == 0 and ins % (4 * found.lanes) == 0
+
+
+def chains(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
+    """x [rows, ins] times each weight [outs, ins] transposed, plus its bias [outs], computed in fp32 -> [rows, outs] each.
+
+    All of one type. Only weights that `takes` accepts.
+    """
+    return (_few if len(x) <= FEW_ROWS else _many)(x.contiguous(), projections, False)
+
+
+def pairs(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
+    """The same of bf16 numbers, multiplied in pairs where the processor does that."""
+    return (_few if len(x) <= FEW_ROWS else _many)(x.contiguous(), projections, True)
+
+
+def _few(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> list[torch.Tensor]:
+    rows, found = len(x), jit.compiler()
+    assert found is not None
+    count = next((n for n in linear_few.ROWS if n >= rows), linear_few.ROWS[-1])
+    passes = -(-rows // count)
+    if short := passes * count - rows:
+        x = torch.cat((x, x.new_zeros(short, x.shape[1])))
+    wide = x if pairs else x.float()
+    scratch = torch.empty(torch.get_num_threads() * linear_few.scratch_numbers(found.lanes, count))
+    done = []
+    for weight, bias in projections:
+        outs, ins = weight.shape
+        out = torch.empty(passes * count, outs)
+        where = map(jit.address, (weight, wide, out, scratch))
+        threads = jit.threads_for(passes * count * outs * ins, outs)
+        sizes = outs, ins >> int(pairs), outs // found.lanes, passes
+        jit.run(linear_few.product_code, jit.NUMBERS[weight.dtype], (count, pairs), threads, *where, *sizes)
+        done.append((out if bias is None else out.add_(bias)).to(x.dtype)[:rows])
+    return done
+
+
+def _many(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> list[torch.Tensor]:
+    (rows, ins), found, element = x.shape, jit.compiler(), jit.NUMBERS[x.dtype]
+    assert found is not None
+    passes, words = -(-rows // linear_many.ROWS), ins >> int(pairs)
+    packed = torch.empty(passes * words * linear_many.ROWS)
+    where, threads = (x.data_ptr(), packed.data_ptr()), jit.threads_for(rows * ins, passes, linear_many.ALONE)
+    jit.run(linear_many.pack_code, element, (pairs,), threads, *where, words, passes, rows - 1)
+    own = linear_many.scratch_bytes(found.lanes, passes)
+    scratch = torch.empty(torch.get_num_threads() * own, dtype=torch.uint8)
+    done = []
+    for weight, bias in projections:
+        outs = weight.shape[0]
+        tiles = outs // linear_many.TILES[found.lanes]
+        out, bias = x.new_empty(rows, outs), None if bias is None else bias.contiguous()
+        addresses = map(jit.address, (weight, packed, out, bias, scratch))
+        sizes = outs, words, tiles, own, passes, rows - 1
+        threads = jit.threads_for(rows * outs * ins, tiles)
+        jit.run(linear_many.product_code, element, (pairs, bias is not None), threads, *addresses, *sizes)
+        done.append(out)
+    return done
+
+
+def compile_products() -> None:
+    """Have the products of bf16 weights ready: they depend on the processor alone, so weights may load meanwhile."""
+    if (found := jit.compiler()) is not None:
+        pairs = jit.multiplies_pairs()
+        for rows in linear_few.ROWS:
+            found.function(linear_few.product_code, "bfloat", rows, pairs)
+        found.function(linear_many.pack_code, "bfloat", pairs)
+        found.function(linear_many.product_code, "bfloat", pairs, False)

@@ -1,0 +1,191 @@
+"""Compiled products compute each row by itself, in one order of additions, for every shape, type, bias and number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache.model.kernels import dispatch, ir, jit, linear_compiled, linear_few, linear_library, linear_many
+from agentcache.model.kernels.dispatch import linear, linears
+
+pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
+WAYS = [
+    pytest.param(torch.float32, False, id="float32"),
+    pytest.param(torch.bfloat16, False, id="bfloat16"),
+    pytest.param(torch.float16, False, id="float16"),
+    pytest.param(
+        torch.bfloat16, True, id="pairs", marks=pytest.mark.skipif(not jit.multiplies_pairs(), reason="multiplies no pairs of bf16 numbers")
+    ),
+]
+EXACT = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 18, 19, 70)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, pairs: bool = False) -> torch.Tensor:
+    return (linear_compiled.pairs if pairs else linear_compiled.chains)(x, [(weight, bias)])[0]
+
+
+def in_order(x: torch.Tensor, weight: torch.Tensor, lanes: int) -> torch.Tensor:
+    """One row's product as linear_few.py writes it down, number by number: fp32 products of 16-bit numbers are exact in fp64."""
+    out = torch.full((weight.shape[0],), -0.0)
+    for begin in range(0, len(x), lanes * linear_few.CHAIN):
+        chains = torch.zeros(weight.shape[0], lanes)
+        for k in range(begin, min(len(x), begin + lanes * linear_few.CHAIN), lanes):
+            terms = x[k : k + lanes].double() * weight[:, k : k + lanes].double()
+            chains = (chains.double() + terms).float()
+        for lane in range(lanes):
+            out = out + chains[:, lane]
+    return out
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("dtype", "pairs"), WAYS)
+@pytest.mark.parametrize(("outs", "ins"), [(64, 64), (896, 896), (128, 2048), (192, 3072), (64, 4864), (1024, 1024)])
+def test_any_rows_have_the_bits_of_many(
+    outs: int, ins: int, dtype: torch.dtype, pairs: bool, count: int, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    torch.manual_seed(outs)
+    weight, bias, x = torch.randn(outs, ins).to(dtype), torch.randn(outs).to(dtype), torch.randn(512, ins).to(dtype)
+    for added in (None, bias):
+        whole = product(x, weight, added, pairs)
+        exact = x.double() @ weight.double().t() + (0 if added is None else added.double())
+        assert (whole - exact).abs().max() <= EXACT[dtype] * exact.abs().max()
+        for rows in ROWS:
+            assert torch.equal(product(x[-rows:], weight, added, pairs), whole[-rows:]), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ins", [64, 1024, 4864])
+def test_products_add_up_in_the_order_written_down(ins: int, dtype: torch.dtype) -> None:
+    found = jit.compiler()
+    assert found is not None
+    weight, x = torch.randn(64, ins).to(dtype), torch.randn(ins).to(dtype)
+    assert torch.equal(product(x[None], weight)[0], in_order(x, weight, found.lanes).to(dtype))
+
+
+def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison of few rows with many relies on."""
+    x, weight = torch.randn(20, 2048), torch.randn(64, 2048)
+    whole, found = product(x, weight), jit.compiler()
+    assert found is not None
+    monkeypatch.setattr(found, "_compiled", {})
+    monkeypatch.setattr(linear_few, "CHAIN", 64)
+    assert not torch.equal(product(x[:2], weight), whole[:2])
+
+
+def test_several_products_of_the_same_rows() -> None:
+    weights = [torch.randn(outs, 256) for outs in (128, 64, 64)]
+    biases = [torch.randn(128), None, torch.randn(64)]
+    for rows in (2, 40):
+        x = torch.randn(rows, 256)
+        for found, weight, bias in zip(linears("onednn", x, list(zip(weights, biases))), weights, biases):
+            assert torch.equal(found, product(x, weight, bias))
+            assert found.is_contiguous()  # heads are normalised in one pass where they lie together
+
+
+@pytest.mark.parametrize("kernel", ["onednn", "upcast"])
+def test_what_is_not_compiled_runs_by_the_library(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.bfloat16 if kernel == "upcast" else torch.float32
+    weight, x = torch.randn(128, 1024).to(dtype), torch.randn(30, 1024).to(dtype)
+    assert linear_compiled.takes(weight)
+    assert dispatch.compiled(kernel, weight) is False
+    for other in (weight[:100], weight[:, :1000], weight.t(), weight.double()):
+        assert not linear_compiled.takes(other)
+    for odd in (weight[:100], weight[:, :1000].contiguous()):
+        mine = x[:, : odd.shape[1]].contiguous()
+        expected = linear_library.product_of_library(mine.float(), odd.float(), None).to(dtype)
+        assert dispatch.compiled(kernel, odd) is None
+        assert torch.equal(linear(kernel, mine, odd), expected)
+        # what one weight is multiplied by does not depend on those beside it
+        both = linears(kernel, mine, [(odd, None), (weight[:, : odd.shape[1]], None)])
+        assert torch.equal(both[0], expected)
+    monkeypatch.setattr(jit, "compiler", lambda: None)
+    assert torch.equal(linear(kernel, x, weight), linear_library.product_of_library(x.float(), weight.float(), None).to(dtype))
+
+
+@pytest.mark.parametrize("kernel", ["onednn", "upcast", "aten"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_expert_without_rows_has_a_product(kernel: dispatch.Kernel, dtype: torch.dtype) -> None:
+    assert linear(kernel, torch.empty(0, 64, dtype=dtype), torch.ones(96, 64, dtype=dtype)).shape == (0, 96)
+
+
+@pytest.mark.parametrize(("dtype", "pairs"), WAYS)
+def test_large_and_special_values(dtype: torch.dtype, pairs: bool) -> None:
+    """Infinity and NaN come out where they belong, and nowhere else."""
+    weight, x = torch.randn(64, 512).to(dtype), torch.randn(20, 512).to(dtype)
+    weight[7, 3], weight[9, 4], x[2, 8] = float("inf"), float("nan"), float("inf")
+    for rows in (4, 20):
+        out = product(x[:rows], weight, None, pairs)
+        assert out[:, 9].isnan().all()
+        assert not out[2].isfinite().any()
+        rest = [n for n in range(64) if n not in (7, 9)]
+        assert out[[0, 1, 3]][:, rest].isfinite().all()
+        assert not out[:, 7].isfinite().any()
+
+
+def test_many_threads_at_once() -> None:
+    weight = torch.randn(256, 512)
+    for rows in (8, 30):
+        x = torch.randn(rows, 512)
+        expected = product(x, weight)
+        with ThreadPoolExecutor(4) as pool:
+            for out in pool.map(lambda _, x=x: product(x, weight), range(40)):  # type: ignore[misc]
+                assert torch.equal(out, expected)
+
+
+def test_a_smaller_team_does_all_of_it(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each thread does follows from how many there are, not from how many were asked for."""
+    threads(2)
+    found = jit.compiler()
+    assert found is not None
+    team, x, weight = found._team, torch.randn(72, 1024).bfloat16(), torch.randn(4096, 1024).bfloat16()
+    kinds: list[Callable[[], torch.Tensor]] = [
+        lambda: product(x[:5], weight),
+        lambda: product(x, weight),
+        lambda: dispatch.norm(x, weight[0], 1e-6),
+    ]
+    expected = [kind() for kind in kinds]
+    monkeypatch.setattr(found, "_team", lambda share, args, count, flags: team(share, args, 1, flags))
+    for kind, whole in zip(kinds, expected):
+        assert torch.equal(kind(), whole)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_products_of_fp32_and_halves_compile_for_aarch64(rows: int) -> None:
+    """No instruction of one processor is in them; what they compute there is not tried here."""
+    from llvmlite import binding
+
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple("aarch64-linux-gnu").create_target_machine(cpu="neoverse-n1", opt=3)
+    for element in jit.NUMBERS.values():
+        code = ir.Code(4, element)
+        if rows == 1:
+            linear_few.product_code(code, rows, False)
+        else:
+            linear_many.product_code(code, False, True)
+        assert "fmla" in machine.emit_assembly(binding.parse_assembly(code.module()))
+
+
+def test_processors_without_pairs_multiply_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those with matrix units, whose library is faster."""
+    monkeypatch.setattr(jit, "multiplies_pairs", lambda: False)
+    weight = torch.randn(64, 512).bfloat16()
+    assert dispatch.compiled("onednn", weight) is None
+    assert dispatch.compiled("upcast", weight) is False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wide_weight_is_no_head(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feed-forward layers of large models have as many outputs as a vocabulary; many rows see them."""
+    x, weight = torch.randn(70, 256).to(dtype), torch.randn(dispatch.SINGLE_ROW_OUTS + 64, 256).to(dtype)
+    monkeypatch.setattr(jit, "compiler", lambda: None)
+    expected = linear_library.product_of_library(x.float(), weight.float(), None).to(dtype)
+    assert torch.equal(linear("upcast", x, weight), expected)
+    head = linear("upcast", x[:9], weight, head=True)
+    assert torch.equal(head, torch.cat([linear("upcast", row, weight, head=True) for row in x[:9].split(1)]))
