@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.checkout import ROOT
+
 # In memory, with reuse off, reopened from disk, after damage to the index, and from an archive in another store.
 ASKED = """
 import json, sys, warnings
@@ -61,7 +63,7 @@ with closing(Index(folder)) as index:
 said["damage"] = bool(check.verify(folder, fix=True).problems)
 with opened(place / "store") as engine:
     said["rebuilt"] = ask(engine).disk_tokens > 0
-    engine.forget()
+    engine.forget(older_than=0)
     said["forgotten"] = ask(engine).cached_tokens == 0
 with opened(place / "other") as engine:
     pass
@@ -103,3 +105,12 @@ def test_another_system_gives_the_same_tokens(system: str, here: dict[str, Any],
     assert not found.pop("compiled"), "kernels are compiled only where PyTorch has GNU's OpenMP runtime"
     assert found == {name: value for name, value in here.items() if name != "compiled"}
     assert all(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["win32", "darwin"])
+def test_types_are_right_on_another_system(system: str, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--platform", system, "--cache-dir", str(tmp_path), "agentcache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
