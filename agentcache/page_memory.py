@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -85,9 +86,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, whol
 
 
 def _map(size: int, whole: bool) -> mmap.mmap:
-    # private: Python's default is a shared map, which a forked child would write into, and which has no large pieces
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+    # a copy: Python's default is a shared map, which a forked child would write into, and which has no large pieces
+    memory = mmap.mmap(-1, size, access=mmap.ACCESS_DEFAULT if sys.platform == "win32" else mmap.ACCESS_COPY)
+    if whole and sys.platform == "linux":
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -152,5 +153,6 @@ class PreparedPages:
 
 
 prepared = PreparedPages()
-for _part in (pool, prepared):
-    os.register_at_fork(after_in_child=_part.begin)
+if hasattr(os, "register_at_fork"):
+    for _part in (pool, prepared):
+        os.register_at_fork(after_in_child=_part.begin)

@@ -1,15 +1,15 @@
 """Files that only their owner may read and write: where they lie by default, checked before they are used, put there whole or not at all.
 
-Knows nothing of their content.
+Windows has neither owners nor modes of this kind: there the folder of the user's profile keeps others out. Knows nothing of their content.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shlex
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,15 @@ import platformdirs
 
 from .errors import StoreCorruptError, StorePermissionError
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
 KEY_BYTES = 32
+# Flags of os.open. Bytes stay as they are, no link is followed, and no pipe is waited for.
+PLAIN = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN
 
 
 def default_path() -> Path | None:
@@ -29,12 +37,24 @@ def default_path() -> Path | None:
     return platformdirs.user_cache_path("agentcache")
 
 
+def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
+    """Lock an open file against other processes until it is closed; OSError if one of them has it and `wait` is off.
+
+    shared: with others who share it. Windows has no such locks here and needs none: it replaces no file that is open.
+    """
+    if sys.platform != "win32":
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    elif not shared:
+        msvcrt.locking(fd, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+
+
 @contextmanager
 def locked(place: Path) -> Iterator[None]:
     """Alone among all processes and threads that are making this folder. The lock ends with its process."""
-    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # Windows opens no folders: a file beside the folder's key stands for it
+    fd = os.open(place / "key.lock", os.O_RDWR | os.O_CREAT) if sys.platform == "win32" else os.open(place, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock(fd, wait=True)
         yield
     finally:
         os.close(fd)
@@ -43,7 +63,7 @@ def locked(place: Path) -> Iterator[None]:
 def put(path: Path, content: bytes, durable: bool = True) -> None:
     """Write a small file that is either there as a whole or not at all; durable: even after a power cut."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = os.open(part, NEW, 0o600)
     try:
         with open(fd, "wb") as file:
             file.write(content)
@@ -54,13 +74,18 @@ def put(path: Path, content: bytes, durable: bool = True) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    if not durable:
+    if not durable or sys.platform == "win32":
         return
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def ours(found: os.stat_result) -> bool:
+    """Tell whether a file belongs to this user, as far as the system tells."""
+    return sys.platform == "win32" or found.st_uid == os.geteuid()
 
 
 def check(path: Path, kind: Any) -> None:
@@ -72,7 +97,9 @@ def check(path: Path, kind: Any) -> None:
     if not kind(found.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not what it should be"
         raise StorePermissionError(f"{str(path)!r} is {what}: a store is a plain folder with plain files; name another one")
-    if found.st_uid != os.geteuid():
+    if sys.platform == "win32":
+        return
+    if not ours(found):
         raise StorePermissionError(f"{str(path)!r} belongs to user {found.st_uid}, not to {os.geteuid()}: name a folder of your own")
     if found.st_mode & 0o077:
         mode, mend = stat.S_IMODE(found.st_mode), "700" if stat.S_ISDIR(found.st_mode) else "600"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,9 +35,9 @@ class Recorder:
         self._lock = threading.Lock()
         self._file: int | None = None
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
             self._regular = stat.S_ISREG(os.fstat(self._file).st_mode)
-            if self._regular:  # one that was there may be open to others
+            if self._regular and sys.platform != "win32":  # one that was there may be open to others
                 os.fchmod(self._file, 0o600)
         except OSError as error:
             self.close()
@@ -78,7 +79,8 @@ class Recorder:
     def _append(self, line: bytes) -> None:
         with self._lock:
             if self._file is not None and self._regular and (size := os.fstat(self._file).st_size):
-                if os.pread(self._file, 1, size - 1) != b"\n":  # half a line, of a process that found the disk full
+                os.lseek(self._file, size - 1, os.SEEK_SET)
+                if os.read(self._file, 1) != b"\n":  # half a line, of a process that found the disk full
                     line = b"\n" + line
             while line and self._file is not None:
                 line = line[os.write(self._file, line) :]

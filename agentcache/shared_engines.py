@@ -38,7 +38,8 @@ def _begin_child() -> None:
     _turns.clear()
 
 
-os.register_at_fork(after_in_child=_begin_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
 
 
 class EngineLease:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,20 +45,25 @@ def latency(
     stock_dtype: Annotated[
         Dtype | None, typer.Option(help="Type of the weights for stock transformers; by default float32 where it emulates 16-bit products.")
     ] = None,
+    bits: Annotated[int | None, typer.Option(help="Quantize a --model's weights with bitsandbytes: 4 (NF4) or 8 (int8).")] = None,
     threads: ThreadsOption = None,
     isa: IsaOption = None,
+    with_llama_cpp: Annotated[
+        bool, typer.Option("--llama-cpp", help="Also time llama.cpp on the same weights, BF16 and Q8_0, its prefix resident.")
+    ] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Time to first token and per token, ours against generate and its caches, for growing tool lists."""
     with report_errors():
-        from . import baselines, report
+        from . import baselines, llama_cpp, report
         from . import latency as bench
         from .shapes import dtype_of
 
         options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
-        loading, rival = Loading(model, shape, dtype, threads), dtype_of(stock_dtype.value) if stock_dtype else None
+        loading, rival = Loading(model, shape, dtype, threads, bits), dtype_of(stock_dtype.value) if stock_dtype else None
         with report.measuring("latency", loading, json_file) as run:
-            bench.run(run.engine, options, run.say, run.keep, baselines.rival(run.engine.model, rival))
+            with llama_cpp.started(run.engine.model, run.keep) if with_llama_cpp else nullcontext({}) as others:
+                bench.run(run.engine, options, run.say, run.keep, baselines.rival(run.engine.model, rival), others)
             run.tables += report.latency_tables(run.found["rows"])
 
 

@@ -92,6 +92,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def peak_bytes() -> int | None:
+    """The most memory this process had so far, mapped files included; None where the system does not tell."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as lines:
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
+    except OSError:
+        return None
+
+
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:

@@ -6,9 +6,11 @@ weights and resident KV once. So stock time grows with the tools, ours with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from ..checkpoints import CHECKPOINT_TOKENS
@@ -48,7 +50,7 @@ class Options:
 class Scene:
     """One tool count, made ready: the group is warm, `prefix` tokens of each turn's prompt are resident, and in a DynamicCache too.
 
-    stock: the model that transformers' ways run; the engine's own, or its copy in another type.
+    stock: the model that transformers' ways run; the engine's own, or its copy in another type. others: further engines, by name.
     """
 
     engine: Engine
@@ -59,6 +61,7 @@ class Scene:
     turns: list[list[dict[str, str]]]
     prompts: list[list[int]]
     prefix: int
+    others: Mapping[str, Any] = field(default_factory=dict)
     cache: Any = None
     agreed: dict[str, list[bool]] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
@@ -115,6 +118,7 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], basel
         "off": off,
         "hit": hit,
         "floor": floor,
+        **{name: partial(other.answer, ids, scene.prefix, new) for name, other in scene.others.items()},
     }
 
 
@@ -123,10 +127,10 @@ def check(scene: Scene, done: dict[str, baselines.Timed], dtype: str) -> None:
     assert done["floor"].ids[0] == done["hit"].ids[0], "the floor drew another token than the hit"
     if "off" in done:
         assert done["off"].ids == done["hit"].ids, f"reuse off drew {done['off'].ids}, the hit {done['hit'].ids}"
-    for name in ("stock", "static", "recipe", "kept"):
+    for name in ("stock", "static", "recipe", "kept", *scene.others):
         if name in done:
             same = done[name].ids[0] == done["hit"].ids[0]
-            tie = scene.gaps[-1] <= TIE.get(dtype, 0.0)
+            tie = scene.gaps[-1] <= TIE.get(dtype, 0.0) or name in scene.others  # these round elsewhere: it is noted
             assert same or tie, f"{name} drew token {done[name].ids[0]}, the hit {done['hit'].ids[0]}, {scene.gaps[-1]:.3f} apart: no tie"
             scene.agreed.setdefault(name, []).append(same)
 
@@ -134,17 +138,17 @@ def check(scene: Scene, done: dict[str, baselines.Timed], dtype: str) -> None:
 def measure(scene: Scene, options: Options, say: Say) -> Samples:
     """All methods, repeat by repeat, in an order that rotates: what disturbs the machine disturbs them alike."""
     samples, dtype, new = Samples(), str(scene.engine.model.dtype).removeprefix("torch."), 1 + options.decode
-    first = methods(scene, 0, 2)
+    first, names = methods(scene, 0, 2), (*METHODS, *scene.others)
     first["hit"]()  # the first call of each path allocates; it also makes turn 0 known, so that later hits are `prefix` long
     sequence = engine_timing.resident(scene.engine, scene.namespace, scene.prompts[0][: scene.prefix + 1])
     scene.cache = baselines.cache_of(scene.stock, sequence, scene.prompts[0][: scene.prefix])
     sequence.close()
-    for name in ("recipe", "kept", "floor"):
+    for name in ("recipe", "kept", "floor", *scene.others):
         first[name]()
     for number in range(1, options.repeats + 1):
         ways, done = methods(scene, number, new), {}
-        turn = number % len(METHODS)
-        for name in (*METHODS[turn:], *METHODS[:turn]):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
             if name in SLOW and number > options.slow_repeats:
                 continue
             say(f"{len(scene.tools)} tools, repeat {number} of {options.repeats}: {name}")
@@ -168,6 +172,7 @@ def row(scene: Scene, samples: Samples) -> dict[str, Any]:
     prompt = lengths[len(lengths) // 2]
     figures = {f"{name}_ttft_ms": median[f"{name}_ttft_ms"] for name in METHODS if name != "floor"}
     figures |= {f"{name}_decode_ms": median[f"{name}_decode_ms"] for name in ("stock", "static", "recipe", "off")}
+    figures |= {f"{name}_{figure}": median[f"{name}_{figure}"] for name in scene.others for figure in ("ttft_ms", "decode_ms")}
     figures |= {f"{name}_total_ms": median[f"{name}_total_ms"] for name in ("stock", "static", "recipe", "off", "hit")}
     return {
         "tools": len(scene.tools),
@@ -205,10 +210,11 @@ def run(
     say: Say = lambda _: None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None,
     stock: Any = None,
+    others: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """All tool counts, smallest first: rows, and the counts whose prompts do not fit the model's context. `keep` gets them row by row.
 
-    stock: another model for transformers' ways than the engine's.
+    stock: another model for transformers' ways than the engine's. others: further engines by name, with `answer(ids, prefix, new)`.
     """
     rows: list[dict[str, Any]] = []
     too_long: list[int] = []
@@ -223,6 +229,7 @@ def run(
         if scene is None:
             too_long.append(count)
             continue
+        scene.others = others
         rows.append(row(scene, measure(scene, options, say)))
         engine.release("bench", namespace=scene.namespace)
         engine.store.clear(scene.namespace)

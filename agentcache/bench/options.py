@@ -53,7 +53,7 @@ _HELD = {
     Isa.avx512: ("avx512", "AVX512_CORE", "AVX512"),
     Isa.avx512_bf16: ("avx512", "AVX512_CORE_BF16", "AVX512"),
 }
-_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # MKL uses AVX2 on AMD's processors in any case
 
 
 def environment_of(isa: Isa) -> dict[str, str]:
@@ -131,6 +131,7 @@ class Loading:
     shape: Shape | None
     dtype: Dtype
     threads: int | None = None
+    bits: int | None = None  # of a weight, by bitsandbytes: 4 is NF4, 8 is int8
 
     def weights(self, texts: Iterable[str] = ()) -> tuple[Any, Any]:
         """(model, tokenizer), without an engine. texts: what a shape's tokenizer is to be good at, besides the benchmark's own tools."""
@@ -139,8 +140,10 @@ class Loading:
 
         if self.model is not None and self.shape is not None:
             raise ConfigError(f"model={self.model!r} and shape={self.shape.value!r}: give one of them")
+        if self.bits not in (None, 4, 8) or (self.bits and self.model is None):
+            raise ConfigError(f"bits={self.bits!r}: must be 4 or 8, of a --model: weights are quantized while its folder is read")
         if self.model is not None:
-            return load(self.model, dtype=self.dtype.value)
+            return load(self.model, dtype=self.dtype.value, load_in_4bit=self.bits == 4, load_in_8bit=self.bits == 8)
         return shapes.load((self.shape or Shape.small).value, dtype=self.dtype.value, texts=texts)
 
     def engine(self, texts: Iterable[str] = (), store: Any = None) -> Any:
@@ -151,7 +154,7 @@ class Loading:
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        if self.model is not None and self.shape is None:
+        if self.model is not None and self.shape is None and self.bits is None:
             return Engine(self.model, dtype=self.dtype.value, store=store)
         return Engine(*self.weights(texts), store=store)
 
@@ -160,12 +163,12 @@ def described(engine: Any) -> dict[str, Any]:
     """Machine, versions, model and numerics: what the figures depend on."""
     import torch
 
-    from ..model.kernels.instructions import level
+    from ..model.kernels.instructions import level, limits
     from .environment import machine, versions
 
     numerics = engine.model.numerics
     return {
-        "machine": {**machine(), "instructions": level(), "threads": torch.get_num_threads()},
+        "machine": {**machine(), "instructions": level(), "limits": limits(), "threads": torch.get_num_threads()},
         "versions": versions(),
         "model": {
             "name": engine.name,

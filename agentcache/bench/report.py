@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
+from .environment import peak_bytes
 from .options import Loading, described, write
 
 WIDTH = 170
 _TTFT = ("stock", "static", "recipe", "kept", "off", "hit")
+_OTHERS = ("llama_bf16", "llama_q8_0")
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
 
@@ -50,9 +52,11 @@ def drawn(title: str, columns: Mapping[str, Cell], rows: Sequence[Row], caption:
 def latency_tables(rows: Sequence[Row]) -> list[Table]:
     """First tokens; further tokens and what warming is worth."""
     first = {"tools": of("tools"), "prompt": of("prompt_tokens"), "tail": of("tail_tokens")}
-    first |= {name: of(f"{name}_ttft_ms") for name in _TTFT} | {"floor": of("floor_ms")}
+    others = [name for name in _OTHERS if any(f"{name}_ttft_ms" in row for row in rows)]
+    first |= {name: of(f"{name}_ttft_ms") for name in (*_TTFT, *others)} | {"floor": of("floor_ms")}
     first |= {"stock/hit": of("speedup", 1), "hit/floor": of("hit_over_floor", 2), "off/stock": of("off_over_stock", 2)}
     rest = {"tools": of("tools"), "stock ms/tok": of("stock_decode_ms", 1), "static ms/tok": of("static_decode_ms", 1)}
+    rest |= {f"{name} ms/tok": of(f"{name}_decode_ms", 1) for name in others}
     rest |= {"ours ms/tok": of("decode_ms", 1)} | {f"{name} all": of(f"{name}_total_ms") for name in ("stock", "off", "hit")}
     rest |= {"warm ms": of("warm_ms"), "MB": of("group_bytes", 1, 1e6)}
     rest |= {"even after": of("break_even_requests", 2), "min saved": of("saved_ms_per_1000", 1, 6e4)}
@@ -172,6 +176,7 @@ class Run:
 def measuring(name: str, loading: Loading, json_file: Path | None, texts: Sequence[str] = (), store: Any = None) -> Iterator[Run]:
     """A model on its engine to measure; at the end tables and the JSON line, unless something went wrong."""
     with loading.engine(texts, store) as engine, Progress() as say:
-        run = Run(engine, say, {"bench": name, **described(engine)}, json_file)
+        run = Run(engine, say, {"bench": name, **described(engine), "loaded_bytes": peak_bytes()}, json_file)
         yield run
+        run.found["peak_bytes"] = peak_bytes()
     finish(run.found, run.tables, json_file)

@@ -7,6 +7,7 @@ disk the disk decides. Mapped formats look faster until the bytes are touched: a
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import ConfigError
 from ..kv import PAGE_TOKENS, Page
 from ..kv_spec import KVSpec
 from ..store.disk import blob_io
@@ -64,6 +66,8 @@ def rows_of(spec: KVSpec, tokens: int, scope: Scope, seed: int = 0) -> list[Row]
 
 def drop_caches(paths: Sequence[Path]) -> None:
     """Ask the system to forget these files' contents. They are written through: nothing is lost."""
+    if not hasattr(os, "posix_fadvise"):
+        raise ConfigError(f"{sys.platform!r} lets no program drop files from its page cache: cold figures are measured on Linux only")
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -77,16 +81,13 @@ def raw_ms(paths: Sequence[Path], buffer: bytearray) -> float:
     """Milliseconds to read these files, whole, into memory that is already there."""
     view, began = memoryview(buffer), time.perf_counter()
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            at, size = 0, os.fstat(fd).st_size
+        with open(path, "rb", buffering=0) as file:
+            at, size = 0, path.stat().st_size
             assert size <= len(buffer)
             while at < size:
-                count = os.preadv(fd, [view[at : min(size, at + PIECE)]], at)
-                assert count > 0, f"{path.name} ended after {at} of {size} bytes"
+                count = file.readinto(view[at : min(size, at + PIECE)])
+                assert count, f"{path.name} ended after {at} of {size} bytes"
                 at += count
-        finally:
-            os.close(fd)
     return (time.perf_counter() - began) * 1e3
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .kernels import jit
-from .kernels.instructions import has_16bit_units, level
+from .kernels.instructions import has_16bit_units, level, limits
 from .kernels.openmp import use_threads
 from .numerics import probe
 
@@ -18,6 +18,7 @@ def describe() -> dict[str, Any]:
     report: dict[str, Any] = {
         "processor": platform.processor() or platform.machine(),
         "instructions": level(),
+        "limits of the environment": limits() or "none",
         "threads": use_threads(torch.get_num_threads()),
         "16-bit matrix units": {str(d).removeprefix("torch."): has_16bit_units(d) for d in (torch.bfloat16, torch.float16)},
     }

@@ -16,7 +16,7 @@ _WITHOUT_AMX = (*_WITHOUT_BF16, "AVX2_VNNI_2", "AVX512_CORE_BF16", "AVX512_CORE_
 
 
 def _limited(names: tuple[str, ...]) -> bool:
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     return limit in names or not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
@@ -34,6 +34,12 @@ def level() -> str:
     if torch.cpu._is_avx512_bf16_supported() and not _limited(_WITHOUT_BF16):
         return "avx512_bf16"
     return torch.backends.cpu.get_cpu_capability().lower().replace(" ", "_")
+
+
+def limits() -> dict[str, str]:
+    """Variables that are set and hold a library to fewer instructions; MKL computes stock transformers' fp32 products."""
+    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def target(cpu: str, features: dict[str, bool]) -> tuple[str, dict[str, bool]]:

@@ -31,7 +31,8 @@ ALONE = 1 << 20  # multiplications of a kernel that is done sooner than a second
 OLDEST_LLVM = (20,)  # older ones do not read `ptr`
 # A thread that forks takes it: LLVM's own locks would stay taken in the child if another thread compiled meanwhile.
 _compiling = threading.Lock()
-os.register_at_fork(before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release)
 Writer = Callable[..., None]  # of a function's body, given an empty `Code` and its sizes
 Sizes = tuple[int | bool, ...]
 

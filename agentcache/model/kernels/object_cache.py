@@ -20,7 +20,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from ...errors import StorePermissionError, StoreWarning
-from ...private import KEY_BYTES, check, default_path, locked, put
+from ...private import KEY_BYTES, PLAIN, check, default_path, locked, put
 
 MOST_BYTES = 16 << 20  # of all files together; one model has about a hundred kilobytes
 TAG_BYTES = 32
@@ -68,7 +68,7 @@ class Objects:
         if self._place is None:
             return None
         try:
-            with open(os.open(self._place / f"{name}.o", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            with open(os.open(self._place / f"{name}.o", os.O_RDONLY | PLAIN), "rb") as file:
                 tag, code = file.read(TAG_BYTES), file.read(MOST_BYTES)
         except OSError:
             return None

@@ -19,6 +19,7 @@ import numpy as np
 from blake3 import blake3
 
 from ...errors import BlobError, ConfigError, StoreError, StoreFullError, StorePermissionError
+from ...private import NEW
 from ...types import PAGE_TOKENS
 from ..disk import blob_files, blob_format, blob_io, process_identity
 from ..disk.blob import layer_is_finite, opened
@@ -139,7 +140,7 @@ def _new_file(target: Path) -> Iterator[int]:
     try:
         if os.path.lexists(target):
             raise StoreError(f"{str(target)!r} is there already: name another file, or delete it")
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(part, NEW, 0o600)
         try:
             yield fd
             os.fsync(fd)

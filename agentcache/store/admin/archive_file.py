@@ -111,7 +111,7 @@ class Archive:
 def open_archive(path: Path) -> Iterator[Archive]:
     """An archive, checked before any page is looked at. StoreFormatError: it is none of this version. BlobError: it is damaged."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:
         raise StoreError(f"{str(path)!r} cannot be opened: {getattr(error, 'strerror', None) or error}") from error
     try:

@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import psutil
 
 from ...errors import BlobError, StoreError, StoreFullError, StorePermissionError
+from ...private import NEW, PLAIN, ours
 from . import process_identity
 from .folder import Folder
 
@@ -34,6 +36,7 @@ IOV = 512  # buffers per call, below every system's limit
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs"}  # where a deleted file that is mapped can still be read
 POPULATE_READ = 22  # of madvise, Linux 5.14; Python has no name for it before 3.13
 PROBE = 1 << 18  # bytes between two looks at what the system holds in memory
+_seeking = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +86,19 @@ class Opened:
 
 
 @contextmanager
-def _place(folder: Folder, name: str, make: bool = False) -> Iterator[int]:
-    """The descriptor of the folder a blob lies in. Nothing on the way is followed elsewhere."""
+def _place(folder: Folder, name: str, make: bool = False) -> Iterator[tuple[str, int | None]]:
+    """The path of a blob's files but for its suffix, and the descriptor of the folder that it begins in.
+
+    Nothing on the way is followed elsewhere. Windows has no such descriptors: the path is whole there.
+    """
     if NAME.fullmatch(name) is None:
         raise BlobError(f"{name!r} is no name of a blob")
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if sys.platform == "win32":
+        if make:
+            (folder.blobs / name[:2]).mkdir(0o700, exist_ok=True)
+        yield os.fspath(folder.blobs / name[:2] / name), None
+        return
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     above = os.open(folder.blobs, flags)
     try:
         try:
@@ -102,7 +113,7 @@ def _place(folder: Folder, name: str, make: bool = False) -> Iterator[int]:
     finally:
         os.close(above)
     try:
-        yield place
+        yield name, place
     finally:
         os.close(place)
 
@@ -120,24 +131,42 @@ def refusal(name: str, error: OSError, doing: str) -> StoreError:
 def open_file(folder: Folder, name: str) -> tuple[int, int]:
     """A descriptor to read a blob from, and its size. BlobError if it is not there or no plain file of ours."""
     try:
-        with _place(folder, name) as place:
-            fd = os.open(name + WHOLE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+        with _place(folder, name) as (path, place):
+            fd = os.open(path + WHOLE, os.O_RDONLY | PLAIN, dir_fd=place)
     except StoreError:
         raise
     except OSError as error:
         raise refusal(name, error, "reading") from error
     found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISREG(found.st_mode) or not ours(found):
         os.close(fd)
         raise BlobError(f"blob {name!r} is no plain file of ours")
     return fd, found.st_size
+
+
+def _read(fd: int, buffer: memoryview, at: int) -> int:
+    """Read at an offset, as much as the system gives at once. From any thread, though Windows has one place in a file for all of them."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [buffer], at)
+    with _seeking, open(fd, "rb", buffering=0, closefd=False) as file:
+        file.seek(at)
+        return file.readinto(buffer) or 0
+
+
+def _write(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+    """The same of writing: the first buffers, or a part of them."""
+    if hasattr(os, "pwritev"):
+        return os.pwritev(fd, buffers[:IOV], at)
+    with _seeking:
+        os.lseek(fd, at, os.SEEK_SET)
+        return os.write(fd, buffers[0])
 
 
 def read_into(fd: int, buffer: memoryview, at: int, name: str) -> None:
     """Fill the buffer from offset `at`."""
     while len(buffer):
         try:
-            count = os.preadv(fd, [buffer], at)
+            count = _read(fd, buffer, at)
         except OSError as error:
             raise refusal(name, error, "reading") from error
         if not count:
@@ -155,18 +184,18 @@ def local(path: Path) -> bool:
 
 def in_memory(fd: int, size: int) -> bool:
     """Tell whether the system holds all of a file in its page cache, as far as samples tell."""
-    nowait, byte = getattr(os, "RWF_NOWAIT", None), bytearray(1)
-    if nowait is None:
+    if not hasattr(os, "RWF_NOWAIT"):
         return False
+    byte = bytearray(1)
     try:
-        return all(os.preadv(fd, [byte], at, nowait) for at in range(0, size, PROBE))
+        return all(os.preadv(fd, [byte], at, os.RWF_NOWAIT) for at in range(0, size, PROBE))
     except OSError:  # BlockingIOError where the disk would be asked; others where the question is unknown
         return False
 
 
 def map_file(fd: int, size: int) -> mmap.mmap:
     """All of a file as memory that no write goes back from. The file may be deleted while it lives, but never be cut short."""
-    return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
 
 
 def bring_in(mapped: memoryview, at: int, size: int) -> None:
@@ -184,7 +213,7 @@ def write_from(fd: int, buffers: Sequence[memoryview], at: int) -> int:
     """Write all buffers at offset `at`; returns the offset after them. OSError as the system raises it."""
     left = [buffer for buffer in buffers if len(buffer)]
     while left:
-        count = os.pwritev(fd, left[:IOV], at)
+        count = _write(fd, left, at)
         if not count:
             raise OSError(errno.EIO, "nothing was written")
         at += count
@@ -202,20 +231,21 @@ def new_file(folder: Folder) -> Iterator[tuple[str, int]]:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be added")
     name = f"{secrets.token_hex(16)}-{process_identity.token()}"
     try:
-        with _place(folder, name, make=True) as place:
+        with _place(folder, name, make=True) as (path, place):
             try:
-                fd = os.open(name + PART, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place)
+                fd = os.open(path + PART, NEW, 0o600, dir_fd=place)
                 try:
                     yield name, fd
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-                os.rename(name + PART, name + WHOLE, src_dir_fd=place, dst_dir_fd=place)
-                os.fsync(place)
+                os.rename(path + PART, path + WHOLE, src_dir_fd=place, dst_dir_fd=place)
+                if place is not None:
+                    os.fsync(place)
             except BaseException:
                 for suffix in (PART, WHOLE):
                     with suppress(OSError):
-                        os.unlink(name + suffix, dir_fd=place)
+                        os.unlink(path + suffix, dir_fd=place)
                 raise
     except StoreError:
         raise
@@ -226,8 +256,8 @@ def new_file(folder: Folder) -> Iterator[tuple[str, int]]:
 def unlink(folder: Folder, name: str, suffix: str = WHOLE) -> bool:
     """Delete a file of the store; returns whether it was there."""
     try:
-        with _place(folder, name) as place:
-            os.unlink(name + suffix, dir_fd=place)
+        with _place(folder, name) as (path, place):
+            os.unlink(path + suffix, dir_fd=place)
     except FileNotFoundError:
         return False
     except StoreError:
@@ -270,6 +300,11 @@ def sweep(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> Swep
     for file in unnamed(folder, known):
         if process_identity.alive(file.writer, since=file.changed):
             left += file.bytes
-        elif unlink(folder, file.name, PART if file.part else WHOLE):
-            count, size = count + 1, size + file.bytes
+            continue
+        try:
+            gone = unlink(folder, file.name, PART if file.part else WHOLE)
+        except StoreError:  # Windows deletes no file that is open: the next sweep does
+            left += file.bytes
+        else:
+            count, size = count + gone, size + file.bytes * gone
     return Swept(count, size, left)

@@ -6,7 +6,6 @@ forks: all are closed before, and opened again where they are used after.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import shutil
@@ -22,6 +21,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ...errors import StoreBusyError, StoreCorruptError, StoreError, StoreFormatError, StoreFullError
+from ...private import PLAIN, lock
 from .folder import LOCK, Folder
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class Database:
             link = self._local.link = _Link(threading.current_thread())
             with self._lock:
                 if self._use < 0 and self._shared and self.folder.writable:  # no process may replace a file that is in use
-                    self._use = _lock(self.folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    self._use = _lock(self.folder, shared=True)
                 for ended in [other for other in self._links if not other.thread.is_alive()]:
                     ended.close()
                     self._links.remove(ended)
@@ -182,7 +182,7 @@ class Database:
     def _open(self) -> sqlite3.Connection:
         # SQLite would let others read it. Never for a file that is there: closing it would drop this process's locks on it.
         with suppress(FileExistsError):
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         try:
             return self._opened(alone=False)
         except sqlite3.OperationalError as error:
@@ -274,16 +274,16 @@ class Database:
 
 def alone(folder: Folder) -> int:
     """Lock the index against all other processes; close the descriptor to end that. StoreError if one of them uses it."""
-    return _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return _lock(folder, shared=False)
 
 
-def _lock(folder: Folder, how: int) -> int:
+def _lock(folder: Folder, shared: bool) -> int:
     try:
-        fd = os.open(folder.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(folder.path / LOCK, os.O_RDWR | os.O_CREAT | PLAIN, 0o600)
     except OSError as error:
         raise StoreError(f"the index of {str(folder.path)!r} cannot be locked: {error}") from error
     try:
-        fcntl.flock(fd, how)
+        lock(fd, shared=shared)
     except OSError as error:
         os.close(fd)
         raise StoreError(
@@ -385,4 +385,5 @@ def _after_fork_in_child() -> None:
     _guard.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -78,9 +78,8 @@ def alive(token: object, since: object = None) -> bool:
 @functools.cache
 def machine() -> str:
     """A name for what decides how fast this computer computes; equal computers share it."""
-    model = platform.processor()
+    model, cores = platform.processor(), os.cpu_count()
     if sys.platform == "linux":
         found = re.search(r"(?m)^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text())
-        model = found[1] if found else model
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        model, cores = found[1] if found else model, len(os.sched_getaffinity(0))
     return _digest(f"{platform.machine()} {model} {cores}")

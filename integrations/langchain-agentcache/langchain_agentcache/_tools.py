@@ -78,7 +78,8 @@ def _formatted(tool: Any) -> Formatted:
 
 
 _convert = _Remembered()
-os.register_at_fork(after_in_child=_convert.begin_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_convert.begin_child)
 
 
 def formatted(tools: Sequence[ToolLike]) -> list[Formatted]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -39,17 +40,29 @@ print(json.dumps(said))
 """
 
 
+def asked(isa: Isa, program: str) -> dict[str, Any]:
+    """What a process says that has no other instructions."""
+    environment = {**os.environ, **environment_of(isa), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
 @pytest.mark.parametrize("isa", Isa)
 def test_hits_have_the_bits_of_reuse_off_under_each_set(isa: Isa) -> None:
     if instructions.level() not in LEVELS or LEVELS.index(instructions.level()) < LEVELS.index(isa.value):
         pytest.skip(f"this processor has {instructions.level()}")
-    environment = {**os.environ, **environment_of(isa), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True, check=True)
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = asked(isa, ASKED)
     assert said.pop("level") == isa.value
     assert said.pop("lanes") in ((0,) if jit.compiler() is None else (8,) if isa is Isa.avx2 else (16,))
     assert said.pop("pairs") is (isa is Isa.avx512_bf16 and jit.compiler() is not None)
     assert said == {"torch.float32": True, "torch.bfloat16": True}
+
+
+@pytest.mark.skipif(instructions.level() not in LEVELS, reason=f"this processor has {instructions.level()}")
+def test_hits_have_the_bits_of_reuse_off_without_llvmlite() -> None:
+    said = asked(Isa.avx2, f"import sys\nsys.modules['llvmlite'] = None\n{ASKED}")
+    assert said == {"level": "avx2", "lanes": 0, "pairs": False, "torch.float32": True, "torch.bfloat16": True}
 
 
 @pytest.mark.parametrize(

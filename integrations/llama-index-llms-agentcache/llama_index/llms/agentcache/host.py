@@ -36,7 +36,8 @@ def _begin_child() -> None:
     _gate = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_begin_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
 
 
 def count(engine: Engine, text: str) -> list[int]:

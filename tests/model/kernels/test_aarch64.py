@@ -1,0 +1,152 @@
+"""Kernels for aarch64: which of them its compiler takes, which name instructions of x86, and whether one has the same bits there.
+
+The second is run in an emulator, where there is one and a compiler for its C library; no test here has run on such a processor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache.model import kernels
+from agentcache.model.kernels import jit, linear_few
+from agentcache.model.kernels.ir import Code
+
+pytestmark = pytest.mark.skipif(jit.binding is None or jit.binding.llvm_version_info < jit.OLDEST_LLVM, reason="needs llvmlite")
+LANES = 8  # two registers of 128 bits
+ELF, MACH = b"\x7fELF", b"\xcf\xfa\xed\xfe"
+TRIPLES = ("aarch64-unknown-linux-gnu", "arm64-apple-macosx14.0.0")
+ELEMENTS = ("bfloat", "half", "float")
+# of a writer's parameters: any that it takes
+SIZES = {"rows": 4, "n": 256, "total": 512, "dim": 64, "block": 256, "wide": 2, "count": 2, "width": 64}
+GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+# reads fields (8 bytes: a size, 0 for a number; then 8 bytes or so many), calls the kernel with them, writes all that had a size
+RUNNER = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <stdint.h>
+void share(int64_t *args);
+int omp_get_thread_num(void) { return 0; }
+int omp_get_num_threads(void) { return 1; }
+int main(int argc, char **argv) {
+    FILE *in = fopen(argv[1], "rb"), *out = fopen(argv[2], "wb");
+    int64_t args[64], sizes[64], count = 0;
+    while (fread(&sizes[count], 8, 1, in) == 1) {
+        if (sizes[count]) {
+            args[count] = (int64_t)aligned_alloc(64, (sizes[count] + 4159) / 64 * 64);
+            if (fread((void *)args[count], 1, sizes[count], in) != sizes[count]) return 1;
+        } else if (fread(&args[count], 8, 1, in) != 1) return 1;
+        count++;
+    }
+    share(args);
+    for (int at = 0; at < count; at++) if (sizes[at]) fwrite((void *)args[at], 1, sizes[at], out);
+    fclose(out);
+    return 0;
+}
+"""
+
+
+def writers() -> Iterator[tuple[str, Callable[..., None], tuple[int | bool, ...]]]:
+    """Every function that writes a whole kernel, with sizes that it takes: (its name and switches, itself, sizes)."""
+    for found in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{found.name}")
+        for name, write in inspect.getmembers(module, inspect.isfunction):
+            parameters = list(inspect.signature(write).parameters.values())
+            takes = [parameter.annotation for parameter in parameters]
+            if write.__module__ != module.__name__ or name.startswith("_") or takes[:1] != ["Code"] or set(takes[1:]) - {"int", "bool"}:
+                continue
+            given = [(False, True) if parameter.annotation == "bool" else (SIZES[parameter.name],) for parameter in parameters[1:]]
+            for sizes in product(*given):
+                on = [parameter.name for parameter, size in zip(parameters[1:], sizes) if size is True]
+                yield " ".join((f"{found.name}.{name}", *on)), write, sizes
+
+
+def source(write: Callable[..., None], element: str, sizes: Sequence[int | bool], lanes: int) -> str:
+    code = Code(lanes, element)
+    write(code, *sizes)
+    return code.module()
+
+
+def emitted(text: str, triple: str) -> bytes:
+    """A module's object for another processor. Whoever calls it has looked for functions of x86, which end the process."""
+    binding = jit.binding
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu="generic", features="", opt=3, reloc="pic", codemodel="small")
+    module = binding.parse_assembly(text)
+    module.verify()
+    return bytes(machine.emit_object(module))
+
+
+def test_kernels_compile_for_aarch64_but_for_pairs_of_bf16() -> None:
+    x86, others = set(), set()
+    for name, write, sizes in writers():
+        if "@llvm.x86." in source(write, "bfloat", sizes, 16):
+            x86.add(name)
+            continue
+        others.add(name)
+        for element, triple in zip(ELEMENTS, (*TRIPLES, TRIPLES[0])):
+            assert emitted(source(write, element, sizes, LANES), triple)[:4] in (ELF, MACH), f"{name}: no object for {triple}"
+    assert x86 == {name for name in x86 | others if name.startswith("linear_bf16.") or " pairs" in name}
+    assert {name.split(".")[0] for name in others} == {"layer", "linear_few", "norm_rope", "paged_attention"}
+
+
+def test_pairs_of_bf16_are_refused_without_their_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "compiler", lambda: Machine({"neon": True, "fp-armv8": True}))
+    assert not jit.multiplies_pairs()
+    monkeypatch.setattr(jit, "compiler", lambda: Machine({"avx512bf16": True}))
+    assert jit.multiplies_pairs()
+
+
+class Machine:
+    """What a compiler says of its processor."""
+
+    def __init__(self, features: dict[str, bool]) -> None:
+        self._features = features
+
+    def has(self, name: str) -> bool:
+        return name in self._features
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jit.compiler() is None, reason="nothing to compare with")
+@pytest.mark.skipif(not (shutil.which(GCC) and shutil.which(QEMU)), reason=f"needs {GCC} and {QEMU}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lanes", [4, 8])
+def test_a_product_of_few_rows_has_the_same_bits(dtype: torch.dtype, lanes: int, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    rows, outs, ins, block = 4, 64, 1024, 384
+    x, weight = torch.randn(rows, ins), torch.randn(outs, ins).to(dtype)
+    expected = linear_few.product(x, [weight], block)
+    element = jit.ELEMENTS[dtype]
+    (tmp_path / "kernel.o").write_bytes(emitted(source(linear_few.product_code, element, (rows, False), lanes), TRIPLES[0]))
+    (tmp_path / "runner.c").write_text(RUNNER, encoding="ascii")
+    build = [GCC, "-O1", "-static", "-o", tmp_path / "runner", tmp_path / "runner.c", tmp_path / "kernel.o", "-lm"]
+    subprocess.run(build, check=True, capture_output=True)
+    out = torch.zeros(rows, outs)
+    with open(tmp_path / "fields", "wb") as file:
+        for field in (weight, x.T.contiguous(), out, outs, ins, block, outs // lanes, 1):
+            file.write(_field(field))
+    subprocess.run([QEMU, tmp_path / "runner", tmp_path / "fields", tmp_path / "after"], check=True)
+    after = (tmp_path / "after").read_bytes()[-4 * out.numel() :]
+    found = torch.frombuffer(bytearray(after), dtype=torch.float32).view_as(out)
+    assert found.abs().sum() > 0
+    assert torch.equal(found, expected)
+
+
+def _field(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        held = value.contiguous().view(torch.uint8).numpy().tobytes()
+        return struct.pack("<q", len(held)) + held
+    return struct.pack("<qq", 0, value)
