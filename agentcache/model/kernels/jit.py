@@ -25,8 +25,7 @@ try:
 except ImportError:
     binding = None
 
-ELEMENTS = {torch.bfloat16: "bfloat", torch.float16: "half"}  # LLVM's names of 16-bit numbers
-NUMBERS = ELEMENTS | {torch.float32: "float"}
+NUMBERS = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}  # LLVM's names
 ALONE = 1 << 20  # multiplications of a kernel that is done sooner than a second thread has woken up
 OLDEST_LLVM = (20,)  # older ones do not read `ptr`
 # A thread that forks takes it: LLVM's own locks would stay taken in the child if another thread compiled meanwhile.

@@ -45,7 +45,6 @@ def test_a_layer_has_the_bits_of_the_ordinary_operations(rows: int, dtype: torch
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_layer_of_pairs_has_those_bits(rows: int) -> None:
     assert made(qwen3(), rows, pairs=True) is not None
-    assert made(qwen3(), rows, partial(steps._agrees, kernel="upcast"), pairs=True) is None
 
 
 @pytest.mark.parametrize("hidden", [64, 192, 1024, 2048, 3072])

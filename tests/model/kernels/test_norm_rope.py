@@ -10,14 +10,14 @@ import torch
 from agentcache.model.kernels import dispatch, jit, norm_rope
 
 pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="no compiler here")
-HALVES = [torch.bfloat16, torch.float16]
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("n", [32, 96, 128, 1024, 3072])
 @pytest.mark.parametrize("rows", [1, 3, 75])
 def test_norms_have_pytorchs_bits(dtype: torch.dtype, n: int, rows: int) -> None:
@@ -30,7 +30,7 @@ def test_norms_have_pytorchs_bits(dtype: torch.dtype, n: int, rows: int) -> None
     assert same(dispatch.norm(x, weight, 1e-5), norm_rope.plain_norm(x, weight, 1e-5))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("rows", "count", "dim"), [(1, 2, 32), (7, 1, 64), (190, 16, 128)])
 def test_heads_have_pytorchs_bits(dtype: torch.dtype, normed: bool, rows: int, count: int, dim: int) -> None:
@@ -43,7 +43,7 @@ def test_heads_have_pytorchs_bits(dtype: torch.dtype, normed: bool, rows: int, c
 
 def test_other_types_and_layouts_take_pytorchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "run", lambda *_: pytest.fail("compiled"))
-    x, weight = torch.randn(3, 64), torch.randn(64)
+    x, weight = torch.randn(3, 64).double(), torch.randn(64).double()
     assert torch.equal(dispatch.norm(x, weight, 1e-6), norm_rope.plain_norm(x, weight, 1e-6))
     turned, half = torch.randn(64, 3).bfloat16().t(), weight.bfloat16()
     assert torch.equal(dispatch.norm(turned, half, 1e-6), norm_rope.plain_norm(turned, half, 1e-6))
