@@ -11,6 +11,7 @@ import torch
 
 from . import jit, linear_few, linear_many
 from .linear_library import Projection
+from .scratch import scratch
 
 FEW_ROWS = 16  # above it, weaving the weights first is faster
 
@@ -45,12 +46,12 @@ def _few(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> lis
     if short := passes * count - rows:
         x = torch.cat((x, x.new_zeros(short, x.shape[1])))
     wide = x if pairs else x.float()
-    scratch = torch.empty(torch.get_num_threads() * linear_few.scratch_numbers(found.lanes, count))
+    room = scratch("chains", torch.get_num_threads() * linear_few.scratch_numbers(found.lanes, count))
     done = []
     for weight, bias in projections:
         outs, ins = weight.shape
         out = torch.empty(passes * count, outs)
-        where = map(jit.address, (weight, wide, out, scratch))
+        where = map(jit.address, (weight, wide, out, room))
         threads = jit.threads_for(passes * count * outs * ins, outs)
         sizes = outs, ins >> int(pairs), outs // found.lanes, passes
         jit.run(linear_few.product_code, jit.NUMBERS[weight.dtype], (count, pairs), threads, *where, *sizes)
@@ -62,17 +63,17 @@ def _many(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> li
     (rows, ins), found, element = x.shape, jit.compiler(), jit.NUMBERS[x.dtype]
     assert found is not None
     passes, words = -(-rows // linear_many.ROWS), ins >> int(pairs)
-    packed = torch.empty(passes * words * linear_many.ROWS)
+    packed = scratch("rows", passes * words * linear_many.ROWS)
     where, threads = (x.data_ptr(), packed.data_ptr()), jit.threads_for(rows * ins, passes, linear_many.ALONE)
     jit.run(linear_many.pack_code, element, (pairs,), threads, *where, words, passes, rows - 1)
     own = linear_many.scratch_bytes(found.lanes, passes)
-    scratch = torch.empty(torch.get_num_threads() * own, dtype=torch.uint8)
+    room = scratch("panels", torch.get_num_threads() * own // 4)
     done = []
     for weight, bias in projections:
         outs = weight.shape[0]
         tiles = outs // linear_many.TILES[found.lanes]
         out, bias = x.new_empty(rows, outs), None if bias is None else bias.contiguous()
-        addresses = map(jit.address, (weight, packed, out, bias, scratch))
+        addresses = map(jit.address, (weight, packed, out, bias, room))
         sizes = outs, words, tiles, own, passes, rows - 1
         threads = jit.threads_for(rows * outs * ins, tiles)
         jit.run(linear_many.product_code, element, (pairs, bias is not None), threads, *addresses, *sizes)

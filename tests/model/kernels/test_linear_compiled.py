@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache.model.kernels import dispatch, ir, jit, linear_compiled, linear_few, linear_library, linear_many
+from agentcache.model.kernels import dispatch, jit, linear_compiled, linear_few, linear_library
 from agentcache.model.kernels.dispatch import linear, linears
 
 pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
@@ -153,23 +153,6 @@ def test_a_smaller_team_does_all_of_it(threads: Callable[[int], None], monkeypat
     monkeypatch.setattr(found, "_team", lambda share, args, count, flags: team(share, args, 1, flags))
     for kind, whole in zip(kinds, expected):
         assert torch.equal(kind(), whole)
-
-
-@pytest.mark.parametrize("rows", [1, 40])
-def test_products_of_fp32_and_halves_compile_for_aarch64(rows: int) -> None:
-    """No instruction of one processor is in them; what they compute there is not tried here."""
-    from llvmlite import binding
-
-    binding.initialize_all_targets()
-    binding.initialize_all_asmprinters()
-    machine = binding.Target.from_triple("aarch64-linux-gnu").create_target_machine(cpu="neoverse-n1", opt=3)
-    for element in jit.NUMBERS.values():
-        code = ir.Code(4, element)
-        if rows == 1:
-            linear_few.product_code(code, rows, False)
-        else:
-            linear_many.product_code(code, False, True)
-        assert "fmla" in machine.emit_assembly(binding.parse_assembly(code.module()))
 
 
 def test_processors_without_pairs_multiply_none(monkeypatch: pytest.MonkeyPatch) -> None:
