@@ -12,6 +12,7 @@ import pathlib
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 ABSENT = {
@@ -31,6 +32,9 @@ def become(system: str) -> None:
     import psutil  # these read sys.platform when they are loaded, and are not what is shown here  # noqa: F401
     import torch
     import transformers
+
+    with suppress(ImportError):
+        import llvmlite.binding  # noqa: F401
 
     assert transformers.Qwen3ForCausalLM
     assert transformers.PreTrainedTokenizerFast

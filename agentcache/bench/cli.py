@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +62,8 @@ def latency(
         options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
         loading, rival = Loading(model, shape, dtype, threads, bits), dtype_of(stock_dtype.value) if stock_dtype else None
         with report.measuring("latency", loading, json_file) as run:
-            with llama_cpp.started(run.engine.model, run.keep) if with_llama_cpp else nullcontext({}) as others:
+            with ExitStack() as stack:
+                others = stack.enter_context(llama_cpp.started(run.engine.model, run.keep)) if with_llama_cpp else {}
                 bench.run(run.engine, options, run.say, run.keep, baselines.rival(run.engine.model, rival), others)
             run.tables += report.latency_tables(run.found["rows"])
 

@@ -100,8 +100,9 @@ class LlamaCpp:
     def answer(self, ids: Sequence[int], prefix: int, new: int) -> Timed:
         """`new` greedy tokens after ids, of which the first `prefix` are resident before the clock runs."""
         self._hold(list(ids[:prefix]), len(ids) + new)
-        began, stamps, drawn = time.perf_counter(), [], []
-        given = list(ids[prefix:])
+        stamps: list[float] = []
+        drawn: list[int] = []
+        given, began = list(ids[prefix:]), time.perf_counter()
         while len(drawn) < new:
             given = [self._next(given)]
             drawn += given

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -169,10 +171,10 @@ def examine(place: Path | None) -> dict[str, Any]:
 
 def _standing(place: Path) -> dict[str, str]:
     about = place.stat()
-    try:
-        owner = place.owner()
-    except (KeyError, NotImplementedError):
-        owner = str(about.st_uid)
+    owner = str(about.st_uid)
+    if sys.platform != "win32":
+        with suppress(KeyError):
+            owner = place.owner()
     return {"owner": owner, "mode": f"{about.st_mode & 0o7777:o}"}
 
 

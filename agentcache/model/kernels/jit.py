@@ -22,7 +22,7 @@ from .object_cache import Objects
 try:
     import llvmlite
     from llvmlite import binding
-except ImportError:
+except (ImportError, OSError):  # OSError: its library is of another system
     binding = None
 
 NUMBERS = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}  # LLVM's names

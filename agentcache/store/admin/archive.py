@@ -142,15 +142,16 @@ def _new_file(target: Path) -> Iterator[int]:
             raise StoreError(f"{str(target)!r} is there already: name another file, or delete it")
         fd = os.open(part, NEW, 0o600)
         try:
-            yield fd
-            os.fsync(fd)
+            try:
+                yield fd
+                os.fsync(fd)
+            finally:
+                os.close(fd)  # before its name changes: Windows renames no file that is open
             os.rename(part, target)
         except BaseException:
             with suppress(OSError):
                 os.unlink(part)
             raise
-        finally:
-            os.close(fd)
     except StoreError:
         raise
     except OSError as error:

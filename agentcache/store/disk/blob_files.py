@@ -184,7 +184,7 @@ def local(path: Path) -> bool:
 
 def in_memory(fd: int, size: int) -> bool:
     """Tell whether the system holds all of a file in its page cache, as far as samples tell."""
-    if not hasattr(os, "RWF_NOWAIT"):
+    if sys.platform != "linux" or not hasattr(os, "RWF_NOWAIT"):
         return False
     byte = bytearray(1)
     try:
