@@ -20,7 +20,7 @@ UNUSED = (
     "store/admin",
     "store/disk",
     "store/page_prefetch",
-    "timed_pins",
+    "tool_groups",
 )
 
 

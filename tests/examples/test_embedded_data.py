@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from agentcache.answer.parser import parse
 from agentcache.bench import quality_cases
 from agentcache.layout import Renderer
 from agentcache.types import LayoutOptions, Message, ToolCall
+from benchmarks.answers import parse
 from examples.embedded import cases, stream
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
