@@ -55,10 +55,6 @@ class TemplateReport:
     absent_is_empty: bool  # a call without content renders as one with empty content, or is refused
     dated: bool  # today's date may be shown
 
-    @property
-    def prefix_preserving(self) -> bool:
-        return self.step_preserving is True and self.turn_preserving is True
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:

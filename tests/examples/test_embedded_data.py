@@ -119,7 +119,9 @@ def test_arguments_fit_the_schema() -> None:
 
 
 def test_template_appends_only_and_writes_what_is_trained_on(tokenizer: Any) -> None:
-    assert Renderer(tokenizer).report.prefix_preserving
+    report = Renderer(tokenizer).report
+    assert report.step_preserving
+    assert report.turn_preserving
     for one in made():
         tools = [tool.schema(one.form) for tool in one.tools]
         for sample, dialogue in zip(hermes(one), one.dialogues):

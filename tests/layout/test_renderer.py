@@ -218,7 +218,6 @@ def test_report(name: str, step: bool, turn: bool, tools_at: str, system: str, i
     report = renderer_of(TOOL_TEMPLATES[name]).report
     assert (report.step_preserving, report.turn_preserving, report.tools_at) == (step, turn, tools_at)
     assert (report.system, report.renders_call_ids, report.dated) == (system, ids, dated)
-    assert report.prefix_preserving == (step and turn)
 
 
 def test_errors() -> None:
