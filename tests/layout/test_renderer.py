@@ -181,7 +181,6 @@ def test_a_raw_prompt_gets_one_bos() -> None:
     renderer = Renderer(with_bos)
     assert renderer.render("Hello").ids == with_bos("Hello")["input_ids"]
     assert renderer.render("<s>Hello").ids == with_bos("Hello")["input_ids"]
-    assert Renderer(with_bos, special_tokens=False).render("Hello").ids == plain("Hello")["input_ids"]
     check_cover(renderer.render("Hello"))
 
 
