@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import foreign_settings
     from .answer.parser import Delta, InvalidCall
     from .approximate.calibration import Calibration
     from .caller_warnings import CallerWarnings
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .shared_engines import EngineLease
     from .store.tool_group import ToolGroup
 
-from . import embedded, errors, foreign_settings
+from . import embedded, errors
 from .types import (
     Constraint,
     Forgotten,
@@ -49,6 +50,7 @@ _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "CallerWarnings": "caller_warnings",
     "Delta": "answer.parser",
     "EngineLease": "shared_engines",
+    "foreign_settings": "foreign_settings",
     "InvalidCall": "answer.parser",
     "Loading": "model.loading",
     "MissWarnings": "miss_warnings",
@@ -101,7 +103,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    module = importlib.import_module(f".{_LAZY[name]}", __name__)
+    value = module if name == _LAZY[name] else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -23,25 +23,20 @@ import torch
 from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
 from .checkpoints import CHECKPOINT_TOKENS
-from .completion import Completions
-from .errors import AgentCacheError, ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
-from .events import Chunk, Done
+from .errors import ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
 from .layout import Renderer, Volatile
-from .layout.opening import cut
 from .model.hf import HFModel
 from .model.loading import Loading, load
 from .model.sampling import Sampler, TextStream, forced_ids
 from .receipt import Account
-from .request import Asked, Decoding, Provenance, Running, TokenIds
+from .request import Asked, Chunk, Decoding, Provenance, Running, TokenIds
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.deletion import Deletion
-from .store.keys import as_ids
 from .store.policy import budgets
 from .store.store import DEFAULT, Store
 from .store.tool_group import ToolGroup
-from .stream import Completion, Stream
-from .tool_groups import ToolGroups
+from .stream import Completion, Completions, Stream
 from .types import (
     Constraint,
     Forgotten,
@@ -66,6 +61,7 @@ if TYPE_CHECKING:
     from .approximate.calibration import Calibration
     from .approximate.segments import Segments
     from .shared_engines import EngineLease
+    from .tool_groups import ToolGroups
 
 __all__ = ["Chunk", "Completion", "Engine", "Stream"]
 
@@ -125,23 +121,24 @@ class Engine:
         self._end = weakref.finalize(self, _end, os.getpid(), self.scheduler, self.store, self.model)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
         self._approximate: Segments | None = None
+        self._tool_groups: ToolGroups | None = None
         self._calibration, self._opening = calibration, threading.Lock()
         if reuse == "approximate" or calibration is not None:
             self.approximate.calibrate()
-        self._groups = ToolGroups(self.store, self.model, self.name, self.fingerprint)
         self._completions = Completions(self.renderer, self.store, self.model, self.scheduler)
         self._process, self._closed, self.redact = os.getpid(), False, redact
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
         self._texts = (self.renderer, self.grammars, self._completions)  # the store listens to these, and holds no engine
-        self.store.on_deletion(self._groups.let_go, *(part.forget for part in self._texts))
+        self.store.on_deletion(*(part.forget for part in self._texts))
 
     @classmethod
     def shared(cls, model: Any, tokenizer: Any = None, *, lease: EngineLease, **options: Any) -> Engine:
         """This process's engine for a model and these options: made for the first lease that asks, closed when the last is released."""
         from .shared_engines import shared_engine
 
-        return shared_engine(cls, model, tokenizer, lease, options)
+        shared: Engine = shared_engine(cls, model, tokenizer, lease, options)
+        return shared
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -219,7 +216,8 @@ class Engine:
         return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt))
 
     def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
-        self._groups.lapse()
+        if self._tool_groups is not None:
+            self._tool_groups.timed.lapse()
         text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)
         forced = deque(forced_ids(asked.sampling, self.tokenizer, self.model.vocab))
         decoding = Decoding(Sampler(asked.sampling, self.model.device), text, guide, forced)
@@ -235,6 +233,16 @@ class Engine:
 
                 self._approximate = Segments(self.scheduler, self.tokenizer, self._calibration, self.name)
             return self._approximate
+
+    @property
+    def _groups(self) -> ToolGroups:
+        """The tool groups that it holds: loaded for the first caller who asks for one."""
+        if self._tool_groups is None:
+            from .tool_groups import ToolGroups
+
+            with self._opening:
+                self._tool_groups = self._tool_groups or ToolGroups(self.store, self.model, self.name, self.fingerprint)
+        return self._tool_groups
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -286,6 +294,8 @@ class Engine:
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
         filled = layout
         if self.model.spec is not None and self.model.spec.recurrent:  # nothing continues from where there is no checkpoint
+            from .layout.opening import cut
+
             size = len(layout.ids) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
             filled, layout = cut(layout, size + 1), cut(layout, size)  # one more: of a prompt that is cached, the last token is computed
         if not layout.ids:
@@ -297,24 +307,14 @@ class Engine:
         running = self._running(asked, Account.open(filled, namespace, self.name, called))
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
-        pinned = False
         try:
             for _ in Stream(running, None):
                 pass
-            pinned = True
-        finally:
-            if not pinned:
-                self._abandon(running, layout)
+        except BaseException:
+            self._groups.abandon(running, layout)
+            raise
         names = [tool_name(tool) for tool in tools]
         return self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
-
-    def _abandon(self, running: Running, layout: Layout) -> None:
-        """The caller's callback failed, or the request did: nothing stays pinned."""
-        running.events.cancel()
-        while running.sequence is not None and not isinstance(running.events.get(), (Done, AgentCacheError)):
-            pass
-        if running.pinned_pages and running.scope:
-            self.store.release_pin(running.scope.pin_name(as_ids(layout.ids)))
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""
@@ -325,7 +325,7 @@ class Engine:
     @property
     def groups(self) -> tuple[ToolGroup, ...]:
         """The tool groups pinned now, of all namespaces."""
-        self._groups.lapse()
+        self._groups.timed.lapse()
         return self._groups.all
 
     # -- keeping in order ------------------------------------------------------------------------------------------

@@ -37,38 +37,6 @@ from __future__ import annotations
 import os
 import reprlib
 
-__all__ = [
-    "AgentCacheError",
-    "BlobError",
-    "CalibrationError",
-    "CancelledError",
-    "ConfigError",
-    "ContextOverflowError",
-    "DeviceMapError",
-    "EngineClosedError",
-    "EngineForkedError",
-    "ForeignPackageError",
-    "GenerationError",
-    "MessageError",
-    "ModelError",
-    "ModelLoadError",
-    "NonFiniteLogitsError",
-    "OutOfMemoryError",
-    "PromptError",
-    "ReuseWarning",
-    "StoreBusyError",
-    "StoreCorruptError",
-    "StoreError",
-    "StoreFormatError",
-    "StoreFullError",
-    "StoreLostError",
-    "StorePermissionError",
-    "StoreWarning",
-    "TemplateError",
-    "ToolSchemaError",
-    "WeightsChangedError",
-]
-
 # What code of models, tokenizers and disks may raise. A fault must reach its own request, not the thread that serves the others.
 FAULTS = (Exception,)
 

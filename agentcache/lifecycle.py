@@ -1,26 +1,32 @@
-"""The life of one request on the device: attached to cached pages, filled, decoded, ended. Knows no other request."""
+"""The life of one request on the device: attached to cached pages, filled, decoded, admitted, ended. Knows no other request.
+
+Its pages go into the store if they are finite and the weights hold; those that turn out not to be are withdrawn or quarantined.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from .admission import Admission
 from .checkpoints import cuts_of, in_text, marks_of
-from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
-from .events import Chunk, Done, Progress
+from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, StoreError, WeightsChangedError
 from .kv import Sequence, last_checkpoint
 from .model.sampling import logprob_of
-from .plan import make
-from .request import RENEWALS, Provenance, Running
+from .page_check import finite, first_wrong
+from .plan import Plan, make
+from .request import RENEWALS, Chunk, Done, Progress, Provenance, Running
 from .runner import Outcome, Runner, StockSequence
-from .store.entry import Match, PageQuery
+from .store.entry import Match
 from .store.keys import Scope
 from .store.store import Store
-from .types import OF_BITS, PAGE_TOKENS, FinishReason, Precision, Reason, Refusal
+from .types import OF_BITS, PAGE_TOKENS, FinishReason, Reason, Refusal
+
+if TYPE_CHECKING:
+    from .attached_ranges import AttachedRanges
 
 
 def _at_checkpoint(found: Match, cuts: tuple[int, ...]) -> Match:
@@ -40,9 +46,6 @@ class Lifecycle:
     def __init__(self, runner: Runner, store: Store) -> None:
         self.runner = runner
         self.store = store
-        self.admission = Admission(runner, store)
-
-    # -- waiting ---------------------------------------------------------------------------------------------------
 
     def scope(self, running: Running) -> Scope | None:
         """Under which scope a sequence as long as the request finds its pages; None if its state cannot be paged."""
@@ -52,30 +55,6 @@ class Lifecycle:
         if regime is None or refused or running.restless:
             return None
         return Scope(running.asked.namespace, running.provenance.fingerprint, regime)
-
-    def waits(self, running: Running, ms_per_token: float, wake: Callable[[], None]) -> bool:
-        """Tell whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
-        asked = running.asked
-        if not running.looked:
-            running.looked = True
-            scope, spec, disk = self.scope(running), self.runner.model.spec, self.store.disk
-            if scope is not None and spec is not None and disk is not None and asked.reuse != "off":
-                precision: Precision = disk.precision if asked.reuse == "lossy" else "exact"
-                scope, ids = replace(scope, precision=precision), running.ids.array()
-                running.prefetch = self.store.prefetch(PageQuery(scope, ids, ms_per_token, spec, asked.layout.prefix_tokens), wake)
-        if running.prefetch is not None and running.prefetch.pending():
-            return True
-        return running.ranges.pending(self.scope(running), ms_per_token, wake) if running.ranges else False
-
-    def uncached(self, running: Running) -> int:
-        """Count the tokens of a waiting prompt that would be computed if it started now."""
-        if running.peeked[0] != self.store.changes:
-            scope, known = self.scope(running), 0
-            if scope and running.asked.reuse != "off":
-                near = running.ranges
-                known = near.known_tokens(scope) if near else self.store.match(scope, running.ids.array(), peek=True).tokens
-            running.peeked = (self.store.changes, known)
-        return len(running.ids) - running.peeked[1]
 
     def renew(self, running: Running) -> AgentCacheError | None:
         """Begin a request anew under the weights of now: without reuse, if they do not rest. The error instead, if some answer is out."""
@@ -103,22 +82,24 @@ class Lifecycle:
             account.record_prefetch(came.ms, came.bytes, came.refusals, came.notes, came.tokens)
         account.record_start()
         self.runner.follow_threads()
-        self._attach(running)
-        assert running.plan is not None and running.sequence is not None
+        plan = self._attach(running)
+        assert running.sequence is not None
         near = running.ranges.admitted_tokens if running.ranges else 0
-        from_disk = 0 if near else running.plan.cached_tokens  # pages after attached ranges never come from disk
-        account.record_attached(running.plan.refusals, from_disk, running.sequence.copied_tokens)
+        from_disk = 0 if near else plan.cached_tokens  # pages after attached ranges never come from disk
+        account.record_attached(plan.refusals, from_disk, running.sequence.copied_tokens)
 
-    def _attach(self, running: Running) -> None:
-        """Give the request a sequence that starts from the longest known prefix of all its ids."""
+    def _attach(self, running: Running) -> Plan:
+        """Give the request a sequence, another one if it has one, that starts from the longest known prefix of all its ids."""
         model, length, near = self.runner.model, len(running.ids), running.ranges
+        if running.sequence is not None:
+            running.sequence.close()
         running.scope = self.scope(running)
         if near is not None:
             near.detach()
         if running.scope is None:
             running.sequence, running.plan = StockSequence(), make(length, 0, *self._unpaged(running))
             running.account.record_stock(length)
-            return
+            return running.plan
         assert model.spec is not None and model.numerics is not None
         found, layout = self._match(running), running.asked.layout
         running.sequence = sequence = Sequence(model.spec, state=model.begin())
@@ -132,17 +113,17 @@ class Lifecycle:
         running.provenance.numerics = {*found.numerics, model.numerics.digest}
         computed_once = running.completion_tokens > 0 or running.suspects is not None
         ranges = near.propose(found.tokens) if near is not None and not computed_once else ()
-        running.plan = make(length, found.tokens, found.missed, found.detail, ranges)
+        running.plan = plan = make(length, found.tokens, found.missed, found.detail, ranges)
         running.admitted_tokens = 0 if near is not None and near.scope else found.tokens
         if found.tokens:
             sequence.attach(list(found.pages), found.tokens)
         if running.grade != "exact":
             sequence.exact_until = 0
-        path = "stepped" if model.stepped else "generic"
-        running.account.record_plan(path, running.plan.cached_tokens, running.plan.computed_tokens)
+        running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens)
         if near is not None:
             near.attach()
         self._record_grade(running)
+        return plan
 
     def _unpaged(self, running: Running) -> tuple[Reason, str]:
         """The reason why a sequence cannot be paged."""
@@ -204,17 +185,17 @@ class Lifecycle:
             if running.asked.on_progress:
                 running.events.put(Progress(running.sequence.length, running.asked.prompt_tokens))
             if not running.remaining:
-                if running.scope is not None and not self.admission.current(running):  # before a token of an answer is out
+                if running.scope is not None and not self.current(running):  # before a token of an answer is out
                     outcome.moved = True
                     return None
-                self.admission.quarantine_suspects(running)
-            if not self.admission.admit(running, whole_only=running.remaining > 0):
+                self._quarantine_suspects(running)
+            if not self._admit(running, whole_only=running.remaining > 0):
                 return self._non_finite(running, "keys or values")
             if running.prefetch is not None and not running.remaining:
                 running.prefetch.close()
             self._advance(running)
         if running.asked.fill_only:
-            outcome.moved = not running.remaining and not self.admission.holds(running)
+            outcome.moved = not running.remaining and not self._holds(running)
             return self._filled(running) if not running.remaining and not outcome.moved else None
         return self._choose(running, outcome.logits) if outcome.logits is not None else None
 
@@ -239,7 +220,7 @@ class Lifecycle:
     def _filled(self, running: Running) -> FinishReason:
         running.filled = True
         running.account.record_filled()
-        self.admission.pin(running)
+        self._pin(running)
         return "stop"
 
     def _choose(self, running: Running, logits: torch.Tensor) -> AgentCacheError | FinishReason | None:
@@ -276,25 +257,18 @@ class Lifecycle:
 
     def _compute(self, running: Running, reason: Reason, why: str) -> None:
         """Compute what stood after attached ranges: the request does without them."""
-        assert running.sequence is not None and running.ranges is not None
+        assert running.ranges is not None
         running.account.record_refusals([Refusal(reason, 0, len(running.ids), why)])
-        running.sequence.close()
         running.ranges.detach(for_good=True)
-        self._attach(running)
-        assert running.plan is not None
-        running.account.record_no_segments(running.plan.cached_tokens)
+        running.account.record_no_segments(self._attach(running).cached_tokens)
 
     def _cross_regime(self, running: Running) -> None:
         """A sequence that outgrows its rotary frequencies is computed again under the next ones, as transformers does."""
         rotary, length = self.runner.model.rotary, len(running.ids)
         if running.scope is None or rotary is None or rotary.regime(length) == running.scope.regime:
             return
-        assert running.sequence is not None
-        self.admission.admit(running)
-        running.sequence.close()
-        self._attach(running)
-        assert running.plan is not None
-        again = running.plan.computed_tokens - 1
+        self._admit(running)
+        again = self._attach(running).computed_tokens - 1
         running.account.record_note(f"{again} tokens computed again behind {length - 1}: rotary frequencies change with the length")
 
     def _non_finite(self, running: Running, what: str) -> NonFiniteLogitsError | None:
@@ -305,26 +279,96 @@ class Lifecycle:
         sequence, at, near = running.sequence, len(running.ids), running.ranges
         if isinstance(sequence, Sequence):
             at = sequence.length
-            self.admission.withdraw(running)
+            self._withdraw(running)
             sequence.withdraw(min(max(running.admitted_tokens, near.admitted_tokens if near else 0), sequence.length))
         if near is not None and near.scope is not None and not running.completion_tokens:
             self._compute(running, Reason.NON_FINITE, f"NaN or infinite {what} behind token {at}, computed behind moved text")
             return None
         if running.attached and running.attached.tokens and not running.suspects and not running.completion_tokens:
             running.suspects = running.attached
-            assert running.sequence is not None
-            running.sequence.close()
-            self._attach(running)
-            assert running.plan is not None
-            running.account.record_recompute(running.plan.refusals)
+            running.account.record_recompute(self._attach(running).refusals)
             return None
         return NonFiniteLogitsError(f"NaN or infinite {what} behind token {at}: nothing of this request was kept")
+
+    # -- admitting -------------------------------------------------------------------------------------------------
+
+    def current(self, running: Running) -> bool:
+        """Tell whether the weights are those that the request was made for, if that matters to it."""
+        known = self.runner.model.fingerprint
+        careless = running.asked.reuse == "off" or running.restless
+        return careless or known is None or known.holds(running.provenance.fingerprint)
+
+    def _holds(self, running: Running) -> bool:
+        """Tell whether the weights are still those of the request: before anything of it is admitted."""
+        if running.provenance.holds and not self.current(running):
+            running.provenance.holds = False
+            running.account.record_note("weights, adapters or hooks changed while it ran: nothing more of it is kept")
+        return running.provenance.holds
+
+    def _admit(self, running: Running, whole_only: bool = False) -> bool:
+        """Give the store what the sequence has computed since; only whole pages while it is being filled. False: it is not finite."""
+        sequence, scope, near = running.sequence, running.scope, running.ranges
+        if scope is None or not isinstance(sequence, Sequence) or running.asked.reuse == "off" or running.suspects is not None:
+            return True
+        rest = sequence.length % PAGE_TOKENS if whole_only else 0
+        if near is not None and near.scope is not None and near.admissible:  # what follows attached segments, in memory only
+            if not self._put(running, near, near.scope, sequence.length - rest, running.numerics, sequence.exact_until):
+                return False
+        count = min(sequence.length, sequence.exact_until) if scope.precision == "exact" else sequence.length
+        count -= count % PAGE_TOKENS if whole_only else 0
+        if sequence.state is not None:  # tokens after it can be attached by nobody, and decoded ones have other bits than a prompt's
+            count = min(count, sequence.checkpointed)
+        return self._put(running, running, scope, count, frozenset(running.provenance.numerics))
+
+    def _put(
+        self, running: Running, owner: Running | AttachedRanges, scope: Scope, count: int, numerics: frozenset[str], known: int = 0
+    ) -> bool:
+        """Admit the first `count` tokens, if `owner` has admitted fewer and the weights hold. False: they are not finite."""
+        known = max(known, owner.admitted_tokens)
+        assert isinstance(running.sequence, Sequence)
+        if count <= known:
+            return True
+        if not finite(running.sequence, known, count):
+            return False
+        if self._holds(running):
+            pages = running.sequence.pages[: -(-count // PAGE_TOKENS)]
+            self.store.admit(scope, running.ids.array(count), pages, numerics, running.asked.layout.prefix_tokens, running.received)
+            owner.admitted_tokens = count
+        return True
+
+    def _pin(self, running: Running) -> None:
+        """Pin the pages of a prompt that is only filled: before another admission could evict them."""
+        if running.scope is not None:
+            assert isinstance(running.sequence, Sequence)
+            known = running.sequence.checkpointed
+            running.pinned_pages = self.store.pin(running.scope, running.ids.array(known)) if known else 0
+
+    def _withdraw(self, running: Running) -> None:
+        """Take back the pages that the request gave to others."""
+        sequence, near = running.sequence, running.ranges.scope if running.ranges else None
+        if isinstance(sequence, Sequence) and running.plan:
+            since = running.plan.prefix_tokens
+            for scope in filter(None, (near, running.scope)):
+                self.store.forget(scope, running.ids.array(), since, sequence.pages[since // PAGE_TOKENS :])
+
+    def _quarantine_suspects(self, running: Running) -> None:
+        """The prompt is computed without its suspects: if it is finite now, the first of them that differs is wrong, and quarantined."""
+        suspects, sequence, running.suspects = running.suspects, running.sequence, None
+        if suspects is None or not isinstance(sequence, Sequence) or not finite(sequence, 0, sequence.length):
+            return
+        entry = first_wrong(suspects, sequence)
+        if entry is None or running.scope is None or entry.scope.fingerprint != running.scope.fingerprint:
+            return  # where weights have changed since, nothing can be said
+        ids, why = np.concatenate([running.ids.array(entry.first), entry.ids]), "what is computed after it is NaN or infinite"
+        with suppress(StoreError):  # memory has dropped it
+            self.store.quarantine(entry.scope, ids, entry.key, why)
+        running.account.record_note(f"page {entry.place} of the kept prompt was wrong: {why}; it is not used again")
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def end(self, running: Running, reason: FinishReason) -> None:
         """The request is answered."""
-        self.admission.admit(running)
+        self._admit(running)
         if running.ranges is not None:
             running.ranges.answered()
         if tail := running.decoding.text.finish():
@@ -336,7 +380,7 @@ class Lifecycle:
         """The request ends with an error. What it had computed is right all the same and may serve a retry, unless it was not finite."""
         if running.sequence is not None and not isinstance(error, (NonFiniteLogitsError, EngineClosedError)):
             with suppress(*FAULTS):  # the error that is under way is the one to tell
-                self.admission.admit(running)
+                self._admit(running)
         self._leave(running, reason)
         running.events.put(error)
 

@@ -6,11 +6,10 @@ Compares once a request is answered: no first token waits for it. Lint is loaded
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from .layout.tail import Rendered
-from .namespace_lru import Covering
+from .layout.request import Rendered
+from .namespace_lru import NamespaceLRU
 from .types import Layout, Missed
 
 if TYPE_CHECKING:
@@ -54,27 +53,21 @@ class MissReport:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, Prompts] = OrderedDict()
+        self._open: NamespaceLRU[str, Prompts] = NamespaceLRU(NAMESPACES)
+        self.forget = self._open.forget
 
     def prompts(self, namespace: str) -> Prompts:
         """The last prompts of a namespace."""
-        return self._open[namespace]
-
-    def forget(self, deletion: Covering) -> None:
-        """Forget the prompts of namespaces of which something was deleted on purpose."""
-        with self._lock:
-            for known in [name for name in self._open if deletion.covers(name, 0.0)]:
-                del self._open[known]
+        if (known := self._open.get(namespace, "")) is None:
+            self._open.put(namespace, "", known := Prompts())
+        return known
 
     def explain(self, namespace: str, layout: Layout) -> Missed | None:
         """Say why this prompt does not go on from the last one of its conversation. None: it does, or little was lost."""
         if not isinstance(layout, Rendered) or layout.request is None or not layout.encoded.ends:
             return None  # raw text, or a tokenizer that tells no offsets
         with self._lock:
-            prompts = self._open.setdefault(namespace, Prompts())
-            self._open.move_to_end(namespace)
-            while len(self._open) > NAMESPACES:
-                self._open.popitem(last=False)
+            prompts = self.prompts(namespace)
             if prompts.grows(layout):
                 return None
             pair = prompts.compared.add(layout)

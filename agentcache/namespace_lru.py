@@ -20,12 +20,17 @@ class Covering(Protocol):
 
 
 class NamespaceLRU(Generic[K, V]):
-    """At most `most` values of all namespaces, and `most_chars` characters as `chars` counts them. Safe to use from many threads."""
+    """At most `most` values of all namespaces, of at most `most_size` as `size` counts them. Safe to use from many threads.
 
-    def __init__(self, most: int, most_chars: int = 0, chars: Callable[[V], int] = lambda value: 0) -> None:
-        self._most, self._most_chars, self._count = most, most_chars, chars
+    made: when a value was made, by time.time(); 0 for one that is made again where it is forgotten.
+    """
+
+    def __init__(
+        self, most: int, most_size: int = 0, size: Callable[[V], int] = lambda value: 0, made: Callable[[V], float] = lambda value: 0.0
+    ) -> None:
+        self._most, self._most_size, self._size, self._made = most, most_size, size, made
         self._values: OrderedDict[tuple[str, K], V] = OrderedDict()  # least recently used first
-        self._chars = 0
+        self._sum = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -44,16 +49,16 @@ class NamespaceLRU(Generic[K, V]):
         with self._lock:
             self._pop((namespace, key))
             self._values[namespace, key] = value
-            self._chars += self._count(value)
-            while len(self._values) > 1 and (len(self._values) > self._most or self._chars > self._most_chars):
+            self._sum += self._size(value)
+            while len(self._values) > 1 and (len(self._values) > self._most or self._sum > self._most_size):
                 self._pop(next(iter(self._values)))
 
     def forget(self, deletion: Covering) -> None:
-        """Forget the values of namespaces of which something was deleted, whatever their age: they are made again."""
+        """Forget the values that a deletion covers."""
         with self._lock:
-            for name in [name for name in self._values if deletion.covers(name[0], 0.0)]:
+            for name in [name for name, value in self._values.items() if deletion.covers(name[0], self._made(value))]:
                 self._pop(name)
 
     def _pop(self, name: tuple[str, K]) -> None:
         if (value := self._values.pop(name, None)) is not None:
-            self._chars -= self._count(value)
+            self._sum -= self._size(value)

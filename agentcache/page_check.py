@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .kv import Page, Sequence
+from .kv import PAGE_TOKENS, Page, Sequence
+from .store.entry import Entry, Match
 
 CLOSE = 0.05  # relative error that kernels which round differently may have; wrong pages are far from it
+LOSSY_CLOSE = 0.5  # the same of a page stored with fewer bits, with room to spare
 
 
 def finite(sequence: Sequence, start: int, stop: int) -> bool:
@@ -39,3 +41,12 @@ def alike(own: Page, kept: Page, tokens: int, close: float) -> bool:
     if not close:
         return all(torch.equal(a, b) for a, b in pairs)
     return all(bool((a.float() - b.float()).norm() <= close * a.float().norm()) for a, b in pairs)
+
+
+def first_wrong(cached: Match, sequence: Sequence) -> Entry | None:
+    """Find the first page of a cached prefix that differs from the computed one."""
+    for entry, page, own in zip(cached.entries, cached.pages, sequence.pages, strict=False):
+        tokens = min(cached.tokens - entry.first, PAGE_TOKENS)
+        if not alike(own, page, tokens, CLOSE if entry.scope.precision == "exact" else LOSSY_CLOSE):
+            return entry
+    return None

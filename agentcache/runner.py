@@ -73,7 +73,7 @@ class Outcome:
     logits: torch.Tensor | None = None
     error: AgentCacheError | None = None
     moved: bool = False
-    retried: str = field(default="")
+    retried: str = ""
 
 
 def _no_memory(error: BaseException) -> bool:
@@ -182,11 +182,10 @@ class Runner:
         paged = [w for w in work if isinstance(w.sequence, Sequence) and w.sequence.state is None]
         outcomes = {id(w): o for w, o in zip(paged, self._unmoved(paged), strict=True)}
         for w in work:
-            if isinstance(w.sequence, Sequence) and w.sequence.state is not None:  # a state is of one sequence
-                outcomes[id(w)] = self._unmoved([w])[0]
-        for w in work:
             if isinstance(w.sequence, StockSequence):
                 outcomes[id(w)] = self._single(w)
+            elif w.sequence.state is not None:  # a state is of one sequence
+                outcomes[id(w)] = self._unmoved([w])[0]
         return [outcomes[id(w)] for w in work]
 
     def _unmoved(self, work: list[Work]) -> list[Outcome]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from .model.numerics import MAX_ROWS
 from .page_memory import Shapes, pool, prepared
 from .request import Running
 from .runner import FAULTS, Outcome, Runner, StockSequence, Work, as_failure
+from .store.entry import PageQuery
 from .store.store import Store
 from .types import FinishReason
 
@@ -58,7 +60,11 @@ class Scheduler:
         self.runner = runner
         self.store = store
         self.lifecycle = Lifecycle(runner, store)
-        self.hit_audit = _hit_audit(runner, store) if store.disk else None
+        self.hit_audit: HitAudit | None = None
+        if store.disk:
+            from .hit_audit import HitAudit
+
+            self.hit_audit = HitAudit(runner, store)
         self.idle: list[IdleWork] = [self.hit_audit] if self.hit_audit else []
         self.chunk_tokens = min(chunk_tokens, MAX_ROWS)
         self.ms_per_token = 0.0
@@ -160,25 +166,44 @@ class Scheduler:
         filling = any(r.filling and r.remaining > self.chunk_tokens for r in self._live)
         for request in list(self._waiting):
             try:
-                if self.lifecycle.waits(request, self.ms_per_token, self.wake):
+                if self._waits(request) or (filling and self._uncached(request) > self.chunk_tokens):
                     continue
+                if not self.lifecycle.current(request):
+                    self._renew(request)
+                    continue
+                self._waiting.remove(request)
+                self._live.append(request)
+                self.lifecycle.start(request)
+                if self.hit_audit is not None:
+                    self.hit_audit.consider(request)
             except FAULTS as error:
                 self._fail(request, as_failure(error, len(request.ids)))
                 continue
-            if not filling or self.lifecycle.uncached(request) <= self.chunk_tokens:
-                try:
-                    if not self.lifecycle.admission.current(request):
-                        self._renew(request)
-                        continue
-                    self._waiting.remove(request)
-                    self._live.append(request)
-                    self.lifecycle.start(request)
-                    if self.hit_audit is not None:
-                        self.hit_audit.consider(request)
-                except FAULTS as error:
-                    self._fail(request, as_failure(error, len(request.ids)))
-                    continue
-                filling = filling or request.remaining > self.chunk_tokens
+            filling = filling or request.remaining > self.chunk_tokens
+
+    def _waits(self, request: Running) -> bool:
+        """Tell whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
+        asked, scope = request.asked, self.lifecycle.scope(request)
+        if not request.looked:
+            request.looked = True
+            spec, disk = self.runner.model.spec, self.store.disk
+            if scope is not None and spec is not None and disk is not None and asked.reuse != "off":
+                wanted = replace(scope, precision=disk.precision if asked.reuse == "lossy" else "exact")
+                query = PageQuery(wanted, request.ids.array(), self.ms_per_token, spec, asked.layout.prefix_tokens)
+                request.prefetch = self.store.prefetch(query, self.wake)
+        if request.prefetch is not None and request.prefetch.pending():
+            return True
+        return request.ranges is not None and request.ranges.pending(scope, self.ms_per_token, self.wake)
+
+    def _uncached(self, request: Running) -> int:
+        """Count the tokens of a waiting prompt that would be computed if it started now."""
+        if request.peeked[0] != self.store.changes:
+            scope, known = self.lifecycle.scope(request), 0
+            if scope and request.asked.reuse != "off":
+                near = request.ranges
+                known = near.known_tokens(scope) if near else self.store.match(scope, request.ids.array(), peek=True).tokens
+            request.peeked = (self.store.changes, known)
+        return len(request.ids) - request.peeked[1]
 
     def _renew(self, request: Running) -> None:
         """Let a request wait for its turn again, under the weights of now."""
@@ -257,13 +282,6 @@ class Scheduler:
             decoded = self._decode_ms if any(len(work.ids) == 1 for work in works) else 0.0
             cost = max(took - decoded, 0.1 * took) / filled
             self.ms_per_token = cost if not self.ms_per_token else 0.5 * self.ms_per_token + 0.5 * cost
-
-
-def _hit_audit(runner: Runner, store: Store) -> HitAudit:
-    """Loaded for a store on disk."""
-    from .hit_audit import HitAudit
-
-    return HitAudit(runner, store)
 
 
 def _turn_of(request: Running) -> tuple[int, int]:

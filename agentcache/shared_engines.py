@@ -5,25 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
-
-
-class Shareable(Protocol):
-    """An object that can be shared: an Engine."""
-
-    @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
-
-
-class Droppable(Protocol):
-    """The timed pins that a lease holds of an engine."""
-
-    def drop(self, lease: EngineLease) -> None: ...
-
-
-E = TypeVar("E", bound=Shareable)
 
 _lock = threading.Lock()
 _engines: WeakValueDictionary[str, Any] = WeakValueDictionary()  # by model and options
@@ -51,10 +34,10 @@ class EngineLease:
     __slots__ = ("__weakref__", "_engines", "_pins")
 
     def __init__(self) -> None:
-        self._engines: set[Shareable] = set()
-        self._pins: set[Droppable] = set()
+        self._engines: set[Any] = set()
+        self._pins: set[Callable[[EngineLease], None]] = set()
 
-    def join(self, engine: Shareable) -> bool:
+    def join(self, engine: Any) -> bool:
         """Use an engine that others share; False for one that is not shared, which its owner closes."""
         with _lock:
             if engine not in _users:
@@ -63,23 +46,23 @@ class EngineLease:
         return True
 
     @staticmethod
-    def is_shared(engine: Shareable) -> bool:
+    def is_shared(engine: Any) -> bool:
         """Tell whether `Engine.shared` made this engine."""
         return engine in _users
 
-    def _use(self, engine: Shareable) -> None:
+    def _use(self, engine: Any) -> None:
         self._engines.add(engine)
         _users.setdefault(engine, WeakSet()).add(self)
 
-    def add_pins(self, pins: Droppable) -> None:
-        """Note the pins that end with this lease."""
-        self._pins.add(pins)
+    def add_pins(self, drop: Callable[[EngineLease], None]) -> None:
+        """Note pins that end with this lease: `drop` unpins them."""
+        self._pins.add(drop)
 
     def release(self) -> None:
         """Unpin what only this user wants pinned, and close the engines that only it uses. Releasing twice is fine."""
         pins, self._pins = self._pins, set()
-        for each in pins:
-            each.drop(self)
+        for drop in pins:
+            drop(self)
         with _lock:
             unused = []
             for engine in self._engines:
@@ -102,16 +85,16 @@ class EngineLease:
         self.release()
 
 
-def shared_engine(make: Callable[..., E], model: Any, tokenizer: Any, lease: EngineLease, options: Mapping[str, Any]) -> E:
+def shared_engine(make: Callable[..., Any], model: Any, tokenizer: Any, lease: EngineLease, options: Mapping[str, Any]) -> Any:
     """The engine of this process for a model and its options, used by the lease; made for the first lease."""
     key = _key(make, model, tokenizer, options)
     if (engine := _joined(key, lease)) is not None:
-        return engine  # type: ignore[no-any-return]
+        return engine
     with _lock:
         turn = _turns.setdefault(key, threading.Lock())
     with turn:  # others that want the same wait here; who wants another model does not
         if (engine := _joined(key, lease)) is not None:
-            return engine  # type: ignore[no-any-return]
+            return engine
         made = make(model, tokenizer, **options)
         with _lock:
             _engines[key] = made

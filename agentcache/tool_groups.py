@@ -1,24 +1,32 @@
-"""The tool groups that this engine holds: pinned, named, recorded for later processes. Knows neither messages nor how to compute."""
+"""The tool groups that this engine holds: pinned, named, recorded for later processes. Knows neither messages nor how to compute.
+
+Timed pins end by themselves: each lease that asks for one says how long it wants it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from .errors import ConfigError, GenerationError
+from .errors import AgentCacheError, ConfigError, GenerationError
 from .kv import PAGE_TOKENS
 from .model.fingerprint import Fingerprint
 from .model.hf import HFModel
-from .request import Running
+from .request import Done, Running
+from .shared_engines import EngineLease
 from .store.deletion import Deletion
 from .store.keys import Scope, as_ids, chain
 from .store.store import Store
 from .store.tool_group import ToolGroup
 from .types import Layout, check_name
 
-if TYPE_CHECKING:
-    from .timed_pins import TimedPins
+Key = tuple[str, str]  # namespace and name
 
 
 class ToolGroups:
@@ -28,8 +36,9 @@ class ToolGroups:
         self._store, self._model, self._name, self._fingerprint = store, model, name, fingerprint
         self._held: dict[tuple[str, str], ToolGroup] = {}
         self._lock = threading.Lock()
-        self._timed: TimedPins | None = None
+        self.timed = TimedPins(self)
         store.on_renewal(self._record)
+        store.on_deletion(self.let_go)
 
     def _record(self) -> None:
         for group in self.all:
@@ -86,6 +95,14 @@ class ToolGroups:
         self._unpin(before)
         return group
 
+    def abandon(self, request: Running, layout: Layout) -> None:
+        """The caller's callback failed, or the request did: nothing stays pinned."""
+        request.events.cancel()
+        while request.sequence is not None and not isinstance(request.events.get(), (Done, AgentCacheError)):
+            pass
+        if request.pinned_pages and request.scope:
+            self._store.release_pin(request.scope.pin_name(as_ids(layout.ids)))
+
     def _check_kept(self, request: Running, scope: Scope, name: str | None) -> None:
         if self._store.deletions.meet(scope, request.ids.array(), request.received):
             raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
@@ -109,21 +126,90 @@ class ToolGroups:
             self._store.release_pin((group.scope, group.tip))
 
     @property
-    def timed(self) -> TimedPins:
-        """Tool groups that end by themselves: loaded for the first caller who pins one."""
-        with self._lock:
-            if self._timed is None:
-                from .timed_pins import TimedPins
-
-                self._timed = TimedPins(self)
-            return self._timed
-
-    def lapse(self) -> None:
-        """Unpin the timed ones whose time is over."""
-        if self._timed is not None:
-            self._timed.lapse()
-
-    @property
     def all(self) -> tuple[ToolGroup, ...]:
         """Those held now, of all namespaces."""
         return tuple(self._held.values())
+
+
+@dataclass(slots=True, eq=False)
+class _TimedPin:
+    """One group, and until when each lease wants it, on the monotonic clock."""
+
+    group: ToolGroup
+    ends: WeakKeyDictionary[EngineLease, float]
+
+
+class TimedPins:
+    """The timed pins of one engine. Their time is looked at with each request. Safe to use from many threads."""
+
+    def __init__(self, groups: ToolGroups) -> None:
+        self._groups = groups
+        self._held: dict[Key, _TimedPin] = {}
+        self._lock = threading.RLock()
+        self._turns: WeakValueDictionary[Key, threading.Lock] = WeakValueDictionary()
+        self._anyone = EngineLease()  # of those who ask without a lease
+        self._process = os.getpid()
+
+    def pin(
+        self, pin: Callable[..., ToolGroup], key: Key, ttl_s: float, lease: EngineLease | None, asked: Mapping[str, Any], weights: str
+    ) -> ToolGroup:
+        """The group that `pin(**asked)` makes, named `key` and a digest of `asked`; one that is pinned only lasts longer.
+
+        weights: the fingerprint under which a group is looked up.
+        """
+        if not isinstance(ttl_s, (int, float)) or isinstance(ttl_s, bool) or not ttl_s > 0:
+            raise ConfigError(f"ttl_s={ttl_s!r}: must be a positive number of seconds; math.inf to pin until `release`")
+        namespace, label = key
+        key = namespace, f"{label}-{_digest((namespace, weights, sorted(asked.items())))}"
+        with self._lock:
+            turn = self._turns.setdefault(key, threading.Lock())
+        with turn:  # the second of two that ask at once waits for the first
+            if (known := self._claim(key, lease, ttl_s)) is not None:
+                return known
+            made = pin(**asked, name=key[1], namespace=namespace)
+            self._claim(key, lease, ttl_s, made)
+            return made
+
+    def _claim(self, key: Key, lease: EngineLease | None, ttl_s: float, made: ToolGroup | None = None) -> ToolGroup | None:
+        """Want this group, which is pinned already or was just made, for so long; None if it is not pinned."""
+        with self._lock:
+            held = self._held.get(key)
+            if made is not None:
+                held = self._held[key] = _TimedPin(made, held.ends if held else WeakKeyDictionary())
+            elif held is None or held.group not in self._groups.all:
+                return None
+            user = lease or self._anyone
+            held.ends[user] = max(held.ends.get(user, 0.0), time.monotonic() + ttl_s)
+            if lease is not None:
+                lease.add_pins(self.drop)
+            return held.group
+
+    def lapse(self) -> None:
+        """Unpin what no lease wants any more, or whose time is over."""
+        if not self._held or self._process != os.getpid():  # in a forked child pins, and locks, are the parent's
+            return
+        now = time.monotonic()
+        with self._lock:
+            for key, held in list(self._held.items()):
+                for lease in [lease for lease, end in held.ends.items() if end < now]:
+                    del held.ends[lease]
+                if not held.ends:
+                    del self._held[key]
+                    self._groups.release(*key)
+
+    def drop(self, lease: EngineLease) -> None:
+        """Unpin what only this lease wants pinned."""
+        if self._process != os.getpid():
+            return
+        with self._lock:
+            for held in self._held.values():
+                held.ends.pop(lease, None)
+        self.lapse()
+
+
+def _digest(asked: tuple[Any, ...]) -> str:
+    try:
+        said = repr(asked)
+    except RecursionError:  # refused where it is rendered
+        said = ""
+    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from agentcache.answer.parser import parse
 from agentcache.bench.quality_asking import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_cases import Case
 from agentcache.bench.quality_score import Said, figures
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
+
+from .answers import parse
 
 KINDS = ("exact", "other context", "shifted", "swapped", "alone", "dummy", "behind system")
 SHIFT = 64

@@ -21,7 +21,6 @@ from typing import Any
 from rich.table import Table
 
 from agentcache.answer.family_forms import HERMES
-from agentcache.answer.parser import parse
 from agentcache.bench import report
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
@@ -29,6 +28,7 @@ from agentcache.receipt import Receipt
 from agentcache.stream import Stream
 from agentcache.types import Sampling
 
+from .answers import parse
 from .episode import Episode
 
 Say = Callable[[str], None]

@@ -113,7 +113,8 @@ def test_its_template_only_appends_and_its_calls_are_read(as_embedded: Path) -> 
     embedded._verified.cache_clear()
     with Engine("embedded", store=None) as engine:
         report = engine.renderer.report
-        assert report.prefix_preserving
+        assert report.step_preserving
+        assert report.turn_preserving
         assert report.tools_at == "after system"
         assert report.system == "kept"
         assert report.absent_is_empty
@@ -189,7 +190,8 @@ def test_the_shipped_model_is_whole_small_and_has_a_card() -> None:
     assert "## Figures" in text
     assert "## Limits" in text
     with Engine("embedded", store=None) as engine:
-        assert engine.renderer.report.prefix_preserving
+        assert engine.renderer.report.step_preserving
+        assert engine.renderer.report.turn_preserving
 
 
 def test_the_shipped_model_hides_thoughts_where_words_are_unwanted() -> None:

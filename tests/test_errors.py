@@ -21,8 +21,9 @@ POISON = models.toy_tokenizer().convert_tokens_to_ids(MARK)
 
 
 def test_every_error_is_in_the_tree_and_says_so() -> None:
-    for name in errors.__all__:
-        kind = getattr(errors, name)
+    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert len(kinds) > 20
+    for name, kind in kinds.items():
         assert issubclass(kind, (errors.AgentCacheError, UserWarning))
         assert name in (errors.__doc__ or "")
         assert kind.__doc__

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PromptError
 from ..namespace_lru import Covering
-from ..types import Constraint, Layout, Message, Tool, ToolCall
+from ..types import Layout, Message, Tool, ToolCall
 from .call_forms import CallForm
 from .family_forms import PROBE_ARGUMENTS, PROBE_TOOL, form_of
 
@@ -50,25 +50,13 @@ class Grammars:
             self._form = form_of(shown)
         return self._form
 
-    def guide(
-        self,
-        constraint: Constraint,
-        tools: Sequence[Tool | Mapping[str, Any]],
-        prompt: str,
-        namespace: str = "default",
-        *,
-        max_tokens: int | None = None,
-        thinks: bool = False,
-    ) -> Guide:
-        """The guide of a new request after this prompt. Only what the same namespace has asked for is found compiled.
-
-        max_tokens: None where any number will do. thinks: a thought was asked for. Raises ConfigError or ToolSchemaError if nothing could
-        satisfy the constraint, or nothing of at most `max_tokens`.
-        """
+    @property
+    def guide(self) -> Callable[..., Guide]:
+        """`GrammarCompiler.guide`, which is loaded with the first constraint."""
         form = self.form
         with self._lock:
             if self._compiler is None:
                 from .grammar_compiler import GrammarCompiler
 
                 self._compiler = GrammarCompiler(self.tokenizer, self._vocab, self._stop_ids, form)
-        return self._compiler.guide(constraint, tools, prompt, namespace, max_tokens, thinks)
+        return self._compiler.guide

@@ -43,11 +43,16 @@ class GrammarCompiler:
         constraint: Constraint,
         tools: Sequence[Tool | Mapping[str, Any]],
         prompt: str,
-        namespace: str,
-        max_tokens: int | None,
-        thinks: bool,
+        namespace: str = "default",
+        *,
+        max_tokens: int | None = None,
+        thinks: bool = False,
     ) -> Guide:
-        """As of `Grammars`."""
+        """The guide of a new request after this prompt. Only what the same namespace has asked for is found compiled.
+
+        max_tokens: None where any number will do. thinks: a thought was asked for. Raises ConfigError or ToolSchemaError if nothing could
+        satisfy the constraint, or nothing of at most `max_tokens`.
+        """
         max_tokens = LONGEST if max_tokens is None else max_tokens
         library = _library()
         callable_tools = _callable(constraint, tools)

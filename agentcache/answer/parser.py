@@ -11,14 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..types import Message, ToolCall
-from .call_forms import THINK
 from .call_json import CallReader, Told, skip, whole
 from .response_template import Kind, Mark, Region, ResponseTemplate, template_for
-from .tag_values import value_of
 
 CUT, MALFORMED = "cut short: the completion ends inside it", "malformed: not an object with a name and arguments"
 DeltaKind = Literal["text", "reasoning", "call", "arguments", "cut"]
-Made = tuple["ToolCall | InvalidCall", ...]  # calls in the order in which they were begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +45,6 @@ class InvalidCall:
     arguments: str
     error: str
     id: str | None = None
-
-
-def parse(text: str, names: Collection[str] | None = None, *, opened: bool = False) -> Message:
-    """The assistant message that a text spells in one of the forms that need no template.
-
-    names: of the tools that were offered, None if not known. opened: the prompt ended in the beginning of a thought.
-    """
-    parser = AnswerParser(template_for(), THINK if opened else "", names=names)
-    parser.push(text)
-    parser.finish()
-    return parser.message
 
 
 class AnswerParser:
@@ -304,6 +290,8 @@ class AnswerParser:
         self._told += told
 
     def _typed(self, call: ToolCall) -> ToolCall:
+        from .tag_values import value_of
+
         known = {each["name"]: each.get("parameters") or {} for tool in self._tools if "name" in (each := tool.get("function", tool))}
         schema, said = known.get(call.name, {}), call.arguments.items()
         return ToolCall(call.name, {key: value_of(value, schema, key) if isinstance(value, str) else value for key, value in said})

@@ -14,7 +14,6 @@ from typing import Any, Literal
 from ..types import ToolCall
 from .call_forms import MARKS, PYTHON_CALLS, CallForm
 from .call_json import CallKeys, load
-from .call_python import python_calls
 
 CALLS, TEXT, THOUGHTS = "tool_calls", "content", frozenset({"reasoning_content", "reasoning", "thinking"})
 Kind = Literal["text", "reasoning", "call", "mark"]
@@ -56,6 +55,8 @@ class Region:
         if self.alone is None:
             said = load(body)
             if said is None:
+                from .call_python import python_calls
+
                 return python_calls(body)
         else:
             said = self._parsed(text, tools)

@@ -10,9 +10,9 @@ import torch
 
 from ..engine import Engine, Stream
 from ..errors import ConfigError
-from ..events import Chunk
 from ..kv import Sequence, last_checkpoint
 from ..receipt import Receipt
+from ..request import Chunk
 from ..runner import Work
 from ..store.keys import Scope, as_ids
 from ..types import Sampling

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..namespace_lru import Covering
+from ..namespace_lru import Covering, NamespaceLRU
 from .canonical import Turn
 from .tokenise import EMPTY, Encoded, common_chars
 
@@ -38,10 +38,6 @@ class Generated:
     ids: tuple[int, ...]
     made: float = 0.0  # time.time(); 0 if unknown
 
-    @property
-    def size(self) -> int:
-        return len(self.ids)
-
 
 def chain(root: bytes, turns: Sequence[Turn]) -> list[bytes]:
     """keys[i] names the first i messages as they are in canonical form, keys[0] what stands before all messages."""
@@ -59,18 +55,21 @@ def link(parent: bytes, turn: Turn) -> bytes:
 
 
 class Memory:
-    """Renderings and generated ids by namespace; safe to use from many threads."""
+    """Renderings and generated ids by namespace; safe to use from many threads.
 
-    def __init__(self, entries: int = ENTRIES, chars: int = CHARS) -> None:
-        self._entries = entries
-        self._chars = chars
+    generated: the model's own ids, by the key of the history that ends in their message. absent: keys that a search beyond this process
+    missed.
+    """
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._renderings: OrderedDict[tuple[str, bytes], Encoded] = OrderedDict()
         self._by_namespace: dict[str, OrderedDict[bytes, Encoded]] = {}
         self._held_chars = 0
-        self._generated: OrderedDict[tuple[str, bytes], Generated] = OrderedDict()
-        self._held_ids = 0
-        self._absent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self.generated: NamespaceLRU[bytes, Generated] = NamespaceLRU(
+            SPLICES, GENERATED, lambda generated: len(generated.ids), lambda generated: generated.made
+        )
+        self.absent: NamespaceLRU[bytes, bool] = NamespaceLRU(SPLICES)
 
     def nearest(self, namespace: str, text: str, valid: Collection[bytes]) -> tuple[Encoded, int]:
         """The rendering of which most can be used again for `text`, and how many characters of it.
@@ -99,9 +98,9 @@ class Memory:
             self._by_namespace.setdefault(namespace, OrderedDict())[key] = encoded
             self._renderings[namespace, key] = encoded
             self._held_chars += len(encoded.text)
-            while len(self._by_namespace[namespace]) > self._entries:
+            while len(self._by_namespace[namespace]) > ENTRIES:
                 self._drop(namespace, next(iter(self._by_namespace[namespace])))
-            while self._held_chars > self._chars and len(self._renderings) > 1:
+            while self._held_chars > CHARS and len(self._renderings) > 1:
                 self._drop(*next(iter(self._renderings)))
 
     def _drop(self, namespace: str, key: bytes) -> None:
@@ -112,41 +111,12 @@ class Memory:
             if not self._by_namespace[namespace]:
                 del self._by_namespace[namespace]
 
-    def learn(self, namespace: str, key: bytes, generated: Generated) -> None:
-        """Remembers that the history named `key` ends in a message which the model wrote as these ids."""
-        with self._lock:
-            old = self._generated.pop((namespace, key), None)
-            self._held_ids += generated.size - (old.size if old else 0)
-            self._generated[namespace, key] = generated
-            while len(self._generated) > 1 and (len(self._generated) > SPLICES or self._held_ids > GENERATED):
-                self._held_ids -= self._generated.popitem(last=False)[1].size
-
     def forget(self, deletion: Covering) -> None:
         """Forget deleted text: the ids of messages by their age, and all renderings, which are made again."""
         with self._lock:
             for known in [name for name in self._renderings if deletion.covers(name[0], 0.0)]:
                 self._drop(*known)
-            for name, generated in list(self._generated.items()):
-                if deletion.covers(name[0], generated.made):
-                    self._held_ids -= self._generated.pop(name).size
-
-    def absent(self, namespace: str, key: bytes) -> bool:
-        """Tell whether a search beyond this process missed this message."""
-        with self._lock:
-            return (namespace, key) in self._absent
-
-    def note_absent(self, namespace: str, key: bytes) -> None:
-        with self._lock:
-            self._absent[namespace, key] = None
-            while len(self._absent) > SPLICES:
-                self._absent.popitem(last=False)
-
-    def generated(self, namespace: str, key: bytes) -> Generated | None:
-        with self._lock:
-            found = self._generated.get((namespace, key))
-            if found is not None:
-                self._generated.move_to_end((namespace, key))
-            return found
+        self.generated.forget(deletion)
 
 
 def usable(record: Encoded, shared: int, valid: Collection[bytes]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..types import Layout, Message
-from .tail import Rendered
+from .request import Rendered
 from .template import SENTINEL
 from .tokenise import common_ids
 

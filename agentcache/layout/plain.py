@@ -55,16 +55,9 @@ def plain_message(index: int, message: Message | Mapping[str, Any]) -> Plain:
 
 
 def _from_message(message: Message) -> Plain:
-    out: Plain = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        out["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        out["tool_calls"] = message.tool_calls
-    if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        out["name"] = message.name
-    return out
+    calls, given = message.tool_calls or None, {"tool_call_id": message.tool_call_id, "name": message.name}
+    more = {"reasoning_content": message.reasoning, "tool_calls": calls, **given}
+    return {"role": message.role, "content": message.content, **{key: value for key, value in more.items() if value is not None}}
 
 
 def _check_content(index: int, content: Any) -> None:

@@ -17,19 +17,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ConfigError, MessageError, TemplateError, shown
+from ..errors import MessageError, TemplateError, shown
 from ..namespace_lru import Covering, NamespaceLRU
-from ..types import Layout, LayoutOptions, Message, Rendering, Span, Tool, ToolOrder, check_name
+from ..types import Layout, LayoutOptions, Message, Span, Tool
 from .declared import Declarations, brought, read_rules
 from .memory import Generated, Kept, Memory, chain, link
-from .opening import cut, opening
 from .plain import check_list
-from .request import Request, Requests
-from .spans import Mark, generation_start, marks, places, spans
+from .request import Options, Rendered, Request, Requests
+from .spans import Frame
 from .splice import splice_notes, spliced
-from .tail import Rendered, placed
-from .template import SENTINEL, Shape, Template, TemplateReport
-from .tokenise import Encoded, Encoder, Place, common_chars, common_ids
+from .template import SENTINEL, Template, TemplateReport
+from .tokenise import Encoded, Encoder, common_chars, common_ids
 
 __all__ = ["Renderer", "TemplateReport"]
 
@@ -40,7 +38,6 @@ PREFIXES = 128  # remembered stable prefixes; each costs some small renderings t
 class Renderer:
     """Renders requests for one tokenizer. Safe to use from many threads.
 
-    special_tokens: whether a raw string prompt gets the tokenizer's own leading special tokens (BOS) where it would add them.
     kept: where the model's own ids of messages outlive this process. tail: what becomes of volatile text.
     """
 
@@ -49,7 +46,6 @@ class Renderer:
         tokenizer: Any,
         *,
         chat_template: str | None = None,
-        special_tokens: bool = True,
         kept: Kept | None = None,
         tail: LayoutOptions | None = None,
     ) -> None:
@@ -60,7 +56,6 @@ class Renderer:
             self._tail = replace(self._tail, ahead=getattr(tokenizer, "init_kwargs", {}).get("volatile_ahead") or False)
         self._template = Template(tokenizer, chat_template, self._tail.repairs, self._tail.date)
         self._requests = Requests(self._template, self._encoder)
-        self._special_tokens = special_tokens
         self._memory = Memory()
         self._kept = kept
         self._declarations = Declarations(() if self._tail.rules is None else read_rules(self._tail.rules))
@@ -79,58 +74,59 @@ class Renderer:
         messages: Sequence[Message | Mapping[str, Any]] | str,
         tools: Sequence[Tool | Mapping[str, Any]] = (),
         *,
-        rendering: Rendering = "canonical",
-        tools_order: ToolOrder = "given",
-        sticky: Sequence[str] = (),
-        namespace: str = "default",
-        template_kwargs: Mapping[str, Any] | None = None,
         generation: bool = True,
         volatile: Volatile = (),
+        **given: Any,
     ) -> Layout:
-        """The prompt of `messages` (or of a raw string) as ids and spans. The returned ids must not be modified."""
-        _check_options(rendering, tools_order, namespace)
-        given = brought(volatile)
-        if given and (rendering == "stock" or isinstance(messages, str)):
+        """The prompt of `messages` (or of a raw string) as ids and spans, which must not be modified. given: as of `Options`."""
+        options = Options(**given)
+        texts = brought(volatile)
+        if texts and (options.rendering == "stock" or isinstance(messages, str)):
             raise MessageError(
                 f"volatile={shown(volatile)}: a string prompt and rendering='stock' are shown as given; write it there yourself"
             )
         if isinstance(messages, str):
-            return self._render_text(messages, tools, namespace)
+            return self._render_text(messages, tools, options.namespace)
 
         def render(listed: Sequence[Message | Mapping[str, Any]]) -> Rendered:
-            said = self._requests.build(listed, tools, rendering, tools_order, sticky, template_kwargs or {}, namespace)
-            return self._layout(said, rendering, namespace, generation)
+            return self._layout(self._requests.build(listed, tools, options), generation)
 
-        if rendering == "stock":
+        if options.rendering == "stock":
             return render(messages)
         check_list(messages)
-        declared = self._declarations.split(messages, given, namespace)
-        return placed(declared, self._tail, render) if declared.pieces else render(declared.whole)
+        declared = self._declarations.split(messages, texts, options.namespace)
+        if not declared.pieces:
+            return render(declared.whole)
+        from .tail import placed
 
-    def _layout(self, request: Request, rendering: Rendering, namespace: str, generation: bool) -> Rendered:
-        text = self._template.render([turn.data for turn in request.turns], request.tools.schemas, generation, request.kwargs)
+        return placed(declared, self._tail, render)
+
+    def _layout(self, request: Request, generation: bool) -> Rendered:
+        text, frame = self._shown(request, generation)
         if not text:
             raise TemplateError(f"the chat template made '' of {len(request.turns)!r} messages: pass another chat_template=")
-        frame = _Frame(request, self._template.shape(bool(request.tools.schemas)), generation)
-        if rendering == "stock":
-            encoded, spent = self._encode(namespace, text, frame)
-        else:
-            encoded, spent = self._encode_own(namespace, text, request, frame)
+        stock, namespace = request.options.rendering == "stock", request.options.namespace
+        encoded, spent = self._encode(namespace, text, frame) if stock else self._encode_own(text, request, frame)
         encoded = replace(encoded, places=frame.places)
         self._keep(namespace, encoded)
-        prefix, extra = self._prefix_tokens(encoded.ids, request, namespace)
+        prefix, extra = self._prefix_tokens(encoded.ids, request)
         return Rendered(
             ids=encoded.ids,
-            spans=spans(encoded, frame.marks(text)),
+            spans=frame.spans(encoded),
             text=text,
             prefix_tokens=prefix,
             differences=(*request.notes, *splice_notes(encoded)),
             spliced_tokens=sum(splice.last - splice.first for splice in encoded.splices),
             tokenised_chars=spent + extra,
             encoded=encoded,
-            chain=b"" if rendering == "stock" else request.keys[-1],
+            chain=b"" if stock else request.keys[-1],
             request=request,
         )
+
+    def _shown(self, request: Request, generation: bool) -> tuple[str, Frame]:
+        tools = request.tools.schemas
+        text = self._template.render([turn.data for turn in request.turns], tools, generation, request.options.kwargs)
+        return text, Frame(request.turns, request.keys[1:], self._template.shape(bool(tools)), request.tools.text, generation)
 
     def remember(
         self, layout: Layout, generated_ids: Sequence[int], message: Message, *, namespace: str = "default", outlive: bool = True
@@ -146,7 +142,7 @@ class Renderer:
             raise MessageError(f"remember(message={shown(message)}): only an assistant message is generated")
         key = link(layout.chain, self._requests.canon().turn(0, message, namespace))
         generated = Generated(layout.encoded, tuple(map(int, generated_ids)), time.time())
-        self._memory.learn(namespace, key, generated)
+        self._memory.generated.put(namespace, key, generated)
         if self._kept is not None and outlive:
             self._kept.learn(namespace, self._name(key), generated.ids)
 
@@ -159,54 +155,45 @@ class Renderer:
         """The key of a message beyond this process: other tokenizers and templates have other ids."""
         return hashlib.blake2b(self._encoder.identity + self._template.identity + key, digest_size=16).digest()
 
-    def _recall(self, namespace: str, request: Request, have: Collection[bytes]) -> None:
+    def _recall(self, request: Request, have: Collection[bytes]) -> None:
         """Learn an earlier process's ids of the turns after those that this one knows, in order."""
-        unknown = []
+        unknown, namespace = [], request.options.namespace
         for number in reversed(range(1, len(request.turns))):
             key = request.keys[number + 1]
-            if self._kept is None or key in have or self._memory.generated(namespace, key) is not None:
+            if self._kept is None or key in have or self._memory.generated.get(namespace, key) is not None:
                 break
-            if request.turns[number].data["role"] == "assistant" and not self._memory.absent(namespace, key):
+            if request.turns[number].data["role"] == "assistant" and not self._memory.absent.get(namespace, key):
                 unknown.append(number)
         for number in reversed(unknown):
-            self._recall_turn(namespace, request, number)
+            self._recall_turn(request, number)
 
-    def _recall_turn(self, namespace: str, request: Request, number: int) -> None:
+    def _recall_turn(self, request: Request, number: int) -> None:
         """Learn the ids of turn `number`, after the prompt as it is rendered now; all turns before it were asked for."""
         assert self._kept is not None
-        key = request.keys[number + 1]
+        key, namespace = request.keys[number + 1], request.options.namespace
         ids = self._kept.generated(namespace, self._name(key))
         if not ids or max(ids) >= self._encoder.vocabulary:
-            self._memory.note_absent(namespace, key)
+            self._memory.absent.put(namespace, key, True)
             return
         before = request.until(number)
-        text = self._template.render([turn.data for turn in before.turns], before.tools.schemas, True, before.kwargs)
-        frame = _Frame(before, self._template.shape(bool(before.tools.schemas)), True)
-        prompt, _ = self._encode_own(namespace, text, before, frame)
+        text, frame = self._shown(before, True)
+        prompt, _ = self._encode_own(text, before, frame)
         assert prompt.text == text
-        self._memory.learn(namespace, key, Generated(prompt, ids))
+        self._memory.generated.put(namespace, key, Generated(prompt, ids))
 
     def prefix(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        tools: Sequence[Tool | Mapping[str, Any]] = (),
-        *,
-        rendering: Rendering = "canonical",
-        tools_order: ToolOrder = "given",
-        sticky: Sequence[str] = (),
-        namespace: str = "default",
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Tool | Mapping[str, Any]] = (), **given: Any
     ) -> Layout:
-        """The longest token prefix of system and tools that does not depend on any later message."""
-        _check_options(rendering, tools_order, namespace)
+        """The longest token prefix of system and tools that does not depend on any later message; options as of `Options`."""
+        from .opening import cut
+
+        options = Options(**given)
         leading = [m for m in messages or () if (m.role if isinstance(m, Message) else m.get("role")) == "system"]
-        if rendering != "stock":
-            declared = self._declarations.split(leading, (), namespace)
+        if options.rendering != "stock":
+            declared = self._declarations.split(leading, (), options.namespace)
             leading = declared.stable if self._tail.mode == "enforce" else declared.whole
         # A user message stands after the system text, as in every request to come; it is cut off again.
-        opened = [*leading, Message("user", SENTINEL)]
-        request = self._requests.build(opened, tools, rendering, tools_order, sticky, template_kwargs or {}, namespace)
-        whole = self._layout(request, rendering, namespace, True)
+        whole = self._layout(self._requests.build([*leading, Message("user", SENTINEL)], tools, options), True)
         return cut(whole, whole.prefix_tokens)
 
     def opening(
@@ -219,27 +206,30 @@ class Renderer:
             check_list(messages)
         if all((m.role if isinstance(m, Message) else m.get("role")) == "system" for m in messages):
             return self.prefix(messages, tools, **options)
+        from .opening import opening
+
         return opening(messages, lambda listed, asked: self.render(listed, tools, generation=asked, **options))
 
     # --- text to ids -----------------------------------------------------------------------------------------------------
 
-    def _encode(self, namespace: str, text: str, frame: _Frame | None = None) -> tuple[Encoded, int]:
+    def _encode(self, namespace: str, text: str, frame: Frame | None = None) -> tuple[Encoded, int]:
         """Exactly the ids of tokenising all of `text`, and how many characters were tokenised for it."""
         known, shared = self._memory.nearest(namespace, text, ())
         if frame is not None:
             frame.place(text, known, shared)
         return self._encoder.resume(known, shared, text)
 
-    def _encode_own(self, namespace: str, text: str, request: Request, frame: _Frame) -> tuple[Encoded, int]:
+    def _encode_own(self, text: str, request: Request, frame: Frame) -> tuple[Encoded, int]:
         """Like `_encode`, with the model's own ids in place of its remembered messages."""
+        namespace = request.options.namespace
         known, shared = self._memory.nearest(namespace, text, set(request.keys))
         frame.place(text, known, shared)
         have = {splice.key for splice in known.splices if splice.stop <= shared}
-        self._recall(namespace, request, have)
+        self._recall(request, have)
         for number in reversed(range(len(request.turns))):
             if (key := request.keys[number + 1]) in have:
                 break
-            generated = self._memory.generated(namespace, key)
+            generated = self._memory.generated.get(namespace, key)
             if generated is None or not text.startswith(generated.prompt.text) or not frame.shows(number + 1):
                 continue
             turn = request.turns[number]
@@ -273,8 +263,6 @@ class Renderer:
 
     def _leading(self, text: str) -> list[int]:
         """The ids that the tokenizer's own call puts before a text, unless the text already spells them."""
-        if not self._special_tokens:
-            return []
         if self._leading_ids is None:
             full, bare = list(self._tokenizer("a")["input_ids"]), self._encoder.encode("a")[0]
             self._leading_ids = next((full[:n] for n in range(len(full)) if full[n : n + len(bare)] == bare), [])
@@ -283,19 +271,17 @@ class Renderer:
 
     # --- the stable prefix -----------------------------------------------------------------------------------------------
 
-    def _prefix_tokens(self, ids: list[int], request: Request, namespace: str) -> tuple[int, int]:
+    def _prefix_tokens(self, ids: list[int], request: Request) -> tuple[int, int]:
         """(how many of these ids are the stable prefix, characters tokenised to find out)."""
-        before, spent = self._prefix_of(request, namespace)
-        if ids[: len(before)] == before:
-            return len(before), spent
-        return common_ids(ids, before), spent
+        before, spent = self._prefix_of(request)
+        return len(before) if ids[: len(before)] == before else common_ids(ids, before), spent
 
-    def _prefix_of(self, request: Request, namespace: str) -> tuple[list[int], int]:
-        leading = request.turns[:1] if request.turns[0].data["role"] == "system" else []
+    def _prefix_of(self, request: Request) -> tuple[list[int], int]:
+        leading, namespace = request.turns[:1] if request.turns[0].data["role"] == "system" else [], request.options.namespace
         key = chain(request.tools.root, leading)[-1]
         if (known := self._prefixes.get(namespace, key)) is not None:
             return known, 0
-        texts = self._template.openings([turn.data for turn in leading], request.tools.schemas, request.kwargs)
+        texts = self._template.openings([turn.data for turn in leading], request.tools.schemas, request.options.kwargs)
         found, spent = self._common_prefix(texts, namespace)
         self._prefixes.put(namespace, key, found)
         return found, spent
@@ -310,43 +296,3 @@ class Renderer:
             other, more = self._encoder.resume(known, common_chars(known.text, text), text)
             ids, spent = ids[: common_ids(ids, other.ids)], spent + more
         return ids, spent
-
-
-class _Frame:
-    """Places of the parts of one rendering: worked out once, for splicing and for the spans."""
-
-    def __init__(self, request: Request, shape: Shape, generation: bool) -> None:
-        self._request = request
-        self.shape = shape
-        self._generation = generation
-        self.places: list[Place] = []
-        self._stop = 0
-        self._tools: tuple[int, int] | None = None
-
-    def place(self, text: str, known: Encoded, shared: int) -> None:
-        added = self._request.tools.text
-        at = text.find(added) if added else -1
-        self._tools = (at, at + len(added)) if at >= 0 else None
-        self._stop = generation_start(text, self.shape, self._generation)
-        self.places = places(text, self._request.turns, self._request.keys[1:], self.shape, self._stop, known, shared)
-
-    def shows(self, number: int) -> bool:
-        """Tell whether turn `number` was found, so that the end of the one before it is known; true after the last turn."""
-        return number >= len(self.places) or self.places[number].start is not None
-
-    def turn_stop(self, number: int, start: int) -> int:
-        """The end of the turn after `start`: the next turn shown, the tools, or the generation prompt."""
-        later = [place.start for place in self.places[number + 1 :] if place.start is not None and place.start > start]
-        tools = [self._tools[0]] if self._tools is not None and self._tools[0] > start else []
-        return min([*later[:1], *tools, self._stop])
-
-    def marks(self, text: str) -> list[Mark]:
-        return marks(self._request.turns, self.places, len(text), self._stop, self._tools)
-
-
-def _check_options(rendering: str, order: str, namespace: str) -> None:
-    check_name("namespace", namespace)
-    if rendering not in ("canonical", "stock"):
-        raise ConfigError(f"rendering={rendering!r}: must be 'canonical' or 'stock'")
-    if order not in ("given", "sorted", "sticky"):
-        raise ConfigError(f"tools_order={order!r}: must be 'given', 'sorted' or 'sticky'")

@@ -2,26 +2,19 @@
 
 tools-first     tools before the first user message, and the system text with it, where the template puts them before the last one
 keep-thinking   reasoning of earlier user turns stays where it was shown, where the template drops it at the next user message
+
+From the second user turn on, the model sees them there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime
 
 from ..errors import ConfigError
 
 _ASKS = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
-
-
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """rewrite: a template's source to the repaired one, unchanged where it does not apply. differs: what a model sees otherwise."""
-
-    rewrite: Callable[[str], str]
-    differs: str
 
 
 def _tools_first(source: str) -> str:
@@ -35,24 +28,13 @@ def _keep_thinking(source: str) -> str:
     return re.sub(r"(\bset\s+ns\.last_(?:query|user)_index\s*=\s*)[\w.]+", r"\g<1>-1", source)
 
 
-REPAIRS = {
-    "tools-first": Repair(
-        _tools_first,
-        "from the second user turn on, tools and system text stand before the first user message instead of the last one",
-    ),
-    "keep-thinking": Repair(_keep_thinking, "from the second user turn on, the model still sees its reasoning of earlier turns"),
-}
+REPAIRS = {"tools-first": _tools_first, "keep-thinking": _keep_thinking}
 
 
 def applicable(source: str) -> list[str]:
     """Settings of LayoutOptions for this template: names of repairs that change it, and "date" where it prints one."""
-    found = [name for name, repair in REPAIRS.items() if repair.rewrite(source) != source]
+    found = [name for name, rewrite in REPAIRS.items() if rewrite(source) != source]
     return found + ["date"] * ("strftime_now" in source or "date_string" in source)
-
-
-def date_variables(date: str) -> dict[str, str]:
-    """Names that templates read for the day, where they do not ask for it: Llama's."""
-    return {"date_string": datetime.fromisoformat(date).strftime("%d %b %Y")}
 
 
 def repaired(source: str, names: Sequence[str], date: str | None = None) -> str:
@@ -60,7 +42,7 @@ def repaired(source: str, names: Sequence[str], date: str | None = None) -> str:
     for name in names:
         if name not in REPAIRS:
             raise ConfigError(f"repairs={tuple(names)!r}: {name!r} is unknown; there are {sorted(REPAIRS)!r}")
-        changed = REPAIRS[name].rewrite(source)
+        changed = REPAIRS[name](source)
         if changed == source:
             raise ConfigError(f"repairs={tuple(names)!r}: {name!r} finds nothing to change in this chat template; leave it out")
         source = changed

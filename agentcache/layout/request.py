@@ -5,20 +5,43 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ConfigError, TemplateError, shown
 from ..namespace_lru import Covering, NamespaceLRU
-from ..types import Message, Rendering, Tool, ToolOrder
+from ..types import Layout, Message, Rendering, Tool, ToolOrder, check_name
 from .canonical import ABSENT, Canon, Turn, digest_of
 from .memory import chain
 from .plain import Plain, plain_messages
 from .schemas import canonical_tools, check_values, order_tools, plain_tools, said, tool_name
 from .template import Template
-from .tokenise import Encoder, Neutraliser
+from .tokenise import EMPTY, Encoded, Encoder, Neutraliser
 
 TOOL_LISTS = 128  # remembered tool lists; each costs two small renderings and a walk over its schemas to find again
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The way in which a request is rendered. Raises ConfigError for a value that there is not."""
+
+    rendering: Rendering = "canonical"
+    tools_order: ToolOrder = "given"
+    sticky: Sequence[str] = ()  # the recorded order of tools, for tools_order="sticky"
+    namespace: str = "default"
+    template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_name("namespace", self.namespace)
+        if self.rendering not in ("canonical", "stock"):
+            raise ConfigError(f"rendering={self.rendering!r}: must be 'canonical' or 'stock'")
+        if self.tools_order not in ("given", "sorted", "sticky"):
+            raise ConfigError(f"tools_order={self.tools_order!r}: must be 'given', 'sorted' or 'sticky'")
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """The template's arguments."""
+        return self.template_kwargs or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +62,20 @@ class Request:
     tools: ToolList
     notes: list[str]  # differences from stock, in words
     keys: list[bytes]  # keys[i] names the history of the first i turns
-    kwargs: Mapping[str, Any]
+    options: Options
 
     def until(self, number: int) -> Request:
         """The request as it was before turn `number`."""
-        return Request(self.turns[:number], self.tools, self.notes, self.keys[: number + 1], self.kwargs)
+        return replace(self, turns=self.turns[:number], keys=self.keys[: number + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered(Layout):
+    """A Layout that knows the history it came from, so that `remember` can name it: without the text of this prompt only."""
+
+    encoded: Encoded = field(default=EMPTY, repr=False, compare=False)
+    chain: bytes = field(default=b"", repr=False, compare=False)
+    request: Request | None = field(default=None, repr=False, compare=False)
 
 
 class Requests:
@@ -66,26 +98,19 @@ class Requests:
             self._canon.forget(deletion)
 
     def build(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        tools: Sequence[Tool | Mapping[str, Any]],
-        rendering: Rendering,
-        order: ToolOrder,
-        sticky: Sequence[str],
-        kwargs: Mapping[str, Any],
-        namespace: str,
+        self, messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Tool | Mapping[str, Any]], options: Options
     ) -> Request:
-        if rendering == "stock":
+        if options.rendering == "stock":
             plain = plain_messages(messages)
-            listed = self._listed(plain_tools(tools), rendering, "given", (), kwargs, namespace)
+            listed = self._listed(plain_tools(tools), options)
             turns = [Turn(index, message, digest_of(message)) for index, message in enumerate(plain)]
-            return Request(turns, listed, [], chain(listed.root, turns), kwargs)
-        turns, notes, renamed = self.canon().messages(messages, namespace)
-        listed = self._listed(plain_tools(tools), rendering, order, sticky, kwargs, namespace)
+            return Request(turns, listed, [], chain(listed.root, turns), options)
+        turns, notes, renamed = self.canon().messages(messages, options.namespace)
+        listed = self._listed(plain_tools(tools), options)
         notes = [*listed.notes, *(note for note in notes if note != ABSENT or not self._template.report.absent_is_empty)]
         if renamed and self._template.report.renders_call_ids:
             notes.append("tool-call ids replaced by their position")
-        return Request(turns, listed, notes, chain(listed.root, turns), kwargs)
+        return Request(turns, listed, notes, chain(listed.root, turns), options)
 
     def canon(self) -> Canon:
         if self._canon is None:  # two threads may both build it: the same value twice
@@ -97,21 +122,21 @@ class Requests:
             self._clean = Neutraliser(self._encoder)
         return self._clean
 
-    def _listed(
-        self, plain: list[Plain], rendering: Rendering, order: ToolOrder, sticky: Sequence[str], kwargs: Mapping[str, Any], namespace: str
-    ) -> ToolList:
-        key = _digest(said(plain), rendering, order, *map(str, sticky), _options(kwargs))
-        if (known := self._tools.get(namespace, key)) is not None:
+    def _listed(self, plain: list[Plain], options: Options) -> ToolList:
+        order, kwargs = options.tools_order, options.kwargs
+        key = _digest(said(plain), options.rendering, order, *map(str, options.sticky), _written(kwargs))
+        if (known := self._tools.get(options.namespace, key)) is not None:
             return known
         check_values(plain)
         schemas, notes = plain, list[str]()
-        if rendering == "canonical" and plain:
+        if options.rendering == "canonical" and plain:
             given, notes = canonical_tools(plain, self._neutraliser())
-            schemas = order_tools(given, order, sticky)
+            schemas = order_tools(given, order, options.sticky)
             if schemas != given:
                 notes.append(f"tools reordered: {order}")
-        listed = ToolList(schemas, tuple(notes), self._added_text(schemas, kwargs), _root(schemas, kwargs))
-        self._tools.put(namespace, key, listed)
+        root = _digest(said(schemas), _written(kwargs))  # the same for the same tools in the same order, however they were given
+        listed = ToolList(schemas, tuple(notes), self._added_text(schemas, kwargs), root)
+        self._tools.put(options.namespace, key, listed)
         return listed
 
     def _added_text(self, schemas: list[Plain], kwargs: Mapping[str, Any]) -> str:
@@ -124,12 +149,7 @@ class Requests:
         return text
 
 
-def _root(schemas: list[Plain], kwargs: Mapping[str, Any]) -> bytes:
-    """The same for the same tools in the same order, however they were given."""
-    return _digest(said(schemas), _options(kwargs))
-
-
-def _options(kwargs: Mapping[str, Any]) -> str:
+def _written(kwargs: Mapping[str, Any]) -> str:
     try:
         return json.dumps(sorted(kwargs.items()), ensure_ascii=False, default=repr)
     except (TypeError, ValueError, RecursionError, AttributeError) as error:

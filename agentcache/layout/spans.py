@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..types import Span, SpanKind
 from .canonical import Turn, text_of
 from .template import Shape
-from .tokenise import Encoded, Place
+from .tokenise import EMPTY, Encoded, Place
 
 HEAD = 48  # characters of content that identify a message after its header
 SURE = 8  # and as many that do so without one
@@ -28,32 +28,83 @@ class Mark:
     message: int | None = None
 
 
-def places(text: str, turns: Sequence[Turn], keys: Sequence[bytes], shape: Shape, stop: int, known: Encoded, shared: int) -> list[Place]:
-    """Find each turn in text[:stop]. Places that `known` holds in the shared characters are taken over; keys[i] ends in turn i."""
-    out: list[Place] = []
-    for place, key in zip(known.places, keys, strict=False):
-        if place.key != key or place.stop > min(shared, stop):
-            break
-        out.append(place)
-    shown = next((place for place in reversed(out) if place.start is not None), Place(b"", "start", 0, 0))
-    for number in range(len(out), len(turns)):
-        turn = turns[number]
+class Frame:
+    """Places of the parts of one rendering: worked out once, for splicing and for the spans.
+
+    keys[i] names the history that ends in turn i. added: the text that the tools add. generation: an answer is asked for.
+    """
+
+    def __init__(self, turns: Sequence[Turn], keys: Sequence[bytes], shape: Shape, added: str, generation: bool) -> None:
+        self.shape = shape
+        self.places: list[Place] = []
+        self._turns, self._keys, self._added, self._generation = turns, keys, added, generation
+        self._stop = 0  # start of the generation prompt, the end of the text if there is none
+        self._tools: tuple[int, int] | None = None
+
+    def place(self, text: str, known: Encoded = EMPTY, shared: int = 0) -> None:
+        """Find each turn. Places that `known` holds in the shared characters are taken over."""
+        at = text.find(self._added) if self._added else -1
+        self._tools = (at, at + len(self._added)) if at >= 0 else None
+        asks = self.shape.generation if self._generation else ""
+        self._stop = stop = len(text) - len(asks) if text.endswith(asks) else len(text)
+        self.places = out = list[Place]()
+        for place, key in zip(known.places, self._keys, strict=False):
+            if place.key != key or place.stop > min(shared, stop):
+                break
+            out.append(place)
+        last = next((place for place in reversed(out) if place.start is not None), Place(b"", "start", 0, 0))
+        for number in range(len(out), len(self._turns)):
+            out.append(self._next(text, number, last))
+            last = last if out[-1].start is None else out[-1]
+
+    def _next(self, text: str, number: int, last: Place) -> Place:
+        """Find turn `number` after the last one that is shown."""
+        turn, stop = self._turns[number], self._stop
         content = text_of(turn.data.get("content")).strip()
-        found = _find(text, turn, content, shape.headers.get((shown.kind, turn.kind), ""), shown.stop, stop)
-        if found is None or (turn.kind == "system" and _overtaken(text, turns[number + 1 :], shown.stop, found[1])):
-            out.append(Place(keys[number], turn.kind, None, shown.stop))
-            continue
+        found = _find(text, turn, content, self.shape.headers.get((last.kind, turn.kind), ""), last.stop, stop)
+        if found is None or (turn.kind == "system" and _overtaken(text, self._turns[number + 1 :], last.stop, found[1])):
+            return Place(self._keys[number], turn.kind, None, last.stop)
         start, at, length = found
         if start is None:
-            start = _boundary(text, shown.stop, at, shape.closers.get(shown.kind, ""))
+            start = _boundary(text, last.stop, at, self.shape.closers.get(last.kind, ""))
         end = at + length
         if turn.kind == "call":
             name = str(turn.data["tool_calls"][-1]["function"]["name"])
             behind = text.find(name, at, stop)
             end = max(end, behind + len(name)) if behind >= 0 else end
-        shown = Place(keys[number], turn.kind, start, end)
-        out.append(shown)
-    return out
+        return Place(self._keys[number], turn.kind, start, end)
+
+    def shows(self, number: int) -> bool:
+        """Tell whether turn `number` was found, so that the end of the one before it is known; true after the last turn."""
+        return number >= len(self.places) or self.places[number].start is not None
+
+    def turn_stop(self, number: int, start: int) -> int:
+        """The end of the turn after `start`: the next turn shown, the tools, or the generation prompt."""
+        later = [place.start for place in self.places[number + 1 :] if place.start is not None and place.start > start]
+        tools = [self._tools[0]] if self._tools is not None and self._tools[0] > start else []
+        return min([*later[:1], *tools, self._stop])
+
+    def spans(self, encoded: Encoded) -> tuple[Span, ...]:
+        """Token spans that cover [0, len(ids)) in order; a token across a boundary belongs to the span in which it ends."""
+        size = len(encoded.ids)
+        if not encoded.ends:  # a slow tokenizer tells no offsets
+            return (Span("text", 0, size),) if size else ()
+        marks = self._marks(len(encoded.text))
+        edges = [0, *(encoded.tokens_before(mark.char) for mark in marks[1:]), size]
+        shown = zip(marks, edges[:-1], edges[1:], strict=True)
+        return tuple(Span(mark.kind, start, stop, mark.message) for mark, start, stop in shown if stop > start)
+
+    def _marks(self, size: int) -> list[Mark]:
+        """Marks in ascending order, the first at 0."""
+        first = self._turns[0] if self._turns else None
+        leading = first.source if first and first.data["role"] == "system" and self.places[0].start is not None else None
+        out = [Mark(0, "system", leading)]
+        for number, (turn, place) in enumerate(zip(self._turns, self.places, strict=True)):
+            if place.start is not None and (number or leading is None):
+                out.append(Mark(place.start, "system" if turn.kind == "system" else "turn", turn.source))
+        if self._stop < size:
+            out.append(Mark(self._stop, "generation"))
+        return out if self._tools is None else _with_tools(out, *self._tools)
 
 
 def _find(text: str, turn: Turn, content: str, header: str, cursor: int, stop: int) -> tuple[int | None, int, int] | None:
@@ -95,23 +146,6 @@ def _boundary(text: str, end: int, at: int, closer: str) -> int:
     return end + len(closer) if closer and text.startswith(closer, end) and end + len(closer) <= at else end
 
 
-def generation_start(text: str, shape: Shape, generation: bool) -> int:
-    """The start of the generation prompt, the end of the text if there is none."""
-    return len(text) - len(shape.generation) if generation and shape.generation and text.endswith(shape.generation) else len(text)
-
-
-def marks(turns: Sequence[Turn], found: Sequence[Place], size: int, stop: int, tools: tuple[int, int] | None) -> list[Mark]:
-    """Marks in ascending order, the first at 0. `size`: of the text; `stop`: start of the generation prompt."""
-    leading = turns[0].source if turns and turns[0].data["role"] == "system" and found[0].start is not None else None
-    out = [Mark(0, "system", leading)]
-    for number, (turn, place) in enumerate(zip(turns, found, strict=True)):
-        if place.start is not None and (number or leading is None):
-            out.append(Mark(place.start, "system" if turn.kind == "system" else "turn", turn.source))
-    if stop < size:
-        out.append(Mark(stop, "generation"))
-    return out if tools is None else _with_tools(out, *tools)
-
-
 def _with_tools(out: list[Mark], start: int, stop: int) -> list[Mark]:
     """The tools' interval laid over the others, which go on after it."""
     before = [mark for mark in out if mark.char < start] or [Mark(0, "system")]
@@ -121,16 +155,3 @@ def _with_tools(out: list[Mark], start: int, stop: int) -> list[Mark]:
     rest = [] if after and after[0].char == stop else [Mark(stop, resumed.kind, resumed.message)]
     head = before if start > 0 else []
     return [*head, Mark(start, "tools"), *rest, *after]
-
-
-def spans(encoded: Encoded, found: Sequence[Mark]) -> tuple[Span, ...]:
-    """Token spans that cover [0, len(ids)) in order; a token across a boundary belongs to the span in which it ends."""
-    size = len(encoded.ids)
-    if not encoded.ends:  # a slow tokenizer tells no offsets
-        return (Span("text", 0, size),) if size else ()
-    edges = [0, *(encoded.tokens_before(mark.char) for mark in found[1:]), size]
-    out: list[Span] = []
-    for mark, start, stop in zip(found, edges[:-1], edges[1:], strict=True):
-        if stop > start:
-            out.append(Span(mark.kind, start, stop, mark.message))
-    return tuple(out)

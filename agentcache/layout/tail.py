@@ -15,27 +15,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import TemplateError
-from ..types import Layout, LayoutOptions, Message, Move, Role, Span
+from ..types import LayoutOptions, Message, Move, Role, Span
 from .canonical import text_of
 from .declared import Declared, Piece
-from .request import Request
-from .tokenise import EMPTY, Encoded, Place, common_chars, common_ids
+from .request import Rendered
+from .tokenise import Place, common_chars, common_ids
 
 NO_FORM = "the chat template shows no system text behind the last message; allow_demote=True lets a user message say it"
 NO_TAIL = "the chat template shows no text behind the last message without changing what stands before it"
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered(Layout):
-    """A Layout that knows the history it came from, so that `remember` can name it: without the text of this prompt only."""
-
-    encoded: Encoded = field(default=EMPTY, repr=False, compare=False)
-    chain: bytes = field(default=b"", repr=False, compare=False)
-    request: Request | None = field(default=None, repr=False, compare=False)
 
 
 Render = Callable[[Sequence[Any]], Rendered]

@@ -10,13 +10,13 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from typing import Any, Literal
 
 from ..errors import PromptError, TemplateError
 from .plain import Plain
 from .rendering import EndlessError, Rendering
-from .repairs import date_variables, repaired
 from .tokenise import common_chars
 
 ToolsAt = Literal["before system", "after system", "first user", "last user", "other", "absent"]
@@ -55,10 +55,6 @@ class TemplateReport:
     absent_is_empty: bool  # a call without content renders as one with empty content, or is refused
     dated: bool  # today's date may be shown
 
-    @property
-    def prefix_preserving(self) -> bool:
-        return self.step_preserving is True and self.turn_preserving is True
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -75,8 +71,8 @@ class Template:
     def __init__(self, tokenizer: Any, chat_template: str | None, repairs: Sequence[str] = (), date: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._given = chat_template
-        self._repairs = tuple(repairs)
-        self._date = date
+        self._repairs, self._date = tuple(repairs), date
+        self._dated = {"date_string": datetime.fromisoformat(date).strftime("%d %b %Y")} if date else {}  # where a template asks for no day
         self._sources: dict[str, str] = {}
         self._lock = threading.Lock()
         self._report: TemplateReport | None = None
@@ -101,7 +97,7 @@ class Template:
             chat_template=source,
             add_generation_prompt=generation,
             tokenize=False,
-            **{**(date_variables(self._date) if self._date else {}), **(kwargs or {})},
+            **{**self._dated, **(kwargs or {})},
         )
         try:
             text = Rendering(render).text()
@@ -134,6 +130,8 @@ class Template:
         if not self._repairs and self._date is None:
             return source
         if source not in self._sources:
+            from .repairs import repaired
+
             self._sources[source] = repaired(source, self._repairs, self._date)
         return self._sources[source]
 

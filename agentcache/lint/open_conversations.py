@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..layout.tail import Rendered
+from ..layout.request import Rendered
 from ..types import Missed
 from .conversations import Conversations
 from .diagnose import diagnose

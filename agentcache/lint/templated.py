@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import ConfigError, PromptError, TemplateError, ToolSchemaError
 from ..layout.canonical import Turn
 from ..layout.plain import plain_messages
-from ..layout.spans import generation_start, marks, places, spans
+from ..layout.spans import Frame
 from ..layout.template import Template
 from ..layout.tokenise import EMPTY, Encoded, Encoder, common_chars
 from ..types import Span
@@ -112,7 +112,7 @@ class Templated:
         """The prompt in ids. `known`: the prompt of the request before. Raises PromptError if the template refuses the request."""
         before = known.encoded if isinstance(known, Tokens) else EMPTY
         if request.prompt is not None:
-            text, found, stop, added = request.prompt, None, len(request.prompt), ""
+            text, frame = request.prompt, None
         else:
             plain = plain_messages([_plain(said) for said in (*request.system, *request.history)])
             tools, added = self._listed(request)
@@ -120,15 +120,13 @@ class Templated:
                 text = self.template.render(plain, tools, True)
             except TemplateError:  # some take ids of one form only
                 text = self.template.render(_numbered(plain), tools, True)
-            shape = self.template.shape(bool(tools))
-            stop = generation_start(text, shape, True)
             turns = [Turn(at, message) for at, message in enumerate(plain)]
-            found = turns, places(text, turns, [b""] * len(turns), shape, stop, EMPTY, 0)
+            frame = Frame(turns, [b""] * len(turns), self.template.shape(bool(tools)), added, True)
+            frame.place(text)
         encoded = resumed(self._encoder, before, text)
-        if found is None or not encoded.ends:
+        if frame is None or not encoded.ends:
             return Tokens((tuple(encoded.ids),), raw=True, encoded=encoded)
-        at = text.find(added) if added else -1
-        return tokens_of(encoded, spans(encoded, marks(*found, len(text), stop, (at, at + len(added)) if at >= 0 else None)))
+        return tokens_of(encoded, frame.spans(encoded))
 
     def _listed(self, request: Request) -> tuple[list[dict[str, Any]], str]:
         """The tools as the template gets them, and the text that they add."""

@@ -13,9 +13,9 @@ from agentcache.answer.call_forms import CallForm
 from agentcache.answer.family_forms import form_of
 from agentcache.answer.grammar import Grammars
 from agentcache.answer.grammar_rules import closed
-from agentcache.answer.parser import parse
 from agentcache.errors import ConfigError, ToolSchemaError
 from agentcache.layout import Renderer
+from benchmarks.answers import parse
 from tests import models
 from tests.answer.grammars import FAMILIES, TOOLS, drawn_blindly, grammars, spelled
 

@@ -12,8 +12,8 @@ import torch
 from agentcache import Constraint, Tool
 from agentcache.answer.grammar import Grammars
 from agentcache.answer.guide import Guide
-from agentcache.answer.parser import parse
 from agentcache.errors import ConfigError
+from benchmarks.answers import parse
 from benchmarks.constrained import SCHEMAS, SHAPES, TEXT, TREE, WHOLE, many, thing
 from tests import models
 from tests.answer.grammars import FAMILIES, grammars

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from agentcache.answer.parser import parse
 from agentcache.bench import quality_cases
 from agentcache.layout import Renderer
 from agentcache.types import LayoutOptions, Message, ToolCall
+from benchmarks.answers import parse
 from examples.embedded import cases, stream
 from examples.embedded import model as models
 from examples.embedded import tokenizer as tokenizers
@@ -119,7 +119,9 @@ def test_arguments_fit_the_schema() -> None:
 
 
 def test_template_appends_only_and_writes_what_is_trained_on(tokenizer: Any) -> None:
-    assert Renderer(tokenizer).report.prefix_preserving
+    report = Renderer(tokenizer).report
+    assert report.step_preserving
+    assert report.turn_preserving
     for one in made():
         tools = [tool.schema(one.form) for tool in one.tools]
         for sample, dialogue in zip(hermes(one), one.dialogues):
