@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from agentcache.answer.parser import parse
-from agentcache.bench.quality_asking import ANSWER_TOKENS, hermes
+from agentcache.bench.quality import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_cases import Case
 from agentcache.bench.quality_score import Said, figures
 from agentcache.engine import Engine
