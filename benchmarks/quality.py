@@ -21,9 +21,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from agentcache.bench import quality, quality_asking, report
+from agentcache.bench import quality, report
 from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ThreadsOption, ToolsDir, names, numbers
-from agentcache.bench.quality_asking import Ask, all_of, asking
+from agentcache.bench.quality import Ask, all_of, asking
 from agentcache.bench.quality_cases import PER_CATALOG, SPLITS, Case, Episode
 from agentcache.bench.quality_score import FIGURES, Said, figures
 from agentcache.engine import Engine
@@ -130,7 +130,7 @@ def _clock(ask: Ask, found: Found, plain: Sequence[Episode], agents: int, say: q
     style = plain[0].style
 
     def solved(played: Sequence[Episode], what: str) -> list[bool]:
-        steps = all_of(partial(quality_asking.solved, ask), played, agents, lambda done: say(f"{style}, {what}: {done} of {len(played)}"))
+        steps = all_of(partial(quality.solved, ask), played, agents, lambda done: say(f"{style}, {what}: {done} of {len(played)}"))
         return [done == len(one.steps) for one, done in zip(played, steps)]
 
     without = solved(plain, "no clock")
@@ -144,7 +144,7 @@ def _clock(ask: Ask, found: Found, plain: Sequence[Episode], agents: int, say: q
 def _speed(engine: Engine, parts: Parts, source: drawn.Drawn, say: quality.Say) -> dict[str, Any]:
     tools, times = parts.tools, parts.speed
     cases = source.selections("unseen tools", tools, PER_CATALOG * times)[::PER_CATALOG]
-    calm = Sampling(max_tokens=quality_asking.ANSWER_TOKENS)
+    calm = Sampling(max_tokens=quality.ANSWER_TOKENS)
     found = [engine.generate(case.prompt, case.tools, sampling=calm, reuse="off").receipt for case in cases]
     say("speed")
     rates = [1e3 * (one.completion_tokens - 1) / one.decode_ms for one in found if one.decode_ms]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from agentcache.bench.quality_asking import ANSWER_TOKENS, hermes
+from agentcache.bench.quality import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_cases import Case
 from agentcache.bench.quality_score import Said, figures
 from agentcache.engine import Engine

@@ -40,13 +40,12 @@ class Held(react.Replay):
     # whole pages of the longest group
     group_pages: int = 0
 
-    def count(self, call: traces.Call, receipt: Receipt, drawn: list[list[int]], done: react.Sums) -> None:
+    def count(self, call: traces.Call, receipt: Receipt, drawn: list[int], done: react.Sums) -> None:
         super().count(call, receipt, drawn, done)
         prompt = list(self.engine.renderer.render(call.prompt, call.tools, namespace=self.namespace).ids)
         assert len(prompt) == receipt.prompt_tokens, f"rendered again it has {len(prompt)} tokens, not {receipt.prompt_tokens}"
         self.new_tokens += len(prompt) - self.oracle.known(prompt)
-        for ids in drawn:
-            self.oracle.add(prompt + ids)
+        self.oracle.add(prompt + drawn)
 
     def episode(self, one: traces.Episode, say: react.Say = lambda _: None) -> react.Sums:
         sums = super().episode(one, say)
@@ -91,7 +90,6 @@ def main(
     workload: Annotated[list[Path], typer.Option(help="A recorded trace (.jsonl); may be given several times.")],
     tools_dir: ToolsDir = None,
     episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each trace.")] = None,
-    decode: Annotated[int, typer.Option(min=1, help="Tokens decoded and timed at each call before the recorded answer is forced.")] = 1,
     off: Annotated[bool, typer.Option("--off/--no-off", help="Also time each call with reuse off.")] = True,
     model: ModelOption = None,
     shape: ShapeOption = None,
@@ -104,7 +102,7 @@ def main(
         families = {path.stem: list(traces.read(path, tools_dir, episodes=episodes)) for path in workload}
         texts = [text for read in families.values() for text in traces.texts(read)]
         with report.measuring("react", Loading(model, shape, dtype, threads), json_file, texts) as run:
-            run.keep(react.run(run.engine, families, run.say, Held, decode=decode, off=off))
+            run.keep(react.run(run.engine, families, run.say, Held, off=off))
             run.tables += [report.react_table(run.found["families"]), table(run.found["families"])]
 
 

@@ -20,7 +20,7 @@ import torch
 from agentcache.approximate.calibrate.trials import bound, common_tokens, nothing_kept, stored_as
 from agentcache.approximate.calibration import Calibration
 from agentcache.approximate.drift_monitor import divergence
-from agentcache.bench.quality_asking import ANSWER_TOKENS, hermes
+from agentcache.bench.quality import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_score import Ratio, Said, right, same
 from agentcache.engine import Engine
 from agentcache.model.hf import HFModel

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentcache import embedded
-from agentcache.bench import quality_asking
+from agentcache.bench import quality as bench
 from agentcache.bench.quality_score import right
 from agentcache.engine import Engine
 from agentcache.errors import ModelLoadError
@@ -228,6 +228,6 @@ def test_the_shipped_model_takes_no_day_for_an_id() -> None:
     assert {step.prompt[-1]["role"] for step in plain} == {"user", "tool"}
     with Engine("embedded", store=None) as engine:
         asked = (plain, [replace(step, volatile=day) for step in plain])
-        without, told = (quality_asking.all_of(quality_asking.asking(engine), steps, 8, lambda done: None) for steps in asked)
+        without, told = (bench.all_of(bench.asking(engine), steps, 8, lambda done: None) for steps in asked)
     lost = sum(right(step, one) and not right(step, other) for step, one, other in zip(plain, without, told, strict=True))
     assert lost <= 1, f"{lost} of {len(plain)}"

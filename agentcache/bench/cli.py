@@ -74,7 +74,6 @@ def react(
     tools_dir: ToolsDir = None,
     episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each trace.")] = None,
     calls: Annotated[int | None, typer.Option(min=1, help="At most so many model calls of each episode.")] = None,
-    decode: Annotated[int, typer.Option(min=1, help="Tokens decoded and timed at each call before the recorded answer is forced.")] = 1,
     off: Annotated[bool, typer.Option("--off/--no-off", help="Also time each call with reuse off.")] = True,
     stock: Annotated[bool, typer.Option("--stock/--no-stock", help="Also time each call with stock generate (slow).")] = False,
     model: ModelOption = None,
@@ -95,7 +94,7 @@ def react(
         families = {path.stem: list(traces.read(path, tools_dir, episodes=episodes, calls=calls)) for path in workload}
         texts = [text for read in families.values() for text in traces.texts(read)]
         with report.measuring("react", Loading(model, shape, dtype, threads), json_file, texts) as run:
-            run.keep(bench.run(run.engine, families, run.say, decode=decode, off=off, stock=stock))
+            run.keep(bench.run(run.engine, families, run.say, off=off, stock=stock))
             run.tables.append(report.react_table(run.found["families"]))
 
 

@@ -3,7 +3,7 @@
     Case      messages, tools, the call that is right (None: no call), which catalog it shares with others
     Episode   the requests of a dialogue's steps in order, each with its right answer
 
-Knows no engine: quality_asking.py asks, quality_score.py counts. examples/embedded/cases.py draws the frozen cases.
+Knows no engine: quality.py asks, quality_score.py counts. examples/embedded/cases.py draws the frozen cases.
 """
 
 from __future__ import annotations

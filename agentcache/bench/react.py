@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..engine import Engine
-from ..errors import ConfigError, ContextOverflowError
+from ..errors import ContextOverflowError
 from ..receipt import Receipt
 from ..traces import Answers, Call, Episode
 from ..types import Sampling
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class Sums:
-    """Totals over calls. Times are to the last of the `decode` tokens (by default one: to the first token); None if not measured."""
+    """Totals over calls. Times are to the first token; None if not measured."""
 
     calls: int = 0
     # calls beyond the model's context
@@ -48,15 +48,12 @@ class Replay:
     """Replays episodes against one engine, in one namespace. stock, off: also time these, on every call."""
 
     engine: Engine
-    decode: int = 1
     off: bool = True
     stock: bool = False
     namespace: str = "react"
     answers: Answers = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.decode < 1:
-            raise ConfigError(f"decode={self.decode!r}: must be at least 1, the first token")
         self.answers = Answers(self.engine.tokenizer)
 
     def call(self, call: Call, turn: int) -> Sums:
@@ -69,38 +66,32 @@ class Replay:
         return done
 
     def _ours(self, call: Call, done: Sums) -> None:
-        """Free tokens first, if more than the first are timed; then the recorded answer, which is what the next prompt continues."""
-        forced, free = tuple(self.answers.ids(call)), None
-        if self.decode > 1:
-            free = engine_timing.ask(self.engine, call.prompt, call.tools, self.decode, namespace=self.namespace)
+        """The recorded answer is forced: it is what the next prompt continues."""
+        forced = tuple(self.answers.ids(call))
         began = time.perf_counter()
         sampling = Sampling(max_tokens=max(1, len(forced)), forced=forced, ignore_eos=True)
         stream = self.engine.stream(call.prompt, call.tools, sampling=sampling, namespace=self.namespace)
         seen = engine_timing.stamps_of(stream)
+        done.ms = (seen[0][0] - began) * 1e3
         drawn = [token for _, token in seen]
         assert not forced or drawn == list(forced[: len(drawn)]), "the recorded answer was not what was decoded"
-        if free is None:
-            done.ms, receipt = (seen[0][0] - began) * 1e3, stream.receipt
-        else:  # the same prompt again is the benchmark's doing, not the agent's
-            assert stream.receipt.computed_tokens == 1, f"a prompt just answered cost {stream.receipt.computed_tokens} tokens"
-            done.ms, receipt = free[0].total_ms, free[1]
-        self.count(call, receipt, [list(free[0].ids), drawn] if free else [drawn], done)
         done.completion_tokens += len(drawn)
+        self.count(call, stream.receipt, drawn, done)
 
-    def count(self, call: Call, receipt: Receipt, drawn: list[list[int]], done: Sums) -> None:
+    def count(self, call: Call, receipt: Receipt, drawn: list[int], done: Sums) -> None:
         """Add a request's tokens to the sums. drawn: what was answered to it."""
         assert receipt.cached_tokens + receipt.computed_tokens == receipt.prompt_tokens, "a token is missing from the account"
         done.prompt_tokens += receipt.prompt_tokens
         done.computed_tokens += receipt.computed_tokens
 
     def _off(self, call: Call, done: Sums) -> None:
-        timed, receipt = engine_timing.ask(self.engine, call.prompt, call.tools, self.decode, namespace=self.namespace, reuse="off")
+        timed, receipt = engine_timing.ask(self.engine, call.prompt, call.tools, 1, namespace=self.namespace, reuse="off")
         assert receipt.cached_tokens == 0, f"reuse off reused {receipt.cached_tokens} tokens"
-        done.off_ms = timed.total_ms
+        done.off_ms = timed.ttft_ms
 
     def _stock(self, call: Call, done: Sums) -> None:
         ids = list(self.engine.renderer.render(call.prompt, call.tools, namespace=self.namespace).ids)
-        done.stock_ms = baselines.generate(self.engine.model.model, ids, self.decode).total_ms
+        done.stock_ms = baselines.generate(self.engine.model.model, ids, 1).ttft_ms
 
     def episode(self, one: Episode, say: Say = lambda _: None) -> Sums:
         """All calls of an episode; calls beyond the model's context are counted, not run."""

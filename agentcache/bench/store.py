@@ -26,7 +26,6 @@ from ..store.keys import Scope, page_key
 from . import shapes
 from .environment import Samples, watch
 
-PIECE = 16 << 20  # bytes read at once by the raw reader
 Say = Callable[[str], None]
 
 
@@ -69,25 +68,18 @@ def drop_caches(paths: Sequence[Path]) -> None:
     if sys.platform == "win32" or sys.platform == "darwin":
         raise ConfigError(f"{sys.platform!r} lets no program drop files from its page cache: cold figures are measured on Linux only")
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def raw_ms(paths: Sequence[Path], buffer: bytearray) -> float:
     """Milliseconds to read these files, whole, into memory that is already there."""
-    view, began = memoryview(buffer), time.perf_counter()
+    began = time.perf_counter()
     for path in paths:
-        with open(path, "rb", buffering=0) as file:
-            at, size = 0, path.stat().st_size
-            assert size <= len(buffer)
-            while at < size:
-                count = file.readinto(view[at : min(size, at + PIECE)])
-                assert count, f"{path.name} ended after {at} of {size} bytes"
-                at += count
+        with path.open("rb", buffering=0) as file:
+            count = file.readinto(buffer)
+        assert count == path.stat().st_size, f"{path.name} was read up to byte {count}"
     return (time.perf_counter() - began) * 1e3
 
 
@@ -109,7 +101,6 @@ class Files:
         self.rows: list[Row] = []
         self.raw = place / "raw.bin"
         self.tensors = {f"{name}.{i}": getattr(p, name) for i, p in enumerate(self.pages) for name in ("keys", "values")}
-        self.buffer = bytearray(PIECE)
 
     @property
     def bytes(self) -> int:

@@ -4,7 +4,7 @@ sources              recorded requests of any provider, one at a time
 conversations        which conversation a request belongs to
 render, templated    its prompt as parts with one writer each: characters, or tokens of a chat template
 compare, history     two requests: what differs, and which kind of fault that is (volatile, texts: two texts)
-diagnose             a finding: position, cost, fix (fixes)
+diagnose             a finding: position, cost, fix
 report               all of it for one file; show, page, suggest: for people, a browser, the engine
 """
 

@@ -1,4 +1,4 @@
-"""The conversation under one id that a request continues: a planner, its sub-agents and a writer of titles have one each. Keeps nothing.
+"""The conversation under one id that a request continues: a planner, its sub-agents and a writer of titles have one each.
 
 Requests of one agent share their front: its tools and how its system text begins. Where those changed, the messages decide.
 """

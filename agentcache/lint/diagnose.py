@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..layout.tokenise import common_chars
 from .compare import compare
-from .fixes import fix_of
 from .render import Parting, Prompt, again, parting, shared_start
 from .templated import Tokens, own_fault
 from .values import Cause, Change, Context, Finding, Request
 from .volatile import hidden, line_pattern, pattern
 
-BEFORE, BEHIND = 60, 100  # characters of context
+BEFORE, AFTER = 60, 100  # characters of context
 
 
 class Diagnosis(NamedTuple):
@@ -28,13 +27,10 @@ def diagnose(
     was: Request, now: Request, old: Prompt, new: Prompt, conversation: str, *, across: bool = False, redact: bool = False
 ) -> Diagnosis:
     """The finding of two consecutive requests and their prompts, if the later does not go on from the earlier."""
-    if isinstance(old, Tokens) and isinstance(new, Tokens):
-        at, shared = _token_parting(old, new)
-    else:
-        at = parting(old, new)
-        shared = at.shared if at is not None else min(old.size, new.size)
-    if at is None:
+    shared = shared_start(old.whole, new.whole)
+    if shared >= min(old.stable, len(new.whole)) or not new.parts:
         return Diagnosis(new.tokens(shared), 0, None)
+    at = parting(new, shared)
     changes = compare(was, now)
     cost = new.tokens(again(old, new, at))
     cause, writer, where, detail, also = _explained(was, old, new, at, changes)
@@ -46,29 +42,16 @@ def diagnose(
         cause=cause,
         writer=writer,
         token=shared // new.unit,
-        char=new.char(shared) if isinstance(new, Tokens) else shared,
+        char=new.char(shared),
         cost_tokens=cost,
-        fix=fix_of(cause, writer, where, detail),
-        context=_context(old, new, at, redact),
+        fix=_fix(cause, writer, where, detail),
+        context=_context(old, new, shared, redact),
         detail=detail,
         also=also,
         across=across,
         pattern="" if redact or where != "system" else _pattern(was, now, cause),
     )
     return Diagnosis(shared // new.unit, cost, found)
-
-
-def _token_parting(old: Tokens, new: Tokens) -> tuple[Parting | None, int]:
-    """The place where the ids part; a difference inside the generation prompt is none."""
-    shared = shared_start(old.encoded.ids, new.encoded.ids)
-    if shared >= min(old.stable, len(new.encoded.ids)):
-        return None, shared
-    left = shared
-    for number, part in enumerate(new.parts):
-        if left < len(part) or number == len(new.parts) - 1:
-            return Parting(number, left, shared), shared
-        left -= len(part)
-    return None, shared
 
 
 def _pattern(was: Request, now: Request, cause: Cause) -> str:
@@ -105,22 +88,50 @@ def _explained(
     return chosen.cause, chosen.writer, chosen.where, chosen.detail, also
 
 
-def _context(old: Prompt, new: Prompt, at: Parting, redact: bool) -> Context:
-    if isinstance(old, Tokens) and isinstance(new, Tokens):
-        start, shown = new.char(at.shared), new.encoded.text
-        before, now, was = shown[max(0, start - BEFORE) : start], shown[start : start + BEHIND], old.encoded.text[start : start + BEHIND]
-    else:
-        before = _around(new.parts, at.part, at.inside, after=False)
-        now, was = (_around(prompt.parts, at.part, at.inside, after=True) for prompt in (new, old))
-    return Context(*map(hidden, (before, was, now))) if redact else Context(before, was, now)
+def _context(old: Prompt, new: Prompt, shared: int, redact: bool) -> Context:
+    start, was, now = new.char(shared), old.text, new.text
+    found = now[max(0, start - BEFORE) : start], was[start : start + AFTER], now[start : start + AFTER]
+    return Context(*map(hidden, found)) if redact else Context(*found)
 
 
-def _around(parts: Sequence[Any], part: int, inside: int, after: bool) -> str:
-    """Up to so many characters on one side of a place, across parts."""
-    if part >= len(parts):
-        return ""
-    if after:
-        text = str(parts[part][inside : inside + BEHIND])
-        return text + (str(parts[part + 1][: BEHIND - len(text)]) if len(text) < BEHIND and part + 1 < len(parts) else "")
-    text = str(parts[part][max(0, inside - BEFORE) : inside])
-    return (str(parts[part - 1][-(BEFORE - len(text)) :]) if len(text) < BEFORE and part else "") + text
+# Fixes: a sentence for each cause, which names the writer
+
+_FIXES = {
+    Cause.CLOCK: "Move the time out of {writer}: say it in the newest message, round it to the day, or let a tool tell it.",
+    Cause.ID: "Take the id out of {writer}, or make it once for the conversation and keep it.",
+    Cause.COUNTER: "Move the number out of {writer} to the newest message.",
+    Cause.ORDER: "Give {writer} in one fixed order: sort it by name or by call before it is sent.",
+    Cause.ARGUMENTS: "Send the arguments in {writer} as the text that the model wrote: keep the string, do not parse and dump it.",
+    Cause.REASONING: "Send {writer} back with its reasoning, or without it from the first time on; do not take it out later.",
+    Cause.EDITED: "Leave {writer} as it was first sent: bound or shorten it before its first use, and put new text after the history.",
+    Cause.SUMMARY: "Do not rewrite {writer} at every step: summarise seldom, in large pieces, and keep a summary unchanged until the next.",
+    Cause.TRUNCATED: "Drop old messages seldom and many at once, instead of a few at every step, so that the history before {writer} stays the same.",  # noqa: E501
+    Cause.TOOLS_MOVED: "Use a chat template that keeps the tools in one place: {writer} moves them with the newest user message.",
+    Cause.TOOL_SET: "Keep one list of tools for the whole conversation ({writer} changed it): add new tools at its end and forbid instead of removing.",  # noqa: E501
+    Cause.STATE: "Move what changes out of {writer} into the newest message, and keep the system text as it was.",
+    Cause.TEMPLATE: "Use a chat template that is prefix-preserving: {writer} renders earlier messages anew; `agentcache lint --template` shows where.",  # noqa: E501
+    Cause.BOUNDARY: "End prompts where a token ends: without trailing white space, or after a special token ({writer}).",
+}
+_TEMPLATE_FIXES = {
+    Cause.REASONING: "Use a template, or an option of it, that keeps the reasoning of earlier turns: {writer} takes it out.",
+}
+_RESULTS = "Put the results before {writer} in the order of their calls, whichever came first."
+_KEYS = "Write the JSON of {writer} with its keys in one fixed order."
+_TAIL = "Keep text for one request only out of the history, or keep it for good: {writer} stands where it was taken out again."
+_IDS = "Keep the ids of tool calls as they were first sent ({writer}), or number them by position."
+
+
+def _fix(cause: Cause, writer: str, where: str, detail: str) -> str:
+    """The sentence for one finding."""
+    text = _FIXES[cause]
+    if writer == "template":
+        text = _TEMPLATE_FIXES.get(cause, text)
+    elif cause is Cause.ORDER and "keys" in detail:
+        text = _KEYS
+    elif cause is Cause.ORDER and where == "history" and "messages" in detail:
+        text = _RESULTS
+    elif cause is Cause.ID and "tool calls" in detail:
+        text = _IDS
+    elif cause is Cause.EDITED and "taken out again" in detail:
+        text = _TAIL
+    return text.format(writer="the list of tools" if where == "tools" and cause is Cause.ORDER and "keys" not in detail else writer)

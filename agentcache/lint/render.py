@@ -29,17 +29,34 @@ class Prompt:
     parts: tuple[Any, ...]
     # characters that count as a token; 1 where parts are ids
     unit: int = CHARS_PER_TOKEN
-    # the request was raw text, in one part
-    raw: bool = False
+
+    @property
+    def text(self) -> str:
+        """The prompt as text."""
+        return "".join(self.parts)
+
+    @property
+    def whole(self) -> str | Sequence[int]:
+        """All characters, or all ids."""
+        return self.text
 
     @property
     def size(self) -> int:
-        """Characters or ids in all."""
+        """Characters or ids in all parts."""
         return sum(map(len, self.parts))
+
+    @property
+    def stable(self) -> int:
+        """Characters or ids that the next prompt is to go on from."""
+        return self.size
 
     def tokens(self, size: int) -> int:
         """So many characters or ids in tokens."""
         return -(-size // self.unit)
+
+    def char(self, at: int) -> int:
+        """The character at which a character or an id starts."""
+        return at
 
 
 class Parting(NamedTuple):
@@ -53,7 +70,7 @@ class Parting(NamedTuple):
 def written(request: Request) -> Prompt:
     """The neutral rendering."""
     if request.prompt is not None:
-        return Prompt((request.prompt,), raw=True)
+        return Prompt((request.prompt,))
     system, tools = map(_message, request.system), (f"{tool.text}\n" for tool in request.tools)
     front = (*tools, *system) if request.tools_first else (*system, *tools)
     return Prompt((*front, *map(_message, request.history)))
@@ -70,16 +87,14 @@ def _message(said: Said) -> str:
     return "\n".join([*out, ""])
 
 
-def parting(was: Prompt, now: Prompt) -> Parting | None:
-    """The place where `now` leaves `was`; None if it goes on from all of it, or only stops earlier."""
-    shared = 0
-    for at, (one, other) in enumerate(zip(was.parts, now.parts)):
-        if one != other:
-            inside = shared_start(one, other)
-            ends = was.raw and now.raw and inside == min(len(one), len(other))
-            return None if ends else Parting(at, inside, shared + inside)
-        shared += len(one)
-    return None
+def parting(now: Prompt, shared: int) -> Parting:
+    """The place in a prompt after so many characters or ids."""
+    left = shared
+    for number, part in enumerate(now.parts[:-1]):
+        if left < len(part):
+            return Parting(number, left, shared)
+        left -= len(part)
+    return Parting(len(now.parts) - 1, left, shared)
 
 
 def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -19,7 +19,7 @@ REUSED, AGAIN, NEW = "green", "red", "bright_black"
 
 
 class Most(NamedTuple):
-    """How much is shown."""
+    """Limits of what is shown."""
 
     steps: int  # of one conversation
     conversations: int  # the costliest first

@@ -71,25 +71,36 @@ def checked(source: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Prompt):
-    """A prompt in ids, with the text and where its tokens end. generation: how many ids the generation prompt has."""
+    """A prompt in ids."""
 
     unit: int = 1
+    # ids, text, and where tokens end
     encoded: Encoded = field(default=EMPTY, repr=False)
+    # one for each part
     spans: tuple[Span, ...] = ()
+    # ids of the generation prompt
     generation: int = 0
 
     @property
+    def whole(self) -> Sequence[int]:
+        return self.encoded.ids
+
+    @property
+    def text(self) -> str:
+        return self.encoded.text
+
+    @property
     def stable(self) -> int:
-        """Ids before the generation prompt: what the next request is to go on from."""
+        """Ids before the generation prompt."""
         return len(self.encoded.ids) - self.generation
 
     def span_at(self, token: int) -> Span | None:
         """The span in which a token stands."""
         return next((span for span in self.spans if span.start <= token < span.stop), None)
 
-    def char(self, token: int) -> int:
+    def char(self, at: int) -> int:
         """The character at which a token starts."""
-        return self.encoded.ends[token - 1] if 0 < token <= len(self.encoded.ends) else 0
+        return self.encoded.ends[at - 1] if 0 < at <= len(self.encoded.ends) else 0
 
 
 def tokens_of(encoded: Encoded, spans: Sequence[Span]) -> Tokens:
@@ -125,7 +136,7 @@ class Templated:
             frame.place(text)
         encoded = resumed(self._encoder, before, text)
         if frame is None or not encoded.ends:
-            return Tokens((tuple(encoded.ids),), raw=True, encoded=encoded)
+            return Tokens((tuple(encoded.ids),), encoded=encoded)
         return tokens_of(encoded, frame.spans(encoded))
 
     def _listed(self, request: Request) -> tuple[list[dict[str, Any]], str]:

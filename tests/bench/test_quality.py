@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentcache.bench import quality, quality_asking, quality_cases, quality_score
+from agentcache.bench import quality, quality_cases, quality_score
 from agentcache.bench.cli import app
 from agentcache.bench.quality_cases import Case, Right
 from agentcache.bench.quality_score import Ratio, Said
@@ -162,8 +162,8 @@ NAMED = replace(STEP, right=Right("get_order", {"id": "Köln"}))
 
 
 def test_an_input_may_be_json_on_its_own() -> None:
-    assert quality_asking.react('Action: get_order\nAction Input: "K\\u00f6ln"', NAMED).arguments == {"id": "Köln"}
-    assert quality_asking.react("Action: get_order\nAction Input: 7", NAMED).arguments == {"id": "7"}
+    assert quality.react('Action: get_order\nAction Input: "K\\u00f6ln"', NAMED).arguments == {"id": "Köln"}
+    assert quality.react("Action: get_order\nAction Input: 7", NAMED).arguments == {"id": "7"}
 
 
 @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ def test_an_input_may_be_json_on_its_own() -> None:
     ],
 )
 def test_text_react_is_read(text: str, said: tuple[str | None, dict[str, Any]]) -> None:
-    found = quality_asking.react(text, STEP)
+    found = quality.react(text, STEP)
     assert (found.name, found.arguments) == said
 
 
 def test_prompts_that_do_not_fit_count_as_wrong(folder: Path) -> None:
     with Engine(str(folder), store=None) as engine:
-        said = quality_asking.asking(engine)(Case([{"role": "user", "content": "word " * 9000}], [], Right("t", {}), "", 0))
+        said = quality.asking(engine)(Case([{"role": "user", "content": "word " * 9000}], [], Right("t", {}), "", 0))
     assert said.failed == "too long"
 
 
@@ -196,7 +196,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_the_command_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quality_asking, "ANSWER_TOKENS", 6)
+    monkeypatch.setattr(quality, "ANSWER_TOKENS", 6)
     out = tmp_path / "quality.json"
     options = ["quality", "--model", str(folder), "--tools", "5", "--splits", "unseen tools", "--n", "3", "--episodes", "1"]
     options += [

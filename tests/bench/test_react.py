@@ -79,7 +79,7 @@ def test_broken_workloads_are_named(traces: Path) -> None:
 
 def test_replay_sums_calls_and_times(traces: Path, engine: Engine) -> None:
     families = {path.stem: list(trace_files.read(path)) for path in sorted(traces.glob("*.jsonl"))}
-    found = react.run(engine, families, decode=2, off=True, stock=True)
+    found = react.run(engine, families, off=True, stock=True)
     assert found["calls"] == 8 + 2 + 2
     assert found["prompt_tokens"] == sum(family["prompt_tokens"] for family in found["families"].values())
     for family in found["families"].values():

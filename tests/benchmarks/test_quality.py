@@ -14,7 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from agentcache.bench import quality_asking, quality_cases, quality_score
+from agentcache.bench import quality as bench
+from agentcache.bench import quality_cases, quality_score
 from agentcache.bench.quality_cases import Case
 from agentcache.bench.quality_score import Said
 from agentcache.engine import Engine
@@ -229,7 +230,7 @@ def test_a_clock_at_each_step_has_its_losses_counted(monkeypatch: pytest.MonkeyP
 
 
 def test_the_lab_asks_more_and_ends_in_one_json_line(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (quality_asking, quality_spoil):
+    for module in (bench, quality_spoil):
         monkeypatch.setattr(module, "ANSWER_TOKENS", 6)
     out = tmp_path / "quality.json"
     options = ["--model", str(folder), "--tools", "3", "--splits", "unseen tools", "--n", "3", "--episodes", "1"]
@@ -320,7 +321,7 @@ def test_exact_kv_answers_as_the_engine_does(spoilt: Any) -> None:
     case = drawn.selections("unseen tools", 4, 1)[0]
     prefix = quality_spoil.Spoiler(engine.model.model, given, other, 3).exact
     said, logits = quality_spoil.answered(engine, prefix, given.ids[given.cuts[-1] :], [])
-    done = engine.generate(list(case.prompt), list(case.tools), sampling=quality_asking.Sampling(max_tokens=8))
+    done = engine.generate(list(case.prompt), list(case.tools), sampling=bench.Sampling(max_tokens=8))
     assert list(done.ids[:8]) == said[:8]
     again, same = quality_spoil.answered(engine, prefix, given.ids[given.cuts[-1] :], [*said[:3], said[0], *said[3:5]])
     assert again == said

@@ -44,10 +44,9 @@ def test_the_oracle_finds_the_longest_known_prefix() -> None:
     assert oracle.known([44]) == 0
 
 
-@pytest.mark.parametrize("decode", [1, 2])
-def test_replay_computes_what_is_new(traces: Path, engine: Engine, decode: int) -> None:
+def test_replay_computes_what_is_new(traces: Path, engine: Engine) -> None:
     families = {path.stem: list(trace_files.read(path)) for path in sorted(traces.glob("*.jsonl"))}
-    found = bench.run(engine, families, kind=react.Held, decode=decode, off=False)["families"]
+    found = bench.run(engine, families, kind=react.Held, off=False)["families"]
     for name, family in found.items():
         assert family["within_bound"], name
         assert family["new_tokens"] <= family["computed_tokens"] < family["prompt_tokens"]

@@ -56,14 +56,14 @@ def _converted(index: int, message: BaseMessage, answered: Collection[str] = ())
 
 
 def _with_mark(index: int, message: SystemMessage) -> str:
-    """The text, its blocks behind the last one with `cache_control` marked as volatile; "" if there are none."""
+    """The text, its blocks after the last one with `cache_control` marked as volatile; "" if there are none."""
     blocks = message.content if isinstance(message.content, list) else []
     tagged = [number for number, block in enumerate(blocks) if isinstance(block, Mapping) and block.get("cache_control")]
     if not tagged or tagged[-1] + 1 == len(blocks):
         return ""
     cut = tagged[-1] + 1
-    stable, behind = (_parts(index, message.model_copy(update={"content": some}))[0] for some in (blocks[:cut], blocks[cut:]))
-    return stable + volatile(behind)
+    stable, after = (_parts(index, message.model_copy(update={"content": some}))[0] for some in (blocks[:cut], blocks[cut:]))
+    return stable + volatile(after)
 
 
 def _calls(message: AIMessage, answered: Collection[str]) -> tuple[ToolCall, ...]:

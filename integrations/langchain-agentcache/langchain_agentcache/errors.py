@@ -72,7 +72,7 @@ class EngineClosedError(theirs.ModelError, own.EngineClosedError):
 
 
 class StoreUnusableError(theirs.ModelError, own.StoreError):
-    """The folder of `cache_dir` cannot be opened, or belongs to somebody else; `__cause__` says which of agentcache's errors it is."""
+    """The folder of `cache_dir` cannot be opened, or belongs to another user; `__cause__` says which of agentcache's errors it is."""
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
 
     A subclass's own `before_agent` or `before_model` stands instead of the one for `model` or `facts`.
 
-    Blocks of the system message behind the last one that is tagged with `cache_control` are volatile, too, with or without this middleware.
+    Blocks of the system message after the last one that is tagged with `cache_control` are volatile, too, with or without this middleware.
 
     Each step's receipt is a custom event, "agentcache.receipt", and goes to `stream_mode="custom"`.
     """
@@ -124,7 +124,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         text = _text("volatile", _made(self.volatile, request.state, request.runtime))
         response = handler(self._arranged(request, text, conversation))
         for told in self._told(request, response, conversation):
-            with suppress(RuntimeError):  # outside of a run there is nobody to tell
+            with suppress(RuntimeError):  # outside of a run there is no listener
                 dispatch_custom_event(EVENT, told)
         return response
 
@@ -163,7 +163,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         return list(shown.values()), [name for name in shown if name not in wanted]
 
     def _compare(self, request: ModelRequest[Any], conversation: Conversation) -> bool:
-        """Whether this step's prompt is not the last one's with something behind it; warns of it."""
+        """True if this step's prompt is not the last one's with new text after it; warns of it."""
         if self.on_change == "ignore":
             return False
         now = prompt_state(request, [tool_name(tool) for tool in request.tools])
@@ -179,7 +179,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         self._warned.add(sign)
         who = ", ".join(names) or "an edit of the agent's state"
         warnings.warn(
-            f"{who} changed {what}. Everything behind it is computed again at each such step: {_CURES[field]} (said once)",
+            f"{who} changed {what}. Everything after it is computed again at each such step: {_CURES[field]} (said once)",
             stacklevel=2,
         )
         return True

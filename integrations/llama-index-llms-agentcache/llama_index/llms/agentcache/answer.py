@@ -72,8 +72,8 @@ class Answer:
         message = completion.message
         if self.calls or not message.tool_calls:
             return message
-        _, ended, behind = completion.text.partition("</think>")  # families that end a thought otherwise keep it in their text
-        text = behind if message.reasoning is not None and ended else completion.text
+        _, ended, after = completion.text.partition("</think>")  # families that end a thought otherwise keep it in their text
+        text = after if message.reasoning is not None and ended else completion.text
         return Message("assistant", text.strip(), reasoning=message.reasoning)
 
     @staticmethod

@@ -77,7 +77,7 @@ class AgentCacheLLM(ObjectLLM):
     stop: list[str] = Field(default_factory=list, description="Texts that end an answer; they may span tokens.")
     namespace: str = Field(default="default", description="Nothing is shared between namespaces.")
     constrain: bool = Field(default=True, description="Hold tool calls to their schemas while they are written.")
-    late_system: LateSystem = Field(default="user", description="Role of system messages behind the first turn.")
+    late_system: LateSystem = Field(default="user", description="Role of system messages after the first turn.")
     context_window: int | None = Field(default=None, gt=0, description="Tell LlamaIndex of a smaller context than the model's.")
     additional_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further options of every request; see the README.")
 
@@ -109,7 +109,7 @@ class AgentCacheLLM(ObjectLLM):
 
     @property
     def engine(self) -> Engine:
-        """The engine behind this, to be shared: `AgentCacheLLM(engine=llm.engine)`."""
+        """The engine of this model, to be shared: `AgentCacheLLM(engine=llm.engine)`."""
         return self._host.engine
 
     @property
@@ -255,7 +255,7 @@ class AgentCacheLLM(ObjectLLM):
         return self._aresponses(messages, kwargs)
 
     # -- completion ------------------------------------------------------------------------------------------------
-    # A prompt becomes one user message behind the system prompt, unless `formatted` says that it is the model's whole prompt already, or
+    # A prompt becomes one user message after the system prompt, unless `formatted` says that it is the model's whole prompt already, or
     # the user's own completion_to_prompt writes that.
 
     @llm_completion_callback()

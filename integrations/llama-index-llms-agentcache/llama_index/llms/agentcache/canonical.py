@@ -87,7 +87,7 @@ def canonical_repr(value: Any) -> str:
 
 
 def _defaults(tool: BaseTool) -> list[tuple[str, Any]]:
-    """Parameters with defaults of the function behind the tool."""
+    """Parameters with defaults of the tool's function."""
     function = getattr(tool, "real_fn", None) if isinstance(tool, FunctionTool) else None
     if function is None:
         return []

@@ -84,12 +84,12 @@ class Host:
             self._lease.release()
 
     async def pieces(self, start: Start) -> AsyncGenerator[Piece | Completion, None]:
-        """The pieces of the stream that `start` opens, then its completion; whoever stops reading ends the request."""
+        """The pieces of the stream that `start` opens, then its completion; a reader that stops ends the request."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Piece | None] = asyncio.Queue()
         job = _Job(lambda: self.running(start), lambda piece: loop.call_soon_threadsafe(arrived.put_nowait, piece))
         result = loop.run_in_executor(self._threads, job.run)
-        result.add_done_callback(lambda _: arrived.put_nowait(None))  # behind the last piece: both go through the loop in order
+        result.add_done_callback(lambda _: arrived.put_nowait(None))  # after the last piece: both go through the loop in order
         try:
             while (piece := await arrived.get()) is not None:
                 yield piece
@@ -99,7 +99,7 @@ class Host:
                 yield completion
         finally:
             job.leave()
-            result.cancel()  # nobody asks for its outcome any more
+            result.cancel()  # its outcome is not needed any more
 
     @contextmanager
     def running(self, start: Start) -> Iterator[Stream]:

@@ -1,7 +1,7 @@
 """ReAct in text, as the model wrote it. Knows nothing of engines; what the model is told is LlamaIndex's own header.
 
 LlamaIndex parses each step, writes it anew (`Action Input: {'a': 1}`, a Python repr) and, when a run ends, joins all its steps into one
-message. The model's own text is then never found again, nor is anything behind it. Here a step keeps its text, a run ends as the turns
+message. The model's own text is then never found again, nor is anything after it. Here a step keeps its text, a run ends as the turns
 that it was, and the model stops where an observation would begin instead of making one up.
 """
 

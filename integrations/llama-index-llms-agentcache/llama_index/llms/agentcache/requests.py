@@ -48,7 +48,7 @@ class Ask:
         return engine.stream(self.prompt, self.offer.shown, sampling=self.sampling, **options)
 
     def _constraint(self) -> Any:
-        """None where decoding is free: nothing is demanded, or nobody wants calls to be held to their schemas."""
+        """None where decoding is free: nothing is demanded, and calls need not be held to their schemas."""
         masked = self.offer.allowed is not None
         free = self.choice == "auto" and not masked and not (self.constrain and self.offer.shown)
         silent = self.choice == "none" and not self.offer.shown

@@ -30,7 +30,7 @@ _ROLES: dict[str, Literal["system", "user", "assistant", "tool"]] = {
 
 
 def to_messages(messages: Sequence[ChatMessage], late_system: LateSystem = "user") -> list[Message]:
-    """The same conversation for the engine. late_system: the role of system text behind the first turn, which many templates drop."""
+    """The same conversation for the engine. late_system: the role of system text after the first turn, which many templates drop."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise MessageError(f"messages={messages!r:.200}: give a list of ChatMessage; for a plain text use complete()")
     out: list[Message] = []

@@ -114,13 +114,13 @@ class SharedAgentWorkflow(AgentWorkflow):
         """The answer of an agent that is stopped early, which is not set up once more."""
         return await super()._get_llm_response(ctx, self._with_own(llm_input, agent.name), agent)
 
-    def _with_own(self, messages: list[ChatMessage], name: str, behind: Sequence[ChatMessage] = ()) -> list[ChatMessage]:
+    def _with_own(self, messages: list[ChatMessage], name: str, after: Sequence[ChatMessage] = ()) -> list[ChatMessage]:
         """The messages, with the agent's own instructions put back where a memory has let the handoff go that brought them.
 
-        behind: what follows the messages in the prompt. What is put back goes to the model only, not into the memory.
+        after: what follows the messages in the prompt. What is put back goes to the model only, not into the memory.
         """
         brought = self._brought(name)
-        if name == self.root_agent or any((one.content or "").strip().endswith(brought.strip()) for one in (*messages, *behind)):
+        if name == self.root_agent or any((one.content or "").strip().endswith(brought.strip()) for one in (*messages, *after)):
             return messages
         return with_told(messages, f"{NOW.format(name=name)} {brought}" if self._own[name] else brought)
 
