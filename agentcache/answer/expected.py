@@ -79,12 +79,13 @@ def expect(
     if constraint is None and grammars.strict and listed and not forced:
         try:
             constraint = Constraint()
-            guide = grammars.guide(constraint, listed, layout.text, namespace, max_tokens=sampling.max_tokens)
+            guide = grammars.guide(constraint, listed, layout.text, namespace)
         except AgentCacheError as error:  # nobody asked for it: the request goes on without
             constraint = None
             notes.append(f"calls are not held to their schemas: {'(redacted)' if redact else error}")
     elif constraint is not None:
-        room = None if forced else sampling.max_tokens
+        bounded = (constraint.structured or constraint.calls) and not forced  # words, and calls among them, may end anywhere
+        room = sampling.max_tokens if bounded else None
         guide = grammars.guide(constraint, listed, layout.text, namespace, max_tokens=room, thinks=thinks)
     held = constraint is not None and not forced
     template, begun = _template(layout.text, grammars, notes, held=held)

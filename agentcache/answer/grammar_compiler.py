@@ -53,7 +53,6 @@ class GrammarCompiler:
         max_tokens: None where any number will do. thinks: a thought was asked for. Raises ConfigError or ToolSchemaError if nothing could
         satisfy the constraint, or nothing of at most `max_tokens`.
         """
-        max_tokens = LONGEST if max_tokens is None else max_tokens
         library = _library()
         callable_tools = _callable(constraint, tools)
         formed = constraint.structured or constraint.calls
@@ -63,7 +62,7 @@ class GrammarCompiler:
         if found is None:
             found = self._compile(key, constraint, callable_tools, library)
             self._compiled.put(namespace, key, found)
-        if found.need > max_tokens:
+        if found.need > (LONGEST if max_tokens is None else max_tokens):
             raise ConfigError(
                 f"max_tokens={max_tokens!r}: the shortest answer of the prescribed form that was found has {found.need} tokens"
                 if found.need <= LONGEST

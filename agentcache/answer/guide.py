@@ -1,7 +1,7 @@
 """A constraint's walk over the tokens of one completion: which may come next, and how it ends in time. Knows nothing of requests' KV.
 
-max_tokens bounds every walk. While many tokens are left, the grammar alone decides. When few are left, texts and lists end early; from
-then on a token is allowed only if an ending that fits follows it:
+max_tokens bounds every walk but that of words with calls among them, which may be cut anywhere. While many tokens are left, the grammar
+alone decides. When few are left, texts and lists end early; from then on a token is allowed only if an ending that fits follows it:
 
     left > need + room          the grammar alone
     left <= need + room         a text gives way to its end after some tokens; a list and an object take no further part
@@ -13,6 +13,7 @@ need: length of an ending that is known to fit; room: some tokens for each value
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -179,18 +180,19 @@ class Compiled:
 
 
 class Guide:
-    """The constraint of one request on its way: which tokens may come next, of at most `max_tokens`. One thread at a time.
+    """The constraint of one request on its way: which tokens may come next, of at most `max_tokens` if it is given. One thread at a time.
 
     calls: all of the completion is calls. thinks: a thought may come before an answer of prescribed form, in half of the tokens.
     shortened: a text or a list ended early, so that the answer fits. cut: there was no room for a value that the model would write, and
     another is none of its answer.
     """
 
-    def __init__(self, compiled: Compiled, vocab: int, max_tokens: int, *, calls: bool, thinks: bool) -> None:
+    def __init__(self, compiled: Compiled, vocab: int, max_tokens: int | None, *, calls: bool, thinks: bool) -> None:
         self.shortened = self.cut = False
         self._matcher, self._vocabulary, self._vocab = compiled.matcher.deep_copy(), compiled.vocabulary, vocab
         self._calls = calls
-        self._left = self._due = max_tokens
+        self._due = -1 if max_tokens is None else max_tokens  # an ending is looked for when no more tokens are left
+        self._left = max_tokens = sys.maxsize if max_tokens is None else max_tokens
         self._growth = compiled.growth
         self._thought_ends = max_tokens // 2 if thinks else -1
         self._next: deque[int] = deque()

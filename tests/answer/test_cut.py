@@ -142,3 +142,16 @@ def test_an_object_that_was_cut_is_told() -> None:
         assert stopped.finish_reason == "stop"
         for stop in ("-", "def"):
             assert running.generate(chat("x"), sampling=Sampling(60, stop=(stop,)), constraint=Constraint(regex="abc-def(-ghi)?")).cut
+
+
+def test_words_before_a_cut_are_the_models_own() -> None:
+    """Where nothing prescribes an answer, each shorter one is its beginning, a call that has no room included."""
+    tools = [Tool("get_invoice", "Get an invoice.", {"type": "object", "properties": {"invoice_id": {"type": "string"}}})]
+    asked = [Message("system", "You are a helpful assistant."), Message("user", "Get the invoice A-1204.")]
+    with Engine("embedded", store=None, strict=True) as engine:
+        call = engine.generate(asked, tools)
+        told = [*asked, call.message, Message("tool", '{"status": "open", "amount": 240, "owner": "Ada Blikun"}')]
+        for prompt, whole in ((asked, call), (told, engine.generate(told, tools))):
+            for most in range(1, len(whole.ids)):
+                cut = engine.generate(prompt, tools, sampling=Sampling(max_tokens=most))
+                assert (cut.ids, cut.shortened) == (whole.ids[:most], False)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from agentcache import Completion, Delta, Message, Receipt, Stream
 from agentcache.errors import CancelledError
 
+from ._caller_warnings import tell_shortened
 from ._miss_hints import tell_missed
 from .errors import OutputCutError
 
@@ -100,6 +101,7 @@ class Answer:
         if self._tell:
             first = self.draft or done.receipt  # the second request goes on from the first
             tell_missed(first.as_dict()["missed"] if first.missed else None)
+        tell_shortened(done)
         if not self._formed:
             return done
         if done.cut or not done.message.tool_calls:

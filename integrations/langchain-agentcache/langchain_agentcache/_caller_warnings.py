@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from agentcache import CallerWarnings
+from agentcache import CallerWarnings, Completion
 
 T = TypeVar("T")
 
@@ -17,6 +17,15 @@ caller_warnings = CallerWarnings(BETWEEN)
 def tell_once(kind: str, name: str, text: str) -> None:
     """Warn, the first time in this process that something of this kind and name is to be told."""
     caller_warnings.warn_once((kind, name), f"{text} (said once)")
+
+
+def tell_shortened(done: Completion) -> None:
+    """Warn of an answer in which a text or a list ended early: it is valid, but the model would have written more."""
+    if done.shortened:
+        caller_warnings.warn(
+            "a text or a list of the answer ended early, to fit into max_tokens: raise it. "
+            "response_metadata['agentcache']['shortened'] tells it of every answer"
+        )
 
 
 async def in_thread(call: Callable[..., T], *args: Any) -> T:

@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore:Core Pydantic V1:UserWarning"), append=False)
             # said once per process, in whichever test comes first
             item.add_marker(pytest.mark.filterwarnings("ignore:.* prompt tokens were computed again:UserWarning"), append=False)
+            item.add_marker(pytest.mark.filterwarnings("ignore:a text or a list of the answer ended early:UserWarning"), append=False)
             if item.name == "test_message_with_name":  # LangChain's: the name need not be shown
                 item.add_marker(pytest.mark.filterwarnings("ignore:.*shows no names of users:UserWarning"), append=False)
 

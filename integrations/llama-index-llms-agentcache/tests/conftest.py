@@ -29,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"), append=False)
             item.add_marker(pytest.mark.filterwarnings("ignore::agentcache.errors.ReuseWarning"), append=False)
+            item.add_marker(pytest.mark.filterwarnings("ignore:a text or a list of the answer ended early:UserWarning"), append=False)
             item.add_marker(pytest.mark.filterwarnings("ignore:is_running called from within a step:DeprecationWarning"), append=False)
 
 

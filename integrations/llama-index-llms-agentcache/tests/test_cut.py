@@ -91,6 +91,14 @@ def test_a_cut_call_is_no_answer_of_an_agent(short: Any, run: Make) -> None:
         run(ask(max_tokens))
 
 
+def test_words_that_were_cut_before_a_call_name_max_tokens(short: Any) -> None:
+    model = short(5)
+    response = model.chat_with_tools([pay()], user_msg="Pay?")
+    assert response.raw["finish_reason"] == "length"
+    with pytest.raises(NoToolCallError, match="called no tool but said .*; raise max_tokens, which ended it"):
+        model.get_tool_calls_from_response(response)
+
+
 def test_a_malformed_call_is_named_where_a_call_was_demanded(llm: Make) -> None:
     model = llm('<tool_call>\n{"name": "tide", "arguments": [1]}\n</tool_call>')
     response = model.chat_with_tools(tools(), user_msg="Tide?")
@@ -152,6 +160,8 @@ def test_a_step_that_was_cut_is_not_completed(llm: Make, run: Make, streaming: b
 
 
 def test_a_shortened_answer_is_told(short: Any) -> None:
-    response = short(30).chat([user("Whose?")], response_format={"type": "json_object"})
+    with pytest.warns(UserWarning, match="ended early, to fit into max_tokens") as told:
+        response = short(30).chat([user("Whose?")], response_format={"type": "json_object"})
+    assert [each.filename for each in told] == [__file__]
     assert response.raw["shortened"] is True
     assert "cut" not in response.raw

@@ -6,7 +6,6 @@ Place it last: it sees the request as it is sent.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from agentcache import Message
 
 from .. import _pins
+from .._caller_warnings import caller_warnings
 from .._tools import formatted, own_tools
 from ..chat_models import ChatAgentCache
 from ..errors import ModelInvalidRequestError
@@ -178,10 +178,7 @@ class AgentCacheMiddleware(AgentMiddleware[Any, Any, Any]):
             return True
         self._warned.add(sign)
         who = ", ".join(names) or "an edit of the agent's state"
-        warnings.warn(
-            f"{who} changed {what}. Everything after it is computed again at each such step: {_CURES[field]} (said once)",
-            stacklevel=2,
-        )
+        caller_warnings.warn(f"{who} changed {what}. Everything after it is computed again at each such step: {_CURES[field]} (said once)")
         return True
 
     # -- telling ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import script
 from harbour import ASKED, Ship, tide
-from langchain_agentcache import ChatAgentCache
+from langchain_agentcache import AgentCacheLLM, ChatAgentCache
 from langchain_agentcache.errors import ModelInvalidRequestError, OutputCutError
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from pydantic import BaseModel
@@ -59,6 +59,20 @@ def test_json_of_any_form_is_whole(chat: Any) -> None:
         assert isinstance(done["parsed"], dict)
         assert done["parsing_error"] is None
     assert done["raw"].response_metadata["agentcache"]["shortened"] is True
+
+
+@pytest.mark.usefixtures("weights")
+async def test_a_shortened_object_is_a_warning(chat: Any) -> None:
+    """Of an object alone nobody sees the metadata."""
+    model = chat(max_tokens=30)
+    short = model.with_structured_output(method="json_mode")
+    text = AgentCacheLLM(model=model.model, memory_bytes=model.memory_bytes, max_tokens=30, namespace=model.namespace, format="json")
+    for ask in (short.invoke, text.invoke, lambda said: list(short.stream(said))):
+        with pytest.warns(UserWarning, match="ended early, to fit into max_tokens") as told:
+            ask(str(ASKED))
+        assert [each.filename for each in told] == [__file__]
+    with pytest.warns(UserWarning, match="ended early, to fit into max_tokens"):
+        await short.ainvoke(str(ASKED))
 
 
 @pytest.mark.usefixtures("weights")

@@ -96,8 +96,9 @@ def test_the_hint_for_tools_says_tools(model: ChatAgentCache) -> None:
             return handler(request.override(tools=request.tools[: len(request.messages)]))
 
     agent = create_agent(model, [tide, log, wind], middleware=[Grows(), AgentCacheMiddleware()])
-    with pytest.warns(UserWarning, match=r"changed the tools: .*tools=\[\.\.\.\]"):
+    with pytest.warns(UserWarning, match=r"changed the tools: .*tools=\[\.\.\.\]") as said:
         agent.invoke(asked())
+    assert [each.filename for each in said] == [__file__]
 
 
 # -- which conversation a request belongs to ---------------------------------------------------------------------------

@@ -136,7 +136,9 @@ def check_called(response: ChatResponse, demanded: bool) -> None:
     if demanded and cut:
         raise NoToolCallError(f"no call was made in {length_of(told)} tokens, and there were no more: raise max_tokens")
     if demanded:
-        raise NoToolCallError(f"the model called no tool but said {response.message.content!r:.200}; demand a call with tool_required=True")
+        cure = "raise max_tokens, which ended it, or " if told.get("finish_reason") == "length" else ""
+        said = f"the model called no tool but said {response.message.content!r:.200}"
+        raise NoToolCallError(f"{said}; {cure}demand a call with tool_required=True")
 
 
 def length_of(told: Mapping[str, Any]) -> int:

@@ -50,9 +50,15 @@ class Hints:
     def __init__(self) -> None:
         self._warnings = CallerWarnings(BETWEEN, ReuseWarning)
         self._missed = MissWarnings(SELDOM)
+        self._answers = CallerWarnings(BETWEEN)
 
     def tell(self, raw: dict[str, Any], prompt: Sequence[Message] | str, tools: Sequence[str]) -> None:
-        """Put the hint of a response's `raw`, if there is one, beside its cause there, and warn of it the first time."""
+        """Put the hint of a response's `raw`, if there is one, beside its cause there, and warn of it the first time.
+
+        An answer in which a text or a list ended early is valid, but the model would have written more: warn of each.
+        """
+        if raw.get("shortened"):
+            self._answers.warn("a text or a list of the answer ended early, to fit into max_tokens: raise it. raw['shortened'] tells it")
         receipt = raw["receipt"]
         missed = receipt.get("missed") or _rewritten(receipt, prompt, tools)
         if missed and (hint := _hint(missed, prompt, tools)):
