@@ -2,7 +2,8 @@
 
 Row purity: one row of a matrix product must not change when other rows stand beside it. Libraries pick other code for other row counts,
 so each product is padded to a safe multiple of rows, which numerics.py finds out; compiled ones compute each row by itself.
-A compiled kernel has the bits of what more rows take, or of PyTorch's operations, and is tried on this machine before it is used.
+Compiled products add up in an order of their own, alike for few rows and many. Other compiled kernels have the bits of PyTorch's
+operations, and are tried on this machine before they are used.
 
     kernel    of linear layers, chosen once for a machine and type
     onednn    in the type of the numbers; what is not compiled by oneDNN's inner product, pure from 2 rows on where it was tried
