@@ -39,7 +39,7 @@ def test_kinds_of_layers_are_reused_in_a_second_process(tmp_path: Path) -> None:
     for row in reused:
         known = families.TINY[row["family"]]
         assert row["equal"], row
-        assert row["bitwise"] or known.experts, row
+        assert row["bitwise"] or not known.bits, row
         assert row["path"] == ("checkpoints" if known.recurrent else "pages")
         assert 600 < row["group"] < row["step"] < row["second_process"], row
     assert (jamba["path"], jamba["group"], jamba["equal"]) == ("stock", 0, None)
