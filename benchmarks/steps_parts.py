@@ -20,6 +20,7 @@ from agentcache.bench import baselines, catalog, engine_timing
 from agentcache.bench.engine_timing import common
 from agentcache.bench.environment import Samples, watch
 from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
+from agentcache.checkpoints import LEAST_TOKENS
 from agentcache.engine import Engine, Stream
 from agentcache.errors import CancelledError
 from agentcache.kv import Sequence
@@ -56,6 +57,7 @@ def later_step(engine: Engine, repeats: int) -> dict[str, Any]:
     prompts = [list(engine.renderer.render(step, tools, namespace=namespace).ids) for step in steps]
     known = common(prompts[0], prompts[1])  # the step before, and what the template writes between turns
     assert known >= answer.receipt.prompt_tokens, f"only {known} tokens are shared with the step before"
+    again = 2 * LEAST_TOKENS if engine.model.spec is not None and engine.model.spec.recurrent else 1  # tokens after the last checkpoint
     engine_timing.ask(engine, steps[0], tools, 1, namespace=namespace)
     sequence = engine_timing.resident(engine, namespace, prompts[0][: known + 1])
     cache = baselines.cache_of(engine.model.model, sequence, prompts[0][:known])
@@ -70,7 +72,7 @@ def later_step(engine: Engine, repeats: int) -> dict[str, Any]:
                     done = baselines.kept(engine.model.model, cache, prompts[number][known:])
                 else:
                     done, receipt = engine_timing.ask(engine, steps[number], tools, 1, namespace=namespace)
-                    assert receipt.cached_tokens == known, f"{known} tokens were known, {receipt.cached_tokens} were reused"
+                    assert 0 <= known - receipt.cached_tokens < again, f"{known} tokens were known, {receipt.cached_tokens} were reused"
             drawn.append(done.ids[0])
             samples.add(name, done.ttft_ms)
             samples.note(name, load)

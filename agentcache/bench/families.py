@@ -37,8 +37,10 @@ class Family:
 
     # what differs from SIZES
     config: dict[str, Any]
-    # some layers choose experts: tokens are promised, not bits
+    # some layers choose experts: of two that almost tie, another one than transformers does
     experts: bool = False
+    # bits are promised, not only tokens
+    bits: bool = True
     # some layers keep a state that does not grow
     recurrent: bool = False
     # words of why its state cannot be paged, empty if it can
@@ -63,15 +65,17 @@ TINY: dict[str, Family] = {
     **_all("minicpm3 youtu", config=_LATENT),
     **_all(
         "afmoe cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe gpt_oss granitemoe granitemoe_swa granitemoeshared "
-        "hunyuan_v1_moe hy_v3 jetmoe kolibri1 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mixtral olmoe "
+        "hunyuan_v1_moe hy_v3 kolibri1 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mixtral olmoe "
         "qwen2_moe qwen3_moe solar_open",
         experts=True,
     ),
+    **_all("jetmoe llama4_text", experts=True, bits=False),
     "laguna": Family(_TWO_KINDS, experts=True),
     **_all("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite", config=_LATENT, experts=True),
     "longcat_flash": Family(
         {**_LATENT, "num_layers": 2, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
         experts=True,
+        bits=False,
     ),
     **_all("axk2 deepseek_v32 glm_moe_dsa hy_v4", config=_LATENT, unpaged="'indices'"),
     **_all("olmo_hybrid qwen3_5_text falcon_h1 lfm3", recurrent=True),

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from ..kv import Sequence
 from ..kv_spec import KVSpec
-from . import steps
+from . import experts, steps
 from .attention import Attention, Batch, Part
 from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
@@ -69,6 +69,7 @@ class HFModel:
         self._calls = 0  # of attention by the layers that are there while the model is shallow
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
+        self._experts = [] if self.quantized else list(filter(experts.takes, self.model.modules()))
         self.chunks: ShortChunks | None = None
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
         self._training = self.model.training
@@ -146,7 +147,8 @@ class HFModel:
         if self.quantized:
             self.stock(torch.zeros(1, dtype=torch.long), None)  # bitsandbytes repacks weights at their first use: before they are hashed
         layers = getattr(decoder, "layers", decoder)
-        self._widths = tuple({p.shape[1] for p in layers.parameters() if p.ndim == 2 and p.is_floating_point()}) or (config.hidden_size,)
+        widths = {p.shape[1] for p in layers.parameters() if p.ndim == 2 and p.is_floating_point()}
+        self._widths = tuple(widths.union(*(m.down_proj.shape[1:] for m in self._experts))) or (config.hidden_size,)
         stepped = (
             name in STEPPED and getattr(self.model, "model", None) is decoder and not self.quantized and not examine(self.model, decoder)
         )
@@ -204,7 +206,8 @@ class HFModel:
         self.support = Support(self.support.name, True, "", True)
         with self.shallow():
             why, pure = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
-        pure = pure and not any(name.endswith("experts") for name, _ in decoder.named_modules())  # each sees few rows, by chance alike
+        others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not experts.takes(m))
+        pure = pure and next(others, None) is None  # each of those sees few rows, by chance alike
         self.support = Support(self.support.name, not why, why, pure)
         return why
 
@@ -250,10 +253,11 @@ class HFModel:
     def _adopt(self) -> None:
         """Make transformers' modules call our attention; again if the owner has chosen another one since."""
         before = self.config._attn_implementation
-        if before.startswith(f"{ATTENTION}_"):
-            return
-        self.model.set_attn_implementation(f"{ATTENTION}_{'eager' if before == 'eager' else 'sdpa'}")
-        self._restore.append(lambda: self.model.set_attn_implementation(before))
+        if not before.startswith(f"{ATTENTION}_"):
+            self.model.set_attn_implementation(f"{ATTENTION}_{'eager' if before == 'eager' else 'sdpa'}")
+            self._restore.append(lambda: self.model.set_attn_implementation(before))
+        if self._experts and (chosen := experts.adopt(self.model, self.config)):
+            self._restore.append(lambda: self.model.set_experts_implementation(chosen))
 
     def _hook(self) -> None:
         if self.rotary is not None:

@@ -37,7 +37,7 @@ def describe() -> dict[str, Any]:
         "compiled, each row by itself" if jit.compiler() else "not compiled: pip install 'agentcache-llm[cpu]' computes faster"
     )
     report["not bitwise"] = {
-        "mixture of experts": "experts see few rows, whose bits depend on the other requests in the pack: tokens are promised",
+        "experts outside transformers' interface": "as in Llama 4: their bits depend on the rest of the pack: tokens are promised",
         "bitsandbytes": "its own kernels choose by row count: tokens are promised",
         "cuda": "scaled dot product attention chooses kernels by shape: tokens are promised",
     }

@@ -294,3 +294,19 @@ def test_the_engine_reads_and_writes_its_templates_form(tiny: Any, name: str) ->
     assert free.finish_reason == "tool_calls"
     assert [(c.name, dict(c.arguments)) for c in held.message.tool_calls] == [("ping", {})]
     assert any("Hermes" in note for note in held.receipt.notes) == (name in ("gemma", "lfm2.5"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_own_ids_return_and_volatile_text_is_last(name: str) -> None:
+    made, (message, text) = grammars(name), turns(name)[1]
+    tokenizer, renderer, asked = made.tokenizer, Renderer(made.tokenizer), [Message("user", "Tide?")]
+    layout = renderer.render(asked, TOOLS)
+    said = [*(token for character in text for token in tokenizer(character)["input_ids"]), tokenizer.eos_token_id]
+    renderer.remember(layout, said, message)
+    later = [*asked, message, Message("tool", "It ebbs.", name="look")]
+    plain, timed = renderer.render(later, TOOLS), renderer.render(later, TOOLS, volatile="It is 10:33.")
+    start = len(timed.ids) - timed.ephemeral_tokens
+    for rendered_again in (plain, timed):
+        assert list(rendered_again.ids[: len(layout.ids) + len(said)]) == [*layout.ids, *said]
+    assert timed.ids[:start] == plain.ids[:start]
+    assert timed.text.index("It is 10:33.") > timed.text.index("It ebbs.")

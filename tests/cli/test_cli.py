@@ -94,9 +94,10 @@ def test_doctor_of_a_model(model_folder: Path) -> None:
         ),
         (
             "gpt_oss",
-            {"reuse": True, "promise": "the greedy tokens of reuse off, no bits: experts", "KV bytes per token": 1024},
+            {"reuse": True, "promise": "the bits", "KV bytes per token": 1024},
             {"attend to the last 48 tokens, with sinks": 2, "attend to all tokens, with sinks": 2},
         ),
+        ("longcat_flash", {"reuse": True, "promise": "the greedy tokens of reuse off, no bits: experts"}, {"attend to all tokens": 4}),
         (  # per checkpoint: 3 layers of 4 states 16 * 16, and of 4 numbers for 128 channels, in fp32
             "qwen3_5_text",
             {"reuse": True, "reused": "prefixes up to a checkpoint", "KV bytes per token": 256, "bytes per checkpoint": 18432},

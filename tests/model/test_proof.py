@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,19 @@ def test_a_family_is_proven_once(proofs: list[str]) -> None:
     assert proofs == ["gemma2"]
     assert first.support == again.support
     assert first.bitwise
+
+
+def test_a_second_process_proves_nothing(proofs: list[str]) -> None:
+    load("gemma2")
+    lines = (
+        "from agentcache.bench import families",
+        "from agentcache.model import hf, proof",
+        "proof.prove = None",
+        "held = hf.HFModel(families.build('gemma2'))",
+        "assert held.bitwise, held.support",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
+    assert proofs == ["gemma2"]
 
 
 def test_a_refusal_is_remembered_too(proofs: list[str]) -> None:

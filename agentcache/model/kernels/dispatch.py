@@ -33,6 +33,8 @@ from .linear_library import Projection
 Kernel = Literal["onednn", "upcast", "aten"]
 SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone
 ANY = 1 << 62
+VECTORS = 64  # numbers that PyTorch's elementwise functions take at a time; by other code, of other bits, they take fewer at the end
+_ELEMENTWISE = frozenset((torch.sigmoid, torch.Tensor.sigmoid, functional.sigmoid, functional.silu, functional.gelu, functional.softplus))
 
 
 def _many_outputs(weight: torch.Tensor) -> bool:
@@ -130,9 +132,8 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
 
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):
-    """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel. head: the weight of the model's.
-
-    glance: called with the weight of each product.
+    """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel, and functions of each number,
+    such as a sigmoid, on whole vectors. head: the weight of the model's. glance: called with the weight of each product.
     """
 
     def __init__(self, kernel: Kernel, head: torch.Tensor | None = None, glance: Callable[[torch.Tensor], None] | None = None) -> None:
@@ -145,4 +146,8 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
             if self.glance is not None:
                 self.glance(given["weight"])
             return linear(self.kernel, **given, head=given["weight"] is self.head)
+        if func in _ELEMENTWISE and args and args[0].numel() % VECTORS and args[0].device.type == "cpu":
+            x, *others = args
+            whole = functional.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
+            return func(whole, *others, **(kwargs or {}))[: x.numel()].view(x.shape)
         return func(*args, **(kwargs or {}))
