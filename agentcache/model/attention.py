@@ -187,9 +187,9 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Atten
     blocks = (part.start + count - 1) // PAGE_TOKENS + 1
     if batch.numerics.compiled:
         pages = part.sequence.pages[:blocks]
-        stored = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
-        bounds = (how.scale, how.window, how.chunk, how.softcap, how.sinks)
-        return paged_attention.attend(query, *stored, part.start, *bounds, partial(scratch, "scores"))
+        keys, values = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
+        room = partial(scratch, "scores")
+        return paged_attention.attend(query, keys, values, part.start, how.scale, how.window, how.chunk, how.softcap, how.sinks, room)
     scale = how.scale
     if count == 1 and blocks * PAGE_TOKENS * heads <= SCORE_ELEMENTS:  # a decoding step: the same without the loops
         q = query.view(kv_heads, group, dim)
