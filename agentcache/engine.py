@@ -37,7 +37,7 @@ from .runner import Runner
 from .scheduler import Scheduler
 from .store.deletion import Deletion
 from .store.keys import as_ids
-from .store.policy import budgets
+from .store.memory.eviction import budgets
 from .store.store import DEFAULT, Store
 from .store.tool_group import ToolGroup
 from .stream import Completion, Stream
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .answer.guide import Guide
-    from .approximate.calibration import Calibration
     from .approximate.segments import Segments
+    from .calibration import Calibration
     from .shared_engines import EngineLease
 
 __all__ = ["Chunk", "Completion", "Engine", "Stream"]

@@ -12,7 +12,6 @@ import torch
 
 from .answer.expected import Expected
 from .answer.parser import AnswerParser
-from .attached_ranges import AttachedRanges
 from .errors import ConfigError
 from .events import Events
 from .kv import Sequence
@@ -25,8 +24,9 @@ from .store.entry import Entry, Match
 from .store.keys import Ids, Scope, as_ids
 from .types import Grade, Layout, Logprob, Reuse, Sampling
 
-if TYPE_CHECKING:  # of a request with a constraint, or over a store on disk
+if TYPE_CHECKING:  # of a request with a constraint, with ranges from other positions, or over a store on disk
     from .answer.guide import Guide
+    from .attached_ranges import AttachedRanges
     from .store.page_prefetch import PagePrefetch
 
 RENEWALS = 5  # a request begins anew so often because weights changed
