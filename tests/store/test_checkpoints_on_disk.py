@@ -81,7 +81,7 @@ def test_every_byte_of_a_checkpoint_counts(tmp_path: Path, encrypted: bool) -> N
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5])
-def test_a_page_read_in_part_has_the_checkpoints_of_that_part(tmp_path: Path, tokens: int) -> None:
+def test_part_of_a_page_has_the_checkpoints_of_that_part(tmp_path: Path, tokens: int) -> None:
     folder = Folder.open(tmp_path / "store")
     written = blob_io.write(folder, unstored_row(SMALL, 5), with_states())
     found = read_page(folder, written, tokens)
@@ -178,7 +178,7 @@ def exported(tmp_path: Path) -> Iterator[tuple[Index, Path]]:
         yield there, tmp_path / "tides.group"
 
 
-def test_no_state_of_what_was_said_after_a_group_leaves_with_it(exported: tuple[Index, Path]) -> None:
+def test_no_state_after_a_group_leaves_with_it(exported: tuple[Index, Path]) -> None:
     there, file = exported
     assert torch.full((2, 2), 7.5).numpy().tobytes() not in file.read_bytes()
     import_group(there.folder, there, file)

@@ -326,7 +326,7 @@ class IndexMetadata:
         return self._write(lambda connection: connection.execute(sql, values).rowcount, 0)
 
     def _write(self, use: Use[Any], otherwise: Any) -> Any:
-        """What `use` returns in a transaction of its own; `otherwise` in a read-only folder."""
+        """Return what `use` does in a transaction of its own; `otherwise` in a read-only folder."""
         return self._db.write(use) if self.folder.writable else otherwise
 
 
