@@ -109,7 +109,7 @@ def test_bytes_that_are_no_checkpoints_are_a_bad_page(
     change(packed)
     with pytest.raises(BlobError, match="cannot be read"):
         checkpoint_bytes.unpack(bytes(packed), 5)
-    monkeypatch.setattr(blob_io, "pack", lambda checkpoints, tokens: bytes(packed))
+    monkeypatch.setattr(checkpoint_bytes, "pack", lambda checkpoints, tokens: bytes(packed))
     folder = Folder.open(tmp_path / "store")
     refused_read(folder, blob_io.write(folder, unstored_row(SMALL, 5), with_states()))
 

@@ -245,9 +245,9 @@ class Database:
 
 
 @contextmanager
-def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """A transaction over the block: as a whole, or not at all."""
-    connection.execute(f"BEGIN {kind}")
+    connection.execute("BEGIN IMMEDIATE")
     try:
         yield
         connection.execute("COMMIT")

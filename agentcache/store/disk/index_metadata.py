@@ -16,7 +16,7 @@ from ...errors import StoreError
 from ..deletion import MOST, Deletion
 from ..tool_group import ToolGroup
 from . import process_identity
-from .database import Database, T, Use, corrupt, transaction
+from .database import Database, T, Use, corrupt
 from .folder import Folder
 from .schema import SCHEMA, VERSION, counted, guard, sound, totals, unguard
 
@@ -316,8 +316,12 @@ class IndexMetadata:
         """Several reads of one state of the file."""
 
         def transact(connection: sqlite3.Connection) -> T:
-            with transaction(connection, "DEFERRED"):
+            connection.execute("BEGIN")
+            try:
                 return use(connection)
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
 
         return self._db.read(transact)
 
