@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import foreign_settings
     from .answer.parser import Delta, InvalidCall
-    from .approximate.calibration import Calibration
+    from .calibration import Calibration
     from .caller_warnings import CallerWarnings
     from .engine import Chunk, Completion, Engine, Stream
     from .layout.declared import volatile
@@ -46,7 +46,7 @@ __version__ = "0.1.0"
 DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name
 
 _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
-    "Calibration": "approximate.calibration",
+    "Calibration": "calibration",
     "CallerWarnings": "caller_warnings",
     "Delta": "answer.parser",
     "EngineLease": "shared_engines",

@@ -33,7 +33,7 @@ from .request import Asked, Chunk, Decoding, Provenance, Running, TokenIds
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.deletion import Deletion
-from .store.policy import budgets
+from .store.memory.eviction import budgets
 from .store.store import DEFAULT, Store
 from .store.tool_group import ToolGroup
 from .stream import Completion, Completions, Stream
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .answer.guide import Guide
-    from .approximate.calibration import Calibration
     from .approximate.segments import Segments
+    from .calibration import Calibration
     from .shared_engines import EngineLease
     from .tool_groups import ToolGroups
 

@@ -34,9 +34,9 @@ class KVSpec:
         return self.widths or ((self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     @property
-    def kind(self) -> tuple[str, int, int, int, tuple[tuple[int, int, int], ...]]:
-        """Number type, layers, heads, width and widths, as a stored page says them."""
-        return str(self.dtype).removeprefix("torch."), self.layers, self.kv_heads, self.head_dim, self.widths
+    def kind(self) -> tuple[str, tuple[tuple[int, int, int], ...]]:
+        """Number type and widths, as a stored page says them."""
+        return str(self.dtype).removeprefix("torch."), self.layer_widths
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

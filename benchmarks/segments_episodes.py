@@ -10,9 +10,9 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from agentcache.approximate.calibration import Calibration
 from agentcache.bench.quality import ANSWER_TOKENS, hermes, react
 from agentcache.bench.quality_score import Ratio, Said, right
+from agentcache.calibration import Calibration
 from agentcache.engine import Engine
 from agentcache.types import Reuse, Sampling
 

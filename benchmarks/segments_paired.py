@@ -17,14 +17,15 @@ from dataclasses import dataclass
 
 import torch
 
-from agentcache.approximate.calibrate.trials import bound, common_tokens, nothing_kept, stored_as
-from agentcache.approximate.calibration import Calibration
+from agentcache.approximate.calibrate.trials import bound, nothing_kept, stored_as
 from agentcache.approximate.drift_monitor import divergence
 from agentcache.bench.quality import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_score import Ratio, Said, right, same
+from agentcache.calibration import Calibration
 from agentcache.engine import Engine
 from agentcache.model.hf import HFModel
 from agentcache.receipt import Receipt
+from agentcache.store.entry import common
 from agentcache.store.keys import as_ids
 from agentcache.types import Reason, Reuse, Sampling
 
@@ -138,7 +139,7 @@ class Paired:
         was, now = (
             as_ids(engine.renderer.render(prompt.messages, prompt.tools, namespace=namespace).ids) for prompt in (task.before, task.asked)
         )
-        return bound([was], now, common_tokens(was, now))
+        return bound([was], now, common(was, now))
 
     def _near(self, task: Task, namespace: str, known: Calibration, off: Told) -> Row:
         forced = Sampling(max_tokens=len(off.ids), forced=off.ids, ignore_eos=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.approximate.calibrate.trials import LEAST, Say, Trials
-from agentcache.approximate.calibration import PRECISIONS, Calibration
 from agentcache.bench.quality_cases import STYLES
+from agentcache.calibration import PRECISIONS, Calibration
 from agentcache.errors import ConfigError
 from agentcache.traces import Episode
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 
 from agentcache.approximate.calibrate.trials import nothing_kept
-from agentcache.approximate.calibration import Calibration
 from agentcache.approximate.segments import near_scope
 from agentcache.bench.quality import ANSWER_TOKENS
+from agentcache.calibration import Calibration
 from agentcache.engine import Engine
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.store.keys import as_ids

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.approximate.calibration import Calibration
 from agentcache.approximate.ngram_index import Run
 from agentcache.approximate.segments import ranges
+from agentcache.calibration import Calibration
 from agentcache.plan import Attach, Compute, make
 from agentcache.store.entry import Entry
 from agentcache.store.keys import Scope, as_ids

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..calibration import Calibration
 from ..errors import FAULTS, ReuseWarning
 from ..kv import PAGE_TOKENS, Page, Sequence
 from ..request import Running
 from ..runner import Runner, Work
 from ..store.keys import Ids, Scope
 from ..store.store import Store
-from .calibration import Calibration
 
 log = logging.getLogger("agentcache")
 

@@ -1,4 +1,4 @@
-"""Signatures of what kept prompts say, in memory and in the index of the store on disk. Knows neither pages nor models.
+"""Windows of cached prompts, found again by their signatures, in memory and in the index of the store on disk. Knows no models.
 
 recorded after the answer: signed, cached in memory, written      a later process reads those of a scope when it first asks for them
 
@@ -10,15 +10,17 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
 from ..store.deletion import Moment
-from ..store.disk.index import Index
+from ..store.disk.disk_tier import DiskTier
+from ..store.disk.folder import Folder
 from ..store.disk.index_metadata import named, tick
 from ..store.disk.schema import guard, unguard
 from ..store.keys import Ids, Scope, chain
+from ..store.store import Store
 from ..types import PAGE_TOKENS
 from .minhash import MOST, TAU, Kept, LSHIndex, Proposal
 from .windows import Window
@@ -29,26 +31,33 @@ OF_SCOPE = "namespace = ? AND fingerprint = ? AND regime = ?"
 
 
 class MinHashIndex:
-    """Windows of cached prompts, found again by this process and later ones. Thread safe. tau: least similarity of a proposal.
+    """Windows of one store's prompts, found again by this process and later ones; none without a disk. Thread safe.
 
-    after: runs a job after the answers. ConfigError: datasketch is not installed.
+    tau: least similarity of a proposal. ConfigError: it is wrong, or datasketch is not installed, which takes seconds to load.
     """
 
-    def __init__(self, index: Index, after: Callable[[Callable[[], object]], None], tau: float = TAU) -> None:
+    def __init__(self, store: Store, tau: float = TAU) -> None:
         self.signatures = LSHIndex(tau)
-        self._index = index
-        self._after = after
+        self.store = store
         self._read: dict[Scope, int] = {}  # up to which row
         self._lock = threading.Lock()
+        store.on_clear(self.clear)
+        store.on_renewal(self.clear)  # a new folder holds no signatures
+
+    def retune(self, tau: float) -> None:
+        """Propose by another least similarity from now on."""
+        if tau != self.signatures.tau:
+            self.signatures = LSHIndex(tau)
 
     # -- noting ----------------------------------------------------------------------------------------------------
 
     def note(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> None:
         """Remember the windows of a cached prompt, after the answer. received: when it was; no effect if it was deleted since."""
-        if windows:
-            self._after(lambda: self.note_now(scope, ids, windows, received))
+        if windows and scope.precision == "exact" and (disk := self.store.disk):
+            moment = received or self.store.heed()
+            disk.writer.after(lambda: self.note_now(disk, scope, ids, windows, moment))
 
-    def note_now(self, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment | None = None) -> int:
+    def note_now(self, disk: DiskTier, scope: Scope, ids: Ids, windows: Sequence[Window], received: Moment) -> int:
         """The same at once; returns how many were new."""
         keys = [scope.root, *chain(scope.root, ids)]
         new = []
@@ -59,17 +68,17 @@ class MinHashIndex:
             kept = Kept(signature, exact(ids, window), keys[page], page, window.start - page * PAGE_TOKENS, window.stop - window.start)
             if self.signatures.add(scope, kept):
                 new.append(kept)
-        self._put(scope, ids, new, received)
+        self._put(disk, scope, ids, new, received)
         return len(new)
 
-    def _put(self, scope: Scope, ids: Ids, new: Sequence[Kept], received: Moment | None) -> None:
-        folder, key = self._index.folder, _key(scope)
-        names = [self._name(kept) for kept in new]
+    def _put(self, disk: DiskTier, scope: Scope, ids: Ids, new: Sequence[Kept], received: Moment) -> None:
+        folder, key = disk.folder, _key(scope)
+        names = [_name(folder, kept) for kept in new]
         sealed = [(name, guard(folder, kept.pack(), named("segment", *key, name))) for name, kept in zip(names, new, strict=True)]
 
         def put(connection: sqlite3.Connection) -> None:
-            gone = self._index.deletions_in(connection, received.generation) if received is not None else ()
-            if received is not None and any(done.meets(scope, ids, received.made) for done in gone):
+            gone = disk.index.deletions_in(connection, received.generation)
+            if any(done.meets(scope, ids, received.made) for done in gone):
                 self.clear(scope.namespace)  # its process let go before these were added
                 return
             first = tick(connection, len(sealed))
@@ -83,11 +92,7 @@ class MinHashIndex:
                 connection.execute("DELETE FROM segments WHERE id IN (SELECT id FROM segments ORDER BY used LIMIT ?)", (over,))
 
         if sealed and folder.writable:
-            self._index.database.write(put)
-
-    def _name(self, kept: Kept) -> bytes:
-        """Name of a window that tells nothing of its text without the store's key."""
-        return blake3(kept.name, key=self._index.folder.key).digest(length=16)
+            disk.index.database.write(put)
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
@@ -97,20 +102,22 @@ class MinHashIndex:
 
     def refresh(self, scope: Scope) -> int:
         """Learn what other processes noted since; returns how much that was. Reads the index: not for a thread that must answer."""
+        if (disk := self.store.disk) is None:
+            return 0
         with self._lock:
             known = self._read.pop(scope, 0) if scope in self.signatures else 0  # what had to leave memory is read again
-            self._read[scope], found = self._rows(scope, known)
+            self._read[scope], found = self._rows(disk, scope, known)
             if len(self._read) > MOST:
                 del self._read[next(iter(self._read))]
         return sum(self.signatures.add(scope, kept) for kept in found)
 
-    def _rows(self, scope: Scope, after: int) -> tuple[int, list[Kept]]:
+    def _rows(self, disk: DiskTier, scope: Scope, after: int) -> tuple[int, list[Kept]]:
         key = _key(scope)
         sql = f"SELECT id, name, packed FROM segments WHERE {OF_SCOPE} AND id > ? ORDER BY id DESC LIMIT {MOST}"
-        rows = self._index.database.read(lambda connection: connection.execute(sql, (*key, after)).fetchall())
+        rows = disk.index.database.read(lambda connection: connection.execute(sql, (*key, after)).fetchall())
         found = []
         for _, name, packed in reversed(rows):
-            plain = unguard(self._index.folder, packed, named("segment", *key, name))
+            plain = unguard(disk.folder, packed, named("segment", *key, name))
             if plain is not None and (kept := Kept.unpack(plain)) is not None:
                 found.append(kept)
         return (rows[0][0] if rows else after), found
@@ -119,24 +126,27 @@ class MinHashIndex:
 
     def used(self, scope: Scope, kept: Iterable[Kept]) -> None:
         """These were of use: they stay longest."""
-        values = [(*_key(scope), self._name(one)) for one in kept]
         sql = f"UPDATE segments SET used = ? WHERE {OF_SCOPE} AND name = ?"
-        if values and self._index.folder.writable:
-            self._after(lambda: self._index.database.write(lambda c: c.executemany(sql, [(tick(c), *row) for row in values])))
+        if (disk := self.store.disk) and disk.folder.writable and (values := [(*_key(scope), _name(disk.folder, one)) for one in kept]):
+            disk.writer.after(lambda: disk.index.database.write(lambda c: c.executemany(sql, [(tick(c), *row) for row in values])))
 
     def gone(self, scope: Scope, kept: Iterable[Kept]) -> None:
         """The pages of these are not there; young ones may only be on their way to the disk."""
-        values = []
         for one in kept:
             self.signatures.drop(scope, one)
-            values.append((*_key(scope), self._name(one), time.time() - YOUNG_S))
-        if values and self._index.folder.writable:
-            sql = f"DELETE FROM segments WHERE {OF_SCOPE} AND name = ? AND created < ?"
-            self._after(lambda: self._index.database.write(lambda c: c.executemany(sql, values)))
+        sql = f"DELETE FROM segments WHERE {OF_SCOPE} AND name = ? AND created < ?"
+        if (disk := self.store.disk) and disk.folder.writable:
+            values = [(*_key(scope), _name(disk.folder, one), time.time() - YOUNG_S) for one in kept]
+            disk.writer.after(lambda: disk.index.database.write(lambda c: c.executemany(sql, values)))
 
     def clear(self, namespace: str | None = None) -> None:
         """Forget what this process knows until it is asked for again; rows go with the pages of their namespace."""
         self.signatures.clear(namespace)
+
+
+def _name(folder: Folder, kept: Kept) -> bytes:
+    """Name of a window that tells nothing of its text without the store's key."""
+    return blake3(kept.name, key=folder.key).digest(length=16)
 
 
 def exact(ids: Ids, window: Window) -> bytes:

@@ -24,7 +24,6 @@ from ..store.entry import PageQuery, common
 from ..store.keys import Ids, Scope
 from ..store.page_prefetch import PagePrefetch
 from ..store.policy import too_slow
-from ..store.store import Store
 from ..types import Precision, Reason, Refusal
 from .minhash import Kept, Proposal
 from .minhash_index import MinHashIndex
@@ -82,6 +81,15 @@ class SegmentQuery:
     most_bytes: int = MOST_BYTES  # read at most, within a quarter of the budget of pages in memory
 
 
+def prefetch(text: MinHashIndex, wanted: SegmentQuery, wake: Callable[[], None]) -> SegmentPrefetch | None:
+    """Bring pages into memory that repeat some of a prompt's text; None if there can be none."""
+    store = text.store
+    with store.deletions.lock:
+        if store.disk is None or wanted.scope.precision == "approximate" or not store.tree.budget_bytes or not wanted.windows:
+            return None
+        return SegmentPrefetch(wanted, wake, text)
+
+
 class SegmentPrefetch:
     """Ask `pending()` until it is False, on one thread. `close()` ends it.
 
@@ -89,9 +97,9 @@ class SegmentPrefetch:
     found and not read, and why. notes: what else went wrong. wake: called from the reading thread when something is done.
     """
 
-    def __init__(self, wanted: SegmentQuery, wake: Callable[[], None], signed: MinHashIndex, store: Store) -> None:
-        assert wanted.scope.precision != "approximate" and store.disk is not None
-        tree, disk = store.tree, store.disk
+    def __init__(self, wanted: SegmentQuery, wake: Callable[[], None], signed: MinHashIndex) -> None:
+        store, tree, disk = signed.store, signed.store.tree, signed.store.disk
+        assert wanted.scope.precision != "approximate" and disk is not None
         self._said = replace(wanted.scope, precision="exact")  # what prompts say is noted whatever its pages became on disk
         self._wanted, self._wake, self._signed, self._tree, self._disk = wanted, wake, signed, tree, disk
         self._store = store

@@ -17,21 +17,23 @@ from typing import Any
 import torch
 
 from ..ahead import Ahead
+from ..calibration import Calibration
 from ..errors import ConfigError
 from ..kv import Sequence as PageTable
 from ..kv import stored_states
 from ..plan import Attach
 from ..request import Running
+from ..runner import Runner
 from ..scheduler import Scheduler
 from ..store.entry import Match
 from ..store.keys import Ids, Scope
 from ..types import Precision, Reason, Refusal, Segment, check_reuse
-from .calibration import Calibration, Calibrations, Given
+from .calibrations import Calibrations, Given
 from .drift_monitor import DriftMonitor
-from .junction import deviations, difference
+from .minhash import TAU
+from .minhash_index import MinHashIndex
 from .ngram_index import Run, stored_repeats
-from .segment_prefetch import SegmentPrefetch, SegmentQuery
-from .stored_text import StoredText
+from .segment_prefetch import SegmentPrefetch, SegmentQuery, prefetch
 from .windows import TokenTexts, Window, windows
 
 PROBED = 4  # tokens of a halo, the last ones, that are compared with the stored ones
@@ -57,17 +59,29 @@ class Segments:
     """Segment reuse of one engine, from the first request on whose caller consents to it.
 
     given: the engine's calibration, or where it lies. off: why it is switched off, empty while it is not. monitor: what would switch it
-    off. text: what prompts on disk say.
+    off.
     """
 
     def __init__(self, scheduler: Scheduler, tokenizer: Any, given: Given, model: str) -> None:
         self.runner, self.store, self._lifecycle = scheduler.runner, scheduler.store, scheduler.lifecycle
         self.off = ""
         self.monitor = DriftMonitor(self.runner, self.store, self._switch_off)
-        self.text = StoredText(self.store)
+        self._text: MinHashIndex | None = None
         folder, dtype = self.store.disk.folder.path if self.store.disk else None, str(self.runner.model.dtype).removeprefix("torch.")
         self._texts, self._calibrations = TokenTexts(tokenizer), Calibrations(given, folder, model, dtype)
         scheduler.idle.append(self.monitor)
+
+    @property
+    def text(self) -> MinHashIndex | None:
+        """The index over text of prompts on disk; None where there is no disk, or none any more."""
+        return self._text if self.store.disk else None
+
+    def _sign(self, tau: float | None) -> None:
+        """Keep signatures of what prompts say from now on, where there is a disk. tau: None for the present one."""
+        if self._text is not None and tau is not None:
+            self._text.retune(tau)
+        elif self._text is None and self.store.disk is not None:
+            self._text = MinHashIndex(self.store, tau or TAU)
 
     def _switch_off(self, why: str) -> None:
         self.off = why
@@ -89,7 +103,7 @@ class Segments:
             )
         known = self._calibrations.of(model.fingerprint.whole, given)
         model.keep_boundaries(known.boundaries)
-        self.text.sign(None if given else known.tau)
+        self._sign(None if given else known.tau)
         return known
 
     def begin(self, running: Running, given: Calibration | None = None) -> SegmentReuse | None:
@@ -99,7 +113,7 @@ class Segments:
             return None
         reuse, asked = SegmentReuse(self, running, calibration), running.asked
         scope = self._lifecycle.scope(running)
-        if scope is not None and self.text.index is not None:
+        if scope is not None and self.text is not None:
             texts = partial(self._texts, namespace=asked.namespace)
             reuse.windows = windows(asked.layout, texts, reuse.known_tokens(scope))
         return reuse
@@ -151,15 +165,16 @@ class SegmentReuse:
         if not self.windows or scope is None or spec is None or self._owner.off or calibration is None:
             return False
         stored: Precision = disk.precision if (disk := self._store.disk) else "exact"
-        if self._prefetch is None and stored in calibration.precisions:
+        text = self._owner.text
+        if self._prefetch is None and text is not None and stored in calibration.precisions:
             known, least, scope = self.known_tokens(scope), calibration.least, replace(scope, precision=stored)
             ids = self._attachable(calibration)
             wanted = tuple(window for window in self.windows if window.stop <= len(ids))
-            self._prefetch = self._owner.text.prefetch(SegmentQuery(scope, ids, wanted, ms_per_token, spec, known, least), wake)
-        if (prefetch := self._prefetch) is not None:
-            if prefetch.pending():
+            self._prefetch = prefetch(text, SegmentQuery(scope, ids, wanted, ms_per_token, spec, known, least), wake)
+        if (reading := self._prefetch) is not None:
+            if reading.pending():
                 return True
-            self._running.account.record_prefetch(prefetch.ms, prefetch.bytes, prefetch.refusals, prefetch.notes)
+            self._running.account.record_prefetch(reading.ms, reading.bytes, reading.refusals, reading.notes)
         self._noted, self.windows = self.windows, ()
         return False
 
@@ -244,7 +259,7 @@ class SegmentReuse:
         if not bound or not tokens:
             return ""
         step, regime = next(step for step in self._steps if step.run == junction.run), self._running.scope.regime
-        found = difference(self._runner, sequence, step, junction.start - tokens, junction.start, regime)
+        found = _difference(self._runner, sequence, step, junction.start - tokens, junction.start, regime)
         return "" if found <= bound else f"keys of its recomputed head differ by {found:.3f} from the stored ones, allowed are {bound:.3f}"
 
     def _repair(self, sequence: PageTable, spans: list[Ahead], share: float) -> list[Ahead]:
@@ -257,7 +272,7 @@ class SegmentReuse:
                 left.append(span)
                 continue
             ids = running.ids.all[span.start : span.stop]
-            deviation = deviations(self._runner, sequence, ids, span.start, running.scope.regime)
+            deviation = _deviations(self._runner, sequence, ids, span.start, running.scope.regime)
             at = span.start
             for place in sorted((deviation.topk(count).indices + span.start).tolist()):
                 left += [replace(span, start=at, stop=place)] if at < place else []
@@ -295,9 +310,9 @@ class SegmentReuse:
         running, kept = self._running, self._running.admitted_tokens
         if self.scope is not None and self.calibration is not None:
             self._owner.monitor.consider(running, self.calibration)
-        if isinstance(running.sequence, PageTable) and running.scope and running.scope.precision == "exact" and self._noted and kept:
+        if isinstance(running.sequence, PageTable) and running.scope and kept and (text := self._owner.text):
             known = [window for window in self._noted if window.stop <= min(kept, running.asked.prompt_tokens)]
-            self._owner.text.note(running.scope, running.ids.array(kept), known, running.received)
+            text.note(running.scope, running.ids.array(kept), known, running.received)
 
     def close(self) -> None:
         """End the way of its pages from disk."""
@@ -311,3 +326,24 @@ def near_scope(scope: Scope, calibration: Calibration) -> Scope:
     Each repair has its own, as each rotary regime has: what one calibration lets pass may be too far off for another.
     """
     return replace(scope, precision="approximate", regime=f"{scope.regime} {calibration.repair}")
+
+
+@torch.inference_mode()
+def _difference(runner: Runner, sequence: PageTable, step: Attach, start: int, stop: int, regime: str) -> float:
+    """Distance of the keys computed for positions [start, stop) from the stored ones, re-indexed: relative, in the middle layer."""
+    layer = sequence.spec.layers // 2
+    computed = sequence.read(layer, start, stop)[0].permute(1, 2, 0).float()
+    return float((computed - runner.stored_keys(step, layer, start, stop, regime)).norm() / computed.norm())
+
+
+@torch.inference_mode()
+def _deviations(runner: Runner, sequence: PageTable, ids: list[int], start: int, regime: str) -> torch.Tensor:
+    """Distance of layer 1's values, of tokens ahead from `start` on, from those that this context gives: relative, [tokens].
+
+    Runs two layers over them, which leaves the true keys and values there.
+    """
+    stop = start + len(ids)
+    stored = sequence.read(1, start, stop)[1].float()
+    runner.run_below(sequence, ids, start, regime, layers=2)
+    found = sequence.read(1, start, stop)[1].float()
+    return (found - stored).flatten(1).norm(dim=1) / found.flatten(1).norm(dim=1).clamp_min(1e-9)

@@ -16,11 +16,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 from ..types import Layout
 
-Kind = Literal["message", "schema", "thought", "action", "action input", "observation", "result", "document", "paragraph"]
 Texts = Callable[[Sequence[int]], Sequence[str]]  # what each of these tokens says
 
 WINDOW = 64
@@ -31,21 +30,14 @@ MARGIN = 96  # tokens that are sure to hold so many words
 NAMESPACES = 16  # whose tokens' texts are remembered: some megabytes each for a large vocabulary
 CLOSE = 8  # an anchor so near after another one is none
 
-_ANCHORS: tuple[tuple[Kind, str], ...] = (
-    ("action input", r"^[ \t]*Action Input[ \t]*\d*[ \t]*:"),
-    ("action", r"^[ \t]*Action[ \t]*\d*[ \t]*:"),
-    ("thought", r"^[ \t]*Thought[ \t]*\d*[ \t]*:"),
-    ("observation", r"^[ \t]*Observation[ \t]*\d*[ \t]*:"),
-    ("result", r"<tool_response>|<function_results?>|<\|tool\|>|\[TOOL_RESULTS\]"),
-    (
-        "document",
-        r"<(?:document|doc|source|passage)\b|^[ \t]*(?:Document|Passage|Source|Title)[ \t]*\[?\d*\]?[ \t]*:|^#{1,6}[ \t]|^\[\d+\][ \t]",
-    ),
-    ("schema", r'\{[ \t]*"type"[ \t]*:[ \t]*"function"'),  # where a template's tools have no span of their own
-    ("paragraph", r"(?<=\n)[ \t]*\n+"),
+_ANCHOR = re.compile(
+    r"((?<=\n)[ \t]*\n+)"  # a paragraph
+    r"|^[ \t]*(?:Action Input|Action|Thought|Observation)[ \t]*\d*[ \t]*:"
+    r"|<tool_response>|<function_results?>|<\|tool\|>|\[TOOL_RESULTS\]"
+    r"|<(?:document|doc|source|passage)\b|^[ \t]*(?:Document|Passage|Source|Title)[ \t]*\[?\d*\]?[ \t]*:|^#{1,6}[ \t]|^\[\d+\][ \t]"
+    r'|\{[ \t]*"type"[ \t]*:[ \t]*"function"',  # where a template's tools have no span of their own
+    re.MULTILINE,
 )
-_ANCHOR = re.compile("|".join(f"({pattern})" for _, pattern in _ANCHORS), re.MULTILINE)
-_KINDS: tuple[Kind, ...] = tuple(kind for kind, _ in _ANCHORS)
 
 _WORD = re.compile(
     r"([0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12})"  # uuid
@@ -56,20 +48,11 @@ _LONG = 5  # digits of a number that looks like an id
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
-    """Token at which something starts that may come again elsewhere."""
-
-    token: int
-    kind: Kind
-
-
-@dataclass(frozen=True, slots=True)
 class Window:
     """Prompt tokens [start, stop) and their words."""
 
     start: int
     stop: int
-    kind: Kind  # of the anchor before it
     words: tuple[str, ...]  # canonical
     left: tuple[str, ...]  # the words directly before
 
@@ -122,20 +105,18 @@ def windows(layout: Layout, texts: Texts, since: int = 0, *, size: int = WINDOW,
         return []
     part = _Part(layout, texts, _begin(layout, since, size), limit)
     found = []
-    for start, kind in _starts(part.anchors(), part.first, limit, stride):
+    for start in _starts(part.anchors(), part.first, limit, stride):
         stop = start + size
         if since < stop <= limit:
             low, high = bisect_left(part.at, start), bisect_left(part.at, stop)
             words = tuple(part.words[low:high])
-            found.append(Window(start, stop, kind, words, tuple(part.words[max(0, low - LEFT) : low])))
+            found.append(Window(start, stop, words, tuple(part.words[max(0, low - LEFT) : low])))
     return found
 
 
-def anchors(layout: Layout, texts: Texts, since: int = 0) -> list[Anchor]:
-    """Places where something starts that may come again, from token `since` on."""
-    limit = len(layout.ids) - layout.ephemeral_tokens
-    part = _Part(layout, texts, _begin(layout, since, 0), limit)
-    return [anchor for anchor in part.anchors() if anchor.token >= since]
+def anchors(layout: Layout, texts: Texts) -> list[int]:
+    """Tokens of a prompt at which something starts that may come again elsewhere."""
+    return _Part(layout, texts, 0, len(layout.ids) - layout.ephemeral_tokens).anchors()
 
 
 def _begin(layout: Layout, since: int, size: int) -> int:
@@ -147,14 +128,13 @@ def _begin(layout: Layout, since: int, size: int) -> int:
     return span.start if span.kind == "tools" else max(span.start, back - BACK)
 
 
-def _starts(found: Sequence[Anchor], first: int, limit: int, stride: int) -> Iterator[tuple[int, Kind]]:
+def _starts(found: Sequence[int], first: int, limit: int, stride: int) -> Iterator[int]:
     """Anchors, and every `stride` tokens after each until the next one is near."""
-    if not found or found[0].token > first:  # no anchor within sight: places that do not depend on where one began to look
-        found = [Anchor(-(-first // stride) * stride, "paragraph"), *found]
-    for anchor, after in zip(found, [*(a.token for a in found[1:]), limit + stride], strict=True):
-        yield anchor.token, anchor.kind
-        for start in range(anchor.token + stride, after - stride // 2, stride):
-            yield start, anchor.kind
+    if not found or found[0] > first:  # no anchor within sight: places that do not depend on where one began to look
+        found = [-(-first // stride) * stride, *found]
+    for anchor, after in zip(found, [*found[1:], limit + stride], strict=True):
+        yield anchor
+        yield from range(anchor + stride, after - stride // 2, stride)
 
 
 class _Part:
@@ -177,25 +157,17 @@ class _Part:
     def _char(self, token: int) -> int:
         return self._ends[token - self._from - 1] if token > self._from else 0
 
-    def anchors(self) -> list[Anchor]:
+    def anchors(self) -> list[int]:
         """In order; one that follows another closely gives way, whichever of them it is, so that anchors do not depend on ones far away."""
-        exact = [Anchor(span.start, "schema" if span.kind == "tools" else "message") for span in self._layout.spans]
-        exact += [Anchor(self._token(char), "schema") for char in self._schemas()]
-        edges = {anchor.token for anchor in exact}
-        found = {anchor.token: anchor for anchor in reversed(exact)}
-        text_anchors = []
+        exact = {span.start for span in self._layout.spans} | {self._token(char) for char in self._schemas()}
+        found, last = set(exact), -CLOSE
         for match in _ANCHOR.finditer(self._text):
-            kind = _KINDS[(match.lastindex or 1) - 1]
-            token = self._token(match.end() if kind == "paragraph" else match.start() + len(match.group()) - len(match.group().lstrip()))
-            text_anchors.append(Anchor(token, kind))
-        last = -CLOSE
-        for anchor in text_anchors:
-            weak = anchor.kind == "paragraph"
-            near = anchor.token - last < (2 * CLOSE if weak else CLOSE) or any(anchor.token - back in edges for back in range(CLOSE))
-            last = anchor.token
-            if not near:
-                found[anchor.token] = anchor
-        return [found[token] for token in sorted(found) if self.first <= token < self._stop]
+            paragraph = match[1] is not None
+            token = self._token(match.end() if paragraph else match.start() + len(match.group()) - len(match.group().lstrip()))
+            if token - last >= (2 * CLOSE if paragraph else CLOSE) and exact.isdisjoint(range(token - CLOSE + 1, token + 1)):
+                found.add(token)
+            last = token
+        return [token for token in sorted(found) if self.first <= token < self._stop]
 
     def _schemas(self) -> Iterator[int]:
         """Characters at which the single schemas start in the tools' text."""

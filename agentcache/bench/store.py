@@ -55,10 +55,8 @@ def rows_of(spec: KVSpec, tokens: int, scope: Scope, seed: int = 0) -> list[Row]
     for place, start in enumerate(range(0, tokens, PAGE_TOKENS)):
         part = ids[start : start + PAGE_TOKENS]
         key = page_key(parent, part)
-        dtype = str(spec.dtype).removeprefix("torch.")
-        shape = (dtype, spec.layers, spec.kv_heads, spec.head_dim)
         about = (scope.namespace, scope.fingerprint, scope.regime, place, len(part), part, frozenset({"bench"}), "exact", 2)
-        rows.append(Row(0, key, parent, *about, *shape, created=time.time()))
+        rows.append(Row(0, key, parent, *about, *spec.kind, created=time.time()))
         parent = key
     return rows
 

@@ -149,7 +149,7 @@ def _flushed(engine: Engine, group: ToolGroup) -> int:
     engine.flush()
     disk = engine.store.disk
     assert disk is not None and engine.fingerprint is not None
-    kept = disk.group(group.namespace, group.name, engine.fingerprint.whole)
+    kept = disk.index.group(group.namespace, group.name, engine.fingerprint.whole)
     rows = pages_of(disk.index, kept) if kept else [None]
     if kept is None or None in rows:
         why = disk.writer.failure or ("the store is read-only" if not disk.folder.writable else "no room within its budgets")
@@ -222,10 +222,8 @@ def inspect(
         about["used_since"] = sum(row.used > about["last_use"] for row in index.rows())
         about["layers"] = len(group.layers)
         rows = pages_of(index, group)
-    if with_checkpoints := [row for row in rows if row is not None and row.checkpoint_layers]:
-        from ..store.disk.blob_format import stored_bytes  # loads torch
-
-        about["checkpoint_bytes"] = sum(row.checkpoint_layers * stored_bytes(row, row.layers) for row in with_checkpoints)
+    if checkpoints := sum(row.checkpoint_bytes for row in rows if row is not None):
+        about["checkpoint_bytes"] = checkpoints
     about["chain"] = [
         {"key": key, "stored": row is not None, "tokens": row.tokens if row else None, "bytes": row.bytes if row else None}
         for key, row in zip(group.page_keys, rows, strict=True)

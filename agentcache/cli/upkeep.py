@@ -116,13 +116,13 @@ def export(
     with report_errors(), opened(store) as (folder, index):
         group = one(index, name, namespace, fingerprint)
         with bar("exporting", as_json) as tell:
-            made = export_group(folder, index, group, file, clear=clear, progress=tell)
+            written = export_group(folder, index, group, file, clear=clear, progress=tell)
     if as_json:
         told = {"name": group.name, "namespace": group.namespace, "file": str(file), "pages": group.pages}
-        say_json({**told, "prefix_tokens": group.prefix_tokens, "bytes": made.bytes})
+        say_json({**told, "prefix_tokens": group.prefix_tokens, "bytes": written})
         return
     tokens = f"{group.prefix_tokens:,} tokens in {count(group.pages, 'page')}"
-    typer.echo(f"{shown(group.name)}: {tokens}, {size(made.bytes)} in {shown(str(file))}; its readers can read the prompt")
+    typer.echo(f"{shown(group.name)}: {tokens}, {size(written)} in {shown(str(file))}; its readers can read the prompt")
 
 
 def import_(

@@ -8,13 +8,12 @@ in its own transaction, for the deletions since then.
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .keys import Ids, Scope, chain, page_key
 from .tool_group import ToolGroup
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from .entry import Entry
 
 MOST = 1024  # deletions that are remembered; who has missed more lets go of everything
-KEY_BYTES = 32
-COLUMNS = "namespace, before, forced, name, fingerprint, keys, prefix_tokens"
 
 
 class Moment(NamedTuple):
@@ -139,44 +136,3 @@ class Deletions:
     def meet(self, scope: Scope, ids: Ids, received: Moment) -> bool:
         """Tell whether something of a sequence that was received then has been deleted since."""
         return any(deletion.meets(scope, ids, received.made) for deletion in self.since(received.generation))
-
-
-# -- in the index, in a transaction --------------------------------------------------------------------------------
-
-
-def record(connection: sqlite3.Connection, deletion: Deletion) -> int:
-    """Add a deletion; returns its generation."""
-    values = (deletion.namespace, deletion.before, deletion.forced, deletion.group, deletion.fingerprint)
-    sql = f"INSERT INTO deletions ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)"
-    number = connection.execute(sql, (*values, b"".join(deletion.keys), deletion.prefix_tokens)).lastrowid
-    assert number is not None
-    connection.execute("DELETE FROM deletions WHERE generation <= ?", (number - MOST,))
-    return number
-
-
-def last(connection: sqlite3.Connection) -> int:
-    """The store's generation."""
-    found = connection.execute("SELECT max(generation) FROM deletions").fetchone()[0]
-    return found if isinstance(found, int) else 0
-
-
-def since(connection: sqlite3.Connection, generation: int) -> list[Deletion]:
-    """The deletions after a generation, in order; of everything, where they are not all known any more."""
-    sql = f"SELECT {COLUMNS}, generation FROM deletions WHERE generation > ? ORDER BY generation"
-    found = [_decode(found) for found in connection.execute(sql, (generation,))]
-    if len(found) == (found[-1].generation if found else last(connection)) - generation:
-        return found
-    return [Deletion(generation=last(connection))]
-
-
-def _decode(record: tuple[Any, ...]) -> Deletion:
-    """Read a row; a damaged one is of everything, whose pages are computed again."""
-    namespace, before, forced, name, fingerprint, keys, tokens, generation = record
-    kinds = (type(namespace), type(before), type(name)) in _KINDS
-    if not kinds or (type(fingerprint), type(keys), type(tokens)) != (str, bytes, int) or len(keys) % KEY_BYTES:
-        return Deletion(generation=generation)
-    split = tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-    return Deletion(namespace, before, bool(forced), name, fingerprint, split, tokens, generation)
-
-
-_KINDS = {(space, age, name) for space in (str, type(None)) for age in (float, type(None)) for name in (str, type(None))}

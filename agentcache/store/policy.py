@@ -1,4 +1,4 @@
-"""Policies of writing, reading and caching: measured rates and budgets, as values without side effects. Knows no files.
+"""Policies of writing and reading: measured rates and budgets, as values without side effects. Knows no files.
 
 Loading beats computing while bytes / read rate < tokens · ms per token. Both rates are measured where the store is used and remembered in
 it, so that the first request of a process already decides with numbers.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-
-import psutil
 
 SMOOTHING = 0.5  # weight of the newest measurement
 RETRY_S = 300.0  # a rate that forbids loading is measured again after so long: disks recover
@@ -119,16 +117,3 @@ class WriteBudget:
             return False
         self.left_bytes -= count
         return True
-
-
-def budgets(device: str | None, memory_bytes: int | None) -> tuple[int, int]:
-    """Bytes for pages on the device, by default a quarter of free memory, and for those that wait in the computer's memory beside it."""
-    free = psutil.virtual_memory().available // 4
-    cuda = bool(device) and str(device).startswith("cuda")
-    if memory_bytes is not None:
-        return memory_bytes, free if cuda and memory_bytes else 0
-    if not cuda:
-        return free, 0
-    import torch  # who only looks into the index needs none
-
-    return (torch.cuda.mem_get_info()[0] // 4 if torch.cuda.is_available() else free), free

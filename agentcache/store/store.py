@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning, shown
 from ..kv import Page
@@ -35,14 +35,6 @@ RENEW_S = 30.0  # how often a folder is opened in the place of a lost one, where
 Key = bytes  # inside the class that name is a property
 
 
-class TextIndex(Protocol):
-    """What finds stored pages by their text."""
-
-    def clear(self, namespace: str | None) -> None:
-        """Forget a namespace, or all."""
-        ...
-
-
 class Store:
     """All cached pages. options: where and how on disk, None for memory only. Thread safe.
 
@@ -53,7 +45,7 @@ class Store:
         self.tree = PrefixTree(budget_bytes, host_bytes)
         self.deletions = Deletions()
         self.disk = self._disk_tier(options) if options is not None else None
-        self._indexes: list[TextIndex] = []
+        self._clears: list[Callable[[str | None], None]] = []
         self._listeners: list[Callable[[Deletion], None]] = []
         self._renewals: list[Callable[[], None]] = []
         self._lost: list[DiskTier] = []  # whose folder was deleted while it was used
@@ -251,7 +243,7 @@ class Store:
             listener(done)
         if self.disk is not None:
             self.disk.writer.drop(done)
-        self._clear_indexes(done.namespace)
+        self._tell_cleared(done.namespace)
         return self.tree.remove(done)
 
     def delete(self, namespace: str | None, group: str | None, older_than: float | None, held: Seq[ToolGroup] = ()) -> Forgotten:
@@ -300,15 +292,15 @@ class Store:
         """Free all pages in memory, or those of one namespace or grade; what is on disk stays."""
         self.tree.clear(namespace, grade=grade)
         if grade is None:
-            self._clear_indexes(namespace)
+            self._tell_cleared(namespace)
 
-    def add_index(self, index: TextIndex) -> None:
-        """Clear an index whenever pages are deleted or freed."""
-        self._indexes.append(index)
+    def on_clear(self, listener: Callable[[str | None], None]) -> None:
+        """Call `listener` when pages of a namespace, or of all, are deleted or freed."""
+        self._clears.append(listener)
 
-    def _clear_indexes(self, namespace: str | None) -> None:
-        for index in self._indexes:
-            index.clear(namespace)
+    def _tell_cleared(self, namespace: str | None) -> None:
+        for listener in self._clears:
+            listener(namespace)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -330,12 +322,12 @@ class Store:
         """Remember a tool group by name, once its pages are written."""
         if disk := self.disk:
             since = self.deletions.generation
-            disk.writer.after(lambda: disk.record(group, since))
+            disk.writer.after(lambda: disk.index.put_group(group, since))
 
     def recorded(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The tool group of that name, of this or an earlier process; None if there is none on disk."""
         try:
-            return disk.group(namespace, name, fingerprint) if (disk := self.disk) else None
+            return disk.index.group(namespace, name, fingerprint) if (disk := self.disk) else None
         except StoreError:  # as good as not recorded
             return None
 

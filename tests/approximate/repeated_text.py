@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentcache import Engine, Sampling
-from agentcache.approximate.calibration import Calibration
+from agentcache.calibration import Calibration
 from agentcache.types import Reuse
 from tests import models
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.approximate.calibration import place
+from agentcache.approximate.calibrations import place
 from agentcache.approximate.drift_monitor import divergence
 from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import Sequence
@@ -293,8 +293,8 @@ def test_changed_weights_need_a_calibration_of_their_own(tmp_path: Path) -> None
         calibration(fingerprint=first, tau=0.7).save(place(tmp_path, first))
         running.generate(FIRST, sampling=GREEDY)
         assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 8
-        assert running.approximate.text.index is not None
-        assert running.approximate.text.index.signatures.tau == 0.7
+        assert running.approximate.text is not None
+        assert running.approximate.text.signatures.tau == 0.7
         with torch.no_grad():
             model.get_input_embeddings().weight.add_(0.01)
         other = running.fingerprint.whole
@@ -306,7 +306,7 @@ def test_changed_weights_need_a_calibration_of_their_own(tmp_path: Path) -> None
         assert running.generate(OTHER, sampling=GREEDY, reuse="approximate").receipt.halo_tokens == 40
         own = calibration(fingerprint=other, tau=0.9)
         assert running.generate(OTHER, sampling=GREEDY, reuse=own).receipt.halo_tokens == 8
-        assert running.approximate.text.index.signatures.tau == 0.8, "the engine's own, not that of a request"
+        assert running.approximate.text.signatures.tau == 0.8, "the engine's own, not that of a request"
 
 
 # -- exact requests ------------------------------------------------------------------------------------------------------

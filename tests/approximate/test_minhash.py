@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from agentcache.approximate import minhash
 from agentcache.approximate.minhash import LEFT, PERMUTATIONS, PLACES, SHINGLE, Kept, LSHIndex, Signer, shingles
 from agentcache.approximate.minhash_index import MOST_ROWS, MinHashIndex
 from agentcache.errors import ConfigError
-from agentcache.store.deletion import Deletion
+from agentcache.store.deletion import Moment
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Ids, Scope, chain
@@ -23,6 +25,7 @@ from tests.checkout import ROOT
 
 SCOPE = Scope("default", "weights")
 PARENT = b"p" * 32
+NOW = Moment(0, time.time())
 
 
 def changed(said: tuple[str, ...], every: int) -> tuple[str, ...]:
@@ -213,8 +216,21 @@ def prompt(count: int = 1400) -> Ids:
     return np.random.default_rng(3).integers(0, 9000, count).astype(np.uint32)
 
 
+def index_over(index: Index) -> MinHashIndex:
+    """The index of windows of a store that has no more than this, and does its writing at once."""
+    disk = SimpleNamespace(index=index, folder=index.folder, writer=SimpleNamespace(after=lambda job: job()))
+    nothing = lambda *_: None  # noqa: E731
+    return MinHashIndex(SimpleNamespace(disk=disk, on_clear=nothing, on_renewal=nothing, heed=lambda: NOW))  # type: ignore[arg-type]
+
+
+def note_now(signed: MinHashIndex, windows: list[WordWindow]) -> int:
+    """How many of these windows were new."""
+    assert signed.store.disk is not None
+    return signed.note_now(signed.store.disk, SCOPE, prompt(), windows, NOW)  # type: ignore[arg-type]
+
+
 def noted(index: Index, seeds: range = range(4), scope: Scope = SCOPE) -> tuple[MinHashIndex, list[WordWindow]]:
-    signed = MinHashIndex(index, lambda job: job())
+    signed = index_over(index)
     windows = [
         WordWindow(400 * i, 400 * i + 64, words(100 + i), words(200 + i, 16)) for i in (0, 1, 2, 3) if 100 + i in [100 + s for s in seeds]
     ]
@@ -224,7 +240,7 @@ def noted(index: Index, seeds: range = range(4), scope: Scope = SCOPE) -> tuple[
 
 def test_a_later_process_finds_what_was_noted(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     _, windows = noted(index)
-    later = MinHashIndex(index, lambda job: job())
+    later = index_over(index)
     assert later.find(SCOPE, prompt(), windows[1]) == []
     assert later.refresh(SCOPE) == 4
     with monkeypatch.context() as patch:
@@ -247,17 +263,17 @@ def test_what_left_memory_is_read_again(index: Index) -> None:
 
 
 def test_a_window_belongs_to_the_page_with_its_middle(index: Index) -> None:
-    signed = MinHashIndex(index, lambda job: job())
+    signed = index_over(index)
     for start, page, slot in ((470, 0, 470), (490, 1, -22)):
         window = WordWindow(start, start + 64, words(start))
-        assert signed.note_now(SCOPE, prompt(), [window]) == 1
+        assert note_now(signed, [window]) == 1
         [found] = signed.find(SCOPE, prompt(), window)
         assert (found.kept.page, found.kept.slot) == (page, slot)
 
 
 def test_nothing_is_written_twice(index: Index) -> None:
     signed, windows = noted(index)
-    assert signed.note_now(SCOPE, prompt(), windows) == 0
+    assert note_now(signed, windows) == 0
     noted(index)  # a process that has not read what there is
     assert index.stats()["segments"] == 4
 
@@ -269,8 +285,8 @@ def test_rows_go_by_namespace_age_and_last_use(index: Index, monkeypatch: pytest
     assert index.stats()["segments"] == 4
     signed.used(SCOPE, [proposal.kept for proposal in signed.find(SCOPE, prompt(), windows[0])])
     monkeypatch.setattr("agentcache.approximate.minhash_index.MOST_ROWS", 2)
-    signed.note_now(SCOPE, prompt(), [WordWindow(7, 71, words(7))])
-    later = MinHashIndex(index, lambda job: job())
+    note_now(signed, [WordWindow(7, 71, words(7))])
+    later = index_over(index)
     later.refresh(SCOPE)
     assert [bool(later.find(SCOPE, prompt(), window)) for window in windows] == [True, False, False, False]
     assert MOST_ROWS > 1000
@@ -283,7 +299,7 @@ def test_rows_go_with_the_pages_under_which_they_stand(index: Index) -> None:
     keys = [SCOPE.root, *chain(SCOPE.root, prompt())]
     assert index.drop_segments_under("other", "weights", {keys[0]}) == 0
     assert index.drop_segments_under("default", "weights", {keys[0], keys[2]}) == 3, "two of the first page, one of the third"
-    later = MinHashIndex(index, lambda job: job())
+    later = index_over(index)
     later.refresh(SCOPE)
     assert [bool(later.find(SCOPE, prompt(), window)) for window in windows] == [False, False, True, False]
 
@@ -305,7 +321,7 @@ def test_rows_of_others_and_damaged_ones_are_not_believed(index: Index) -> None:
     index.database.write(lambda c: c.execute("UPDATE segments SET namespace = 'other' WHERE id = 1"))
     index.database.write(lambda c: c.execute("UPDATE segments SET packed = substr(packed, 2) WHERE id = 2"))
     index.database.write(lambda c: c.execute("UPDATE segments SET packed = 7 WHERE id = 3"))
-    later = MinHashIndex(index, lambda job: job())
+    later = index_over(index)
     assert later.refresh(other) == 0
     assert later.refresh(SCOPE) == 1
     assert later.find(SCOPE, prompt(), windows[3])
@@ -320,25 +336,5 @@ def test_an_encrypted_store_shows_no_signature(tmp_path: Path) -> None:
         content = index.folder.index.read_bytes()
         assert values[:32] not in content
         assert digest not in content
-        later = MinHashIndex(index, lambda job: job())
+        later = index_over(index)
         assert later.refresh(SCOPE) == 4
-
-
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
-def test_an_older_index_gets_what_it_lacks(tmp_path: Path, version: int) -> None:
-    folder = Folder.open(tmp_path / "store")
-    with Index(folder) as index:
-        index.set_meta("kept", "yes")
-        for table in ("segments", "deletions")[version - 1 :]:
-            index.database.write(lambda c, table=table: c.execute(f"DROP TABLE {table}"))
-        for column in ("checkpoint_layers", "widths")[max(0, version - 3) :]:
-            index.database.write(lambda c, column=column: c.execute(f"ALTER TABLE pages DROP COLUMN {column}"))
-        index.database.write(lambda c: c.execute(f"PRAGMA user_version={version}"))
-    with Index(folder) as index:
-        assert index.get_meta("kept") == "yes"
-        noted(index)
-        assert index.stats()["segments"] == 4
-        index.record_deletion(Deletion("ns"))
-    with Index(folder) as index:
-        assert index.stats()["segments"] == 4
-        assert index.generation() == 1

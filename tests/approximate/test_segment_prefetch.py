@@ -16,8 +16,7 @@ import torch
 
 from agentcache.approximate import ngram_index, segment_prefetch
 from agentcache.approximate.minhash_index import MinHashIndex
-from agentcache.approximate.segment_prefetch import SegmentPrefetch, SegmentQuery, longest_run
-from agentcache.approximate.stored_text import StoredText
+from agentcache.approximate.segment_prefetch import SegmentPrefetch, SegmentQuery, longest_run, prefetch
 from agentcache.errors import ConfigError, StoreError
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
@@ -49,24 +48,16 @@ def pages(ids: Ids) -> list[Page]:
     return [noise_page(SPEC, len(cut), seed=int(cut[0])) for cut in cuts]
 
 
-TEXTS: WeakKeyDictionary[Store, StoredText] = WeakKeyDictionary()
+TEXTS: WeakKeyDictionary[Store, MinHashIndex] = WeakKeyDictionary()
 
 
-def said(store: Store) -> StoredText:
+def said(store: Store) -> MinHashIndex:
     """What the prompts of a store say."""
-    return TEXTS.get(store) or TEXTS.setdefault(store, StoredText(store))
-
-
-def index_of(store: Store) -> MinHashIndex:
-    found = said(store).index
-    assert found is not None
-    return found
+    return TEXTS.get(store) or TEXTS.setdefault(store, MinHashIndex(store))
 
 
 def opened(folder: Path, memory_bytes: int = 64 << 20, **options: Any) -> Store:
-    store = Store(memory_bytes, 0, StoreOptions(folder, **options))
-    said(store).sign()
-    return store
+    return said(Store(memory_bytes, 0, StoreOptions(folder, **options))).store
 
 
 @pytest.fixture
@@ -101,7 +92,7 @@ def keep(folder: Path, ids: Ids, scope: Scope = SCOPE, first: int = 0) -> None:
 
 def brought(store: Store, ids: Ids, scope: Scope = SCOPE, ms: float = 1000.0, first: int = 0, **options: Any) -> SegmentPrefetch:
     """As a request that waits for it."""
-    found = said(store).prefetch(SegmentQuery(scope, ids, windows(ids, first), ms, SPEC, **options), lambda: None)
+    found = prefetch(said(store), SegmentQuery(scope, ids, windows(ids, first), ms, SPEC, **options), lambda: None)
     assert found is not None
     end = time.monotonic() + 20
     while found.pending():
@@ -213,11 +204,11 @@ def test_no_segment_crosses_a_scope(folder: Path, other: Scope) -> None:
     assert (found.tokens, found.bytes) == (0, 0)
     # Somebody who can write the index says that the text is the other scope's: the pages say whose they are.
     words = windows(KEPT)
-    own = index_of(store).signatures
+    own = said(store).signatures
     keys = [SCOPE.root, *chain(SCOPE.root, KEPT)]
-    index_of(store).refresh(SCOPE)
+    said(store).refresh(SCOPE)
     for window in words:
-        for proposal in index_of(store).find(SCOPE, KEPT, window):
+        for proposal in said(store).find(SCOPE, KEPT, window):
             assert proposal.kept.parent in keys
             own.add(other, proposal.kept)
     assert own.find(other, own.signer.sign(words[20]), b"")
@@ -315,7 +306,7 @@ def test_whatever_fails_breaks_no_request(folder: Path, monkeypatch: pytest.Monk
 def test_no_request_waits_for_a_closed_prefetch(folder: Path) -> None:
     keep(folder, KEPT)
     store = opened(folder)
-    found = said(store).prefetch(SegmentQuery(SCOPE, PROMPT, windows(PROMPT, 4), 1.0, SPEC), lambda: None)
+    found = prefetch(said(store), SegmentQuery(SCOPE, PROMPT, windows(PROMPT, 4), 1.0, SPEC), lambda: None)
     assert found is not None
     found.close()
     assert not found.pending()
@@ -324,20 +315,17 @@ def test_no_request_waits_for_a_closed_prefetch(folder: Path) -> None:
 # -- when it is asked for ------------------------------------------------------------------------------------------------
 
 
-def test_without_signing_or_a_disk_nothing_is_noted_or_brought(folder: Path) -> None:
-    silent = Store(64 << 20, 0, StoreOptions(folder))
-    said(silent).note(SCOPE, KEPT, windows(KEPT))
-    assert said(silent).prefetch(SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
+def test_without_a_disk_nothing_is_noted_or_brought(folder: Path) -> None:
     memory = Store(64 << 20)
-    said(memory).sign()
     said(memory).note(SCOPE, KEPT, windows(KEPT))
-    assert said(memory).prefetch(SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
+    assert said(memory).refresh(SCOPE) == 0
+    assert prefetch(said(memory), SegmentQuery(SCOPE, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None
     store = opened(folder)
     near = replace(SCOPE, precision="approximate")
-    assert said(store).prefetch(SegmentQuery(near, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None, "only memory holds such pages"
-    assert said(store).prefetch(SegmentQuery(SCOPE, KEPT, [], 1.0, SPEC), lambda: None) is None
+    assert prefetch(said(store), SegmentQuery(near, KEPT, windows(KEPT), 1.0, SPEC), lambda: None) is None, "only memory holds such pages"
+    assert prefetch(said(store), SegmentQuery(SCOPE, KEPT, [], 1.0, SPEC), lambda: None) is None
     with pytest.raises(ConfigError, match="tau=2"):
-        said(store).sign(2)
+        MinHashIndex(store, 2)
 
 
 def test_cleared_signatures_leave_memory_and_return_from_disk(folder: Path) -> None:
@@ -346,9 +334,9 @@ def test_cleared_signatures_leave_memory_and_return_from_disk(folder: Path) -> N
     assert brought(store, PROMPT, first=4).tokens == 300
     store.clear("another")
     store.clear(grade="approximate")
-    assert len(index_of(store).signatures)
+    assert len(said(store).signatures)
     store.clear(SCOPE.namespace)
-    assert len(index_of(store).signatures) == 0
+    assert len(said(store).signatures) == 0
     assert brought(store, PROMPT, first=4).tokens == 300
 
 
@@ -356,13 +344,13 @@ def test_noting_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.Mon
     store = opened(folder)
     assert store.disk is not None
     returned, in_time = threading.Event(), list[bool]()
-    put = index_of(store).note_now
+    put = said(store).note_now
 
     def slow(*given: Any) -> int:
         in_time.append(returned.wait(20))
         return put(*given)
 
-    monkeypatch.setattr(index_of(store), "note_now", slow)
+    monkeypatch.setattr(said(store), "note_now", slow)
     store.defer_writes(True)
     said(store).note(SCOPE, KEPT, windows(KEPT))
     returned.set()
@@ -375,7 +363,7 @@ def test_noting_does_not_wait_for_the_disk(folder: Path, monkeypatch: pytest.Mon
 def test_what_is_deleted_meanwhile_is_not_noted(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     store = opened(folder)
     assert store.disk is not None
-    index, received, deleted = index_of(store), store.heed(), []
+    index, received, deleted = said(store), store.heed(), []
 
     def delete() -> None:
         deleted.append(store.delete(SCOPE.namespace, None, None))

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from agentcache import Engine, Reason
-from agentcache.approximate.calibration import Calibration, find, place
+from agentcache.approximate.calibrations import find, place
 from agentcache.approximate.ngram_index import Run
 from agentcache.approximate.segments import ranges
+from agentcache.calibration import Calibration
 from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import PAGE_TOKENS, Sequence
 from agentcache.model.attention import Part
@@ -477,10 +478,7 @@ def test_another_process_finds_the_text_on_disk(tmp_path: Path, monkeypatch: pyt
     assert receipt.disk_bytes > 0
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=replace(known, tail=10**6)) as third:
         wanted: list[Any] = []
-        prefetch = third.approximate.text.prefetch
-        monkeypatch.setattr(
-            third.approximate.text, "prefetch", lambda asked, wake: (wanted.append(asked.windows), prefetch(asked, wake))[1]
-        )
+        monkeypatch.setattr("agentcache.approximate.segments.prefetch", lambda text, asked, wake: wanted.append(asked.windows))
         assert third.generate(prompt("A third one.", "Where?"), sampling=GREEDY).receipt.segments == ()
     assert wanted == [()], "it all stands in what is asked last"
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from agentcache import Engine
 from agentcache.approximate.calibrate import search, shifts
 from agentcache.approximate.calibrate.trials import Served, Trials, bound, first_unsure, row, rows
-from agentcache.approximate.calibration import Calibration
 from agentcache.bench.quality_cases import made_up
+from agentcache.calibration import Calibration
 from agentcache.cli.app import app
 from agentcache.errors import ConfigError, ReuseWarning
 from agentcache.traces import Call, Episode, read

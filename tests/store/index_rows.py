@@ -17,6 +17,7 @@ from agentcache.kv import PAGE_TOKENS
 from agentcache.store.disk import process_identity
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index, Row
+from agentcache.store.disk.leases import Leases
 from agentcache.store.keys import Ids, Scope, chain
 
 FORK = multiprocessing.get_context("fork")
@@ -38,7 +39,7 @@ def rows_of_prompt(ids: Ids, scope: Scope = SCOPE, **more: Any) -> list[Row]:
         page = ids[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS]
         values = {"numerics": frozenset({"here"}), "precision": "exact", "role": 0, "created": time.time(), "bytes": 100, **more}
         values.setdefault("blob", f"{key.hex()}-{os.urandom(4).hex()}")
-        shape: dict[str, Any] = {"dtype": "bfloat16", "layers": 2, "kv_heads": 1, "head_dim": 8}
+        shape: dict[str, Any] = {"dtype": "bfloat16", "widths": ((1, 8, 8),) * 2}
         head = {"namespace": scope.namespace, "fingerprint": scope.fingerprint, "regime": scope.regime}
         rows.append(Row(id=0, page_key=key, parent=parent, place=place, tokens=len(page), ids=page, **head, **shape, **values))
         parent = key
@@ -50,6 +51,11 @@ def added_rows(index: Index, ids: Ids, **more: Any) -> list[Row]:
     rows = rows_of_prompt(ids, **more)
     index.add(rows)
     return [found for row in rows if (found := index.row(row.page_key, row.fingerprint, row.precision)) is not None]
+
+
+def leases_of(index: Index, process: str = ME) -> Leases:
+    """The leases of a process, whose jobs run at once."""
+    return Leases(index, process, lambda job: job())
 
 
 def run_sql(folder: Folder, sql: str, *values: object) -> list[Any]:

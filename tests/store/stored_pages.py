@@ -42,7 +42,7 @@ def unstored_row(spec: KVSpec = SPEC, tokens: int = 512, precision: str = "exact
     return Row(
         id=0, page_key=page_key(scope.root, ids), parent=scope.root, namespace=namespace, fingerprint="weights", regime="", place=0,
         tokens=tokens, ids=ids, numerics=frozenset({"b", "a"}), precision=precision, role=1, dtype=str(spec.dtype).removeprefix("torch."),
-        layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, widths=spec.widths, created=1700000000.25,
+        widths=spec.layer_widths, created=1700000000.25,
     )  # fmt: skip
 
 
@@ -53,14 +53,22 @@ def blob_path(folder: Folder, row: Row) -> Path:
 
 def spec_of(row: Row) -> KVSpec:
     """The shape of what a row stores."""
-    dtype, layers, heads, dim, widths = row.kind
-    return KVSpec(layers, heads, dim, getattr(torch, dtype), widths=widths)
+    dtype, widths = row.kind
+    most, alike = tuple(map(max, zip(*widths, strict=True))), len({*widths}) == 1 and widths[0][1] == widths[0][2]
+    return KVSpec(len(widths), most[0], max(most[1:]), getattr(torch, dtype), widths=() if alike else widths)
+
+
+def fill_page(folder: Folder, row: Row, page: Page, *, tokens: int, **more: Any) -> None:
+    """Fill an empty page from a blob; raises what went wrong."""
+    [error] = blob_io.read_many(folder, [(row, page, tokens)], **more)
+    if error is not None:
+        raise error
 
 
 def read_page(folder: Folder, written: Row, tokens: int | None = None, **more: Any) -> Page:
     """A new page filled from a blob."""
     found = Page(spec_of(written))
-    blob_io.read(folder, written, found, tokens=written.tokens if tokens is None else tokens, **more)
+    fill_page(folder, written, found, tokens=written.tokens if tokens is None else tokens, **more)
     return found
 
 
@@ -78,7 +86,7 @@ def refused_read(folder: Folder, written: Row, kind: type[StoreError] = BlobErro
     """Reading fails and leaves an empty page of zeros."""
     found = Page(spec_of(written))
     with pytest.raises(kind) as caught:
-        blob_io.read(folder, written, found, tokens=written.tokens, **more)
+        fill_page(folder, written, found, tokens=written.tokens, **more)
     assert found.filled == 0
     assert empty_from(found, 0)
     return caught.value

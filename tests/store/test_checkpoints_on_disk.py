@@ -30,7 +30,7 @@ from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Reason
 from tests.asking import SYSTEM, TOOLS, Asking, user
 from tests.store.stocked_store import manifest_of
-from tests.store.stored_pages import blob_path, edit_file, noise_page, read_page, refused_read, unstored_row
+from tests.store.stored_pages import blob_path, edit_file, fill_page, noise_page, read_page, refused_read, unstored_row
 
 SMALL = KVSpec(2, 1, 2, torch.float32, recurrent=True)
 ASKED = [SYSTEM, user("What is the tide at Port Averil? " * 6)]
@@ -74,7 +74,7 @@ def test_every_byte_of_a_checkpoint_counts(tmp_path: Path, encrypted: bool) -> N
             os.pwrite(raw.fileno(), bytes([before[0] ^ (1 << at % 8)]), at)
             page = Page(SMALL)
             with pytest.raises(BlobError):
-                blob_io.read(folder, written, page, tokens=5, threads=1)
+                fill_page(folder, written, page, tokens=5, threads=1)
             assert (page.filled, page.checkpoints) == (0, {})
             os.pwrite(raw.fileno(), before, at)
     assert sorted(read_page(folder, written).checkpoints) == [2, 5]
@@ -109,7 +109,7 @@ def test_bytes_that_are_no_checkpoints_are_a_bad_page(
     change(packed)
     with pytest.raises(BlobError, match="cannot be read"):
         checkpoint_bytes.unpack(bytes(packed), 5)
-    monkeypatch.setattr(blob_io, "pack", lambda checkpoints, tokens: bytes(packed))
+    monkeypatch.setattr(checkpoint_bytes, "pack", lambda checkpoints, tokens: bytes(packed))
     folder = Folder.open(tmp_path / "store")
     refused_read(folder, blob_io.write(folder, unstored_row(SMALL, 5), with_states()))
 
@@ -134,7 +134,7 @@ def test_budgets_of_disk_and_writing_count_checkpoints(
     one(ASKED)
     assert one.engine.flush()
     rows = list(disk.index.rows())
-    assert any(row.checkpoint_layers for row in rows)
+    assert any(row.checkpoint_bytes for row in rows)
     assert sorted(taken) == sorted(row.bytes for row in rows)
 
 
@@ -142,8 +142,8 @@ def test_a_damaged_checkpoint_never_reaches_an_answer(asking: Callable[..., Aski
     _, expected = stored(asking, tmp_path / "store")
     with Index(Folder.open(tmp_path / "store")) as index:
         for row in index.rows():
-            if row.checkpoint_layers:
-                at = blob_format.plan(row, False).at(row.layers - row.checkpoint_layers)
+            if row.checkpoint_bytes:
+                at = blob_format.plan(row, False).at(len(row.widths))
                 edit_file(blob_path(index.folder, row), lambda b, at=at: b.__setitem__(at + 300, b[at + 300] ^ 1))
     said, logits = asking("qwen3_5_text", tmp_path / "store")(ASKED)
     assert torch.equal(logits, expected)
@@ -160,7 +160,7 @@ def test_a_group_carries_its_checkpoints_to_another_store(asking: Callable[..., 
     with Index(Folder.open(tmp_path / "here", key=key)) as here, Index(Folder.open(tmp_path / "there")) as there:
         export_group(here.folder, here, here.groups()[0], file, clear=True)
         import_group(there.folder, there, file)
-        assert all(row is not None and row.checkpoint_layers for row in pages_of(there, there.groups()[0])[-1:])
+        assert all(row is not None and row.checkpoint_bytes for row in pages_of(there, there.groups()[0])[-1:])
     assert not verify(Folder.open(tmp_path / "there")).problems
     said, logits = asking("qwen3_5_text", tmp_path / "there")(ASKED)
     assert said.receipt.disk_tokens == said.receipt.cached_tokens == group.prefix_tokens
@@ -190,7 +190,7 @@ def test_an_altered_archive_is_refused(exported: tuple[Index, Path]) -> None:
     there, file = exported
     state = torch.full((2, 2), 4.5).numpy().tobytes()
     edit_file(file, lambda b: b.__setitem__(b.index(state), b[b.index(state)] ^ 1))
-    with pytest.raises(BlobError, match="page 0 was changed since it was exported"):
+    with pytest.raises(BlobError, match="was changed since it was written"):
         import_group(there.folder, there, file)
     assert there.total() == (0, 0)
 

@@ -25,7 +25,6 @@ from agentcache import Engine, Reason
 from agentcache.errors import BlobError, StoreError, StoreFormatError, StorePermissionError, StoreWarning
 from agentcache.kv import Page
 from agentcache.kv_spec import KVSpec
-from agentcache.store.admin import check
 from agentcache.store.disk import blob_files, blob_io, process_identity
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.store.disk.folder import Folder
@@ -169,7 +168,7 @@ def kill_writers(folder: Path, times: int) -> tuple[int, int]:
         os.close(began)
         os.close(begin)
         with Index(Folder.open(folder)) as index:
-            left += len(check.orphans(index.folder, index))
+            left += len(blob_files.orphans(index.folder, index.has_blobs)[0])
         disk = DiskTier(options)
         try:
             for at in range(4):

@@ -25,7 +25,7 @@ from agentcache.model.hf import HFModel
 from agentcache.store import policy
 from agentcache.store.disk import blob_io
 from agentcache.store.disk.disk_tier import DiskTier
-from agentcache.store.disk.index import Index
+from agentcache.store.disk.leases import Leases
 from agentcache.store.entry import PageQuery
 from agentcache.store.keys import Scope, as_ids, chain
 from agentcache.store.page_prefetch import PagePrefetch, State
@@ -427,7 +427,7 @@ def tamper(model: Any, folder: Path, place: int) -> None:
         spec = running.model.spec
     assert spec
     page = Page(spec)
-    blob_io.read(disk.folder, row, page, tokens=row.tokens)
+    stored_pages.fill_page(disk.folder, row, page, tokens=row.tokens)
     page.values[-1, 0, 3, 0] += 1
     wrong = blob_io.write(disk.folder, row, page)
     stored_pages.blob_path(disk.folder, wrong).replace(stored_pages.blob_path(disk.folder, row))
@@ -716,7 +716,7 @@ def test_a_locked_index_is_no_reason_to_wait(small: Any, tmp_path: Path, monkeyp
     def locked(*_: Any) -> Any:
         raise StoreBusyError("locked")
 
-    monkeypatch.setattr(Index, "take_lease", locked)
+    monkeypatch.setattr(Leases, "take", locked)
     with engine(model=small, store=tmp_path / "store") as running:
         done = running.generate(PREFIX, sampling=decode(3)).receipt
         assert any("the index was busy" in note for note in done.notes)
@@ -745,7 +745,7 @@ def test_an_awaited_prefix_is_written_during_its_answer(small: Any, tmp_path: Pa
         other = DiskTier(StoreOptions(tmp_path / "store"))
         [(key, fingerprint)] = disk.leases.held
         if waits:
-            assert wait_until(lambda: (other.leases.wait(key, fingerprint), disk.index.awaited(key, fingerprint))[1]), (
+            assert wait_until(lambda: (other.leases.wait(key, fingerprint), disk.leases.is_awaited(key, fingerprint))[1]), (
                 "the index may be busy"
             )
             assert wait_until(lambda: disk.index.total()[0] >= 1), "it would have been written behind the answer"

@@ -66,7 +66,7 @@ def calibrate(
     with report_errors():
         from ...bench import quality_cases, report
         from ...store.disk.folder import Folder
-        from ..calibration import place
+        from ..calibrations import place
         from . import search, shifts
         from .trials import Trials
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ...calibration import PRECISIONS, Calibration
 from ...errors import ConfigError
-from ..calibration import PRECISIONS, Calibration
 from .shifts import NOTHING, Case
 from .trials import Say, Trials, row
 

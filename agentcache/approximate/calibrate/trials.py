@@ -20,15 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...calibration import Calibration
 from ...engine import Engine
 from ...errors import AgentCacheError, ConfigError
 from ...kv import Page
 from ...receipt import Receipt
 from ...store.disk import quantize
+from ...store.entry import common
 from ...store.keys import Ids, as_ids
 from ...traces import Answers, Call
 from ...types import Precision, Reuse, Sampling
-from ..calibration import Calibration
 from ..drift_monitor import divergence
 from .shifts import Case
 
@@ -210,7 +211,7 @@ class Trials:
                 self.ask(call, namespace, "exact", forced)
                 kept.append(as_ids([*engine.renderer.render(call.prompt, call.tools, namespace=namespace).ids, *forced[:-1]]))
             ids = as_ids(engine.renderer.render(case.call.prompt, case.call.tools, namespace=namespace).ids)
-            prefix = max((common_tokens(ids, other) for other in kept), default=0)
+            prefix = max((common(ids, other) for other in kept), default=0)
             if self.own:
                 with nothing_kept(engine):
                     answer = self._greedy(case.call, namespace)
@@ -277,9 +278,3 @@ def first_unsure(logits: Logits, margin: float) -> int:
     """The first token whose first choice is ahead by less than the margin; their number if none is."""
     gaps = (float(two[0] - two[1]) for two in (row.topk(2).values for row in logits))
     return next((at for at, gap in enumerate(gaps) if gap < margin), len(logits)) if margin else len(logits)
-
-
-def common_tokens(one: Ids, other: Ids) -> int:
-    short = min(len(one), len(other))
-    differs = np.flatnonzero(one[:short] != other[:short])
-    return int(differs[0]) if len(differs) else short

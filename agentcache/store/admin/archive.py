@@ -1,14 +1,19 @@
 """A tool group as one file, to carry it to another store. Knows no models; what an archive says is checked before it is used.
 
-An archive is in clear, and without another store's keys: the importing store authenticates and encrypts its pages anew.
+    length (8) | header, JSON, with the manifest | blob of page 0 | blob of page 1 | ...        (docs/format-blobs.md)
+
+An archive is in clear, and its blobs are authenticated with a key that everybody knows: that finds accidents; who made it is for its user
+to know. The importing store authenticates and encrypts the pages anew.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,29 +21,40 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from blake3 import blake3
 
-from ...errors import BlobError, ConfigError, StoreError, StoreFullError, StorePermissionError
-from ...private import NEW
+from ...errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
+from ...private import NEW, PLAIN
 from ...types import PAGE_TOKENS
-from ..disk import blob_files, blob_format, blob_io, process_identity
-from ..disk.blob import layer_is_finite, opened
+from ..disk import blob_files, blob_format, blob_io, process_identity, quantize
+from ..disk.blob import TORCH, Blob, blob_at, opened, tensors
 from ..disk.checkpoint_bytes import pack, unpack
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
-from ..keys import Role
+from ..keys import Role, page_key
 from ..tool_group import ToolGroup
-from .archive_file import Archive, Plan, chained, open_archive, plan
 from .check import Progress, pages_of
+
+FORMAT = "2"
+FRONT_MOST = 16 << 20  # bytes before the pages
+PUBLIC = Folder(Path("archive"), blake3(b"agentcache archive").digest(), writable=False, encrypted=False)  # holds the key of all archives
+
+
+def _front(group: ToolGroup) -> bytes:
+    manifest = group.to_json()
+    digest = blake3(manifest.encode()).hexdigest()
+    return blob_files.front_of({"agentcache archive": FORMAT, "digest": digest, "group": manifest})
+
 
 # -- export --------------------------------------------------------------------------------------------------------
 
 
 def export_group(
     folder: Folder, index: Index, group: ToolGroup, target: Path, *, clear: bool = False, progress: Progress | None = None
-) -> Plan:
-    """Write a group to a new file, every byte of it verified. clear: although the store is encrypted and an archive is not.
+) -> int:
+    """Write a group to a new file, every byte of it verified; returns its bytes. clear: although the store is encrypted.
 
     StoreError: a page is missing or damaged, the file is there already or cannot be written. Then there is no file.
     """
@@ -50,66 +66,39 @@ def export_group(
         raise StoreError(
             f"tool group {group.name!r}: {len(found) - len(rows)} of {len(found)} pages are not stored any more: warm it again"
         )
-    wanted = [replace(row, blob="", bytes=0, used=0, hits=0, role=int(Role.GROUP)) for row in rows]
+    wanted = [replace(row, role=int(Role.GROUP)) for row in rows]
     last = group.prefix_tokens - PAGE_TOKENS * (len(rows) - 1)
     wanted[-1] = replace(wanted[-1], tokens=last, ids=rows[-1].ids[:last], page_key=group.tip)
-    ids, holder = [row.id for row in rows], process_identity.token()
+    ids, holder, total = [row.id for row in rows], process_identity.token(), sum(row.bytes for row in rows)
     held = index.pin(ids, holder)
     try:
         if len(held) < len(ids):
             raise StoreError(f"tool group {group.name!r}: a page was evicted just now: warm it again")
-        checkpoints = [_checkpoints(folder, row, one.tokens) for row, one in zip(rows, wanted, strict=True)]
-        wanted = [blob_io.with_checkpoints(one, len(packed)) for one, packed in zip(wanted, checkpoints, strict=True)]
-        made = plan(group, wanted)
-        _write(folder, list(zip(rows, wanted, checkpoints, strict=True)), made, target, progress)
+        with _new_file(target) as fd:
+            at = blob_files.write_from(fd, [memoryview(_front(group))], 0)
+            for row, less in zip(rows, wanted, strict=True):
+                with opened(folder, row) as source:
+                    at = _write(source, less, fd, at)
+                if progress:
+                    progress(min(at, total), total)
+            return at
     finally:
         index.release_pins(held, holder)
-    return made
 
 
-def _write(folder: Folder, rows: Sequence[tuple[Row, Row, bytes]], made: Plan, target: Path, progress: Progress | None) -> None:
-    with _new_file(target) as fd:
-        at = blob_files.write_from(fd, [memoryview(made.front)], 0)
-        digests = b""
-        for row, wanted, checkpoints in rows:
-            digest = blake3()
-            for buffer in _layers(folder, row, wanted, checkpoints):
-                digest.update(buffer)
-                at = blob_files.write_from(fd, [buffer], at)
-                if progress:
-                    progress(at, made.bytes)
-            digests += digest.digest()
-        assert at == made.ids
-        ids = b"".join(wanted.ids.astype("<u4").tobytes() for _, wanted, _ in rows)
-        digests += blake3(made.front + ids + digests).digest()
-        at = blob_files.write_from(fd, [memoryview(ids), memoryview(digests)], at)
-        assert at == made.bytes
+def _write(source: Blob, wanted: Row, fd: int, at: int) -> int:
+    """Write a page's blob; of one that is stored longer, the first tokens, without what is known of later ones."""
+    row, layers = source.row, len(wanted.widths)
+    stored = source.clear(layers) if row.checkpoint_bytes else b""
+    checkpoints = memoryview(pack(unpack(bytes(stored), wanted.tokens), wanted.tokens) if stored else b"")
 
+    def section(number: int) -> list[memoryview]:
+        if number == layers:
+            return [checkpoints]
+        stored = source.clear(number)
+        return [stored if wanted.tokens == row.tokens else memoryview(_cut(row, wanted, number, stored))]
 
-def _checkpoints(folder: Folder, row: Row, tokens: int) -> bytes:
-    """The checkpoints within a page's first tokens: later ones know what was said after them."""
-    stored = b"".join(_stored(folder, row, range(row.layers - row.checkpoint_layers, row.layers)))
-    return pack(unpack(stored, tokens), tokens) if stored else b""
-
-
-def _layers(folder: Folder, row: Row, wanted: Row, checkpoints: bytes) -> Iterator[memoryview]:
-    """Bytes of each layer of a page, in clear and verified; of a page that is stored longer, the first tokens. Then its checkpoints."""
-    for layer, stored in enumerate(_stored(folder, row, range(row.layers - row.checkpoint_layers))):
-        yield stored if wanted.tokens == row.tokens else memoryview(_cut(row, wanted, layer, stored))
-    size = blob_format.stored_bytes(wanted, wanted.layers)
-    padded = memoryview(checkpoints.ljust(wanted.checkpoint_layers * size, b"\0"))
-    yield from (padded[at : at + size] for at in range(0, len(padded), size))
-
-
-def _stored(folder: Folder, row: Row, layers: range) -> Iterator[memoryview]:
-    """Stored bytes of these layers, in clear and verified."""
-    with opened(folder, row) as source:
-        for layer in layers:
-            stored = memoryview(bytearray(source.plan.size(layer)))
-            source.read(layer, [stored], lambda count: None)
-            if source.plan.sealed:
-                stored = memoryview(folder.open_sealed(stored, blob_format.layer_context(source.row, layer, True)))
-            yield stored
+    return blob_io.write_at(PUBLIC, replace(wanted, checkpoint_bytes=len(checkpoints)), section, fd, at)
 
 
 def _cut(row: Row, wanted: Row, layer: int, stored: memoryview) -> bytes:
@@ -181,21 +170,88 @@ def import_group(
     """
     if not folder.writable:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be imported")
-    with open_archive(path) as archive:
+    with open_archive(path) as (told, pages):
         now = time.time()
-        for text in (name, namespace, *archive.texts):
+        for text in (name, namespace, told.name, told.namespace, told.fingerprint, told.regime):
             _speakable(text or "")
-        group = replace(archive.group, name=name or archive.group.name, namespace=namespace or archive.group.namespace, created=now)
-        rows = [replace(row, created=now, role=int(Role.GROUP)) for row in chained(archive.rows, group)]
+        group = replace(told, name=name or told.name, namespace=namespace or told.namespace, created=now)
+        rows = [replace(row, created=now, role=int(Role.GROUP)) for row in _chained([page.row for page in pages], group)]
         group = replace(group, page_keys=tuple(row.page_key.hex() for row in rows))
         for other in index.groups(group.namespace, group.name):
             if other.fingerprint == group.fingerprint and other.tip != group.tip:
                 raise ConfigError(f"a tool group {group.name!r} with other contents is in namespace {group.namespace!r}: give --name")
         found = pages_of(index, group, rows[0].precision)
-        written = _take(folder, index, archive, rows, [row is None for row in found], progress)
+        missing = [(row, page) for row, page, known in zip(rows, pages, found, strict=True) if known is None]
+        written = _take(folder, index, missing, progress)
         index.promote([row.id for row in found if row is not None], Role.GROUP)
         index.put_group(group)
         return Imported(group, len(written), len(rows) - len(written), sum(row.bytes for row in written))
+
+
+@contextmanager
+def open_archive(path: Path) -> Iterator[tuple[ToolGroup, list[Blob]]]:
+    """The manifest of an archive and its pages, whose ids make the keys that it says. No section is read.
+
+    StoreFormatError: it is none of this version. BlobError: it is damaged.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | PLAIN)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{str(path)!r} cannot be opened: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        about, name = os.fstat(fd), str(path)
+        if not stat.S_ISREG(about.st_mode):
+            raise StoreFormatError(f"{name!r} is no plain file")
+        group, at = _manifest(fd, name, about.st_size)
+        pages: list[Blob] = []
+        while at < about.st_size:
+            pages.append(blob_at(PUBLIC, name, fd, at, about.st_size))
+            at += pages[-1].plan.bytes
+        if not _belong([page.row for page in pages], group):
+            raise BlobError(f"archive {name!r}: its pages are not those of the tool group {group.name[:80]!r}")
+        yield group, pages
+    finally:
+        os.close(fd)
+
+
+def _manifest(fd: int, name: str, size: int) -> tuple[ToolGroup, int]:
+    """The manifest, and the offset of the first page."""
+    try:
+        front = blob_files.read_front(fd, name, 0, size, FRONT_MOST)
+        told = json.loads(front[8:])
+        if told["agentcache archive"] != FORMAT:
+            said = told["agentcache archive"]
+            raise StoreFormatError(f"{name!r} is an archive of version {said!r:.40}, this version reads {FORMAT!r}")
+        group = ToolGroup.from_json(told["group"])
+    except (BlobError, ValueError, KeyError, TypeError, RecursionError, StoreCorruptError) as error:
+        raise StoreFormatError(f"{name!r} is no archive of a tool group: {type(error).__name__} in its header") from None
+    if _front(group) != front:
+        raise BlobError(f"archive {name!r}: its header was changed since it was exported")
+    return group, len(front)
+
+
+def _belong(rows: Sequence[Row], group: ToolGroup) -> bool:
+    """Tell whether these pages hold just this group."""
+    kinds = {(row.namespace, row.fingerprint, row.regime, row.precision, row.kind) for row in rows}
+    return (
+        len(kinds) == 1
+        and all(kind[:3] == (group.namespace, group.fingerprint, group.regime) for kind in kinds)
+        and all(row.tokens == PAGE_TOKENS for row in rows[:-1])
+        and sum(row.tokens for row in rows) == group.prefix_tokens
+        and [row.place for row in rows] == list(range(len(rows)))
+        and [row.page_key.hex() for row in rows] == list(group.page_keys)
+        and list(rows) == _chained(rows, group)
+    )
+
+
+def _chained(rows: Sequence[Row], group: ToolGroup) -> list[Row]:
+    """The rows as this group has them: keys follow from its namespace and their ids."""
+    parent, found = group.scope.root, []
+    for row in rows:
+        key = page_key(parent, row.ids)
+        found.append(replace(row, parent=parent, page_key=key, namespace=group.namespace))
+        parent = key
+    return found
 
 
 def _speakable(text: str) -> None:
@@ -205,32 +261,39 @@ def _speakable(text: str) -> None:
         raise ConfigError(f"{text[:80]!r} holds half a character: give another --name or --namespace") from None
 
 
-def _finite(row: Row, page: Callable[[int], list[memoryview]], name: str) -> Callable[[int], list[memoryview]]:
-    """The same layers. BlobError with one that holds NaN or infinity, which would spoil every prompt that begins with it."""
+def _layer_is_finite(row: Row, layer: int, stored: memoryview) -> bool:
+    """Tell whether a layer gives keys and values without NaN and infinity."""
+    found = tensors(row, layer, stored)
+    if row.precision != "exact":
+        dtype, (heads, *width) = TORCH[blob_format.DTYPES[row.dtype]], row.widths[layer]
+        keys, values = torch.empty(heads, width[0], row.tokens, dtype=dtype), torch.empty(heads, row.tokens, width[1], dtype=dtype)
+        quantize.dequantize(found, row.precision, keys, values)
+        found = {"keys": keys, "values": values}
+    return all(bool(torch.isfinite(tensor).all()) for tensor in found.values())
 
-    own, checkpoints = row.layers - row.checkpoint_layers, bytearray()
 
-    def layer(at: int) -> list[memoryview]:
-        stored = page(at)
-        if at >= own:
-            checkpoints.extend(stored[0])
-        finite = at >= own or layer_is_finite(row, at, stored[0])
-        if at >= own and at == row.layers - 1:
-            finite = all(known.finite for known in unpack(bytes(checkpoints), row.tokens).values())
+def _finite(page: Blob, progress: Callable[[int], None]) -> Callable[[int], list[memoryview]]:
+    """The page's sections. BlobError with one that holds NaN or infinity, which would spoil every prompt that begins with it."""
+    row = page.row
+
+    def section(number: int) -> list[memoryview]:
+        stored = page.clear(number, progress)
+        if number < len(row.widths):
+            finite = _layer_is_finite(row, number, stored)
+        else:
+            finite = all(known.finite for known in unpack(bytes(stored), row.tokens).values())
         if not finite:
             raise BlobError(
-                f"archive {name!r}: layer {at} of page {row.place} holds NaN or infinity: export it again where it was computed"
+                f"archive {row.blob!r}: section {number} of page {row.place} holds NaN or infinity: export it again where it was computed"
             )
-        return stored
+        return [stored]
 
-    return layer
+    return section
 
 
-def _take(
-    folder: Folder, index: Index, archive: Archive, rows: Sequence[Row], missing: Sequence[bool], progress: Progress | None
-) -> list[Row]:
+def _take(folder: Folder, index: Index, missing: Sequence[tuple[Row, Blob]], progress: Progress | None) -> list[Row]:
     """Blobs first, then all rows at once."""
-    need = sum(blob_format.plan(row, folder.encrypted).bytes for row, wanted in zip(rows, missing, strict=True) if wanted)
+    need = sum(blob_format.plan(row, folder.encrypted).bytes for row, _ in missing)
     if shutil.disk_usage(folder.path).free < need:
         raise StoreFullError(f"{need} bytes do not fit on the disk of {str(folder.path)!r}: {os.strerror(errno.ENOSPC)}")
     done, written = 0, []
@@ -242,9 +305,8 @@ def _take(
             progress(min(done, need), need)
 
     try:
-        for number, row in enumerate(rows):
-            if missing[number]:
-                written.append(blob_io.write_layers(folder, row, _finite(row, archive.page(number, tell), archive.name)))
+        for row, page in missing:
+            written.append(blob_io.write_sections(folder, row, _finite(page, tell)))
         bad = [old.id for row in written if (old := index.row(row.page_key, row.fingerprint, row.precision)) is not None and old.bad]
         spare = index.remove(bad, force=True) + index.add(written)
     except BaseException:

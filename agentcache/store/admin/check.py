@@ -15,7 +15,7 @@ from typing import get_args
 
 from ...errors import BlobError, StoreBusyError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
 from ...types import PAGE_TOKENS, Precision
-from ..disk import blob_files, process_identity
+from ..disk import blob_files
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
@@ -185,15 +185,8 @@ def _check_files(folder: Folder, report: Report, progress: Progress) -> None:
 # -- what dead processes left --------------------------------------------------------------------------------------
 
 
-def orphans(folder: Folder, index: Index) -> list[blob_files.File]:
-    """Files that no row names and no running process is writing."""
-    return [file for file in blob_files.unnamed(folder, index.has_blobs) if not process_identity.alive(file.writer, since=file.changed)]
-
-
 def _orphans(folder: Folder, index: Index, fix: bool) -> list[Problem]:
-    found = orphans(folder, index)
-    if found and fix:
-        blob_files.sweep(folder, index.has_blobs)
+    found, _ = (blob_files.sweep if fix else blob_files.orphans)(folder, index.has_blobs)
     words = {False: ("orphan", "no row of the index names it"), True: ("part", "its writer died before it was finished")}
     return [Problem(words[file.part][0], file.name, words[file.part][1], file.bytes, mended=fix) for file in found]
 

@@ -20,7 +20,7 @@ from ..disk.index import Index
 from ..disk.schema import Row
 from ..keys import page_key
 from ..tool_group import ToolGroup
-from .check import delete, orphans, pages_of
+from .check import delete, pages_of
 
 BATCH = 256  # rows removed in one transaction
 
@@ -65,9 +65,8 @@ def prune(
     """
     if not folder.writable and not dry_run:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
-    left = orphans(folder, index)
-    if not dry_run:
-        blob_files.sweep(folder, index.has_blobs)  # first what frees room: on a full disk nothing can be written before
+    # first what frees room: on a full disk nothing can be written before
+    left, _ = (blob_files.orphans if dry_run else blob_files.sweep)(folder, index.has_blobs)
     untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, force)
     if untold is not None:
         with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below

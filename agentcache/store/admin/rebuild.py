@@ -21,12 +21,7 @@ from ..disk.index import Index
 from ..disk.schema import COLUMNS, Row, decode
 
 BATCH = 256
-LISTS = {
-    "groups": "namespace, name, fingerprint, regime, manifest, tip, created, used",
-    "splices": "namespace, key, ids, created, used",
-    "meta": "key, value",
-    "counters": "name, value",
-}
+LISTS = ("groups", "splices", "meta", "counters")
 
 
 def rebuild(folder: Folder, rows: Iterable[Row]) -> int:
@@ -42,7 +37,7 @@ def rebuild(folder: Folder, rows: Iterable[Row]) -> int:
         known = {(row.page_key, row.fingerprint, row.precision): row for row in _rows(folder)}
         with Index(folder, part) as index:
             count = _fill(index, rows, known)
-            index.restore_lists({name: list(_records(folder, f"SELECT {columns} FROM {name}")) for name, columns in LISTS.items()})
+            index.restore_lists({name: list(_records(folder, f"SELECT * FROM {name}")) for name in LISTS})
             emptied = index.empty_log()
         if not emptied or Path(f"{part}-wal").exists():  # closing tries too, and keeps to itself that the disk is full
             raise StoreFullError(f"the index of {str(folder.path)!r} cannot be rebuilt: no room for the new one; the old one stays")

@@ -13,9 +13,10 @@ import torch
 from blake3 import blake3
 
 from ...errors import BlobError
+from ...kv import Page
 from ..keys import page_key
-from . import blob_files, quantize
-from .blob_format import DTYPES, MAC_BYTES, SAME, Plan, front_bytes, layer_context, parse, parts, shape_of, tail_context
+from . import blob_files
+from .blob_format import FRONT_MOST, MAC_BYTES, SAME, Plan, parse, parts, section_context, tail_context
 from .folder import Folder
 from .schema import Row
 
@@ -23,6 +24,10 @@ PIECE = 1 << 20  # bytes read, then hashed while they are still in a core's cach
 MAPPED_PIECE = 1 << 23  # mapped bytes are hashed in larger ones: between two of them a thread waits for the interpreter
 TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
 Progress = Callable[[int], None]
+
+
+def ignore(count: int) -> None:
+    """Take no notice of bytes that were read."""
 
 
 def view(tensor: torch.Tensor) -> memoryview:
@@ -40,20 +45,18 @@ def mac_of(key: bytes, context: bytes, *buffers: bytes | memoryview) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Blob:
-    """An open blob whose header, ids and list of macs are authenticated. row: as the blob tells it."""
+    """An open blob whose header, ids and list of macs are authenticated. row: as the blob tells it. start: its offset in the file."""
 
     folder: Folder
     row: Row
     plan: Plan
     fd: int
     macs: bytes
+    start: int = 0
 
-    def mac(self, layer: int) -> bytes:
-        return self.macs[layer * MAC_BYTES : (layer + 1) * MAC_BYTES]
-
-    def read(self, layer: int, buffers: Sequence[memoryview], done: Progress) -> None:
-        """Fill buffers with a layer's bytes, and check them. BlobError: they hold what must not be used."""
-        at = self.plan.at(layer)
+    def read(self, section: int, buffers: Sequence[memoryview], done: Progress) -> None:
+        """Fill buffers with a section's bytes, and check them. BlobError: they hold what must not be used."""
+        at = self.start + self.plan.at(section)
 
         def pieces() -> Iterator[memoryview]:
             nonlocal at
@@ -64,33 +67,45 @@ class Blob:
                     at += len(piece)
                     yield piece
 
-        self._check(layer, pieces(), done)
-        assert at == self.plan.at(layer + 1)
+        self._check(section, pieces(), done)
+        assert at == self.start + self.plan.at(section + 1)
 
-    def come(self, layer: int, scratch: memoryview, done: Progress) -> None:
-        """Have the system read a layer into its page cache, and check it on the way."""
-        first, last = self.plan.at(layer), self.plan.at(layer + 1)
+    def clear(self, section: int, done: Progress = ignore) -> memoryview:
+        """Bytes of a section in new memory, checked and decrypted."""
+        stored = memoryview(bytearray(self.plan.size(section)))
+        self.read(section, [stored], done)
+        return self.unsealed(section, stored)
+
+    def unsealed(self, section: int, stored: memoryview) -> memoryview:
+        """A checked section's bytes in clear."""
+        if not self.plan.sealed:
+            return stored
+        return memoryview(bytearray(self.folder.open_sealed(stored, section_context(self.row, section, True))))
+
+    def come(self, section: int, scratch: memoryview, done: Progress = ignore) -> None:
+        """Have the system read a section into its page cache, and check it on the way."""
+        first, last = self.plan.at(section), self.plan.at(section + 1)
 
         def pieces() -> Iterator[memoryview]:
             for at in range(first, last, len(scratch)):
                 piece = scratch[: min(last - at, len(scratch))]
-                blob_files.read_into(self.fd, piece, at, self.row.blob)
+                blob_files.read_into(self.fd, piece, self.start + at, self.row.blob)
                 yield piece
 
-        self._check(layer, pieces(), done)
+        self._check(section, pieces(), done)
 
-    def check(self, layer: int, whole: memoryview, done: Progress) -> None:
-        """Check a layer of a file that is mapped."""
-        first, last = self.plan.at(layer), self.plan.at(layer + 1)
-        self._check(layer, (whole[at : min(last, at + MAPPED_PIECE)] for at in range(first, last, MAPPED_PIECE)), done)
+    def check(self, section: int, whole: memoryview, done: Progress) -> None:
+        """Check a section of a file that is mapped."""
+        first, last = self.plan.at(section), self.plan.at(section + 1)
+        self._check(section, (whole[at : min(last, at + MAPPED_PIECE)] for at in range(first, last, MAPPED_PIECE)), done)
 
-    def _check(self, layer: int, pieces: Iterable[memoryview], done: Progress) -> None:
-        mac = blake3(layer_context(self.row, layer, self.plan.sealed), key=self.folder.key)
+    def _check(self, section: int, pieces: Iterable[memoryview], done: Progress) -> None:
+        mac = blake3(section_context(self.row, section, self.plan.sealed), key=self.folder.key)
         for piece in pieces:
             mac.update(piece)
             done(len(piece))
-        if not hmac.compare_digest(mac.digest(), self.mac(layer)):
-            raise BlobError(f"blob {self.row.blob!r}: layer {layer} was changed since it was written")
+        if not hmac.compare_digest(mac.digest(), self.macs[section * MAC_BYTES : (section + 1) * MAC_BYTES]):
+            raise BlobError(f"blob {self.row.blob!r}: section {section} was changed since it was written")
 
     def close(self) -> None:
         os.close(self.fd)
@@ -100,15 +115,24 @@ def open_blob(folder: Folder, name: str) -> Blob:
     """A blob whose header, ids and macs are as written; BlobError otherwise."""
     fd, size = blob_files.open_file(folder, name)
     try:
-        length = bytearray(min(8, size))
-        blob_files.read_into(fd, memoryview(length), 0, name)
-        front = bytearray(front_bytes(bytes(length), size))
-        blob_files.read_into(fd, memoryview(front), 0, name)
-        row, made = parse(bytes(front), folder.encrypted)
-        if made.bytes != size:
-            raise BlobError(f"it has {size} bytes instead of {made.bytes}")
+        blob = blob_at(folder, name, fd, 0, size)
+        if blob.plan.bytes != size:
+            raise BlobError(f"blob {name!r}: it has {size} bytes instead of {blob.plan.bytes}")
+        return blob
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def blob_at(folder: Folder, name: str, fd: int, start: int, size: int) -> Blob:
+    """The blob that begins at offset `start` of a file of `size` bytes. folder: holds its key."""
+    try:
+        front = blob_files.read_front(fd, name, start, size, FRONT_MOST)
+        row, made = parse(front, folder.encrypted)
+        if start + made.bytes > size:
+            raise BlobError(f"it has {size - start} bytes instead of {made.bytes}")
         tail = bytearray(made.bytes - made.ids)
-        blob_files.read_into(fd, memoryview(tail), made.ids, name)
+        blob_files.read_into(fd, memoryview(tail), start + made.ids, name)
         ids, macs = bytes(tail[: made.macs - made.ids]), bytes(tail[made.macs - made.ids :])
         context = tail_context(row, made.sealed)
         if not hmac.compare_digest(mac_of(folder.key, context, made.front, ids, macs[:-MAC_BYTES]), macs[-MAC_BYTES:]):
@@ -117,12 +141,9 @@ def open_blob(folder: Folder, name: str) -> Blob:
         row = replace(row, ids=np.frombuffer(ids, dtype="<u4").astype(np.uint32), blob=name, bytes=size)
         if page_key(row.parent, row.ids) != row.page_key:
             raise BlobError("its ids are not those of its key")
-        return Blob(folder, row, made, fd, macs)
-    except BaseException as error:
-        os.close(fd)
-        if isinstance(error, BlobError) and repr(name) not in str(error):
-            raise BlobError(f"blob {name!r}: {error}") from error.__cause__
-        raise
+        return Blob(folder, row, made, fd, macs, start)
+    except BlobError as error:
+        raise error if repr(name) in str(error) else BlobError(f"blob {name!r}: {error}") from error.__cause__
 
 
 @contextmanager
@@ -154,12 +175,6 @@ def tensors(row: Row, layer: int, stored: memoryview) -> dict[str, torch.Tensor]
     return found
 
 
-def layer_is_finite(row: Row, layer: int, stored: memoryview) -> bool:
-    """Tell whether a layer gives keys and values without NaN and infinity."""
-    found = tensors(row, layer, stored)
-    if row.precision != "exact":
-        dtype, (heads, *width) = TORCH[DTYPES[row.dtype]], shape_of(row, layer)
-        keys, values = torch.empty(heads, width[0], row.tokens, dtype=dtype), torch.empty(heads, row.tokens, width[1], dtype=dtype)
-        quantize.dequantize(found, row.precision, keys, values)
-        found = {"keys": keys, "values": values}
-    return all(bool(torch.isfinite(tensor).all()) for tensor in found.values())
+def fits(row: Row, page: Page) -> bool:
+    """Tell whether the page has the shape and type of what the row stores."""
+    return row.kind == page.spec.kind and page.keys.device.type == "cpu"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import mmap
 import os
 import re
@@ -19,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import psutil
 
@@ -32,6 +33,7 @@ WHOLE, PART = ".safetensors", ".part"
 NAME = re.compile(rf"(?a:[0-9a-f]{{32}})-({process_identity.TOKEN.pattern})")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAMAGED = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+ALIGN = 4096  # where data starts: whole pages of memory and of most disks
 IOV = 512  # buffers per call, below every system's limit
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs"}  # where a deleted file that is mapped can still be read
 POPULATE_READ = 22  # of madvise, Linux 5.14; Python has no name for it before 3.13
@@ -48,14 +50,6 @@ class File:
     part: bool
     bytes: int
     changed: float
-
-
-class Swept(NamedTuple):
-    """Deleted files, their bytes, and the bytes of files whose writers may still be running."""
-
-    files: int
-    bytes: int
-    left_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +154,30 @@ def _write(fd: int, buffers: Sequence[memoryview], at: int) -> int:
     with _seeking:
         os.lseek(fd, at, os.SEEK_SET)
         return os.write(fd, buffers[0])
+
+
+def front_of(header: Any) -> bytes:
+    """A header as a file begins with it: its length, JSON, and spaces up to where data may start."""
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    size = -(-(8 + len(text)) // ALIGN) * ALIGN
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
+def front_bytes(length: bytes, room: int, most: int) -> int:
+    """Bytes of such a front by its first 8, where `room` are left in the file."""
+    size = 8 + int.from_bytes(length, "little")
+    if len(length) != 8 or size % ALIGN or not ALIGN <= size <= min(most, room):
+        raise BlobError(f"its header has {size - 8} bytes in a file of {room}")
+    return size
+
+
+def read_front(fd: int, name: str, start: int, size: int, most: int) -> bytes:
+    """The front at offset `start` of a file of `size` bytes; BlobError where there is none of at most `most`."""
+    length = bytearray(min(8, size - start))
+    read_into(fd, memoryview(length), start, name)
+    front = bytearray(front_bytes(bytes(length), size - start, most))
+    read_into(fd, memoryview(front), start, name)
+    return bytes(front)
 
 
 def read_into(fd: int, buffer: memoryview, at: int, name: str) -> None:
@@ -284,27 +302,22 @@ def files(folder: Folder) -> Iterator[File]:
         raise refusal("*", error, "listing") from error
 
 
-def unnamed(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> list[File]:
-    """Files that no row names: parts, and blobs whose row is not there yet, or never will be.
+def orphans(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> tuple[list[File], int]:
+    """Files that no row names, nor ever will: their writers are dead. And the bytes of those whose writers may still be running.
 
     known: which of these names have a row; asked after the files were listed, so that a row inserted meanwhile is seen.
     """
     found = list(files(folder))
     rows = known([file.name for file in found if not file.part])
-    return [file for file in found if file.part or file.name not in rows]
+    unnamed = [file for file in found if file.part or file.name not in rows]
+    dead = [file for file in unnamed if not process_identity.alive(file.writer, since=file.changed)]
+    return dead, sum(file.bytes for file in unnamed) - sum(file.bytes for file in dead)
 
 
-def sweep(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> Swept:
-    """Delete files of dead writers that no row names (`unnamed`)."""
-    count = size = left = 0
-    for file in unnamed(folder, known):
-        if process_identity.alive(file.writer, since=file.changed):
-            left += file.bytes
-            continue
-        try:
-            gone = unlink(folder, file.name, PART if file.part else WHOLE)
-        except StoreError:  # Windows deletes no file that is open: the next sweep does
-            left += file.bytes
-        else:
-            count, size = count + gone, size + file.bytes * gone
-    return Swept(count, size, left)
+def sweep(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> tuple[list[File], int]:
+    """Delete orphans; returns what `orphans` found."""
+    found = orphans(folder, known)
+    for file in found[0]:
+        with suppress(StoreError):  # Windows deletes no file that is open: the next sweep does
+            unlink(folder, file.name, PART if file.part else WHOLE)
+    return found

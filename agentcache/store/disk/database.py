@@ -13,11 +13,10 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 from ...errors import StoreBusyError, StoreCorruptError, StoreError, StoreFormatError, StoreFullError
@@ -31,7 +30,7 @@ BUSY_S = 10.0  # how long a lock is waited for
 BRIEF_S = 0.02  # by a request that has something better to do
 PAUSE_S = (0.001, 0.05)  # between tries, doubling
 CACHE_KIB = 8192
-FORESEEN = 16  # later versions of the tables; any other number is damage
+FORESEEN = 16  # later versions of the tables; any other number than theirs and those of earlier ones is damage
 LOG_PAGES = 1000  # of the write-ahead log, before they go into the file
 LEAST_ROOM = 1 << 20  # bytes that must be free on a disk whose errors are not for want of room
 OUTSIDE = ("unable to open", "readonly", "disk i/o", "out of memory", "interrupted")  # trouble that need not come from the file
@@ -58,20 +57,16 @@ class _Link:
 class Database:
     """read() and write() from any thread; close() once. version: of the tables, which `schema` makes where they are missing.
 
-    path: of a database in the making, which no other process knows; None for the folder's index. upgrades: what to add to older versions.
-    unshared: on a disk without room for the memory that processes share, lock all others out instead of failing. Not for long.
+    path: of a database in the making, which no other process knows; None for the folder's index. unshared: on a disk without room for the
+    memory that processes share, lock all others out instead of failing. Not for long.
     """
 
-    def __init__(
-        self, folder: Folder, schema: str, version: int, path: Path | None = None, upgrades: Mapping[int, str] = MappingProxyType({}),
-        *, unshared: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Folder, schema: str, version: int, path: Path | None = None, *, unshared: bool = False) -> None:
         self.folder = folder
         self.path = path or folder.index
         self._shared = path is None
         self._schema = schema
         self._version = version
-        self._upgrades = upgrades
         self._unshared = unshared
         self._closed = False
         self._use = -1
@@ -104,14 +99,8 @@ class Database:
         def transact(connection: sqlite3.Connection) -> T:
             connection.execute(f"PRAGMA busy_timeout={round((BRIEF_S if brief else BUSY_S / 2) * 1e3)}")
             connection.execute(f"PRAGMA wal_autocheckpoint={0 if brief else LOG_PAGES}")
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                result = use(connection)
-                connection.execute("COMMIT")
-            finally:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-            return result
+            with transaction(connection):
+                return use(connection)
 
         return self._persist(transact, BRIEF_S if brief else BUSY_S)
 
@@ -183,28 +172,21 @@ class Database:
         # SQLite would let others read it. Never for a file that is there: closing it would drop this process's locks on it.
         with suppress(FileExistsError):
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        uri = f"{self.path.as_uri()}?mode=rw"
         try:
-            return self._opened(alone=False)
+            return self._connect(uri, self._make)
         except sqlite3.OperationalError as error:
             if not self._unshared or _busy(error):
                 raise
-            return self._opened(alone=True)
+            return self._connect(uri, self._make, "locking_mode=EXCLUSIVE")
 
-    def _opened(self, alone: bool) -> sqlite3.Connection:
-        connection = self._connect(f"{self.path.as_uri()}?mode=rw", *(("locking_mode=EXCLUSIVE",) if alone else ()))
-        try:
-            self._make(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _connect(self, uri: str, *first: str) -> sqlite3.Connection:
+    def _connect(self, uri: str, prepare: Callable[[sqlite3.Connection], object], *first: str) -> sqlite3.Connection:
         connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S / 2, isolation_level=None, check_same_thread=False)
         try:
             usual = ("foreign_keys=ON", "synchronous=NORMAL", "secure_delete=ON", f"cache_size=-{CACHE_KIB}", "temp_store=MEMORY")
             for setting in (*first, *usual):
                 connection.execute(f"PRAGMA {setting}")
+            prepare(connection)
         except BaseException:
             connection.close()
             raise
@@ -214,40 +196,40 @@ class Database:
         """Make the tables unless they are there."""
         if self._known(connection):
             return
-        older = connection.execute("PRAGMA user_version").fetchone()[0] in self._upgrades
-        if self._shared and not older and any(self.folder.blobs.glob("*/*.safetensors")):
+        if self._shared and any(self.folder.blobs.glob("*/*.safetensors")):
             raise corrupt(self.path, "it is empty, yet there are pages")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise StoreError(
                 f"the file system of {str(self.path)!r} cannot share a database (journal mode {mode!r}): name a folder on a local disk"
             )
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(connection):
             if not self._known(connection):
-                version = connection.execute("PRAGMA user_version").fetchone()[0]
-                for statement in _statements(self._upgrades.get(version, self._schema)):
-                    connection.execute(statement)
+                self._create(connection)
                 connection.execute(f"PRAGMA application_id={APPLICATION}")
                 connection.execute(f"PRAGMA user_version={self._version}")
-            connection.execute("COMMIT")
-        finally:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+
+    def _create(self, connection: sqlite3.Connection) -> None:
+        for statement in _statements(self._schema):
+            connection.execute(statement)
+
+    def _must_know(self, connection: sqlite3.Connection) -> None:
+        if not self._known(connection):
+            raise corrupt(self.path, "it has no tables")
 
     def _known(self, connection: sqlite3.Connection) -> bool:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if application == APPLICATION:
-            if version in self._upgrades and self.folder.writable:
-                return False
             ours = _made(connection) == _meant(self._schema)
             if version == self._version:
                 if not ours:
                     raise corrupt(self.path, "its tables are not those that were made")
                 return True
-            if not ours and self._version < version <= self._version + FORESEEN:
-                raise StoreFormatError(f"{str(self.path)!r} is of version {version!r}, later than {self._version!r}: use what made it")
+            if not ours and 0 < version <= self._version + FORESEEN:
+                raise StoreFormatError(
+                    f"{str(self.path)!r} is of version {version!r}, this one reads {self._version!r}: name another folder, or delete it"
+                )
             raise corrupt(self.path, f"it says version {version!r}, where {self._version!r} belongs")
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise corrupt(self.path, f"it is a database of something else (application {application:#x})")
@@ -256,20 +238,22 @@ class Database:
     def _open_read_only(self) -> sqlite3.Connection:
         """Open it without writing: where there is a WAL, it is read along."""
         if not self.path.exists():
-            connection = self._connect("file::memory:")
-            for statement in _statements(self._schema):
-                connection.execute(statement)
-            return connection
+            return self._connect("file::memory:", self._create)
         wal = Path(f"{self.path}-wal")
         logged = wal.exists() and wal.stat().st_size > 0
-        connection = self._connect(f"{self.path.as_uri()}?mode=ro{'' if logged else '&immutable=1'}")
-        try:
-            if not self._known(connection):
-                raise corrupt(self.path, "it has no tables")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return self._connect(f"{self.path.as_uri()}?mode=ro{'' if logged else '&immutable=1'}", self._must_know)
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """A transaction over the block: as a whole, or not at all."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
 
 
 def alone(folder: Folder) -> int:
@@ -303,7 +287,7 @@ def _made(connection: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
 
 @functools.cache
 def _meant(schema: str) -> frozenset[tuple[str, ...]]:
-    """Tables, indexes and triggers of this schema, made at once or by upgrades: an upgrade adds the schema's own statements."""
+    """Tables, indexes and triggers of this schema."""
     with closing(sqlite3.connect(":memory:")) as connection:
         for statement in _statements(schema):
             connection.execute(statement)

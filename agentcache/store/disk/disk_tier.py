@@ -24,8 +24,7 @@ from ..deletion import Deletions
 from ..entry import Entry, Match
 from ..keys import Ids, Role, Scope, as_ids
 from ..policy import Rate, WriteBudget
-from ..tool_group import ToolGroup
-from . import blob_files, blob_io, checkpoint_bytes, process_identity
+from . import blob_files, blob_io, process_identity
 from .blob_format import plan
 from .folder import Folder
 from .index import Index, Row
@@ -208,7 +207,7 @@ class DiskTier:
             self.index.promote([known.id], pending.role)
             return known.id, "known"
         row = self._row(pending)
-        need = plan(blob_io.with_checkpoints(row, checkpoint_bytes.size(page.checkpoints, row.tokens)), self.folder.encrypted).bytes
+        need = plan(row, self.folder.encrypted).bytes
         if not self.writer.budget.take(need):
             return 0, "over budget"
         if not self._make_room(need, parent):
@@ -228,7 +227,7 @@ class DiskTier:
     def _row(self, pending: PendingWrite) -> Row:
         entry, scope = pending.entry, pending.entry.scope
         assert entry.parent is not None
-        dtype, layers, heads, dim, widths = pending.page.spec.kind
+        dtype, widths = pending.page.spec.kind
         return Row(
             id=0,
             page_key=pending.key,
@@ -243,10 +242,8 @@ class DiskTier:
             precision=self.precision,
             role=int(pending.role),
             dtype=dtype,
-            layers=layers,
-            kv_heads=heads,
-            head_dim=dim,
             widths=widths,
+            checkpoint_bytes=_checkpoint_bytes(pending),
             created=entry.made,
         )
 
@@ -332,14 +329,6 @@ class DiskTier:
         if held := self._pinned.get(name):
             self.index.release_pins(held.pop(), self.process)
 
-    def record(self, group: ToolGroup, since: int) -> None:
-        """Keep a manifest, in place of an older one of that name; not if it was deleted after that generation."""
-        self.index.put_group(group, since)
-
-    def group(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
-        """The manifest of that name."""
-        return self.index.group(namespace, name, fingerprint)
-
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to the store's counters, after the answers."""
         self.writer.after(lambda: self.index.add_counters(counts))
@@ -382,9 +371,17 @@ class DiskTier:
     def _sweep(self) -> None:
         """Delete files of killed writers; files that others may still be writing count as used room."""
         self._swept = time.monotonic()
-        self._unnamed_bytes = blob_files.sweep(self.folder, self.index.has_blobs).left_bytes
+        self._unnamed_bytes = blob_files.sweep(self.folder, self.index.has_blobs)[1]
         self.index.drop_dead_pins()
         self.index.recount()
+
+
+def _checkpoint_bytes(pending: PendingWrite) -> int:
+    if not pending.page.checkpoints:
+        return 0
+    from . import checkpoint_bytes
+
+    return checkpoint_bytes.size(pending.page.checkpoints, len(pending.ids))
 
 
 def cpu_page(spec: KVSpec, tokens: int) -> Page:

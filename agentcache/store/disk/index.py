@@ -17,7 +17,7 @@ from ...errors import BlobError
 from ...types import PAGE_TOKENS
 from ..entry import common
 from ..keys import Ids, Scope, page_key
-from . import eviction_order, schema
+from . import schema
 from .index_metadata import IndexMetadata, pinned, tick
 from .schema import COLUMNS, KEY, NAMES, Row, decode, decode_ids, encode
 
@@ -171,8 +171,6 @@ class Index(IndexMetadata):
         A page gives way to a longer one under its parent that begins with its ids, and to newer ones if there are too many partial pages
         under their parent; never if it is pinned, or serves a higher role. A page that is known already keeps the higher of both roles.
         """
-        if not self.folder.writable:
-            return list(rows)
 
         def insert(connection: sqlite3.Connection) -> list[Row]:
             if not wanted(connection):
@@ -187,7 +185,7 @@ class Index(IndexMetadata):
                     spare.append(row)
             return spare
 
-        return self._db.write(insert)
+        return self._write(insert, list(rows))
 
     def _insert(self, connection: sqlite3.Connection, row: Row, used: int) -> bool:
         names = ", ".join((*NAMES[1:], "head"))
@@ -231,7 +229,7 @@ class Index(IndexMetadata):
             connection.execute("UPDATE totals SET clock = max(clock, ?)", (max((row.used for row in rows), default=0),))
             return sum(self._insert(connection, row, row.used) for row in rows)
 
-        return self._db.write(insert) if self.folder.writable else 0
+        return self._write(insert, 0)
 
     def touch(self, ids: Iterable[int], hits: bool = True) -> set[int]:
         """Count rows as used now, in this order; returns those that are gone."""
@@ -242,13 +240,12 @@ class Index(IndexMetadata):
             sql = "UPDATE pages SET used = ?, hits = hits + ? WHERE id = ?"
             return {id for i, id in enumerate(used) if not connection.execute(sql, (first + i, int(hits), id)).rowcount}
 
-        return self._db.write(touches) if used and self.folder.writable else set()
+        return self._write(touches, set()) if used else set()
 
     def promote(self, ids: Iterable[int], role: int) -> None:
         """Let pages serve at least this role."""
         values = [(int(role), id, int(role)) for id in ids]
-        if self.folder.writable:
-            self._db.write(lambda connection: connection.executemany("UPDATE pages SET role = ? WHERE id = ? AND role < ?", values))
+        self._write(lambda connection: connection.executemany("UPDATE pages SET role = ? WHERE id = ? AND role < ?", values), None)
 
     # -- removing --------------------------------------------------------------------------------------------------
 
@@ -278,13 +275,15 @@ class Index(IndexMetadata):
                     freeing(row)
             return gone
 
-        return self._db.write(removes) if wanted and self.folder.writable else []
+        return self._write(removes, []) if wanted else []
 
     def victims(self, need_bytes: int) -> list[Row]:
         """Choose pages to evict for so many bytes, in order: quarantined ones, then by role and last use, a page never before its children.
 
         Pages that running processes pin are left out; all there is, if that does not suffice.
         """
+        from . import eviction_order  # most requests make no room
+
         sql = f"SELECT {COLUMNS} FROM pages WHERE id = ?"
 
         def choose(connection: sqlite3.Connection) -> list[Row]:

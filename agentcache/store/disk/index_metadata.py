@@ -1,6 +1,6 @@
-"""Metadata of the index: pins, leases, tool groups, splices, segments, rates, counters. Knows no pages but their ids.
+"""Metadata of the index: deletions, pins, tool groups, splices, segments, rates, counters. Knows no pages but their ids.
 
-Pins and leases belong to processes (process_identity.py) and end with them; nothing has to tidy up.
+Pins belong to processes (process_identity.py) and end with them; nothing has to tidy up.
 """
 
 from __future__ import annotations
@@ -10,28 +10,20 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from blake3 import blake3
+from typing import Any
 
 from ...errors import StoreError
-from .. import deletion
-from ..deletion import Deletion
+from ..deletion import MOST, Deletion
 from ..tool_group import ToolGroup
 from . import process_identity
 from .database import Database, T, Use, corrupt
 from .folder import Folder
-from .schema import SCHEMA, UPGRADES, VERSION, counted, guard, sound, totals, unguard
+from .schema import SCHEMA, VERSION, counted, guard, sound, totals, unguard
 
 MOST_SPLICES = 100_000
+KEY_BYTES = 32
+DELETION = "namespace, before, forced, name, fingerprint, keys, prefix_tokens"
 PARENT = slice(32, 64)  # of a row of text: the key of the page before (docs/format.md)
-
-
-class Lease(NamedTuple):
-    """A process that computes a prefix, and since when (time.time())."""
-
-    process: str
-    since: float
 
 
 def tick(connection: sqlite3.Connection, count: int = 1) -> int:
@@ -59,7 +51,7 @@ class IndexMetadata:
     def __init__(self, folder: Folder, path: Path | None = None, *, unshared: bool = False) -> None:
         self.folder = folder
         self.ahead = 0
-        self._db = Database(folder, SCHEMA, VERSION, path, UPGRADES, unshared=unshared)
+        self._db = Database(folder, SCHEMA, VERSION, path, unshared=unshared)
         try:
             if self._db.read(totals) is None:
                 raise corrupt(folder.index, "its totals cannot be")
@@ -81,7 +73,7 @@ class IndexMetadata:
     def record_deletion(self, done: Deletion) -> None:
         """Number a deletion, before its pages go: writers know of it from now on."""
         if self.folder.writable:
-            self.folder.tell_generation(self._db.write(lambda connection: deletion.record(connection, done)))
+            self.folder.tell_generation(self._db.write(lambda connection: _record(connection, done)))
 
     def deletions(self, since: int) -> list[Deletion]:
         """Those after a generation, in order."""
@@ -89,20 +81,22 @@ class IndexMetadata:
 
     def deletions_in(self, connection: sqlite3.Connection, since: int) -> list[Deletion]:
         """The same in a transaction."""
-        found = deletion.since(connection, since - self.ahead)
+        sql = f"SELECT {DELETION}, generation FROM deletions WHERE generation > ? ORDER BY generation"
+        found = [_deletion(record) for record in connection.execute(sql, (since - self.ahead,))]
+        newest = found[-1].generation if found else _generation(connection)
+        if len(found) != newest - since + self.ahead:  # not all are known any more: of everything
+            found = [Deletion(generation=_generation(connection))]
         return [replace(one, generation=one.generation + self.ahead) for one in found]
 
     def generation(self) -> int:
         """The number of the last one."""
-        return self._db.read(deletion.last) + self.ahead
+        return self._db.read(_generation) + self.ahead
 
     # -- pins ------------------------------------------------------------------------------------------------------
 
     def pin(self, ids: Iterable[int], holder: str) -> list[int]:
         """Keep these pages while process `holder` runs, until they are released as often; returns those that are (still) there."""
         wanted = list(ids)
-        if not self.folder.writable:
-            return wanted
 
         def pins(connection: sqlite3.Connection) -> list[int]:
             found = []
@@ -116,18 +110,17 @@ class IndexMetadata:
                     found.append(id)
             return found
 
-        return self._db.write(pins)
+        return self._write(pins, wanted)
 
     def release_pins(self, ids: Iterable[int], holder: str) -> None:
         """Release one pin of each."""
-        if self.folder.writable:
-            wanted = [(holder, id) for id in ids]
+        wanted = [(holder, id) for id in ids]
 
-            def release(connection: sqlite3.Connection) -> None:
-                connection.executemany("UPDATE pins SET count = count - 1 WHERE process = ? AND page = ?", wanted)
-                connection.executemany("DELETE FROM pins WHERE process = ? AND page = ? AND count <= 0", wanted)
+        def release(connection: sqlite3.Connection) -> None:
+            connection.executemany("UPDATE pins SET count = count - 1 WHERE process = ? AND page = ?", wanted)
+            connection.executemany("DELETE FROM pins WHERE process = ? AND page = ? AND count <= 0", wanted)
 
-            self._db.write(release)
+        self._write(release, None)
 
     def pinned(self) -> set[int]:
         """Pages that running processes hold."""
@@ -135,8 +128,6 @@ class IndexMetadata:
 
     def drop_dead_pins(self) -> int:
         """Forget pins and leases of processes that have ended; returns how many."""
-        if not self.folder.writable:
-            return 0
 
         def drop(connection: sqlite3.Connection) -> int:
             gone = 0
@@ -146,44 +137,7 @@ class IndexMetadata:
                         gone += connection.execute(f"DELETE FROM {table} WHERE process = ?", (name,)).rowcount
             return gone
 
-        return self._db.write(drop)
-
-    # -- leases ----------------------------------------------------------------------------------------------------
-
-    def take_lease(self, key: bytes, fingerprint: str, holder: str) -> Lease | None:
-        """Ask to be the one who computes the prefix `key`. None: `holder` is, from now on. Else the lease of a live process, or its own.
-
-        StoreBusyError at once, if another process holds the file: the answer waits for no write.
-        """
-        if not self.folder.writable:
-            return None
-
-        def take(connection: sqlite3.Connection) -> Lease | None:
-            known = connection.execute("SELECT process, since FROM leases WHERE key = ? AND fingerprint = ?", (key, fingerprint)).fetchone()
-            if known is not None and process_identity.alive(*known):
-                return Lease(*known)
-            connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", (key, fingerprint, holder, time.time()))
-            return None
-
-        return self._db.write(take, brief=True)
-
-    def await_lease(self, key: bytes, fingerprint: str, waiter: str) -> None:
-        """Let the process that computes the prefix `key` know that `waiter` waits for it. StoreBusyError as `take_lease`."""
-        values = (_waited(key), fingerprint, waiter, time.time())
-        self._db.write(lambda connection: connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", values), brief=True)
-
-    def stop_awaiting(self, key: bytes, fingerprint: str, waiter: str) -> None:
-        """`waiter` waits for it no longer."""
-        self.release_lease(_waited(key), fingerprint, waiter)
-
-    def awaited(self, key: bytes, fingerprint: str) -> bool:
-        """Tell whether a process waits for the prefix `key`."""
-        sql = "SELECT count(*) FROM leases WHERE key = ? AND fingerprint = ?"
-        return bool(self._db.read(lambda connection: connection.execute(sql, (_waited(key), fingerprint)).fetchone()[0]))
-
-    def release_lease(self, key: bytes, fingerprint: str, holder: str) -> None:
-        """Give a lease back; no effect if another process holds it."""
-        self._execute("DELETE FROM leases WHERE key = ? AND fingerprint = ? AND process = ?", (key, fingerprint, holder))
+        return self._write(drop, 0)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -198,8 +152,7 @@ class IndexMetadata:
             values = (group.namespace, group.name, group.fingerprint, group.regime, sealed, group.tip, group.created or time.time())
             connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, tick(connection)))
 
-        if self.folder.writable:
-            self._db.write(put)
+        self._write(put, None)
 
     def group(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The manifest of that name; None if there is none, or it is damaged."""
@@ -244,8 +197,8 @@ class IndexMetadata:
             if over > 0:
                 connection.execute("DELETE FROM splices WHERE rowid IN (SELECT rowid FROM splices ORDER BY used LIMIT ?)", (over,))
 
-        if known and self.folder.writable:
-            self._db.write(put)
+        if known:
+            self._write(put, None)
 
     def splice(self, namespace: str, key: bytes) -> bytes | None:
         """The ids under that key; None if there are none, or they are damaged."""
@@ -273,7 +226,7 @@ class IndexMetadata:
             connection.executemany("DELETE FROM segments WHERE id = ?", gone)
             return len(gone)
 
-        return self._db.write(drop) if parents and self.folder.writable else 0
+        return self._write(drop, 0) if parents else 0
 
     def _drop(self, table: str, namespace: str | None, older_than: float | None) -> int:
         where, values = _where({"namespace": namespace})
@@ -296,8 +249,7 @@ class IndexMetadata:
     def add_counters(self, counts: Mapping[str, int]) -> None:
         """Add to counters of the store."""
         sql = "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
-        if counts and self.folder.writable:
-            self._db.write(lambda connection: connection.executemany(sql, list(counts.items())))
+        self._write(lambda connection: connection.executemany(sql, list(counts.items())), None)
 
     def counters(self) -> dict[str, int]:
         """All counters of the store."""
@@ -321,8 +273,7 @@ class IndexMetadata:
                 "(SELECT coalesce(max(used), 0) FROM groups), (SELECT coalesce(max(used), 0) FROM splices))"
             )
 
-        if self.folder.writable:
-            self._db.write(put)
+        self._write(put, None)
 
     def stats(self) -> dict[str, object]:
         """Count all that is stored: pages by role, precision and namespace, and everything else."""
@@ -376,12 +327,36 @@ class IndexMetadata:
 
     def _execute(self, sql: str, values: tuple[object, ...] = ()) -> int:
         """One statement that writes; returns how many rows it touched."""
-        return self._db.write(lambda connection: connection.execute(sql, values).rowcount) if self.folder.writable else 0
+        return self._write(lambda connection: connection.execute(sql, values).rowcount, 0)
+
+    def _write(self, use: Use[Any], otherwise: Any) -> Any:
+        """Return what `use` does in a transaction of its own; `otherwise` in a read-only folder."""
+        return self._db.write(use) if self.folder.writable else otherwise
 
 
-def _waited(key: bytes) -> bytes:
-    """The key under which those are written down who wait for the prefix `key`."""
-    return blake3(b"waited" + key).digest()
+def _record(connection: sqlite3.Connection, done: Deletion) -> int:
+    """Add a deletion; returns its generation."""
+    values = (done.namespace, done.before, done.forced, done.group, done.fingerprint, b"".join(done.keys), done.prefix_tokens)
+    number = connection.execute(f"INSERT INTO deletions ({DELETION}) VALUES (?, ?, ?, ?, ?, ?, ?)", values).lastrowid
+    assert number is not None
+    connection.execute("DELETE FROM deletions WHERE generation <= ?", (number - MOST,))
+    return number
+
+
+def _generation(connection: sqlite3.Connection) -> int:
+    """The number of the last deletion."""
+    found = connection.execute("SELECT max(generation) FROM deletions").fetchone()[0]
+    return found if isinstance(found, int) else 0
+
+
+def _deletion(record: tuple[Any, ...]) -> Deletion:
+    """Read a row; a damaged one is of everything, whose pages are computed again."""
+    namespace, before, forced, name, fingerprint, keys, tokens, generation = record
+    texts = all(isinstance(text, str | None) for text in (namespace, name)) and isinstance(before, float | None)
+    if not texts or (type(fingerprint), type(keys), type(tokens)) != (str, bytes, int) or len(keys) % KEY_BYTES:
+        return Deletion(generation=generation)
+    split = tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+    return Deletion(namespace, before, bool(forced), name, fingerprint, split, tokens, generation)
 
 
 def _where(wanted: Mapping[str, object]) -> tuple[str, tuple[object, ...]]:

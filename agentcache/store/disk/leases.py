@@ -5,14 +5,26 @@ taken ──> computed ──> written ──> released        a writer learns f
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
+
+from blake3 import blake3
 
 from ...errors import StoreBusyError, StoreError
+from . import process_identity
 from .index import Index
-from .index_metadata import Lease
 
 Prefix = tuple[bytes, str]  # the key of its last page, and the fingerprint
+
+
+class Lease(NamedTuple):
+    """A process that computes a prefix, and since when (time.time())."""
+
+    process: str
+    since: float
 
 
 class Leases:
@@ -29,8 +41,21 @@ class Leases:
         return frozenset(self._held)
 
     def take(self, key: bytes, fingerprint: str) -> Lease | None:
-        """Say that this process computes a prefix. None: it does, from now on; else the lease of the process that said so before."""
-        other = self._index.take_lease(key, fingerprint, self._process)
+        """Say that this process computes a prefix. None: it does, from now on; else the lease of a live process, or its own.
+
+        StoreBusyError at once, if another process holds the file: the answer waits for no write.
+        """
+        if not self._index.folder.writable:
+            return None
+
+        def take(connection: sqlite3.Connection) -> Lease | None:
+            known = connection.execute("SELECT process, since FROM leases WHERE key = ? AND fingerprint = ?", (key, fingerprint)).fetchone()
+            if known is not None and process_identity.alive(*known):
+                return Lease(*known)
+            connection.execute(TAKE, (key, fingerprint, self._process, time.time()))
+            return None
+
+        other = self._index.database.write(take, brief=True)
         if other is None:
             self._held.add((key, fingerprint))
         return other
@@ -38,8 +63,13 @@ class Leases:
     def awaited(self) -> bool:
         """Tell whether another process waits for a prefix that is computed here, but not written yet."""
         with suppress(StoreError):  # then it waits as long as it would
-            return any(self._index.awaited(*prefix) for prefix in tuple(self._computed))
+            return any(self.is_awaited(*prefix) for prefix in tuple(self._computed))
         return False
+
+    def is_awaited(self, key: bytes, fingerprint: str) -> bool:
+        """Tell whether a process waits for this prefix."""
+        sql = "SELECT count(*) FROM leases WHERE key = ? AND fingerprint = ?"
+        return bool(self._index.database.read(lambda connection: connection.execute(sql, (_waited(key), fingerprint)).fetchone()[0]))
 
     def release(self, key: bytes, fingerprint: str) -> None:
         """Give back a prefix that is computed, or will not be, once its pages are written."""
@@ -49,7 +79,13 @@ class Leases:
     def _release(self, key: bytes, fingerprint: str) -> None:
         for prefixes in (self._computed, self._held):
             prefixes.discard((key, fingerprint))
-        self._index.release_lease(key, fingerprint, self._process)
+        self._give_back(key, fingerprint)
+
+    def _give_back(self, key: bytes, fingerprint: str) -> None:
+        """Delete a row of this process."""
+        sql = "DELETE FROM leases WHERE key = ? AND fingerprint = ? AND process = ?"
+        if self._index.folder.writable:
+            self._index.database.write(lambda connection: connection.execute(sql, (key, fingerprint, self._process)))
 
     def close(self) -> None:
         """Give back all of them now."""
@@ -60,9 +96,18 @@ class Leases:
 
     def wait(self, key: bytes, fingerprint: str) -> None:
         """Let the process that computes a prefix know that this one waits; where the index is busy, it writes after its answer."""
+        values = (_waited(key), fingerprint, self._process, time.time())
         with suppress(StoreBusyError):
-            self._index.await_lease(key, fingerprint, self._process)
+            self._index.database.write(lambda connection: connection.execute(TAKE, values), brief=True)
 
     def stop_waiting(self, key: bytes, fingerprint: str) -> None:
         """Wait no longer."""
-        self._after(lambda: self._index.stop_awaiting(key, fingerprint, self._process))
+        self._after(lambda: self._give_back(_waited(key), fingerprint))
+
+
+TAKE = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)"
+
+
+def _waited(key: bytes) -> bytes:
+    """The key under which those are written down who wait for the prefix `key`."""
+    return blake3(b"waited" + key).digest()

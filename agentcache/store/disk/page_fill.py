@@ -20,19 +20,12 @@ import torch
 
 from ...errors import BlobError, StoreError
 from ...kv import PAGE_TOKENS, Page
-from . import blob_files, quantize
-from .blob import PIECE, Blob, Progress, open_blob, same, tensors, view
-from .blob_format import layer_context
-from .checkpoint_bytes import unpack
+from . import blob_files
+from .blob import PIECE, Blob, Progress, fits, open_blob, same, tensors, view
 from .folder import Folder
 from .schema import Row
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # whole numbers of so many bytes
-
-
-def fits(row: Row, page: Page) -> bool:
-    """Tell whether the page has the shape and type of what the row stores."""
-    return row.kind == page.spec.kind and page.keys.device.type == "cpu"
 
 
 def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -51,10 +44,10 @@ class Filling:
         self.file: blob_files.Opened | None = None
         self.mapped: memoryview | None = None  # the whole file, where the page will lie in it
         self.here = False  # whether the system's page cache holds it already
-        self.next = self.active = 0  # layers handed out, layers being read
+        self.next = self.active = 0  # sections handed out, sections being read
         self.error: StoreError | None = None
         self.ended = False
-        self.checkpoints: dict[int, bytes] = {}  # stored bytes of the layers that hold them
+        self.checkpoints = b""  # packed
 
     def open(self, folder: Folder) -> None:
         self.blob = open_blob(folder, self.row.blob)
@@ -83,10 +76,8 @@ class Filling:
         """Check one layer and put it into the page: directly if it is stored as it lies there."""
         blob, row, page = self.blob, self.row, self.page
         assert blob is not None
-        if layer >= page.spec.layers:
-            held = memoryview(bytearray(blob.plan.size(layer)))
-            blob.read(layer, [held], done)
-            self.checkpoints[layer] = blob.folder.open_sealed(held, layer_context(row, layer, True)) if blob.plan.sealed else bytes(held)
+        if layer == len(row.widths):
+            self.checkpoints = bytes(blob.clear(layer, done))
             return
         if self.mapped is not None:
             if self.here:
@@ -104,9 +95,7 @@ class Filling:
         else:
             stored = scratch(blob.plan.size(layer))
             blob.read(layer, [stored], done)
-        if blob.plan.sealed:
-            stored = memoryview(bytearray(blob.folder.open_sealed(stored, layer_context(row, layer, True))))
-        self._spread(layer, stored)
+        self._spread(layer, blob.unsealed(layer, stored))
 
     def _spread(self, layer: int, stored: memoryview) -> None:
         """Put a verified layer where it belongs in the page."""
@@ -117,6 +106,8 @@ class Filling:
             for target, stored_part in ((keys[..., some], found["keys"][..., some]), (values[:, some], found["values"][:, some])):
                 _bits(target)[...] = _bits(stored_part)  # not copy_: it would wake a team of threads in each of these threads
         else:
+            from . import quantize
+
             quantize.dequantize(found, row.precision, keys, values)
 
     def end(self) -> None:
@@ -141,8 +132,10 @@ class Filling:
         self.page.filled = keep
 
     def _unpack(self) -> None:
+        from .checkpoint_bytes import unpack
+
         try:
-            self.page.checkpoints = unpack(b"".join(self.checkpoints[layer] for layer in sorted(self.checkpoints)), self.tokens)
+            self.page.checkpoints = unpack(self.checkpoints, self.tokens)
         except BlobError as error:
             self.error = BlobError(f"blob {self.row.blob!r}: {error}")
 
@@ -194,7 +187,7 @@ class Reading:
                         filling.open(self.folder)
                 except StoreError as error:
                     filling.error = filling.error or error
-                if filling.error is None and filling.next < filling.row.layers:
+                if filling.error is None and filling.next < filling.row.sections:
                     filling.next += 1
                     filling.active += 1
                     return filling, filling.next - 1
@@ -207,7 +200,7 @@ class Reading:
         with self._lock:
             filling.error = filling.error or error
             filling.active -= 1
-            if not filling.active and (filling.error is not None or filling.next == filling.row.layers):
+            if not filling.active and (filling.error is not None or filling.next == filling.row.sections):
                 filling.end()
 
     def _check(self) -> None:

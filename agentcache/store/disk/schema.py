@@ -6,6 +6,7 @@ and authenticated on its own.
 
 from __future__ import annotations
 
+import functools
 import json
 import sqlite3
 from dataclasses import dataclass, field, fields
@@ -19,36 +20,27 @@ from ...types import PAGE_TOKENS
 from ..keys import Ids, Role, page_key
 from .folder import Folder
 
-VERSION = 5
+VERSION = 6
 HEAD_TOKENS = 8  # ids by which continuations of a page are told apart before they are compared
 TAG_BYTES = 16
 
 # bad: why a page is never served. used: of a counter that only grows, because clocks jump. created: wall clock, for ages.
 # triggers keep the totals: counting 100,000 rows at every write would read all their ids.
-SEGMENTS = """
+SCHEMA = """
 CREATE TABLE segments (
     id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL, regime TEXT NOT NULL, name BLOB NOT NULL,
     packed BLOB NOT NULL, created REAL NOT NULL, used INTEGER NOT NULL, UNIQUE (namespace, fingerprint, regime, name));;
 CREATE INDEX segments_order ON segments (used);;
 CREATE INDEX segments_created ON segments (created);;
-"""
-DELETIONS = """
 CREATE TABLE deletions (
     generation INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT, before REAL, forced INTEGER NOT NULL, name TEXT,
     fingerprint TEXT NOT NULL, keys BLOB NOT NULL, prefix_tokens INTEGER NOT NULL);;
-"""
-CHECKPOINTS = "ALTER TABLE pages ADD COLUMN checkpoint_layers INTEGER NOT NULL DEFAULT 0;;\n"
-WIDTHS = "ALTER TABLE pages ADD COLUMN widths TEXT NOT NULL DEFAULT '[]';;\n"
-ADDED = ("", SEGMENTS, DELETIONS, CHECKPOINTS, WIDTHS)  # by each version to the one before
-UPGRADES = {version: "".join(ADDED[version:]) for version in range(1, VERSION)}  # what an older version lacks
-SCHEMA = f"""{SEGMENTS}{DELETIONS}
 CREATE TABLE pages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, page_key BLOB NOT NULL, parent BLOB NOT NULL, namespace TEXT NOT NULL,
     fingerprint TEXT NOT NULL, regime TEXT NOT NULL, place INTEGER NOT NULL, tokens INTEGER NOT NULL, ids BLOB NOT NULL,
-    numerics TEXT NOT NULL, precision TEXT NOT NULL,
-    role INTEGER NOT NULL, dtype TEXT NOT NULL, layers INTEGER NOT NULL, kv_heads INTEGER NOT NULL, head_dim INTEGER NOT NULL,
-    blob TEXT NOT NULL, bytes INTEGER NOT NULL, created REAL NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL, bad TEXT,
-    head BLOB NOT NULL, checkpoint_layers INTEGER NOT NULL DEFAULT 0, widths TEXT NOT NULL DEFAULT '[]',
+    numerics TEXT NOT NULL, precision TEXT NOT NULL, role INTEGER NOT NULL, dtype TEXT NOT NULL, widths TEXT NOT NULL,
+    checkpoint_bytes INTEGER NOT NULL, blob TEXT NOT NULL, bytes INTEGER NOT NULL, created REAL NOT NULL, used INTEGER NOT NULL,
+    hits INTEGER NOT NULL, bad TEXT, head BLOB NOT NULL,
     UNIQUE (page_key, fingerprint, precision));;
 CREATE INDEX pages_under ON pages (parent, fingerprint, precision, head, used, tokens);;
 CREATE INDEX pages_order ON pages (role, used);;
@@ -80,6 +72,9 @@ CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT RO
 """
 
 
+Widths = tuple[tuple[int, int, int], ...]  # heads, width of keys and width of values of each layer
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One stored page."""
@@ -97,11 +92,8 @@ class Row:
     precision: str
     role: int
     dtype: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    checkpoint_layers: int = 0  # how many of `layers`, the last ones, hold checkpoints in the place of keys and values
-    widths: tuple[tuple[int, int, int], ...] = ()  # heads, width of keys and of values of each other layer, where they differ
+    widths: Widths  # of each layer
+    checkpoint_bytes: int = 0  # of the section after the layers, where the page has checkpoints
     blob: str = ""
     bytes: int = 0
     created: float = 0.0  # time.time()
@@ -110,9 +102,14 @@ class Row:
     bad: str | None = None  # the reason of its quarantine
 
     @property
-    def kind(self) -> tuple[str, int, int, int, tuple[tuple[int, int, int], ...]]:
-        """Number type, layers with keys and values, heads, width and widths: those of `KVSpec.kind`."""
-        return self.dtype, self.layers - self.checkpoint_layers, self.kv_heads, self.head_dim, self.widths
+    def kind(self) -> tuple[str, Widths]:
+        """Number type and widths: those of `KVSpec.kind`."""
+        return self.dtype, self.widths
+
+    @property
+    def sections(self) -> int:
+        """Layers, and one more where there are checkpoints: each is authenticated on its own."""
+        return len(self.widths) + bool(self.checkpoint_bytes)
 
 
 NAMES = tuple(column.name for column in fields(Row))
@@ -121,6 +118,8 @@ _TYPES = {
     "namespace": str, "fingerprint": str, "regime": str, "numerics": str, "precision": str, "dtype": str, "blob": str, "widths": str,
     "page_key": bytes, "parent": bytes, "ids": bytes, "created": float,
 }  # fmt: skip
+MOST_LAYERS, MOST_WIDTH = 1 << 16, 4096
+MOST_CHANNELS = 1 << 16  # of a layer's keys: 0.1 GB a page in fp32
 MOST = 1 << 53  # no number of ours is larger: sums of them stay whole numbers, in SQLite too
 _RECORDS = {tuple(_TYPES.get(name, int) for name in NAMES[:-1]) + (bad,) for bad in (str, type(None))}
 _AT = {name: at for at, name in enumerate(NAMES)}
@@ -148,7 +147,7 @@ def encode(folder: Folder, row: Row, used: int) -> tuple[object, ...]:
     values = {name: getattr(row, name) for name in NAMES[1:]}
     values["ids"] = folder.seal(row.ids.astype("<u4", copy=False).tobytes(), _context(row.page_key))
     values["numerics"] = ",".join(sorted(row.numerics))
-    values["role"], values["used"], values["widths"] = int(row.role), used, json.dumps(row.widths, separators=(",", ":"))
+    values["role"], values["used"], values["widths"] = int(row.role), used, json.dumps(row.widths)
     return (*values.values(), head(folder, row.ids))
 
 
@@ -160,28 +159,28 @@ def decode(folder: Folder, record: tuple[Any, ...]) -> Row:
     values = list(record)
     values[IDS] = np.frombuffer(decode_ids(folder, record[KEY], record[TOKENS], record[IDS]), dtype="<u4").astype(np.uint32, copy=False)
     values[_NUMERICS] = frozenset(filter(None, record[_NUMERICS].split(",")))
-    if values[_WIDTHS] == "[]":  # most: a row is decoded for every page of a prompt
-        values[_WIDTHS] = ()
-        return Row(*values)
     try:
-        count = record[_AT["layers"]] - record[_AT["checkpoint_layers"]]
-        values[_WIDTHS] = widths_of(json.loads(record[_WIDTHS]), count, record[_AT["kv_heads"]], record[_AT["head_dim"]])
+        values[_WIDTHS] = _widths_said(record[_WIDTHS])
     except (ValueError, RecursionError):
         raise BlobError(f"row {record[0]!r} of the index is damaged") from None
     return Row(*values)
 
 
-def widths_of(found: Any, layers: int, heads: int, width: int) -> tuple[tuple[int, int, int], ...]:
-    """Widths of layers, as they were read; ValueError unless they are those of so many layers with such largest ones."""
-    if found == []:
-        return ()
-    if type(found) is not list or any(type(shape) is not list or list(map(type, shape)) != [int] * 3 for shape in found):
+@functools.lru_cache  # a row is decoded for every page of a prompt
+def _widths_said(text: str) -> Widths:
+    return widths_of(json.loads(text))
+
+
+def widths_of(found: Any) -> Widths:
+    """Widths of layers, as they were read; ValueError unless they can be those of a page."""
+    if type(found) is not list or not 0 < len(found) <= MOST_LAYERS:
         raise ValueError("widths")
-    least = all(shape[0] > 0 and shape[1] > 0 and shape[2] >= 0 for shape in found)
-    largest = (max(shape[0] for shape in found), max(max(shape[1:]) for shape in found))
-    if not least or len(found) != layers or largest != (heads, width) or all(shape == [heads, width, width] for shape in found):
-        raise ValueError("widths")
-    return tuple((shape[0], shape[1], shape[2]) for shape in found)
+    for shape in found:
+        if type(shape) is not list or list(map(type, shape)) != [int] * 3 or min(shape) < 0 or not shape[0] * shape[1]:
+            raise ValueError("widths")
+        if max(shape) > MOST_WIDTH or shape[0] * max(shape[1:]) > MOST_CHANNELS:
+            raise ValueError("widths")
+    return tuple((heads, keys, values) for heads, keys, values in found)
 
 
 def decode_ids(folder: Folder, key: bytes, tokens: int, sealed: bytes) -> bytes:

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import psutil
+import torch
+
 from ...kv import Page, Tier
 from ..entry import Entry
 from ..keys import Role
@@ -114,3 +117,14 @@ class Eviction:
             self.host_bytes += sign * size
         else:
             self.bytes += sign * size
+
+
+def budgets(device: str | None, memory_bytes: int | None) -> tuple[int, int]:
+    """Bytes for pages on the device, by default a quarter of free memory, and for those that wait in the computer's memory beside it."""
+    free = psutil.virtual_memory().available // 4
+    cuda = bool(device) and str(device).startswith("cuda")
+    if memory_bytes is not None:
+        return memory_bytes, free if cuda and memory_bytes else 0
+    if not cuda:
+        return free, 0
+    return (torch.cuda.mem_get_info()[0] // 4 if torch.cuda.is_available() else free), free

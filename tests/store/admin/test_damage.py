@@ -21,7 +21,7 @@ from agentcache.store.keys import Role, Scope
 from agentcache.store.store import Store
 from agentcache.types import StoreOptions
 from tests.engines import chat, decode, engine
-from tests.store.index_rows import DEAD, random_ids, run_sql
+from tests.store.index_rows import DEAD, leases_of, random_ids, run_sql
 from tests.store.stocked_store import reads_back, store_group
 from tests.store.stored_pages import noise_page
 
@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         index.set_meta("read_rate", "1.0 2.0")
         index.add_counters({"hits": 3})
         index.pin([rows[0].id], DEAD)
-        index.take_lease(b"k" * 32, "weights", DEAD)
+        leases_of(index, DEAD).take(b"k" * 32, "weights")
     return folder.path
 
 

@@ -55,14 +55,14 @@ def test_an_index_without_room_for_its_log_says_so(folder: Folder) -> None:
         assert not reader.database.read(meanwhile)
 
 
-@pytest.mark.parametrize("ahead", [1, database.FORESEEN])
-def test_an_index_of_a_later_version_is_left_alone(folder: Folder, ahead: int) -> None:
+@pytest.mark.parametrize("ahead", [1 - VERSION, -1, 1, database.FORESEEN])
+def test_an_index_of_another_version_is_left_alone(folder: Folder, ahead: int) -> None:
     with Index(folder) as index:
         rows = added_rows(index, random_ids(600))
     run_sql(folder, "CREATE TABLE more (id INTEGER)")  # with the tables of this one the number is damage
     run_sql(folder, f"PRAGMA user_version={VERSION + ahead}")
     before = folder.index.read_bytes()
-    with pytest.raises(StoreFormatError, match=f"version {VERSION + ahead}, later than {VERSION}"):
+    with pytest.raises(StoreFormatError, match=f"version {VERSION + ahead}, this one reads {VERSION}"):
         Index(folder)
     with pytest.raises(StoreFormatError):
         verify(folder, fix=True)

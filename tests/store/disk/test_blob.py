@@ -29,6 +29,7 @@ from tests.store.stored_pages import (
     edit_file,
     empty_from,
     files_under_blobs,
+    fill_page,
     noise_page,
     read_page,
     refused_read,
@@ -111,11 +112,11 @@ def test_the_format_is_the_documented_one(folder: Folder) -> None:
     assert np.frombuffer(layer, "<f4").tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert np.frombuffer(ids, "<u4").tolist() == [0, 1, 2]
     key = written.page_key.hex()
-    context = f'["agentcache layer","1",false,"{key}","weights","exact",0,"float32",1,2,3]\n'.encode()
+    context = f'["agentcache section","2",false,"{key}","weights","exact",0,"float32",1,2,2,3]\n'.encode()
     assert macs[:32] == blake3(context + layer, key=folder.key).digest()
-    context = f'["agentcache page","1",false,"{key}"]\n'.encode()
+    context = f'["agentcache page","2",false,"{key}"]\n'.encode()
     assert macs[32:] == blake3(context + front + ids + macs[:32], key=folder.key).digest()
-    assert blake3(raw).hexdigest(length=8) == "a8a6f0816339089d"
+    assert blake3(raw).hexdigest(length=8) == "6bcd19342852d3d7"
 
 
 def test_the_mac_of_a_layer_is_of_that_layer_only(folder: Folder) -> None:
@@ -185,7 +186,7 @@ def test_faults_outside_the_blob_are_no_blob_error(folder: Folder, monkeypatch: 
     monkeypatch.setattr(page_fill, "open_blob", lambda *_: opened)
     found = Page(SPEC)
     with pytest.raises(MemoryError):
-        blob_io.read(folder, written, found, tokens=512)
+        fill_page(folder, written, found, tokens=512)
     assert found.filled == 0
 
 
@@ -306,7 +307,8 @@ def test_removing_and_sweeping(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
         return {moved[0].blob}
 
     assert sorted(file.name for file in blob_files.files(folder)) == sorted([moved[0].blob, moved[0].blob, moved[1].blob, mine.blob])
-    assert blob_files.sweep(folder, known) == (2, 5 + orphan.bytes, mine.bytes)
+    swept, left = blob_files.sweep(folder, known)
+    assert (len(swept), sum(file.bytes for file in swept), left) == (2, 5 + orphan.bytes, mine.bytes)
     assert asked == [sorted(written.blob for written in (*moved, mine))]
     assert sorted(files_under_blobs(folder)) == sorted([blob_path(folder, moved[0]), blob_path(folder, mine), stranger / "notes.txt"])
 

@@ -23,6 +23,7 @@ from tests.store.stored_pages import (
     blob_path,
     edit_file,
     files_under_blobs,
+    fill_page,
     noise_page,
     read_page,
     refused_read,
@@ -125,7 +126,7 @@ def test_layers_in_another_order_are_refused(folder: Folder) -> None:
         b[a : a + size], b[c : c + size] = b[c : c + size], b[a : a + size]
 
     whole = edit_file(file, lambda b: swap(b, plan.at(0), plan.at(1), plan.size(0)))
-    assert "layer" in str(refused_read(folder, written))
+    assert "section" in str(refused_read(folder, written))
     edit_file(file, lambda b: swap(b, plan.macs, plan.macs + 32, 32))  # their macs along with them
     refused_read(folder, written)
     file.write_bytes(whole)
@@ -183,7 +184,7 @@ def header(text: str | bytes, length: int | None = None, rest: bytes = b"") -> b
 def metadata(**changes: Any) -> str:
     """A header that says of a row what it likes, well formed."""
     found = {**json.loads(blob_format.pack(unstored_row(tokens=4))), **changes}
-    return json.dumps({"__metadata__": {"agentcache": "1", "row": json.dumps(found)}})
+    return json.dumps({"__metadata__": {"agentcache": "2", "row": json.dumps(found)}})
 
 
 BOMBS = {
@@ -203,12 +204,12 @@ BOMBS = {
     "a huge number": header("9" * 60000),
     "no metadata": header('{"keys.0":{"dtype":"F32","shape":[1,2,3],"data_offsets":[0,24]}}'),
     "row of numbers": header('{"__metadata__":{"row":5}}'),
-    "huge layers": header(metadata(layers=1 << 40)),
-    "huge shape": header(metadata(layers=1000, kv_heads=4096, head_dim=4096, tokens=512)),
+    "too many layers": header(metadata(widths=[[1, 1, 1]] * 5000)),
+    "huge shape": header(metadata(widths=[[4096, 4096, 4096]] * 1000, tokens=512)),
     "many tokens": header(metadata(tokens=513)),
     "no tokens": header(metadata(tokens=0)),
-    "negative": header(metadata(layers=-1)),
-    "true": header(metadata(layers=True)),
+    "negative": header(metadata(place=-1)),
+    "true": header(metadata(place=True)),
     "dtype": header(metadata(dtype="object")),
     "precision": header(metadata(precision="pickle")),
     "created": header(metadata(created=float("nan"))),
@@ -216,9 +217,9 @@ BOMBS = {
     "names": header(metadata(namespace=["x"])),
     "numerics": header(metadata(numerics=[[]])),
     "extra": header(metadata(evil=1)),
-    "widths of two layers of three": header(metadata(widths=[[2, 16, 8], [1, 8, 16]])),
-    "wider than the widest": header(metadata(widths=[[2, 16, 8], [1, 8, 32], [1, 8, 8]])),
-    "widths that do not differ": header(metadata(widths=[[2, 16, 16]] * 3)),
+    "widths beyond all reason": header(metadata(widths=[[2, 16, 8], [1, 4097, 16]])),
+    "channels beyond all reason": header(metadata(widths=[[2, 16, 8], [32, 4096, 16]])),
+    "widths of two numbers": header(metadata(widths=[[2, 16], [1, 8]])),
     "widths of nothing": header(metadata(widths=[])),
     "widths that are true": header(metadata(widths=[[2, 16, 8], [True, 8, 16], [1, 8, 8]])),
     "widths below zero": header(metadata(widths=[[2, 16, 8], [1, 8, 16], [1, 8, -8]])),
@@ -236,7 +237,7 @@ def test_hostile_headers_are_refused_before_anything_is_allocated(folder: Folder
         for attempt in (
             lambda: blob_io.describe(folder, written.blob),
             lambda: blob_io.verify(folder, written),
-            lambda: blob_io.read(folder, written, found, tokens=4, threads=1),
+            lambda: fill_page(folder, written, found, tokens=4, threads=1),
         ):
             with pytest.raises(BlobError):
                 attempt()
@@ -249,13 +250,13 @@ def test_hostile_headers_are_refused_before_anything_is_allocated(folder: Folder
 @pytest.mark.parametrize("length", [0, 100, 4087, 4089, 65536 - 8 + 4096, (1 << 20) - 8, (1 << 64) - 8])
 def test_a_headers_length_is_judged_before_it_is_read(length: int) -> None:
     with pytest.raises(BlobError):
-        blob_format.front_bytes(length.to_bytes(8, "little"), 1 << 40)
-    assert blob_format.front_bytes((65536 - 8).to_bytes(8, "little"), 65536) == 65536
+        blob_files.front_bytes(length.to_bytes(8, "little"), 1 << 40, blob_format.FRONT_MOST)
+    assert blob_files.front_bytes((65536 - 8).to_bytes(8, "little"), 65536, blob_format.FRONT_MOST) == 65536
     with pytest.raises(BlobError):
-        blob_format.front_bytes((65536 - 8).to_bytes(8, "little"), 65535)
+        blob_files.front_bytes((65536 - 8).to_bytes(8, "little"), 65535, blob_format.FRONT_MOST)
 
 
-@pytest.mark.parametrize("name", ["place", "tokens", "role", "layers", "kv_heads", "head_dim"])
+@pytest.mark.parametrize("name", ["place", "tokens", "role", "checkpoint_bytes"])
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 1 << 40])
 def test_counts_are_counts(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
@@ -274,8 +275,8 @@ def test_a_header_that_contradicts_its_row_is_refused(folder: Folder) -> None:
         "shape": good.replace(b"[2,16,4]", b"[2,4,16]", 1),
         "dtype": good.replace(b"BF16", b"F16", 1),
         "order": b" " + good,
-        "more": good.replace(b'"agentcache":"1"', b'"agentcache":"1","format":"pt"'),
-        "version": good.replace(b'"agentcache":"1"', b'"agentcache":"2"'),
+        "more": good.replace(b'"agentcache":"2"', b'"agentcache":"2","format":"pt"'),
+        "version": good.replace(b'"agentcache":"2"', b'"agentcache":"3"'),
     }
     for name, text in forged.items():
         assert text != good, name

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import StoreCorruptError
-from agentcache.store import deletion
 from agentcache.store.admin.prune import prune
 from agentcache.store.deletion import Deletion
 from agentcache.store.disk import index_metadata, process_identity
@@ -22,7 +21,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
 from agentcache.store.tool_group import ToolGroup
-from tests.store.index_rows import DEAD, ME, SCOPE, added_rows, forks, random_ids, rows_of_prompt, run_in_forks, run_sql
+from tests.store.index_rows import DEAD, ME, SCOPE, added_rows, forks, leases_of, random_ids, rows_of_prompt, run_in_forks, run_sql
 
 FOREIGN = "1.2.0123456789ab"
 OTHER = Scope("other", "fp", "")
@@ -74,23 +73,23 @@ def test_one_computes_and_the_others_know_who(index: Index, monkeypatch: pytest.
     holder = f"{child.pid}.{process_identity._start(child.pid)}.{ME.rpartition('.')[2]}"
     try:
         began = time.time()
-        assert index.take_lease(b"key", "fp", holder) is None
-        found = index.take_lease(b"key", "fp", ME)
+        assert leases_of(index, holder).take(b"key", "fp") is None
+        found = leases_of(index, ME).take(b"key", "fp")
         assert found is not None
         assert found.process == holder
         assert began <= found.since <= time.time()
-        assert index.take_lease(b"key", "other", ME) is None
-        index.release_lease(b"key", "fp", ME)  # not its own
-        assert index.take_lease(b"key", "fp", ME) == found
+        assert leases_of(index, ME).take(b"key", "other") is None
+        leases_of(index, ME).release(b"key", "fp")  # not its own
+        assert leases_of(index, ME).take(b"key", "fp") == found
     finally:
         child.kill()
         child.wait()
-    assert index.take_lease(b"key", "fp", ME) is None  # taken over from the dead
-    again = index.take_lease(b"key", "fp", ME)
+    assert leases_of(index, ME).take(b"key", "fp") is None  # taken over from the dead
+    again = leases_of(index, ME).take(b"key", "fp")
     assert again is not None
     assert again.process == ME
-    index.release_lease(b"key", "fp", ME)
-    assert index.take_lease(b"key", "fp", ME) is None
+    leases_of(index, ME).release(b"key", "fp")
+    assert leases_of(index, ME).take(b"key", "fp") is None
 
 
 @forks
@@ -100,7 +99,7 @@ def test_of_many_who_claim_one_gets_it(folder: Folder, index: Index, tmp_path: P
     got.mkdir()
 
     def child() -> None:
-        if index.take_lease(b"key", "fp", process_identity.token()) is None:
+        if leases_of(index, process_identity.token()).take(b"key", "fp") is None:
             (got / process_identity.token()).touch()
         (tried / process_identity.token()).touch()
         until = time.monotonic() + 60
@@ -109,7 +108,7 @@ def test_of_many_who_claim_one_gets_it(folder: Folder, index: Index, tmp_path: P
 
     run_in_forks(*[child] * 4)
     assert len(os.listdir(got)) == 1
-    assert index.take_lease(b"key", "fp", ME) is None
+    assert leases_of(index, ME).take(b"key", "fp") is None
 
 
 # -- tool groups, splices, rates -----------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ def test_stats_count_everything(index: Index) -> None:
     row = next(index.rows())
     index.pin([row.id], ME)
     index.quarantine(row.id, "x")
-    index.take_lease(b"k", "fp", ME)
+    leases_of(index, ME).take(b"k", "fp")
     index.put_group(GROUP)
     index.put_splices([("ns", b"a", b"1111")])
     index.add_counters({"hits": 1})
@@ -277,7 +276,7 @@ def test_many_delete_at_once(folder: Folder, index: Index) -> None:
 
 
 def test_who_missed_too_many_deletions_lets_go_of_everything(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletion, "MOST", 2)
+    monkeypatch.setattr("agentcache.store.disk.index_metadata.MOST", 2)
     for name in "abc":
         index.record_deletion(Deletion(name))
     assert [done.namespace for done in index.deletions(1)] == ["b", "c"]

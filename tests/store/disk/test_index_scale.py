@@ -12,7 +12,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import COLUMNS
 from agentcache.store.keys import chain
-from tests.store.index_rows import ME, SCOPE, random_ids, rows_of_prompt, run_sql
+from tests.store.index_rows import ME, SCOPE, leases_of, random_ids, rows_of_prompt, run_sql
 
 
 def fill(folder: Folder, count: int) -> None:
@@ -22,7 +22,7 @@ def fill(folder: Folder, count: int) -> None:
         folder,
         "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) INSERT INTO pages "
         "SELECT NULL, randomblob(32), CASE WHEN i % 10 THEN randomblob(32) ELSE ? END, 'ns', 'fp', '', 1, 4, randomblob(16), 'here', "
-        "'exact', i % 3, 'float32', 1, 1, 1, i || '', 100, 0.0, i, 0, NULL, randomblob(8), 0, '[]' FROM n",
+        "'exact', i % 3, 'float32', '[[1, 1, 1]]', 0, i || '', 100, 0.0, i, 0, NULL, randomblob(8) FROM n",
         count,
         shared,
     )
@@ -89,7 +89,7 @@ def walks(index: Index) -> None:
     index.quarantine(1, "x")
     index.splice("ns", b"k")
     index.put_splices([("ns", b"k", b"1234")])
-    index.take_lease(b"k", "fp", ME)
+    leases_of(index, ME).take(b"k", "fp")
     connection.set_trace_callback(None)
     queries = {sql for sql in asked if sql.split()[0] in ("SELECT", "UPDATE", "DELETE", "INSERT")}
     assert any(COLUMNS in sql for sql in queries)

@@ -18,7 +18,7 @@ from agentcache.store.disk import database
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.tool_group import ToolGroup
-from tests.store.index_rows import FORK, ME, SCOPE, added_rows, forks, random_ids, rows_of_prompt, run_in_forks
+from tests.store.index_rows import FORK, ME, SCOPE, added_rows, forks, leases_of, random_ids, rows_of_prompt, run_in_forks
 
 GROUP = ToolGroup("tools", "ns", "fp", "", 600, ("ab" * 32,), ("a",), "model", (), 5.0)
 
@@ -149,10 +149,10 @@ def test_who_claims_a_prefix_waits_for_nobody(folder: Folder, index: Index) -> N
         other.execute("BEGIN IMMEDIATE")
         began = time.monotonic()
         with pytest.raises(StoreBusyError, match="locked by other processes"):
-            index.take_lease(b"k" * 32, "fp", "me")
+            leases_of(index, "me").take(b"k" * 32, "fp")
         assert time.monotonic() - began < database.BUSY_S / 4
         other.execute("ROLLBACK")
-        assert index.take_lease(b"k" * 32, "fp", "me") is None
+        assert leases_of(index, "me").take(b"k" * 32, "fp") is None
     patience, log = (
         index.database.read(lambda c, name=name: c.execute(f"PRAGMA {name}").fetchone()[0])
         for name in ("busy_timeout", "wal_autocheckpoint")
@@ -278,7 +278,7 @@ def test_a_read_only_folder(folder: Folder, wal: bool) -> None:
             assert index.add(more) == more
             assert index.remove([rows[1].id]) == []
             assert index.pin([rows[1].id], ME) == [rows[1].id]
-            assert index.take_lease(b"k", "fp", ME) is None
+            assert leases_of(index, ME).take(b"k", "fp") is None
             assert (index.drop_dead_pins(), index.drop_group("ns", "tools"), index.restore(more)) == (0, 0, 0)
             index.touch([rows[0].id])
             index.release_pins([rows[1].id], ME)

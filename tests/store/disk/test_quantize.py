@@ -15,7 +15,7 @@ from agentcache.kv import Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.disk import blob_io, quantize
 from agentcache.store.disk.folder import Folder
-from tests.store.stored_pages import SPEC, SPECS, blob_path, empty_from, files_under_blobs, noise_page, unstored_row
+from tests.store.stored_pages import SPEC, SPECS, blob_path, empty_from, files_under_blobs, fill_page, noise_page, unstored_row
 
 ULP = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 FLOOR = {torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}  # below, rounding is absolute
@@ -131,7 +131,7 @@ def test_blobs_of_fewer_bits(tmp_path: Path, spec: KVSpec, precision: str, token
     blob_io.verify(folder, written)
     wanted = max(1, tokens - 2)
     found = Page(spec)
-    blob_io.read(folder, written, found, tokens=wanted)
+    fill_page(folder, written, found, tokens=wanted)
     assert found.filled == wanted
     assert empty_from(found, wanted)
     for layer in range(spec.layers):
@@ -145,7 +145,7 @@ def test_blobs_of_fewer_bits(tmp_path: Path, spec: KVSpec, precision: str, token
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         found = Page(spec)
         with pytest.raises(BlobError):
-            blob_io.read(folder, written, found, tokens=tokens)
+            fill_page(folder, written, found, tokens=tokens)
         assert found.filled == 0
         assert empty_from(found, 0)
 
@@ -154,7 +154,7 @@ def test_an_exact_row_is_never_served_from_a_lossy_blob(tmp_path: Path) -> None:
     folder = Folder.open(tmp_path / "store")
     written = blob_io.write(folder, unstored_row(precision="int8"), noise_page())
     with pytest.raises(BlobError, match="precision"):
-        blob_io.read(folder, replace(written, precision="exact"), Page(SPEC), tokens=512)
+        fill_page(folder, replace(written, precision="exact"), Page(SPEC), tokens=512)
 
 
 @pytest.mark.parametrize(("precision", "share"), [("exact", 1.0), ("int8", 0.504), ("int4", 0.313)])

@@ -13,7 +13,7 @@ from langchain_agentcache import ChatAgentCache, errors
 from langchain_core.caches import InMemoryCache
 
 from agentcache import Engine, LayoutOptions, toy
-from agentcache.approximate.calibration import Calibration
+from agentcache.calibration import Calibration
 
 CALIBRATION = Calibration("f" * 64, 2, ((0, 1), (8, 2)), 16, 0.01, measured={"kl": 0.002})
 
