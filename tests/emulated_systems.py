@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import psutil
+
 ABSENT = {
     "win32": (
         "chown fchmod fchown fork forkpty getegid geteuid getgid getuid posix_fadvise pread preadv pwrite pwritev register_at_fork "
@@ -29,8 +31,7 @@ SHARING_VIOLATION = 32
 
 def become(system: str) -> None:
     """Take away from this process what Python does not have on that system."""
-    import psutil  # these read sys.platform when they are loaded, and are not what is shown here  # noqa: F401
-    import torch
+    import torch  # these read sys.platform when they are loaded, and are not what is shown here
     import transformers
 
     with suppress(ImportError):
@@ -98,6 +99,7 @@ def _windows_locks() -> None:
 
 def _windows_files() -> None:
     """No descriptors of folders, nothing relative to one; modes open to all; a file that is open is neither deleted nor replaced."""
+    psutil.disk_partitions = lambda all: [types.SimpleNamespace(mountpoint="/", fstype="NTFS")]
     real = {name: getattr(os, name) for name in ("open", "mkdir", "unlink", "remove", "rename", "replace", "fsync")}
     os.O_BINARY = BINARY  # type: ignore[attr-defined]
     os.umask(0)

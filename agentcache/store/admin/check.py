@@ -203,8 +203,14 @@ def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True)
         gone = index.remove(wanted, force=force)
     except StoreFullError:
         gone = [row for id in wanted for row in index.remove([id], force=force, freeing=free)]
+    failed: list[StoreError] = []
     for row in gone:
-        free(row)
+        try:
+            free(row)
+        except StoreError as error:  # Windows deletes no file that is open: the others go all the same
+            failed.append(error)
+    if failed:
+        raise failed[0]
     return len(gone), sum(row.bytes for row in gone)
 
 
