@@ -25,7 +25,7 @@ import torch
 from blake3 import blake3
 
 from ...errors import BlobError, ConfigError, StoreCorruptError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
-from ...private import NEW, PLAIN
+from ...private import NEW
 from ...types import PAGE_TOKENS
 from ..disk import blob_files, blob_format, blob_io, process_identity, quantize
 from ..disk.blob import TORCH, Blob, blob_at, opened, tensors
@@ -195,7 +195,7 @@ def open_archive(path: Path) -> Iterator[tuple[ToolGroup, list[Blob]]]:
     StoreFormatError: it is none of this version. BlobError: it is damaged.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | PLAIN)
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))  # a link is as good
     except (OSError, ValueError) as error:
         raise StoreError(f"{str(path)!r} cannot be opened: {getattr(error, 'strerror', None) or error}") from error
     try:
