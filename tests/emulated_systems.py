@@ -20,7 +20,7 @@ import psutil
 ABSENT = {
     "win32": (
         "chown fchmod fchown fork forkpty getegid geteuid getgid getuid posix_fadvise pread preadv pwrite pwritev register_at_fork "
-        "sched_getaffinity statvfs sysconf O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK RWF_NOWAIT"
+        "sched_getaffinity sysconf O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK RWF_NOWAIT"
     ),
     "darwin": "posix_fadvise sched_getaffinity RWF_NOWAIT",
 }
