@@ -53,7 +53,7 @@ def _with_bias(code: Code, value: Value, bias: Value, index: Value, biased: bool
 
 
 def spread(code: Code, rows: int, n: int, pairs: bool) -> None:
-    """What a product reads: words. Fields: x [rows, n], out [rows, words]."""
+    """Writes the words that a product reads. Fields: x [rows, n], out [rows, words]."""
     x, out = code.pointers(2)
 
     @_each(code, rows, n)

@@ -18,7 +18,7 @@ TOGETHER = {1: 8, 2: 4, 4: 2}  # by rows: outputs accumulated at once, as regist
 
 
 def scratch_numbers(lanes: int, rows: int) -> int:
-    """Of one thread: the chains of a tile."""
+    """Numbers of one thread's chains of a tile."""
     return lanes * rows * lanes
 
 

@@ -20,7 +20,7 @@ _VECTORS = {4: 4, 8: 2, 16: 4}  # by lanes: of outputs accumulated at once; 6 ti
 
 
 def scratch_bytes(lanes: int, passes: int) -> int:
-    """Of one thread, for its panel and sums."""
+    """Bytes of one thread's panel and sums."""
     return 4 * TILES[lanes] * (lanes * (CHAIN + 1) + ROWS * passes)
 
 
