@@ -95,8 +95,7 @@ def test_kernels_compile_for_aarch64_but_for_pairs_of_bf16() -> None:
             x86.add(name)
             continue
         others.add(name)
-        stored = jit.NUMBERS if name.startswith("paged_attention.") else jit.ELEMENTS  # others read 16-bit numbers only
-        for element, triple in zip(stored.values(), (*TRIPLES, TRIPLES[0])):
+        for element, triple in zip(jit.NUMBERS.values(), (*TRIPLES, TRIPLES[0])):
             assert emitted(source(write, element, sizes, LANES), triple)[:4] in (ELF, MACH), f"{name}: no object for {triple}"
     assert {name.split(".")[0] for name in x86} == {"linear_few", "linear_many", "paged_attention"}
     assert all(" pairs" in name for name in x86)
