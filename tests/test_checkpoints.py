@@ -192,7 +192,7 @@ def test_a_wrong_state_on_disk_is_found_by_an_audit(asking: Callable[..., Asking
         page.checkpoints[slots] = Checkpoint(tuple(state if state is None else state * 1.5 for state in known.states), known.cuts)
     (row,) = [row for row in disk.index.rows() if row.id == entry.row]
     disk.index.remove([row.id], force=True)
-    disk.index.add([blob_io.write(disk.folder, blob_io.with_checkpoints(row, 0), page)])
+    disk.index.add([blob_io.write(disk.folder, row, page)])
     first.engine.close()
 
     other = asking("qwen3_5_text", store)

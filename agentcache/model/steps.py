@@ -171,10 +171,10 @@ def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
         mine[:rows] = given
     gate = None
     for index, layer in enumerate(decoder.layers):
+        compiled.enter(index, gate)  # x: the input of this layer from here on
         for part in batch.parts:
             if index in part.sequence.spec.boundaries:
                 part.sequence.keep_states(index, part.start, compiled.x[part.offset : part.offset + part.count])
-        compiled.enter(index, gate)
         block = layer.self_attn
         out = mix(batch, index, compiled.query, compiled.key, compiled.value, Attention(block.scaling, window(block)))
         compiled.middle(index, out)

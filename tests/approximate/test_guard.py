@@ -138,7 +138,7 @@ def test_what_was_looked_through_is_not_looked_through_again(tmp_path: Path, mon
     with Engine(model, tokenizer, store=str(tmp_path), reuse="approximate", calibration=known) as running:
         life = running.scheduler.lifecycle
         start = life.start
-        monkeypatch.setattr(life, "start", lambda request: waiting.append(life.uncached(request)) or start(request))
+        monkeypatch.setattr(life, "start", lambda request: waiting.append(running.scheduler._uncached(request)) or start(request))
         running.generate(FIRST, sampling=GREEDY)
         running.generate(prompt(BOOK, "Yes?"), sampling=GREEDY)
         near = running.generate(OTHER, sampling=GREEDY)

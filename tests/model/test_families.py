@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from agentcache.bench import families
 from agentcache.errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
-from agentcache.model.attention import Attention
+from agentcache.model import attention_interface
 from agentcache.model.attention_interface import ATTENTION
 from agentcache.model.family import STEPPED as OWN_LOOP
 from agentcache.model.hf import HFModel, load
@@ -202,17 +203,18 @@ def test_other_layers_answer_through_the_stock_path(name: str) -> None:
 
 
 def test_a_family_that_is_broken_on_purpose_fails_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    def why(family: str, name: str, broken: Callable[..., Any]) -> str:
+    def why(family: str, **broken: Any) -> str:
         with monkeypatch.context() as patched:
-            patched.setattr(Attention, name, broken)
+            read = attention_interface.attention_of
+            patched.setattr(attention_interface, "attention_of", lambda *given: replace(read(*given), **broken))
             held = HFModel(families.build(family))
             assert held.support.paged is (not held.support.why)
             return held.support.why
 
-    assert why("gemma2", "first_key", Attention.first_key) == ""
-    causal = lambda self, queries, keys: keys > queries  # noqa: E731  # neither window nor chunk
-    assert "not its own" in why("gemma3_text", "hidden", causal)
-    assert "not its own" in why("llama4_text", "hidden", causal)
+    assert why("gemma2") == ""
+    assert "not its own" in why("gemma2", softcap=0.0)
+    assert "not its own" in why("gemma3_text", window=0)
+    assert "not its own" in why("llama4_text", chunk=0)
 
 
 def test_layers_with_a_memory_of_their_own_are_found() -> None:
