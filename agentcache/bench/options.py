@@ -53,7 +53,7 @@ _HELD = {
     Isa.avx512: ("avx512", "AVX512_CORE", "AVX512"),
     Isa.avx512_bf16: ("avx512", "AVX512_CORE_BF16", "AVX512"),
 }
-_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # MKL uses AVX2 on AMD's processors in any case
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def environment_of(isa: Isa) -> dict[str, str]:
