@@ -1,9 +1,8 @@
 """Checkpoints: copies of what recurrent layers keep after some token; and the positions at which a prompt has them. Knows no models.
 
 A prompt is computed in pieces: they end at the multiples of 512, at the end of its stable prefix and at the ends of its messages, the last
-two rounded down to a multiple of 64, a message's at least 128 after the one before. Bits of a state depend on where pieces ended, so a
-checkpoint tells, and serves prompts that are cut at the same positions before it. A text without messages has pieces of 128: nobody knows
-where the next one will end.
+two rounded down to a multiple of 64. Bits of a state depend on where pieces ended, so a checkpoint tells, and serves prompts that are cut
+at the same positions before it. A text without messages has pieces of 128: nobody knows where the next one will end.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from .types import PAGE_TOKENS, Layout
 
 CHECKPOINT_TOKENS = 64  # positions of checkpoints are multiples: kernels of recurrent layers work on chunks of so many tokens
-LEAST_TOKENS = 128  # from one to the next at a message's end: a piece of its own costs more than 64 tokens computed again
 TEXT_TOKENS = 128  # pieces of a text without messages
 STRIDE_TOKENS = 2048  # between those amid long text
 SHARE = 0.15  # of the bytes of a conversation, that checkpoints may take, but for its tool group's and its last one
@@ -78,10 +76,9 @@ def marks_of(layout: Layout, whole: bool = False) -> tuple[int, ...]:
         ends |= {*range(STRIDE_TOKENS, tokens, STRIDE_TOKENS), tokens // TEXT_TOKENS * TEXT_TOKENS}
     found: list[int] = []
     for end in sorted({*ends, tokens}):
-        at = end // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
-        found.extend(range((found[-1] if found else 0) + STRIDE_TOKENS, at, STRIDE_TOKENS))
-        least = CHECKPOINT_TOKENS if end == layout.prefix_tokens or in_text(layout) else LEAST_TOKENS
-        if end in ends and at - (found[-1] if found else 0) >= least:
+        at, last = end // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS, found[-1] if found else 0
+        found.extend(range(last + STRIDE_TOKENS, at, STRIDE_TOKENS))
+        if at > last and end in ends:
             found.append(at)
     return tuple(found)
 

@@ -63,7 +63,7 @@ def test_a_hit_has_the_bits_of_everything_computed(family: str, asking: Callable
     first = asking(family, tmp_path / "store")
     group = first.engine.warm(SYSTEM["content"], TOOLS, name="tides")
     assert group.prefix_tokens % CHECKPOINT_TOKENS == 0
-    asked = [SYSTEM, user("What is the tide at Port Averil? " * 16)]
+    asked = [SYSTEM, user("What is the tide at Port Averil? " * 6)]
     said, logits = first(asked)
     assert said.receipt.cached_tokens >= group.prefix_tokens
     assert torch.equal(first(asked, reuse="off")[1], logits)

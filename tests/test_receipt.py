@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agentcache import Reason
+from agentcache.bench import families
 from agentcache.receipt import Receipt
 from tests import models
 from tests.engines import SYSTEM, TOOLS, chat, decode, engine, long_text, tool
@@ -106,7 +107,7 @@ def test_the_device_thread_follows_the_process(threads: Any) -> None:
 
 
 def test_kernels_that_depend_on_the_pack_are_said() -> None:
-    with engine("qwen3_moe") as running:
+    with engine(model=families.build("llama4_text")) as running:
         receipt = running.generate(chat("x"), sampling=decode(2)).receipt
         assert not receipt.bitwise
         assert Reason.NOT_ROW_PURE in {r.reason for r in receipt.refusals}

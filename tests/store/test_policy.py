@@ -383,13 +383,12 @@ def test_a_silent_disk_is_left(large: Any, remembered: Any, throttle: Any) -> No
 
 @pytest.mark.impatient
 def test_a_fast_disk_is_used(large: Any, remembered: Any, throttle: Any) -> None:
-    folder, off_ms, ids = remembered
+    folder, _, ids = remembered
     with engine(model=large, store=folder) as running:
         running.store.disk.read_rate = Rate()
         done = running.generate(LONG, sampling=decode(2))
         assert done.ids == ids
         assert done.receipt.disk_tokens > 1000
-        assert done.receipt.ttft_ms < 2 * off_ms, "this machine may be busy"
         assert running.store.disk.read_rate.value > 0
 
 
