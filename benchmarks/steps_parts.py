@@ -20,7 +20,7 @@ from agentcache.bench import baselines, catalog, engine_timing
 from agentcache.bench.engine_timing import common
 from agentcache.bench.environment import Samples, watch
 from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
-from agentcache.checkpoints import LEAST_TOKENS
+from agentcache.checkpoints import CHECKPOINT_TOKENS
 from agentcache.engine import Engine, Stream
 from agentcache.errors import CancelledError
 from agentcache.kv import Sequence
@@ -57,7 +57,8 @@ def later_step(engine: Engine, repeats: int) -> dict[str, Any]:
     prompts = [list(engine.renderer.render(step, tools, namespace=namespace).ids) for step in steps]
     known = common(prompts[0], prompts[1])  # the step before, and what the template writes between turns
     assert known >= answer.receipt.prompt_tokens, f"only {known} tokens are shared with the step before"
-    again = 2 * LEAST_TOKENS if engine.model.spec is not None and engine.model.spec.recurrent else 1  # tokens after the last checkpoint
+    recurrent = engine.model.spec is not None and engine.model.spec.recurrent
+    again = 2 * CHECKPOINT_TOKENS if recurrent else 1  # tokens after the last checkpoint
     engine_timing.ask(engine, steps[0], tools, 1, namespace=namespace)
     sequence = engine_timing.resident(engine, namespace, prompts[0][: known + 1])
     cache = baselines.cache_of(engine.model.model, sequence, prompts[0][:known])
