@@ -17,7 +17,8 @@ from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Constraint, Tool
 from .call_forms import CallForm
 from .grammar_rules import Thinking, arguments_schema, grammar
-from .guide import LONGEST, Compiled, Guide, Vocabulary
+from .guide import Compiled, Guide
+from .vocabulary import LONGEST, Vocabulary
 
 PATTERNS = 8  # that allOf puts on one value
 COMPILED = 64  # remembered grammars; making one takes some milliseconds, more with many tools
@@ -74,10 +75,14 @@ class GrammarCompiler:
     def _compile(self, grammar: str, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], library: Any) -> Compiled:
         self._check_patterns(constraint, tools)
         tokenizer, vocabulary = self._tokens_of(library)
+        if constraint.regex is not None:
+            vocabulary = vocabulary.of_regex(constraint.regex)
         matcher = library.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise self._refused(constraint, tools, matcher.get_error(), library)
         ending = vocabulary.ending(matcher, shortest=True)
+        if ending is None and (why := vocabulary.error(matcher)):
+            raise self._refused(constraint, tools, why, library)
         return Compiled(matcher, vocabulary, LONGEST + 1 if ending is None else len(ending[0]), len(vocabulary.encode(grammar)))
 
     def _made(self, constraint: Constraint, tools: Mapping[str, Mapping[str, Any]], thinking: Thinking, library: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +162,25 @@ def test_a_thought_leaves_half_of_the_tokens() -> None:
 def test_what_never_ends_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="no answer of the prescribed form was found that ends; simplify"):
         grammars().guide(Constraint(grammar='start: "a" start'), [], "", max_tokens=100)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[a-z ]+\.", r"(\w\.)+x", r"(ab)+c", r"\w+@\w+\.com", r"(?s:.*)END", r"(yes|no|a{3,})?[^a\d]!", r"\d{4}-\d\d", r"-?\d+"]
+)
+def test_regular_expressions_end_within_max_tokens(pattern: str) -> None:
+    made, constraint, whole = grammars(), Constraint(regex=pattern), 0
+    least = need(made, constraint)
+    assert least <= 8
+    for room, likes in ((0, ""), (1, "a"), (6, "a1"), (9, "b."), (30, "a .@1"), (60, "")):
+        guide = made.guide(constraint, [], "", max_tokens=least + room)
+        text = written(made, guide, least + room, room, likes)
+        if not guide.cut:
+            assert re.fullmatch(pattern, text), text
+            whole += 1
+    assert whole > 1
+
+
+def test_more_optional_properties_than_the_parser_takes_are_refused() -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1500)}}
+    with pytest.raises(ConfigError, match="cannot be enforced: .*max is"):
+        grammars().guide(Constraint(schema=schema), [], "", max_tokens=100)
