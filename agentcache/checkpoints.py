@@ -51,6 +51,11 @@ class LiveState(Protocol):
     """States of recurrent layers as one sequence runs."""
 
     length: int
+    joins: bool  # one forward may run several pieces
+
+    def passed(self, stop: int) -> tuple[torch.Tensor | None, ...]:
+        """Copies of the states after a row of the last forward at which one of its pieces ended."""
+        ...
 
     def advance(self, tokens: int) -> None:
         """Declare so many tokens run."""

@@ -16,7 +16,7 @@ Sharing needs no lock on the data: one writer at a time may append at `filled`; 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -205,7 +205,7 @@ class Sequence:
 
     exact_until: only tokens before it may be kept as exact or lent to an exact request: what follows inexact ones is inexact.
     copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order. state: of recurrent
-    layers after `length` tokens. cuts: where a forward has to end. marks: where a checkpoint is made. ended: where forwards ended.
+    layers after `length` tokens. cuts: where a piece has to end. marks: where a checkpoint is made. ended: where pieces ended.
     """
 
     spec: KVSpec
@@ -243,8 +243,15 @@ class Sequence:
         return self.length if self.state is None else last_checkpoint(self.pages, self.length)
 
     def next_cut(self) -> int | None:
-        """The next position at which a forward has to end."""
-        return next((cut for cut in self.cuts if cut > self.length), None)
+        """The next position at which a forward has to end: of pieces that may be joined, the last one that is no page away."""
+        cuts = [cut for cut in self.cuts if cut > self.length]
+        joined = self.cuts_within(self.length, PAGE_TOKENS + 1)
+        return joined[-1] if joined else next(iter(cuts), None)
+
+    def cuts_within(self, start: int, tokens: int) -> list[int]:
+        """The positions at which pieces end amid a forward of so many tokens."""
+        joins = self.state is not None and self.state.joins
+        return [cut for cut in self.cuts if joins and start < cut < start + tokens]
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more; only then may `slots` of that range be written."""
@@ -263,8 +270,8 @@ class Sequence:
         return sum(span.stop - span.start for span in self.ahead if span.entry is None)
 
     def pieces(self, tokens: int) -> list[Piece]:
-        """Return the next `tokens` positions to compute, up to a cut."""
-        if (cut := self.next_cut()) is not None:
+        """Return the next `tokens` positions to compute, up to a cut. Fewer than a page are all that is left, and cut by the model."""
+        if (cut := self.next_cut()) is not None and (tokens >= PAGE_TOKENS or not self.cuts_within(self.length, tokens)):
             tokens = min(tokens, cut - self.length)
         return pieces(self.ahead, self.length, tokens)
 
@@ -307,15 +314,21 @@ class Sequence:
                 self.ahead.insert(0, replace(span, start=span.start + tokens, states=span.states[tokens:]))
         assert not self.ahead or self.length + tokens <= self.ahead[0].start
         self._fill(tokens)
-        if self.state is not None:
-            self.state.advance(tokens)
-            self.ended.append(self.length)
-            if self.length in self.marks:
-                page, slots = self.pages[(self.length - 1) // PAGE_TOKENS], (self.length - 1) % PAGE_TOKENS + 1
-                page.checkpoints = {**page.checkpoints, slots: Checkpoint(self.state.copy(), tuple(self.ended))}
+        if (state := self.state) is not None:
+            start = self.length - tokens
+            for cut in self.cuts_within(start, tokens):
+                self._end_piece(cut, lambda cut=cut: state.passed(cut - start))
+            state.advance(tokens)
+            self._end_piece(self.length, state.copy)
         if exact:
             self.exact_until = self.length
         self._step_over()
+
+    def _end_piece(self, at: int, states: Callable[[], tuple[torch.Tensor | None, ...]]) -> None:
+        self.ended.append(at)
+        if at in self.marks:
+            page, slots = self.pages[(at - 1) // PAGE_TOKENS], (at - 1) % PAGE_TOKENS + 1
+            page.checkpoints = {**page.checkpoints, slots: Checkpoint(states(), tuple(self.ended))}
 
     @property
     def junction(self) -> Ahead | None:

@@ -82,7 +82,7 @@ def rival(model: HFModel, dtype: torch.dtype | None = None) -> Any:
         dtype = torch.float32 if emulated and not model.quantized else model.dtype
     if dtype == model.dtype:
         return model.model
-    with model.chunks.given() if model.chunks else nullcontext():
+    with model.mixers.given() if model.mixers else nullcontext():
         return copy.deepcopy(model.model).to(dtype)
 
 

@@ -107,7 +107,7 @@ def methods(scene: Scene, number: int, new: int) -> dict[str, Callable[[], basel
         return done
 
     def stock(run: Callable[[], baselines.Timed]) -> baselines.Timed:
-        with engine.model.chunks.given() if engine.model.chunks else nullcontext():
+        with engine.model.mixers.given() if engine.model.mixers else nullcontext():
             return run()
 
     return {

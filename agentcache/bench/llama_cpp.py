@@ -57,7 +57,7 @@ def write(model: HFModel, kind: str, path: Path) -> None:
     made.add_tokenizer_model("no_vocab")
     made.add_vocab_size(config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[config.model_type]], config.num_hidden_layers)
-    with model.chunks.given() if model.chunks else nullcontext():
+    with model.mixers.given() if model.mixers else nullcontext():
         for name, weight in model.model.named_parameters():
             to = gguf.GGMLQuantizationType[kind if weight.ndim > 1 else "F32"]
             numbers = gguf.quants.quantize(weight.detach().float().numpy(), to)

@@ -74,6 +74,12 @@ class Part:
     entry: int = 0
     states: torch.Tensor | None = None
 
+    @property
+    def cuts(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """The number of rows, the rows at which pieces end amid them, and those of them that a checkpoint is made after."""
+        within, marks = self.sequence.cuts_within(self.start, self.count), self.sequence.marks
+        return self.count, tuple(cut - self.start for cut in within), tuple(cut - self.start for cut in within if cut in marks)
+
 
 @dataclass(slots=True)
 class Batch:

@@ -24,13 +24,15 @@ _KNOWN = frozenset(
 class Support:
     """What can be done with one loaded model. name: its model type. why: the first obstacle, where its state cannot be paged.
 
-    row_pure: in the proof a token's bits did not depend on the tokens beside it.
+    row_pure: in the proof a token's bits did not depend on the tokens beside it. joins: nor, with recurrent layers, on which pieces of the
+    sequence ran in one forward.
     """
 
     name: str
     paged: bool
     why: str = ""
     row_pure: bool = False
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

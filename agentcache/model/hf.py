@@ -30,7 +30,7 @@ from .kernels.openmp import use_threads
 from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .proof import proven
-from .recurrent import RecurrentState, ShortChunks, layers_with_state
+from .recurrent import Mixers, RecurrentState, layers_with_state
 from .rope import Rotary, changes_by_length, turn
 
 __all__ = ["ATTENTION", "HFModel", "load"]
@@ -70,7 +70,7 @@ class HFModel:
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
         self._experts = [] if self.quantized else list(filter(experts.takes, self.model.modules()))
-        self.chunks: ShortChunks | None = None
+        self.mixers: Mixers | None = None
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
         self._training = self.model.training
         self._restore: list[Callable[[], Any]] = []
@@ -113,9 +113,8 @@ class HFModel:
     @property
     def stop_ids(self) -> frozenset[int]:
         """The ids that end a completion, from the generation config."""
-        ends = getattr(self.model.generation_config, "eos_token_id", None)
-        if ends is None:
-            ends = getattr(self.config, "eos_token_id", None)
+        known = (getattr(source, "eos_token_id", None) for source in (self.model.generation_config, self.config))
+        ends = next((each for each in known if each is not None), None)
         return frozenset([ends] if isinstance(ends, int) else ends or [])
 
     def strict_calls(self, wanted: bool | None) -> bool:
@@ -124,7 +123,8 @@ class HFModel:
 
     def begin(self) -> RecurrentState | None:
         """The state of recurrent layers before the first token; None if the model has no such layers."""
-        return RecurrentState(self.config) if self.spec is not None and self.spec.recurrent else None
+        joins = self.support.joins and not (self.fingerprint and self.fingerprint.foreign)
+        return RecurrentState(self.config, joins) if self.spec is not None and self.spec.recurrent else None
 
     def ways(self) -> list[Attention]:
         """How each layer attends, of a model that runs transformers' own modules and is idle."""
@@ -132,10 +132,10 @@ class HFModel:
 
     @property
     def _layout(self) -> str:
-        """How layers lie in a page, in words; "" where each has keys and values of its own, and all of one shape."""
+        """How layers lie in a page, in words, and whether pieces are joined; "" where each has keys and values alone, of one shape."""
         assert self.spec is not None
-        plain = len(self._slots) == self.spec.layers and not self.spec.widths
-        return "" if plain else f"slots {self._slots}, widths {self.spec.widths}"
+        plain = len(self._slots) == self.spec.layers and not self.spec.widths and not self.spec.recurrent
+        return "" if plain else f"slots {self._slots}, widths {self.spec.widths}, joined {self.support.joins}"
 
     def keep_boundaries(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers with pages computed from now on, if layers are stepped."""
@@ -197,18 +197,17 @@ class HFModel:
         widths = tuple((layer.heads, layer.key_width, layer.value_width) for layer in map(layers.__getitem__, owners))
         heads, dim = max(width[0] for width in widths), max(max(width[1:]) for width in widths)
         even = set(widths) == {(heads, dim, dim)}
-        self.spec = KVSpec(len(owners), heads, dim, self.dtype, self.device, widths=() if even else widths)
-        if layers_with_state(self.config):
-            self.spec = replace(self.spec, recurrent=True)
+        recurrent = bool(layers_with_state(self.config))
+        self.spec = KVSpec(len(owners), heads, dim, self.dtype, self.device, widths=() if even else widths, recurrent=recurrent)
         self._plain = even and all(layer.how.plain for layer in layers)
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
             self.unrotated = self._unrotated([[place[at].page_keys for at in owners] for place in places])
-        self.support = Support(self.support.name, True, "", True)
+        self.support = Support(self.support.name, True, "", True, bool(self.mixers and self.mixers.complete(self.config)))
         with self.shallow():
-            why, pure = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
+            why, pure, joins = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
         others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not experts.takes(m))
         pure = pure and next(others, None) is None  # each of those sees few rows, by chance alike
-        self.support = Support(self.support.name, not why, why, pure)
+        self.support = Support(self.support.name, not why, why, pure, joins)
         return why
 
     @torch.inference_mode()
@@ -252,8 +251,7 @@ class HFModel:
 
     def _adopt(self) -> None:
         """Make transformers' modules call our attention; again if the owner has chosen another one since."""
-        before = self.config._attn_implementation
-        if not before.startswith(f"{ATTENTION}_"):
+        if not (before := self.config._attn_implementation).startswith(f"{ATTENTION}_"):
             self.model.set_attn_implementation(f"{ATTENTION}_{'eager' if before == 'eager' else 'sdpa'}")
             self._restore.append(lambda: self.model.set_attn_implementation(before))
         if self._experts and (chosen := experts.adopt(self.model, self.config)):
@@ -263,8 +261,8 @@ class HFModel:
         if self.rotary is not None:
             self._restore.append(self.decoder.rotary_emb.register_forward_hook(rotary_hook).remove)
         if layers_with_state(self.config):
-            self.chunks = ShortChunks(self.decoder)
-            self._restore.append(self.chunks.restore)
+            self.mixers = Mixers(self.decoder)
+            self._restore.append(self.mixers.remove)
 
     def _give_back(self) -> None:
         while self._restore:
@@ -303,11 +301,13 @@ class HFModel:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
         token = self.fingerprint.token if self.fingerprint is not None else None
-        running.batch, running.tables, running.layers, running.token, running.config = batch, tables, 0, token, self.config
-        running.slots = self._slots
+        running.batch, running.tables, running.layers, running.token = batch, tables, 0, token
+        running.config, running.slots = self.config, self._slots
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
-            with RowPureLinear(batch.numerics.kernel, head, token.glance if token is not None else None):
+            with RowPureLinear(numerics.kernel, numerics.rows, head, token.glance if token is not None else None) as products:
+                if state is not None:
+                    state.cut(products, *parts[0].cuts)
                 logits = self._generic(ids, positions, wanted, state)
         finally:
             running.batch = running.tables = None

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
@@ -26,8 +26,8 @@ from .numerics import Numerics
 
 TOKENS = 150  # of the ids, unless a window is longer
 MOST_TOKENS = 640
-STATE_TOKENS = 96  # of models with states, cut at 64
-REVISION = "3"  # of the proof: raise it when it asks for more
+STATE_TOKENS = 101  # of models with states, cut at 64
+REVISION = "4"  # of the proof: raise it when it asks for more
 FLOPS = 1e11  # of one forward at most: less than a second on two cores
 CUTS = (1, 64, 101)  # where a run is cut: after one token, at a multiple of 64, and amid a chunk
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of logits, relative to the largest
@@ -36,6 +36,15 @@ COSINE = 0.9  # least, of logits of 16-bit numbers: their rounding grows from la
 LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # of one layer's attention; 16-bit numbers: LAYER_COARSE
 LAYER_COARSE = 0.06
 SHARE = 0.9  # of positions that must be within it: experts that two rows almost share may be chosen otherwise
+
+
+class Verdict(NamedTuple):
+    """What a proof says: why pages cannot be reused, "" if they can; whether bits depend neither on the tokens run beside, nor, of a
+    sequence with states, on which of its pieces ran in one forward."""
+
+    why: str
+    pure: bool = False
+    joins: bool = False
 
 
 class Provable(Protocol):
@@ -75,15 +84,14 @@ class Provable(Protocol):
         ...
 
 
-def proven(model: Provable, window: int) -> tuple[str, bool]:
+def proven(model: Provable, window: int) -> Verdict:
     """`prove`, or what an earlier process of this user found for the same code, config, versions and kernels."""
     if (source := _source(model)) is None:
         return prove(model, window)
     verdicts = Objects(f"proof {REVISION}")
     name = verdicts.name(source)
     if (known := verdicts.find(name)) is not None:
-        why, pure = json.loads(known)
-        return why, pure
+        return Verdict(*json.loads(known))
     found = prove(model, window)
     verdicts.keep(name, json.dumps(found).encode())
     return found
@@ -103,8 +111,8 @@ def _source(model: Provable) -> str | None:
 
 
 @torch.inference_mode()
-def prove(model: Provable, window: int) -> tuple[str, bool]:
-    """Why a model's pages cannot be reused ("" if they can), and whether bits do not depend on the tokens run beside.
+def prove(model: Provable, window: int) -> Verdict:
+    """Prove a model, or find out why its pages cannot be reused.
 
     window: the longest, of keys that a layer sees; ids reach over it if that takes no longer than FLOPS.
     """
@@ -120,44 +128,63 @@ def prove(model: Provable, window: int) -> tuple[str, bool]:
     expected, errors = model.shadow(ids, places)
     for slot, off in enumerate(errors):
         if not off <= bound:
-            return f"attention over pages is not its own: layer {slot} is off by {off:.1g} of its largest number", False
+            return Verdict(f"attention over pages is not its own: layer {slot} is off by {off:.1g} of its largest number")
     if model.spec is not None and model.spec.recurrent:
         return _prove_state(model, ids, places, expected)
     whole, found = _run(model, ids, [tokens], places)
     if (share := _alike(model, found, expected)) < SHARE:
-        return f"over pages {1 - share:.0%} of {len(places)} positions have other logits than by its own forward", False
+        return Verdict(f"over pages {1 - share:.0%} of {len(places)} positions have other logits than by its own forward")
     cut, pieces = _run(model, ids, [*(at for at in CUTS if at < tokens), tokens], places)
     if (share := _alike(model, pieces, expected)) < SHARE:
-        return f"cut after {CUTS} tokens, {1 - share:.0%} of {len(places)} positions have other logits", False
+        return Verdict(f"cut after {CUTS} tokens, {1 - share:.0%} of {len(places)} positions have other logits")
     beside = _beside(model, ids, other, CUTS[1])
     pure = all(torch.equal(a, b) for one in (cut, beside) for a, b in _pairs(whole, one)) and torch.equal(found, pieces)
-    return "", pure
+    return Verdict("", pure)
 
 
-def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected: torch.Tensor) -> tuple[str, bool]:
+def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected: torch.Tensor) -> Verdict:
     """The same for layers with a state: cut where checkpoints are made, and started again from copies of the states there."""
     stops, tokens = list(range(CHECKPOINT_TOKENS, len(ids), CHECKPOINT_TOKENS)), len(ids)
-    sequence, pieces = _run(model, ids, [*stops, tokens], places)
+    sequence, pieces = _run(model, ids, [*stops, tokens], places, cuts=stops)
     later = sum(at >= stops[0] for at in places)
     if (share := _alike(model, pieces[-later:], expected[-later:], STATE_COSINE)) < SHARE:
-        return (
-            f"continued after {stops[0]} tokens, {1 - share:.0%} of {later} positions have other logits: its states lose something",
-            False,
-        )
+        lost = f"continued after {stops[0]} tokens, {1 - share:.0%} of {later} positions have other logits"
+        return Verdict(f"{lost}: its states lose something")
     again, found = _run(model, ids, [*stops, tokens], places, restart=True)
     pure = torch.equal(found, pieces) and all(torch.equal(a, b) for a, b in _pairs(sequence, again))
-    return ("", pure) if pure or _alike(model, found, pieces) >= SHARE else ("copies of its states do not continue as the states do", False)
+    if not pure and _alike(model, found, pieces) < SHARE:
+        return Verdict("copies of its states do not continue as the states do")
+    return Verdict("", pure, pure and _joins(model, ids, places, stops, sequence, pieces))
+
+
+def _joins(model: Provable, ids: torch.Tensor, places: list[int], stops: list[int], sequence: Sequence, pieces: torch.Tensor) -> bool:
+    """Tell whether one forward over all pieces has the bits of a forward for each: in keys, values, logits and states."""
+    joined, found = _run(model, ids, [len(ids)], places, cuts=stops)
+    assert joined.state is not None and sequence.state is not None
+    if not joined.state.joins:
+        return False
+    known = [*_states(joined), *_states(sequence)]
+    pairs = [*_pairs(sequence, joined), *zip(known[: len(known) // 2], known[len(known) // 2 :], strict=True), (found, pieces)]
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def _run(
-    model: Provable, ids: torch.Tensor, stops: list[int], places: list[int], restart: bool = False, whole: int | None = None
+    model: Provable,
+    ids: torch.Tensor,
+    stops: list[int],
+    places: list[int],
+    restart: bool = False,
+    whole: int | None = None,
+    cuts: Seq[int] = (),
 ) -> tuple[Sequence, torch.Tensor]:
     """Run ids up to each stop in a forward of its own; the sequence, and the logits [places, vocab].
 
-    restart: from a copied state after each. whole: length that decides rotary frequencies, by default the last stop.
+    restart: from a copied state after each. whole: length that decides rotary frequencies, by default the last stop. cuts: where pieces
+    end and have checkpoints, of a model with states.
     """
     assert model.spec is not None
-    sequence, logits, regime = Sequence(model.spec, state=model.begin()), [], model.regime(stops[-1] if whole is None else whole) or ""
+    sequence = Sequence(model.spec, state=model.begin(), cuts=tuple(cuts), marks=frozenset(cuts))
+    logits, regime = [], model.regime(stops[-1] if whole is None else whole) or ""
     for start, stop in zip([0, *stops], stops, strict=False):
         sequence.reserve(stop - start)
         rows = [at - start for at in places if start <= at < stop]
@@ -188,6 +215,13 @@ def _alike(model: Provable, found: torch.Tensor, expected: torch.Tensor, least: 
         return float((torch.cosine_similarity(found, expected, dim=-1) >= least).float().mean())
     bound = TOLERANCE[model.dtype] * expected.abs().max()
     return float(((found - expected).abs().amax(-1) <= bound).float().mean())
+
+
+def _states(sequence: Sequence) -> list[torch.Tensor]:
+    """All states of a sequence: after its checkpoints, and of now."""
+    assert sequence.state is not None
+    kept = [known.states for page in sequence.pages for known in page.checkpoints.values()]
+    return [state for states in (*kept, sequence.state.copy()) for state in states if state is not None]
 
 
 def _pairs(one: Sequence, other: Sequence) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -5,8 +5,10 @@ Keys and values of the same model lie in pages: its attention layers find nothin
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +22,10 @@ from transformers.cache_utils import (
 )
 
 from ..checkpoints import CHECKPOINT_TOKENS
+from .kernels.dispatch import RowPureLinear
+
+States = tuple[torch.Tensor | None, ...]
+_UPDATES = {"update_conv_state", "update_recurrent_state"}  # of transformers' caches: modules that call them keep a state
 
 
 class _Paged(CacheLayerMixin):
@@ -73,11 +79,21 @@ def layers_with_state(config: Any) -> list[str]:
 
 
 class RecurrentState(Cache):
-    """The states of one sequence after `length` tokens; a forward changes them in place."""
+    """The states of one sequence after `length` tokens; a forward changes them in place.
 
-    def __init__(self, config: Any) -> None:
+    joins: one forward may run several pieces. Of the forward that runs: its products, its number of rows, and where its pieces end but for
+    the last one.
+    """
+
+    def __init__(self, config: Any, joins: bool = False) -> None:
         super().__init__(layers=[_of(layer) for layer in DynamicCache(config=config).layers])
         self.length = 0
+        self.joins = joins
+        self.products: RowPureLinear | None = None
+        self.rows = 0
+        self.stops: tuple[int, ...] = ()
+        self._noted: dict[int, dict[int, States]] = {}  # by the row and the layer
+        self.done: list[Any] = []  # outputs of the earlier pieces of the layer that runs
 
     def advance(self, tokens: int) -> None:
         """Declare so many tokens run."""
@@ -87,18 +103,33 @@ class RecurrentState(Cache):
                 layer.length = self.length
 
     @property
-    def _recurrent(self) -> list[Any]:
-        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    def recurrent(self) -> dict[int, Any]:
+        """The layers that keep a state, by their number."""
+        return {at: layer for at, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
-    def copy(self) -> tuple[torch.Tensor | None, ...]:
+    def cut(self, products: RowPureLinear, rows: int, stops: tuple[int, ...], kept: tuple[int, ...]) -> None:
+        """Begin a forward of so many rows, whose pieces end at `stops` and at its last row; states after some of them are kept."""
+        self.products, self.rows, self.stops, self.done = products, rows, stops, []
+        self._noted = {stop: {} for stop in kept}
+
+    def note(self, layer: int, stop: int) -> None:
+        """Copy the states of a layer after a row, if they are kept."""
+        if stop in self._noted:
+            self._noted[stop][layer] = _copied(self.layers[layer])
+
+    def passed(self, stop: int) -> States:
+        """The states of all layers after this row of the last forward, as `copy` returns them."""
+        noted = self._noted[stop]
+        return tuple(state for at, layer in self.recurrent.items() for state in (noted[at] if at in noted else _untouched(layer)))
+
+    def copy(self) -> States:
         """All states as copies, layer by layer: of convolutions, then recurrent ones."""
-        found = [state for layer in self._recurrent for state in (*layer.conv_states.values(), *layer.recurrent_states.values())]
-        return tuple(state if state is None else state.clone() for state in found)
+        return tuple(state for layer in self.recurrent.values() for state in _copied(layer))
 
-    def restore(self, states: tuple[torch.Tensor | None, ...], length: int) -> None:
+    def restore(self, states: States, length: int) -> None:
         """Go on after `length` tokens, from copies of what `copy` returned then."""
         given = iter(states)
-        for layer in self._recurrent:
+        for layer in self.recurrent.values():
             for held, known in (
                 (layer.conv_states, layer.is_conv_states_initialized),
                 (layer.recurrent_states, layer.is_recurrent_states_initialized),
@@ -110,10 +141,26 @@ class RecurrentState(Cache):
                     layer.has_previous_state[at] |= state is not None
             for at, state in layer.conv_states.items():
                 layer.conv_kernel_size[at] = None if state is None else state.shape[-1]
-            for state in (*layer.conv_states.values(), *layer.recurrent_states.values()):
+            for state in _states(layer):
                 if state is not None:
                     layer.dtype, layer.device = state.dtype, state.device
         self.advance(length - self.length)
+
+
+def _states(layer: Any) -> States:
+    return (*layer.conv_states.values(), *layer.recurrent_states.values())
+
+
+@torch.inference_mode(False)  # a copy outlives the forward
+def _copied(layer: Any) -> States:
+    return tuple(state if state is None else state.clone() for state in _states(layer))
+
+
+def _untouched(layer: Any) -> States:
+    """The states of a layer that no forward reached."""
+    states = _states(layer)
+    assert all(state is None for state in states), "a recurrent layer did not run in pieces"
+    return states
 
 
 def _of(layer: Any) -> Any:
@@ -124,28 +171,84 @@ def _of(layer: Any) -> Any:
     return _Paged() if isinstance(layer, DynamicLayer) else layer
 
 
-class ShortChunks:
-    """Makes layers that compute in larger chunks work on `CHECKPOINT_TOKENS`: a call of few tokens computes a whole chunk, whose work grows
-    with its square."""
+class Mixers:
+    """The modules of a decoder that keep states: made to work on `CHECKPOINT_TOKENS` where they compute in larger chunks, since a call of
+    few tokens computes a whole chunk, whose work grows with its square.
+
+    A forward of several pieces runs them piece by piece. Everything else, and products of the rows that they are given, are computed for
+    all rows at once.
+    """
 
     def __init__(self, decoder: Any) -> None:
         self._given = [(m, m.chunk_size) for m in decoder.modules() if getattr(m, "chunk_size", 0) > CHECKPOINT_TOKENS]
+        self._found = [module for module in decoder.modules() if hasattr(module, "layer_idx") and _keeps_state(module)]
+        self._hooks = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in self._found]
+        self._hooks += [module.register_forward_hook(self._after, with_kwargs=True) for module in self._found]
         self._shorten()
 
     def _shorten(self) -> None:
         for module, _ in self._given:
             module.chunk_size = CHECKPOINT_TOKENS
 
-    def restore(self) -> None:
-        """Give the owner's sizes back."""
+    def _restore(self) -> None:
         for module, size in self._given:
             module.chunk_size = size
+
+    def remove(self) -> None:
+        """Give the owner's modules back as they were."""
+        self._restore()
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def given(self) -> Iterator[None]:
         """Let the owner's sizes hold for a while, in which nothing is asked of this model."""
-        self.restore()
+        self._restore()
         try:
             yield
         finally:
             self._shorten()
+
+    def complete(self, config: Any) -> bool:
+        """Tell whether every layer with a state runs in pieces."""
+        return sorted(module.layer_idx for module in self._found) == sorted(RecurrentState(config).recurrent)
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        state = _state_of(args, kwargs)
+        if state is None or not state.stops:
+            return None
+        stops = (0, *state.stops)
+        for start, stop in pairwise(stops):
+            some, named = _rows(state, (args, kwargs), start, stop)
+            state.done.append(module.forward(*some, **named))
+            state.note(module.layer_idx, stop)
+        return _rows(state, (args, kwargs), stops[-1], None)  # type: ignore[no-any-return]
+
+    def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        state = _state_of(args, kwargs)
+        if state is None or not state.stops:
+            return None
+        assert state.products is not None
+        state.products.forget()
+        done, state.done = [*state.done, output], []
+        if isinstance(output, torch.Tensor):
+            return torch.cat(done, 1)
+        return tuple(torch.cat(some, 1) if isinstance(some[0], torch.Tensor) else some[-1] for some in zip(*done, strict=True))
+
+
+def _keeps_state(module: Any) -> bool:
+    return not _UPDATES.isdisjoint(inspect.unwrap(type(module).forward).__code__.co_names)
+
+
+def _state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecurrentState | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, RecurrentState)), None)
+
+
+def _rows(state: RecurrentState, given: Any, start: int, stop: int | None) -> Any:
+    """What a module is given, cut down to some of its rows."""
+    if isinstance(given, torch.Tensor):
+        assert state.products is not None
+        return state.products.share(given, start, stop) if given.ndim > 1 and given.shape[1] == state.rows else given
+    if isinstance(given, (tuple, list)):
+        return tuple(_rows(state, each, start, stop) for each in given)
+    return {name: _rows(state, each, start, stop) for name, each in given.items()} if isinstance(given, dict) else given

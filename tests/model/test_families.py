@@ -405,8 +405,8 @@ def test_recurrent_layers_work_on_short_chunks_while_they_are_held() -> None:
 
     held = HFModel(model)
     assert sizes() == {64}
-    assert held.chunks is not None
-    with held.chunks.given():
+    assert held.mixers is not None
+    with held.mixers.given():
         assert sizes() == {256}
     assert sizes() == {64}
     held.close()

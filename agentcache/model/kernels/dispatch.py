@@ -86,9 +86,9 @@ def compiled(kernel: Kernel, weight: torch.Tensor) -> bool | None:
     return way.run is linear_compiled.pairs if way is not None and way.run in (linear_compiled.chains, linear_compiled.pairs) else None
 
 
-def by_itself(kernel: Kernel, weight: torch.Tensor) -> bool:
-    """True if products with a model's head compute each row by itself: none has to be padded."""
-    chosen = _chosen(kernel, weight, True)
+def by_itself(kernel: Kernel, weight: torch.Tensor, head: bool = True) -> bool:
+    """True if products with a weight, by default a model's head, compute each row by itself: none has to be padded."""
+    chosen = _chosen(kernel, weight, head)
     return chosen is not None and chosen.alone
 
 
@@ -133,19 +133,53 @@ def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: tor
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):
     """While active in a thread, `torch.nn.functional.linear` of stock modules runs on the given kernel, and functions of each number,
-    such as a sigmoid, on whole vectors. head: the weight of the model's. glance: called with the weight of each product.
+    such as a sigmoid, on whole vectors.
+
+    rows: to a multiple of which products are padded that need it. head: the weight of the model's. glance: called with the weight of each
+    product.
     """
 
-    def __init__(self, kernel: Kernel, head: torch.Tensor | None = None, glance: Callable[[torch.Tensor], None] | None = None) -> None:
+    def __init__(
+        self, kernel: Kernel, rows: int = 1, head: torch.Tensor | None = None, glance: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
         super().__init__()
-        self.kernel, self.head, self.glance = kernel, head, glance
+        self.kernel, self.rows, self.head, self.glance = kernel, rows, head, glance
+        self._cuts: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # by the id of a cut: it, the whole, where it starts
+        self._products: dict[tuple[int, int], torch.Tensor] = {}  # of wholes, by the ids of one and a weight
+
+    def share(self, whole: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
+        """Rows [start, stop) of x [1, rows, in], whose products are computed for all rows at once, by the first cut that asks."""
+        cut = whole[:, start:stop]
+        self._cuts[id(cut)] = (cut, whole, start)
+        return cut
+
+    def forget(self) -> None:
+        """Drop what cuts share."""
+        self._cuts.clear()
+        self._products.clear()
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if (shared := self._cuts.get(id(x))) is not None:
+            _, whole, start = shared
+            key = (id(whole), id(weight))
+            if key not in self._products:
+                self._products[key] = self._padded(whole, weight, bias)
+            return self._products[key][:, start : start + x.shape[1]]
+        return self._padded(x, weight, bias)
+
+    def _padded(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        head = weight is self.head
+        rows = x.shape[-2] if x.ndim > 1 else 0
+        if rows % self.rows == 0 or by_itself(self.kernel, weight, head):
+            return linear(self.kernel, x, weight, bias, head)
+        return linear(self.kernel, functional.pad(x, (0, 0, 0, -rows % self.rows)), weight, bias, head)[..., :rows, :]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
             given = dict(zip(("x", "weight", "bias"), args)) | {"x" if name == "input" else name: v for name, v in (kwargs or {}).items()}
             if self.glance is not None:
                 self.glance(given["weight"])
-            return linear(self.kernel, **given, head=given["weight"] is self.head)
+            return self._linear(**given)
         if func in _ELEMENTWISE and args and args[0].numel() % VECTORS and args[0].device.type == "cpu":
             x, *others = args
             whole = functional.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
