@@ -39,8 +39,9 @@ class Checkpoint:
 
     @property
     def finite(self) -> bool:
-        """Tell whether the states are free of NaN and infinity."""
-        return all(bool(torch.isfinite(state).all()) for state in self.states if state is not None)
+        """Tell whether the states are free of NaN and infinity. A sum tells in a twentieth of the time, unless it overflows."""
+        states = [state for state in self.states if state is not None]
+        return all(bool(torch.isfinite(state.sum())) or bool(torch.isfinite(state).all()) for state in states)
 
     def on(self, device: torch.device) -> Checkpoint:
         """The same on a device."""
