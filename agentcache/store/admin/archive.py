@@ -90,7 +90,7 @@ def _write(source: Blob, wanted: Row, fd: int, at: int) -> int:
     """Write a page's blob; of one that is stored longer, the first tokens, without what is known of later ones."""
     row, layers = source.row, len(wanted.widths)
     stored = source.clear(layers) if row.checkpoint_bytes else b""
-    checkpoints = memoryview(pack(unpack(bytes(stored), wanted.tokens), wanted.tokens) if stored else b"")
+    checkpoints = memoryview(pack(unpack(stored, wanted.tokens), wanted.tokens) if stored else b"")
 
     def section(number: int) -> list[memoryview]:
         if number == layers:
@@ -281,7 +281,7 @@ def _finite(page: Blob, progress: Callable[[int], None]) -> Callable[[int], list
         if number < len(row.widths):
             finite = _layer_is_finite(row, number, stored)
         else:
-            finite = all(known.finite for known in unpack(bytes(stored), row.tokens).values())
+            finite = all(known.finite for known in unpack(stored, row.tokens).values())
         if not finite:
             raise BlobError(
                 f"archive {row.blob!r}: section {number} of page {row.place} holds NaN or infinity: export it again where it was computed"

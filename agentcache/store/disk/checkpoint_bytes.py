@@ -1,6 +1,6 @@
 """Checkpoints of a page as bytes: what the last layers of its blob hold. The blob authenticates them.
 
-length (8) | [[slots, [cut, ...], [[dtype, shape] | null, ...]], ...] as JSON | the states one after another
+length (8) | [[slots, [cut, ...], [[dtype, shape] | null, ...]], ...] as JSON, with spaces up to a multiple of 64 | the states in order
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ...checkpoints import Checkpoint
 from ...errors import BlobError
 from .blob import view
 
+ALIGN = 64  # bytes: where states begin, which lie in the memory that was read
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)}
 Known = dict[int, Checkpoint]  # by the number of slots before each
 
@@ -44,20 +45,22 @@ def _head(within: Known) -> bytes:
         [slots, known.cuts, [state if state is None else [str(state.dtype), list(state.shape)] for state in known.states]]
         for slots, known in within.items()
     ]
-    return json.dumps(told, separators=(",", ":")).encode("ascii")
+    text = json.dumps(told, separators=(",", ":")).encode("ascii")
+    return text.ljust(len(text) + -(8 + len(text)) % ALIGN)
 
 
-def unpack(stored: bytes, tokens: int) -> Known:
-    """The checkpoints within the first `tokens` slots. BlobError: `pack` did not write these bytes."""
+def unpack(stored: bytes | memoryview, tokens: int) -> Known:
+    """The checkpoints within the first `tokens` slots, over that memory unless it is read-only. BlobError: `pack` did not write it."""
+    memory = memoryview(stored)
     try:
-        return _within(dict(_read(stored)), tokens)
+        return _within(dict(_read(memoryview(bytearray(memory)) if memory.readonly else memory)), tokens)
     except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise BlobError(f"its checkpoints cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _read(stored: bytes) -> Iterator[tuple[int, Checkpoint]]:
+def _read(stored: memoryview) -> Iterator[tuple[int, Checkpoint]]:
     at = 8 + int.from_bytes(stored[:8], "little")
-    for slots, cuts, kinds in json.loads(stored[8:at]):
+    for slots, cuts, kinds in json.loads(bytes(stored[8:at])):
         states: list[torch.Tensor | None] = []
         for kind in kinds:
             if kind is None:
@@ -65,6 +68,7 @@ def _read(stored: bytes) -> Iterator[tuple[int, Checkpoint]]:
                 continue
             dtype, shape = _DTYPES[kind[0]], [int(length) for length in kind[1]]
             end = at + math.prod(shape) * dtype.itemsize
-            states.append(torch.frombuffer(bytearray(stored[at:end]), dtype=dtype).view(shape))
+            state = torch.frombuffer(stored[at:end], dtype=torch.uint8)
+            states.append((state.clone() if at % dtype.itemsize else state).view(dtype).view(shape))
             at = end
         yield int(slots), Checkpoint(tuple(states), tuple(map(int, cuts)))

@@ -20,6 +20,7 @@ import torch
 
 from ...errors import BlobError, StoreError
 from ...kv import PAGE_TOKENS, Page
+from ...page_memory import zeros
 from . import blob_files
 from .blob import PIECE, Blob, Progress, fits, open_blob, same, tensors, view
 from .folder import Folder
@@ -47,7 +48,7 @@ class Filling:
         self.next = self.active = 0  # sections handed out, sections being read
         self.error: StoreError | None = None
         self.ended = False
-        self.checkpoints = b""  # packed
+        self.checkpoints: memoryview | None = None  # packed
 
     def open(self, folder: Folder) -> None:
         self.blob = open_blob(folder, self.row.blob)
@@ -77,7 +78,9 @@ class Filling:
         blob, row, page = self.blob, self.row, self.page
         assert blob is not None
         if layer == len(row.widths):
-            self.checkpoints = bytes(blob.clear(layer, done))
+            packed = view(zeros((blob.plan.size(layer),), torch.uint8, torch.device("cpu"), whole=True))  # states stay where they are read
+            blob.read(layer, [packed], done)
+            self.checkpoints = blob.unsealed(layer, packed)
             return
         if self.mapped is not None:
             if self.here:
@@ -119,8 +122,8 @@ class Filling:
             self.blob.close()
         if self.error is None and self.file is not None and self.file.changed():
             self.error = BlobError(f"blob {self.row.blob!r} was written to while it was read")
-        if self.error is None and self.checkpoints:
-            self._unpack()
+        if self.error is None and self.checkpoints is not None:
+            self._unpack(self.checkpoints)
         keep = 0 if self.error else self.tokens
         if self.blob is not None and self.stays:
             if keep:
@@ -131,11 +134,11 @@ class Filling:
                 values[..., keep : self.row.tokens, :] = 0
         self.page.filled = keep
 
-    def _unpack(self) -> None:
+    def _unpack(self, packed: memoryview) -> None:
         from .checkpoint_bytes import unpack
 
         try:
-            self.page.checkpoints = unpack(self.checkpoints, self.tokens)
+            self.page.checkpoints = unpack(packed, self.tokens)
         except BlobError as error:
             self.error = BlobError(f"blob {self.row.blob!r}: {error}")
 
@@ -148,10 +151,11 @@ class Filling:
 
 
 class Reading:
-    """Pages being filled: hands out layers, in order, to as many threads as `work` runs on."""
+    """Pages being filled: hands out their sections, of the largest blobs first, to as many threads as `work` runs on."""
 
     def __init__(self, folder: Folder, fillings: list[Filling], stop: threading.Event | None, progress: Progress | None) -> None:
         self.folder, self.fillings, self.stop, self.progress = folder, fillings, stop, progress
+        self._order = sorted(fillings, key=lambda filling: -filling.row.bytes)  # one large section is not what all wait for at the end
         self._at = 0
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -179,8 +183,8 @@ class Reading:
 
     def _take(self) -> tuple[Filling, int] | None:
         with self._lock:
-            while self._at < len(self.fillings):
-                filling = self.fillings[self._at]
+            while self._at < len(self._order):
+                filling = self._order[self._at]
                 try:
                     self._check()
                     if filling.blob is None and filling.error is None:
