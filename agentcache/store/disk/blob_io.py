@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from .blob_format import plan, section_context, tail_context
 from .folder import Folder
 from .schema import Row
 
-THREADS = 4  # what reads and hashes one request's pages; more than cores, as some wait for the disk
+THREADS = max(2, min(4, os.cpu_count() or 2))  # what reads and hashes one request's pages; more than cores only wait for each other
 
 
 def write(folder: Folder, row: Row, page: Page) -> Row:
