@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import behaviour
 from .description import Names, describe, foreign_class, root
+from .kernels import linear_library
 from .loading import decoder_of
 from .state_token import StateToken, tensors_of
 
@@ -87,7 +88,7 @@ class Fingerprint:
     def invalidate(self) -> None:
         """Declare that weights changed in a way that cannot be noticed."""
         with self._lock:
-            self._digests.clear()
+            self._forget()
             self._names = Names()  # hooks may hold another state
             self._written, self._learned = WeakKeyDictionary(), 0
             self.token = None
@@ -147,7 +148,7 @@ class Fingerprint:
             if token is not None and not token.moved() and not (sampled and token.edited()):
                 return
             if token is None or token.edited_silently():
-                self._digests.clear()
+                self._forget()
             with ThreadPoolExecutor(1, "agentcache-hash") as hasher:  # a thread that forked left its OpenMP team in the parent
                 for _ in range(TRIES):
                     token = hasher.submit(self._hash).result()
@@ -156,6 +157,10 @@ class Fingerprint:
                         return
             self.token, self._layers, self.known = None, (), ""
             self.refusal = f"weights of {type(self._model).__name__!r} changed {TRIES} times while they were hashed"
+
+    def _forget(self) -> None:
+        self._digests.clear()
+        linear_library.forget()
 
     def _hash(self) -> StateToken:
         try:

@@ -13,6 +13,7 @@ operations, and are tried on this machine before they are used.
 
     operation                     numbers                             rows      file              tried by
     products of linear layers     see LINEARS
+    of packed weights, by oneDNN  fp32                                2 - 16    linear_library.py packing_agrees
     norms, rotary angles          16-bit, fp32                        any       norm_rope.py      norms_agree, heads_agree
     attention                     16-bit, fp32                        any       paged_attention.py  numerics.py: only row purity
     layers of a decoding step     of compiled products                1 - 8     layer.py          steps.py
@@ -116,8 +117,10 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], 
 def _by_library(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if kernel == "aten" or not x.numel() or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
         return functional.linear(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1])
-    return linear_library.product_of_library(flat.contiguous(), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    flat, outs = x.reshape(-1, x.shape[-1]), weight.shape[0]
+    if len(flat) in linear_library.FEW_ROWS and x.dtype == torch.float32 and isinstance(weight, torch.nn.Parameter):  # no cut of one
+        weight = linear_library.packed(weight) if linear_library.packing_agrees(torch.get_num_threads()) else weight
+    return linear_library.product_of_library(flat.contiguous(), weight, bias).view(*x.shape[:-1], outs)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
