@@ -74,8 +74,8 @@ class Engine:
 
     In a forked child requests raise EngineForkedError, and `close` leaves the parent's pins and files alone: make another engine there.
 
-    model: Hugging Face id, folder, or a loaded model (then with its tokenizer). loading: device, dtype, load_in_4bit, load_in_8bit,
-    revision, token, trust_remote_code, as of transformers' from_pretrained, for a model that is loaded here. memory_bytes: budget for
+    model: Hugging Face id, folder, or a loaded model (then with its tokenizer). loading: device, dtype, weights ("int8"),
+    load_in_4bit, load_in_8bit, revision, token, trust_remote_code, for a model that is loaded here. memory_bytes: budget for
     cached pages, by default a quarter of the memory that is free. chunk_tokens: longest piece of a prompt run at once. reuse: "exact",
     "lossy" to accept pages of fewer bits, "approximate" to accept repeated text from other positions too, or "off" to cache nothing.
     calibration: the file of `agentcache calibrate`, where it is not in the store's folder. store: folder or options of the store on
@@ -186,7 +186,7 @@ class Engine:
         consent = reuse or self.reuse
         given = None if isinstance(consent, str) else consent
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
-        account = Account.open(layout, namespace, self.name, called, self.redact)
+        account = Account.open(layout, namespace, self.name, called, self.redact, self.model.weights)
         thinks = asks_for_thought(template_kwargs)
         expected, guide = expect(layout, tools, constraint, self.grammars, sampling, namespace=namespace, thinks=thinks, redact=self.redact)
         for note in expected.notes:
@@ -304,7 +304,7 @@ class Engine:
             )
         sampling = self._fit(filled, Sampling(max_tokens=1))
         asked = Asked(filled, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress)
-        running = self._running(asked, Account.open(filled, namespace, self.name, called))
+        running = self._running(asked, Account.open(filled, namespace, self.name, called, weights=self.model.weights))
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
         try:

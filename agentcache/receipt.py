@@ -26,6 +26,8 @@ class Receipt:
     namespace: str = "default"
     # name of the model, as the engine was given it
     model: str = ""
+    # "int8" if the engine quantized them; "" as the model brought them
+    weights: str = ""
     prompt_tokens: int = 0
     # attached in all layers
     cached_tokens: int = 0
@@ -125,11 +127,12 @@ class Account:
         self._started = self._first = 0.0  # by time.perf_counter(): on the device, first token chosen
 
     @classmethod
-    def open(cls, layout: Layout, namespace: str, model: str, called: float, redacted: bool = False) -> Account:
+    def open(cls, layout: Layout, namespace: str, model: str, called: float, redacted: bool = False, weights: str = "") -> Account:
         """Begin the account of a prompt that was rendered just now. called: when its request came, by time.perf_counter()."""
         receipt = Receipt(
             namespace=namespace,
             model=model,
+            weights=weights,
             prompt_tokens=len(layout.ids),
             spliced_tokens=layout.spliced_tokens,
             ephemeral_tokens=layout.ephemeral_tokens,

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..kv import Sequence
 from ..model.hf import HFModel
+from ..model.int8 import widened
 from ..model.kernels.instructions import has_16bit_units
 
 
@@ -75,15 +76,16 @@ def generate(model: Any, ids: Seq[int], new: int, cache: Callable[[], Any] = lam
 def rival(model: HFModel, dtype: torch.dtype | None = None) -> Any:
     """The model that transformers' ways run: the engine's own, or a copy of its weights in another type.
 
-    dtype: by default float32 where the processor has no units for the model's own type, and stock transformers emulates its products.
+    dtype: by default float32 where the processor has no units for the model's own type, and stock transformers emulates its products;
+    for quantized weights the engine's own.
     """
     if dtype is None:
         emulated = model.device.type == "cpu" and model.dtype != torch.float32 and not has_16bit_units(model.dtype)
-        dtype = torch.float32 if emulated and not model.quantized else model.dtype
+        dtype = torch.float32 if emulated and not (model.quantized or model.weights) else model.dtype
     if dtype == model.dtype:
         return model.model
     with model.mixers.given() if model.mixers else nullcontext():
-        return copy.deepcopy(model.model).to(dtype)
+        return widened(model.model, dtype)
 
 
 def static(model: Any, ids: Seq[int], new: int) -> Timed:

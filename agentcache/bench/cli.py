@@ -23,6 +23,7 @@ from .options import (
     ShapeOption,
     ThreadsOption,
     ToolsDir,
+    WeightsOption,
     names,
     numbers,
     to_write,
@@ -46,6 +47,7 @@ def latency(
         Dtype | None, typer.Option(help="Type of the weights for stock transformers; by default float32 where it emulates 16-bit products.")
     ] = None,
     bits: Annotated[int | None, typer.Option(help="Quantize a --model's weights with bitsandbytes: 4 (NF4) or 8 (int8).")] = None,
+    weights: WeightsOption = None,
     threads: ThreadsOption = None,
     isa: IsaOption = None,
     with_llama_cpp: Annotated[
@@ -60,7 +62,7 @@ def latency(
         from .shapes import dtype_of
 
         options = bench.Options(numbers(tools, "tools"), tail, repeats, repeats if slow_repeats is None else slow_repeats, decode)
-        loading, rival = Loading(model, shape, dtype, threads, bits), dtype_of(stock_dtype.value) if stock_dtype else None
+        loading, rival = Loading(model, shape, dtype, threads, bits, weights), dtype_of(stock_dtype.value) if stock_dtype else None
         with report.measuring("latency", loading, json_file) as run:
             with ExitStack() as stack:
                 others = stack.enter_context(llama_cpp.started(run.engine.model, run.keep)) if with_llama_cpp else {}
@@ -169,6 +171,7 @@ def quality(
     tools_dir: ToolsDir = None,
     agents: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
+    weights: WeightsOption = None,
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -180,6 +183,6 @@ def quality(
         named = names(splits) if splits != "all" else bench.SPLITS
         files = tuple(selection or ())
         wanted = bench.Options(numbers(tools, "tools"), named, count, episodes, names(styles), files, tools_dir, agents)
-        with report.measuring("quality", Loading(model, None, dtype, threads), json_file) as run:
+        with report.measuring("quality", Loading(model, None, dtype, threads, quantized=weights), json_file) as run:
             bench.run(run.engine, wanted, run.say, run.keep)
             run.tables += bench.tables(run.found)

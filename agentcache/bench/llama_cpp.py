@@ -20,6 +20,7 @@ import torch
 
 from ..errors import ConfigError
 from ..model.hf import HFModel
+from ..model.int8 import wide
 from .baselines import Timed, timed
 
 KINDS = ("BF16", "Q8_0")  # of weights; norms and biases are fp32
@@ -60,7 +61,7 @@ def write(model: HFModel, kind: str, path: Path) -> None:
     with model.mixers.given() if model.mixers else nullcontext():
         for name, weight in model.model.named_parameters():
             to = gguf.GGMLQuantizationType[kind if weight.ndim > 1 else "F32"]
-            numbers = gguf.quants.quantize(weight.detach().float().numpy(), to)
+            numbers = gguf.quants.quantize(wide(weight).numpy(), to)
             made.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), numbers, raw_dtype=to)
     made.write_header_to_file()
     made.write_kv_data_to_file()

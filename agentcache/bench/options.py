@@ -39,6 +39,12 @@ class Dtype(str, Enum):
     float32 = "float32"
 
 
+class Weights(str, Enum):
+    """Types that agentcache quantizes weights to."""
+
+    int8 = "int8"
+
+
 class Isa(str, Enum):
     """Sets of instructions that a command can be held to."""
 
@@ -102,6 +108,7 @@ IsaOption = Annotated[
     Isa | None, typer.Option(callback=hold_to, help="Run as on a processor with these instructions; by default all that this one has.")
 ]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default its own choice.")]
+WeightsOption = Annotated[Weights | None, typer.Option(help="Quantize the weights, a scale for each output; needs the extra cpu.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", callback=to_write, help="Also write the JSON line to FILE.")]
 
 ToolsDir = Annotated[Path | None, typer.Option(help="Folder of the catalogs that traces name; default: ../tools.")]
@@ -132,19 +139,24 @@ class Loading:
     dtype: Dtype
     threads: int | None = None
     bits: int | None = None  # of a weight, by bitsandbytes: 4 is NF4, 8 is int8
+    quantized: Weights | None = None  # quantized by agentcache itself
 
     def weights(self, texts: Iterable[str] = ()) -> tuple[Any, Any]:
         """(model, tokenizer), without an engine. texts: what a shape's tokenizer is to be good at, besides the benchmark's own tools."""
-        from ..model.loading import load
+        from ..model.loading import load, quantize
         from . import shapes
 
         if self.model is not None and self.shape is not None:
             raise ConfigError(f"model={self.model!r} and shape={self.shape.value!r}: give one of them")
         if self.bits not in (None, 4, 8) or (self.bits and self.model is None):
             raise ConfigError(f"bits={self.bits!r}: must be 4 or 8, of a --model: weights are quantized while its folder is read")
+        weights: Any = self.quantized and self.quantized.value
         if self.model is not None:
-            return load(self.model, dtype=self.dtype.value, load_in_4bit=self.bits == 4, load_in_8bit=self.bits == 8)
-        return shapes.load((self.shape or Shape.small).value, dtype=self.dtype.value, texts=texts)
+            return load(self.model, dtype=self.dtype.value, weights=weights, load_in_4bit=self.bits == 4, load_in_8bit=self.bits == 8)
+        loaded, tokenizer = shapes.load((self.shape or Shape.small).value, dtype=self.dtype.value, texts=texts)
+        if weights is not None:
+            quantize(loaded)
+        return loaded, tokenizer
 
     def engine(self, texts: Iterable[str] = (), store: Any = None) -> Any:
         """A running engine; store: the place of its pages, None for memory."""
@@ -155,7 +167,7 @@ class Loading:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         if self.model is not None and self.shape is None and self.bits is None:
-            return Engine(self.model, dtype=self.dtype.value, store=store)
+            return Engine(self.model, dtype=self.dtype.value, weights=self.quantized and self.quantized.value, store=store)
         return Engine(*self.weights(texts), store=store)
 
 
@@ -173,6 +185,7 @@ def described(engine: Any) -> dict[str, Any]:
         "model": {
             "name": engine.name,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "weights": engine.model.weights or None,
             "parameters": sum(p.numel() for p in engine.model.model.parameters()),
             "kv_bytes_per_token": engine.model.spec.token_bytes if engine.model.spec else None,
             "stepped": engine.model.stepped,

@@ -139,11 +139,11 @@ def refuse_activated(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def foreign(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether code takes part that is neither torch's, transformers' nor a LoRA of PEFT: nobody has looked at the bits of its rows."""
+    """Whether code takes part that is not ours, torch's, transformers' or a LoRA of PEFT: nobody has looked at the bits of its rows."""
     for module in modules:
         forward = module.__dict__.get("forward", type(module).forward)
         source = getattr(forward, "__globals__", {}).get("__name__", "")
-        if root(source) not in ("torch", "transformers", "bitsandbytes") and not source.startswith("peft.tuners.lora"):
+        if root(source) not in ("torch", "transformers", "bitsandbytes", "agentcache") and not source.startswith("peft.tuners.lora"):
             return True
         if any(foreign_hooks(module)):
             return True

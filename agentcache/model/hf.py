@@ -25,6 +25,7 @@ from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
 from .family import STEPPED, Layer, Support, examine, obstacle, slots_of
 from .fingerprint import Fingerprint
+from .int8 import Int8Linear
 from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .kernels.openmp import use_threads
 from .loading import decoder_of, load, one_device, unwrap
@@ -44,7 +45,7 @@ class HFModel:
 
     spec: shape of its KV, None if it cannot be paged, and so is fingerprint. rotary: tables of its angles, None where each layer makes its
     own. unrotated: layers whose keys have no position (NoPE), None if keys cannot be re-indexed. numerics: kernels and paddings in use.
-    context_tokens: longest sequence. threads: how many compute, and how many were asked for.
+    context_tokens: longest sequence. threads: how many compute, and how many were asked for. weights: "int8" if they are of `int8.py`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -56,6 +57,7 @@ class HFModel:
         self.device = one_device(self.model)
         self.dtype: torch.dtype = self.model.dtype
         self.quantized = getattr(self.model, "hf_quantizer", None) is not None or bool(getattr(self.model, "quantization_method", None))
+        self.weights = "int8" if any(type(module) is Int8Linear for module in self.model.modules()) else ""
         self.context_tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
         self.support = Support(getattr(self.config, "model_type", "") or type(self.config).__name__, False)
         self.vocab = int(self.config.vocab_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, BitsAndBytesConfig
@@ -13,14 +13,17 @@ from transformers.utils import is_accelerate_available
 
 from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
+from . import int8
 from .kernels import linear_compiled
 
 
 class Loading(TypedDict, total=False):
-    """How a model is loaded that is given by its id or folder: device, number type, bits by bitsandbytes, and what the Hub is asked."""
+    """How a model is loaded that is given by its id or folder: device, number type, weights as our int8 or of so many bits by bitsandbytes,
+    and what the Hub is asked."""
 
     device: str | None
     dtype: str | torch.dtype | None
+    weights: Literal["int8"] | None
     load_in_4bit: bool
     load_in_8bit: bool
     revision: str | None
@@ -34,6 +37,7 @@ def load(
     *,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
+    weights: Literal["int8"] | None = None,
     load_in_4bit: bool = False,
     load_in_8bit: bool = False,
     revision: str | None = None,
@@ -47,14 +51,16 @@ def load(
     if load_in_4bit and load_in_8bit:
         raise ConfigError("load_in_4bit=True and load_in_8bit=True: choose one")
     bits = 4 if load_in_4bit else 8 if load_in_8bit else None
+    if weights is not None:
+        _check_weights(weights, bits, device)
     if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
         if tokenizer is None:
             raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
         if not callable(tokenizer):
             raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
-        if bits or dtype or device or revision or token or trust_remote_code:
+        if bits or weights or dtype or device or revision or token or trust_remote_code:
             raise ConfigError(
-                "device, dtype, load_in_*bit, revision, token and trust_remote_code apply to a model id or folder: "
+                "device, dtype, weights, load_in_*bit, revision, token and trust_remote_code apply to a model id or folder: "
                 "load the model that way yourself"
             )
         return model, tokenizer
@@ -75,13 +81,32 @@ def load(
             options["quantization_config"] = _quantization(model, dtype, bits, hub)
         with ThreadPoolExecutor(1, "agentcache-compiler") as compiler:
             if device in (None, "cpu") and dtype not in ("float32", torch.float32):
-                compiler.submit(linear_compiled.compile_products)
+                compiler.submit(linear_compiled.compile_products, weights is not None)
             loaded = _loaded(model, options, hub)
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         why = str(error).strip().rstrip(".")
         raise ModelLoadError(f"model {model!r} cannot be loaded: {why}. Pass a folder or a Hugging Face id of a causal model") from error
+    if weights is not None:
+        quantize(loaded)
     return (loaded.to(device) if device and not bits else loaded).eval(), tokenizer
+
+
+def quantize(model: Any) -> None:
+    """Make the weights of a causal model's layers and head int8, in place."""
+    int8.check()
+    int8.quantize((*decoder_of(model).layers.modules(), model.get_output_embeddings()))
+
+
+def _check_weights(weights: Any, bits: int | None, device: str | None) -> None:
+    """ConfigError for weights that cannot be quantized by us here."""
+    if weights != "int8":
+        raise ConfigError(f"weights={weights!r}: must be 'int8', or None for the checkpoint's own")
+    if bits:
+        raise ConfigError(f"weights={weights!r} and load_in_{bits}bit=True: choose one")
+    if device not in (None, "cpu"):
+        raise ConfigError(f"weights={weights!r} with device={device!r}: its kernels run on a CPU; use load_in_8bit there")
+    int8.check()
 
 
 def _loaded(model: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:

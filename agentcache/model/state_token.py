@@ -42,6 +42,8 @@ def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             for owner, level in ((state, ""), (getattr(state, "state2", None), "2")):
                 if isinstance(scale := getattr(owner, part, None), torch.Tensor):
                     yield f"{name}.{part}{level}", scale
+        if isinstance(scale := getattr(parameter, "scale", None), torch.Tensor):  # of int8.py
+            yield f"{name}.scale", scale
         scale = getattr(parameter, "SCB", None)
         scale = getattr(getattr(module, "state", None), "SCB", None) if scale is None else scale
         if isinstance(scale, torch.Tensor):

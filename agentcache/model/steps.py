@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_module
 
 from .attention import Attention, Batch, Part, attend, write
 from .behaviour import EVERY_MODULE, forwards, namespaces
+from .int8 import Int8Linear
 from .kernels import dispatch
 from .kernels.dispatch import Kernel, linear, linears
 from .kernels.layer import Programs, programs
@@ -254,7 +255,7 @@ class Shape:
         module = parent._modules.get(name)
         self._modules.append((parent._modules, name, module))
         if kind == "linear":
-            return type(module) is nn.Linear
+            return type(module) in (nn.Linear, Int8Linear)
         if kind == "embedding":
             return type(module) is nn.Embedding and module.max_norm is None
         if kind == "norm":

@@ -20,6 +20,8 @@ def verdict(model: HFModel) -> dict[str, Any]:
     found: dict[str, Any] = {"reuse": model.support.paged, "why not": model.support.why or "nothing stands against it"}
     if model.spec is None:
         return found | {"reused": "nothing: each prompt is computed whole", "promise": "the model's own answers"}
+    if model.weights:
+        found["weights"] = f"{model.weights}, a scale for each output: other numbers than the checkpoint's"
     found |= {"layers": _kinds(model), "reused": "prefixes of any length, in memory and on disk"}
     if model.spec.recurrent:
         found["reused"] = f"prefixes up to a checkpoint, at a multiple of {CHECKPOINT_TOKENS} tokens, in memory and on disk"

@@ -50,8 +50,8 @@ def _row_by_row(x: torch.Tensor, projections: Sequence[Projection]) -> list[torc
 class Linear:
     """One way to compute products of a linear layer on a CPU, for a kernel and types."""
 
-    kernel: Kernel
-    types: tuple[torch.dtype, ...]
+    kernel: Kernel | None  # None: whatever it is
+    types: tuple[torch.dtype, ...]  # of weights
     takes: Callable[[torch.Tensor], bool]  # weights that it can multiply with
     run: Callable[[torch.Tensor, Sequence[Projection]], list[torch.Tensor]]
     head: bool = False  # for a model's head only
@@ -60,6 +60,7 @@ class Linear:
 
 _BF16, _FP32, _HALVES = (torch.bfloat16,), (torch.float32,), (torch.bfloat16, torch.float16)
 LINEARS = (  # the first one that takes a product computes it; else the library
+    Linear(None, (torch.int8,), linear_compiled.takes, linear_compiled.chains),
     Linear("upcast", _HALVES, linear_compiled.takes, linear_compiled.chains),
     Linear("upcast", (*_HALVES, *_FP32), _many_outputs, _row_by_row, head=True),
     Linear("upcast", _HALVES, lambda _: True, linear_library.upcast, alone=False),
@@ -69,9 +70,9 @@ LINEARS = (  # the first one that takes a product computes it; else the library
 
 
 _WAYS = {
-    (kernel, dtype): [way for way in LINEARS if way.kernel == kernel and dtype in way.types]
+    (kernel, dtype): [way for way in LINEARS if way.kernel in (None, kernel) and dtype in way.types]
     for kernel in get_args(Kernel)
-    for dtype in (*_HALVES, *_FP32)
+    for dtype in (*_HALVES, *_FP32, torch.int8)
 }
 
 
@@ -100,7 +101,7 @@ def linear(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], head: bool = False) -> list[torch.Tensor]:
     """The same for several projections (weight, bias) of one x."""
-    alike = x.device.type == "cpu" and x.numel() > 0 and all(weight.dtype == x.dtype for weight, _ in projections)
+    alike = x.device.type == "cpu" and x.numel() > 0 and all(weight.dtype in (x.dtype, torch.int8) for weight, _ in projections)
     if alike and kernel == "onednn":
         alike = all(bias is None or bias.dtype == x.dtype for _, bias in projections)
     flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -115,6 +116,8 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], 
 
 
 def _by_library(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if weight.dtype == torch.int8 and not x.numel():
+        return x.new_empty(*x.shape[:-1], len(weight))
     if kernel == "aten" or not x.numel() or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
         return functional.linear(x, weight, bias)
     flat, outs = x.reshape(-1, x.shape[-1]), weight.shape[0]

@@ -278,6 +278,10 @@ class Code:
         """A vector of stored numbers, as fp32."""
         return self.up(address.load(f"<{lanes or self.lanes} x {self.stored}>", 2))
 
+    def load_bytes(self, address: Value) -> Value:
+        """A vector of int8 numbers, as fp32."""
+        return address.load(f"<{self.lanes} x i8>", 1).to(self.words, "sext").to(self.floats, "sitofp")
+
     def store_numbers(self, value: Value, address: Value) -> None:
         """Rounds fp32 to stored numbers and stores them."""
         address.store(self.down(value), 2)

@@ -24,7 +24,7 @@ import torch
 
 from . import jit
 from .ir import Code, Value
-from .linear_compiled import takes
+from .linear_compiled import scale_of, takes
 from .linear_few import ROWS, product_code, scratch_numbers
 from .norm_rope import heads_agree, heads_code, norm_code, norms_agree
 
@@ -151,9 +151,9 @@ class Programs:
         """pairs: products are of pairs of bf16 numbers."""
         self.sizes = sizes = Sizes.of(layers[0])
         self.rows, self.threads, self.pairs, self._compiler = rows, threads, pairs, compiler
-        weight = layers[0].self_attn.q_proj.weight
-        self._element = jit.NUMBERS[weight.dtype]
-        new = functools.partial(torch.zeros, dtype=weight.dtype)
+        dtype = layers[0].input_layernorm.weight.dtype
+        self._element = jit.NUMBERS[dtype]
+        new = functools.partial(torch.zeros, dtype=dtype)
         with torch.inference_mode(False):
             self.x, self._normed = new(rows, sizes.hidden), new(rows, sizes.hidden)
             self.query, self.key, self.value = (new(rows, n, sizes.dim) for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
@@ -211,9 +211,9 @@ class Programs:
         """Into the columns of `_wide` [rows, total] from `column` on."""
         outs, ins = projection.weight.shape
         tiles, threads = outs // self._compiler.lanes, self.threads if self.rows * outs * ins > jit.ALONE else 1
-        count, words = min(self.rows, ROWS[-1]), ins >> int(self.pairs)
-        fields = (projection.weight, self._input, self._column(column), self._scratch, total, words, tiles, self.rows // count)
-        return self._step(product_code, (count, self.pairs), *fields, threads=threads)
+        count, words, scale = min(self.rows, ROWS[-1]), ins >> int(self.pairs), scale_of(projection.weight)
+        fields = (projection.weight, self._input, self._column(column), self._scratch, scale, total, words, tiles, self.rows // count)
+        return self._step(product_code, (count, self.pairs, scale is not None), *fields, threads=threads)
 
     def _column(self, column: int) -> int:
         return jit.address(self._wide) + 4 * column
@@ -276,11 +276,12 @@ def _fit(layers: Any) -> bool:
     """True if these layers are of one size, which the functions can take."""
     if not len(layers) or any(Sizes.of(layer) != Sizes.of(layers[0]) for layer in layers):
         return False
-    sizes, dtype, products = Sizes.of(layers[0]), layers[0].self_attn.q_proj.weight.dtype, (("self_attn", _LINEARS), ("mlp", _MLP))
-    tensors = [tensor for layer in layers for tensor in layer.parameters()]
+    sizes, dtype, products = Sizes.of(layers[0]), layers[0].input_layernorm.weight.dtype, (("self_attn", _LINEARS), ("mlp", _MLP))
+    weights = [[getattr(getattr(layer, part), name).weight for part, names in products for name in names] for layer in layers]
+    narrow = {id(weight) for of_layer in weights for weight in of_layer if weight.dtype == torch.int8}
+    tensors = [tensor for layer in layers for tensor in layer.parameters() if id(tensor) not in narrow]
     alike = all(t.dtype == dtype and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    weights = [getattr(getattr(layers[0], part), name).weight for part, names in products for name in names]
-    if not (alike and all(map(takes, weights))):
+    if not (alike and len(narrow) in (0, sum(map(len, weights))) and all(map(takes, weights[0]))):
         return False
     return norms_agree(dtype, sizes.hidden) and heads_agree(dtype, sizes.dim, sizes.normed)
 

@@ -14,21 +14,31 @@ from .linear_library import Projection
 from .scratch import scratch
 
 FEW_ROWS = 16  # above it, weaving the weights first is faster
+LINE = 64  # bytes: of each row a kernel reads whole lines
 
 
 def takes(weight: torch.Tensor) -> bool:
     """True if products with this weight [outs, ins] can run here."""
-    found = jit.compiler() if weight.dtype in jit.NUMBERS else None
+    found = jit.compiler() if weight.dtype in jit.NUMBERS or scale_of(weight) is not None else None
     if found is None or weight.device.type != "cpu" or not weight.is_contiguous():
         return False
-    outs, ins = weight.shape
-    return outs % linear_many.TILES[found.lanes] == 0 and ins % (4 * found.lanes) == 0
+    return fits(*weight.shape, found.lanes, weight.itemsize)
+
+
+def fits(outs: int, ins: int, lanes: int, itemsize: int) -> bool:
+    """True if kernels of so many lanes take a weight of this shape, with numbers of so many bytes."""
+    return outs % linear_many.TILES[lanes] == 0 and ins % max(4 * lanes, LINE // itemsize) == 0
+
+
+def scale_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """The scales fp32 [outs] of an int8 weight, which its parameter holds; None of others."""
+    return getattr(weight, "scale", None) if weight.dtype == torch.int8 else None
 
 
 def chains(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
     """x [rows, ins] times each weight [outs, ins] transposed, plus its bias [outs], computed in fp32 -> [rows, outs] each.
 
-    All of one type. Only weights that `takes` accepts.
+    All of x's type, or int8. Only weights that `takes` accepts.
     """
     return (_few if len(x) <= FEW_ROWS else _many)(x.contiguous(), projections, False)
 
@@ -51,10 +61,11 @@ def _few(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> lis
     for weight, bias in projections:
         outs, ins = weight.shape
         out = torch.empty(passes * count, outs)
-        where = map(jit.address, (weight, wide, out, room))
+        scale = scale_of(weight)
+        where = map(jit.address, (weight, wide, out, room, scale))
         threads = jit.threads_for(passes * count * outs * ins, outs)
         sizes = outs, ins >> int(pairs), outs // found.lanes, passes
-        jit.run(linear_few.product_code, jit.NUMBERS[weight.dtype], (count, pairs), threads, *where, *sizes)
+        jit.run(linear_few.product_code, jit.NUMBERS[x.dtype], (count, pairs, scale is not None), threads, *where, *sizes)
         done.append((out if bias is None else out.add_(bias)).to(x.dtype)[:rows])
     return done
 
@@ -73,19 +84,20 @@ def _many(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> li
         outs = weight.shape[0]
         tiles = outs // linear_many.TILES[found.lanes]
         out, bias = x.new_empty(rows, outs), None if bias is None else bias.contiguous()
-        addresses = map(jit.address, (weight, packed, out, bias, room))
+        scale = scale_of(weight)
+        addresses = map(jit.address, (weight, packed, out, bias, room, scale))
         sizes = outs, words, tiles, own, passes, rows - 1
         threads = jit.threads_for(rows * outs * ins, tiles)
-        jit.run(linear_many.product_code, element, (pairs, bias is not None), threads, *addresses, *sizes)
+        jit.run(linear_many.product_code, element, (pairs, scale is not None, bias is not None), threads, *addresses, *sizes)
         done.append(out)
     return done
 
 
-def compile_products() -> None:
-    """Have the products of bf16 weights ready: they depend on the processor alone, so weights may load meanwhile."""
+def compile_products(int8: bool = False) -> None:
+    """Have the products of rows in bf16 ready: they depend on the processor alone, so weights may load meanwhile."""
     if (found := jit.compiler()) is not None:
-        pairs = jit.multiplies_pairs()
+        pairs = jit.multiplies_pairs() and not int8
         for rows in linear_few.ROWS:
-            found.function(linear_few.product_code, "bfloat", rows, pairs)
+            found.function(linear_few.product_code, "bfloat", rows, pairs, int8)
         found.function(linear_many.pack_code, "bfloat", pairs)
-        found.function(linear_many.product_code, "bfloat", pairs, False)
+        found.function(linear_many.product_code, "bfloat", pairs, int8, False)

@@ -1,11 +1,11 @@
 """Products of few rows, compiled at run time: each weight is read once, in the type it is stored in. Knows nothing of models.
 
-    out[m, n] = Σ over blocks b, and lanes l in each, in order, of chain(b, l)
+    out[m, n] = Σ over blocks b, and lanes l in each, in order, of chain(b, l)          int8: times scale[n]
     chain(b, l) = fma(x[m, k], w[n, k], ...) for k of the block with k % lanes = l, ascending, from 0
 
-A word is what one step of a chain multiplies: an fp32 number, a 16-bit one as fp32, or a pair of bf16 numbers. A chain has up to `CHAIN`
-steps, so a block has `lanes` times as many words. Lanes of a vector are words of one output: nothing is rearranged, and a decoding step
-takes as long as memory needs to give the weights. linear_many.py adds up in the same order.
+A word is what one step of a chain multiplies: an fp32 number, a 16-bit or int8 one as fp32, or a pair of bf16 numbers. A chain has up to
+`CHAIN` steps, so a block has `lanes` times as many words. Lanes of a vector are words of one output: nothing is rearranged, and a decoding
+step takes as long as memory needs to give the weights. linear_many.py adds up in the same order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from .ir import Code, Value, Values, transposed
 
 CHAIN = 128  # steps
+BYTES = {"i8": 1, "i16": 2, "i32": 4, "float": 4}  # by word of a weight
 ROWS = (1, 2, 4)  # of a pass over a tile's weights
 TOGETHER = {1: 8, 2: 4, 4: 2}  # by rows: outputs accumulated at once, as registers allow
 
@@ -22,23 +23,23 @@ def scratch_numbers(lanes: int, rows: int) -> int:
     return lanes * rows * lanes
 
 
-def product_code(code: Code, rows: int, pairs: bool) -> None:
+def product_code(code: Code, rows: int, pairs: bool, int8: bool) -> None:
     """A tile is `lanes` outputs.
 
-    Fields: weight, x [passes, rows, words], out fp32, scratch of all threads [outputs, rows, lanes], numbers of an output row, words,
-    tiles, passes.
+    Fields: weight, x [passes, rows, words], out fp32, scratch of all threads [outputs, rows, lanes], scale fp32 [outputs] of an int8
+    weight, numbers of an output row, words, tiles, passes.
     """
-    _Product(code, rows, pairs).write()
+    _Product(code, rows, pairs, int8).write()
 
 
 class _Product:
     """Writes the function."""
 
-    def __init__(self, code: Code, rows: int, pairs: bool) -> None:
-        self.code, self.rows, self.pairs = code, rows, pairs
-        self.word = "i32" if pairs else code.stored
+    def __init__(self, code: Code, rows: int, pairs: bool, int8: bool) -> None:
+        self.code, self.rows, self.pairs, self.int8 = code, rows, pairs, int8
+        self.word = "i8" if int8 else "i32" if pairs else code.stored
         self.together = TOGETHER[rows]
-        self.weight, self.x, self.out, scratch = code.pointers(4)
+        self.weight, self.x, self.out, scratch, self.scale = code.pointers(5)
         self.outs, self.words, self.tiles, self.passes = code.fields(4)
         self.scratch = scratch.at("float", code.team()[0] * scratch_numbers(code.lanes, rows))
 
@@ -57,6 +58,9 @@ class _Product:
             zeros = [code.constant(code.floats, -0.0)] * self.rows
             block = code.lanes * CHAIN
             totals = code.fold(self.words, block, zeros, lambda begin, totals: self._block(weights, x, begin, totals))
+            if self.int8:
+                scale = self.scale.at("float", first).load(code.floats)
+                totals = [total * scale for total in totals]
             for m, total in enumerate(totals):
                 self.out.at("float", (start + m) * self.outs + first).store(total)
 
@@ -69,7 +73,7 @@ class _Product:
         def _(first: Value) -> None:
             lines = [weights.at(self.word, (first + n) * self.words + begin) for n in range(self.together)]
             zeros = [code.constant(code.floats, 0.0)] * (self.together * self.rows)
-            steps = 64 // (code.lanes * (2 if self.word == "i16" else 4))  # a line of memory at a time
+            steps = 64 // (code.lanes * BYTES[self.word])  # a line of memory at a time
 
             def line(k: Value, chains: Values) -> Values:
                 for at in lines:
@@ -90,7 +94,7 @@ class _Product:
         code, out = self.code, []
         ours = [x.at("i32", self.words * m).load(code.floats) for m in range(self.rows)]
         for n, at in enumerate(weights):
-            theirs = at.load(code.floats) if self.pairs else code.load_numbers(at)
+            theirs = code.load_bytes(at) if self.int8 else at.load(code.floats) if self.pairs else code.load_numbers(at)
             for mine, chain in zip(ours, chains[n * self.rows :]):
                 out.append(code.pair(mine, theirs, chain) if self.pairs else code.fma(mine, theirs, chain))
         return out

@@ -11,7 +11,7 @@ second-level cache, and read from there for six rows at a time, whose chains are
 from __future__ import annotations
 
 from .ir import Code, Value, Values, transposed
-from .linear_few import CHAIN
+from .linear_few import BYTES, CHAIN
 
 ROWS = 6  # of a pass
 TILES = {4: 32, 8: 32, 16: 64}  # by lanes: outputs
@@ -49,21 +49,23 @@ def pack_code(code: Code, pairs: bool) -> None:
                         target.at("i32", (pitch * lane + k // code.lanes) * ROWS + m).store(value.lane(lane))
 
 
-def product_code(code: Code, pairs: bool, biased: bool) -> None:
-    """Fields: weight, x, out [rows, outs], bias, scratch, outs, words, tiles, bytes of a thread's scratch, passes, the last row."""
-    _Product(code, pairs, biased).write()
+def product_code(code: Code, pairs: bool, int8: bool, biased: bool) -> None:
+    """Fields: weight, x, out [rows, outs], bias, scratch, scale fp32 [outs] of an int8 weight, outs, words, tiles, bytes of a thread's
+    scratch, passes, the last row."""
+    _Product(code, pairs, int8, biased).write()
 
 
 class _Product:
     """Writes the function."""
 
-    def __init__(self, code: Code, pairs: bool, biased: bool) -> None:
-        self.code, self.pairs, self.biased = code, pairs, biased
-        self.word = "i32" if pairs else code.stored
+    def __init__(self, code: Code, pairs: bool, int8: bool, biased: bool) -> None:
+        self.code, self.pairs, self.int8, self.biased = code, pairs, int8, biased
+        self.word = "i8" if int8 else "i32" if pairs else code.stored
+        self.numbers = 4 // BYTES[self.word]  # of weights in 32 bits
         self.tile = TILES[code.lanes]
         self.vectors = _VECTORS[code.lanes]
         self.group = self.vectors * code.lanes
-        self.weight, self.x, self.out, self.bias, scratch = code.pointers(5)
+        self.weight, self.x, self.out, self.bias, scratch, self.scale = code.pointers(6)
         self.outs, self.words, self.tiles, own, self.passes, self.end = code.fields(6)
         self.panel = scratch.at("i8", code.team()[0] * own)
         self.sums = self.panel.at("i32", self.tile * code.lanes * (CHAIN + 1))
@@ -111,7 +113,7 @@ class _Product:
         code = self.code
         source = self.rows.at(self.word, first * self.words + self.begin)
         target = self.panel.at("i32", first * (self.pitch * code.lanes))
-        numbers = 2 if self.word == "i16" else 1  # words that are 32 bits of weights
+        numbers = self.numbers
 
         @code.loop(self.span, numbers * code.lanes)
         def _(k: Value) -> None:
@@ -121,8 +123,8 @@ class _Product:
                     at = k + self.words * n
                     lines.append(source.at(self.word, at).load(code.words, 2))
                 for j, loaded in enumerate(transposed(lines)):
-                    for half, word in enumerate(_both(code, loaded) if numbers == 2 else [loaded]):
-                        step, lane = divmod(j * numbers + half, code.lanes)
+                    for part, word in enumerate(_parts(code, loaded, numbers)):
+                        step, lane = divmod(j * numbers + part, code.lanes)
                         at = (self.pitch * lane + k // code.lanes + step) * self.group + vector * code.lanes
                         target.at("i32", at).store(word)
 
@@ -140,7 +142,7 @@ class _Product:
                 after += [add(word, piece, chain) for piece, chain in zip(pieces, chains[m * self.vectors :])]
             return after
 
-        lines = range(0, 2 * code.lanes, 64 // (2 if self.word == "i16" else 4))
+        lines = range(0, 2 * code.lanes, 64 // BYTES[self.word])
 
         def two(k: Value, chains: Values) -> Values:
             for line in lines:
@@ -163,14 +165,21 @@ class _Product:
             for u in range(self.vectors):
                 at = first + u * code.lanes
                 bias = code.load_numbers(self.bias.at(code.stored, at)) if self.biased else None
+                scale = self.scale.at("float", at).load(code.floats) if self.int8 else None
                 for m in range(ROWS):
                     value = sums.at("float", (m * self.vectors + u) * code.lanes).load(code.floats)
+                    value = value if scale is None else value * scale
                     place = self.out.at(code.stored, code.smaller(number * ROWS + m, self.end) * self.outs + at)
                     code.store_numbers(value if bias is None else value + bias, place)
 
 
-def _both(code: Code, word: Value) -> Values:
-    """Splits words into their low and high 16-bit numbers, as fp32."""
+def _parts(code: Code, word: Value, numbers: int) -> Values:
+    """Splits words into so many stored numbers, the lowest first, as fp32; pairs and fp32 numbers stay words."""
+    if numbers == 1:
+        return [word]
+    if numbers == 4:
+        kind = f"<{code.lanes} x i8>"
+        return [(word >> 8 * n).to(kind, "trunc").to(code.words, "sext").to(code.floats, "sitofp") for n in range(numbers)]
     if code.element == "bfloat":
         return [(word << 16).to(code.floats), (word & -65536).to(code.floats)]
     return [code.up(part.to(f"<{code.lanes} x i16>", "trunc")) for part in (word, word >> 16)]

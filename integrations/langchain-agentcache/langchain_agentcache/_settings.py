@@ -25,8 +25,8 @@ from ._version import __version__
 from .errors import ModelInvalidRequestError, translated
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-_HUB = ("revision", "token", "trust_remote_code")
-_FOR_ENGINE = ("device", "dtype", "load_in_4bit", "load_in_8bit", *_HUB, "chat_template", "memory_bytes", "layout", "reuse", "calibration")
+_LOADING = ("device", "dtype", "weights", "load_in_4bit", "load_in_8bit", "revision", "token", "trust_remote_code")
+_FOR_ENGINE = (*_LOADING, "chat_template", "memory_bytes", "layout", "reuse", "calibration")
 # What decides an answer besides the sampling, as far as the model is set to it; what a call says is added by LangChain.
 _DECIDES = ("model", "template_kwargs", "namespace", "num_ctx", "format", *(n for n in _FOR_ENGINE if n not in ("memory_bytes", "token")))
 # What a call may say: of LangChain itself, and of one completion.
@@ -66,6 +66,7 @@ class Settings(BaseLanguageModel):
 
     device: str | None = None
     dtype: Any = None
+    weights: Literal["int8"] | None = None
     load_in_4bit: bool = False
     load_in_8bit: bool = False
     revision: str | None = None

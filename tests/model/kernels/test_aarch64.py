@@ -133,13 +133,13 @@ def test_a_product_of_few_rows_has_the_same_bits(dtype: torch.dtype, lanes: int,
     monkeypatch.setattr(compiler, "_compiled", {})
     expected = linear_compiled.chains(x, [(weight, None)])[0]
     element = jit.NUMBERS[dtype]
-    (tmp_path / "kernel.o").write_bytes(emitted(source(linear_few.product_code, element, (rows, False), lanes), TRIPLES[0]))
+    (tmp_path / "kernel.o").write_bytes(emitted(source(linear_few.product_code, element, (rows, False, False), lanes), TRIPLES[0]))
     (tmp_path / "runner.c").write_text(RUNNER, encoding="ascii")
     build = [GCC, "-O1", "-static", "-o", tmp_path / "runner", tmp_path / "runner.c", tmp_path / "kernel.o", "-lm"]
     subprocess.run(build, check=True, capture_output=True)
     out, scratch = torch.zeros(rows, outs), torch.zeros(linear_few.scratch_numbers(lanes, rows))
     with open(tmp_path / "fields", "wb") as file:
-        for field in (weight, x.float(), out, scratch, outs, ins, outs // lanes, 1):
+        for field in (weight, x.float(), out, scratch, None, outs, ins, outs // lanes, 1):
             file.write(_field(field))
     subprocess.run([QEMU, tmp_path / "runner", tmp_path / "fields", tmp_path / "after"], check=True)
     after = bytearray((tmp_path / "after").read_bytes()[-4 * (out.numel() + scratch.numel()) :])
@@ -152,4 +152,4 @@ def _field(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         held = value.contiguous().view(torch.uint8).numpy().tobytes()
         return struct.pack("<q", len(held)) + held
-    return struct.pack("<qq", 0, value)
+    return struct.pack("<qq", 0, value or 0)

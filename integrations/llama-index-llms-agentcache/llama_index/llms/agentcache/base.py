@@ -88,7 +88,7 @@ class AgentCacheLLM(ObjectLLM):
     def __init__(self, model: Any = None, tokenizer: Any = None, *, engine: Engine | None = None, **options: Any) -> None:
         """model: a Hugging Face id, a folder, or a loaded model with its tokenizer; or `engine`, which others may use, too.
 
-        Options that are no fields go to the Engine: device, dtype, load_in_4bit, chat_template, store, memory_bytes and so on. Names of
+        Options that are no fields go to the Engine: device, dtype, weights, load_in_4bit, store, memory_bytes and so on. Names of
         HuggingFaceLLM and Ollama are understood where they mean the same.
         """
         model, options = renamed(model, options, type(self).model_fields)

@@ -1,0 +1,76 @@
+"""Weights as int8, each output with a scale of its own: `weights="int8"`. Computes no products itself.
+
+    w[n, k] ~ scale[n] · q[n, k]        scale[n] = max |w[n]| / 127        q = w / scale, rounded, in [-127, 127]
+
+Linear layers of the decoder and the head are quantized, as far as compiled kernels take their shapes; embeddings, norms and experts stay.
+Activations keep their type, sums are fp32, and each row is computed by itself: a hit has the bits of a miss.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from .kernels import dispatch, jit, linear_compiled
+
+BLOCK_ROWS = 1024  # of a weight quantized at a time
+_LEAST = 2.0**-100  # of a scale: a row of zeros has one, too
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer whose weight is int8, with its scales as `weight.scale`. Made of an nn.Linear in its place, by `quantize`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply input [..., in] by the weight, plus the bias."""
+        return dispatch.linear("upcast", input, self.weight, self.bias)
+
+
+def check() -> None:
+    """ConfigError where int8 weights cannot be multiplied."""
+    if jit.compiler() is None:
+        raise ConfigError("weights='int8': its products are compiled, which does not work here; pip install 'agentcache-llm[cpu]'")
+
+
+def wide(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as fp32: what its int8 numbers stand for, if it has such."""
+    scale = linear_compiled.scale_of(weight)
+    return weight.detach().float() if scale is None else weight.detach().float().mul_(scale[:, None])
+
+
+def widened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a model with weights of this type, those that are int8 included."""
+    made = copy.deepcopy(model).to(dtype)
+    for mine, module in zip(model.modules(), made.modules()):
+        if type(mine) is Int8Linear:
+            module.weight, module.__class__ = nn.Parameter(wide(mine.weight).to(dtype), requires_grad=False), nn.Linear
+    return made
+
+
+@torch.no_grad()
+def quantize(modules: Iterable[nn.Module]) -> None:
+    """Quantize the linear layers among modules in place, one after the other; ConfigError if there is none that fits."""
+    found = jit.compiler()
+    assert found is not None
+    layers = [module for module in modules if type(module) is nn.Linear]
+    fitting = [layer for layer in layers if linear_compiled.fits(*layer.weight.shape, found.lanes, 1)]
+    if not fitting:
+        raise ConfigError(f"weights='int8': its kernels take no shape of {len(layers)} linear layers; leave it out")
+    for module in fitting:
+        module.weight = _quantized(module.weight)
+        module.__class__ = Int8Linear
+
+
+def _quantized(weight: torch.Tensor) -> nn.Parameter:
+    scales, numbers = torch.empty(len(weight)), torch.empty(weight.shape, dtype=torch.int8)
+    for start in range(0, len(weight), BLOCK_ROWS):
+        block = weight[start : start + BLOCK_ROWS].float()
+        scale = (block.abs().amax(1) / 127).clamp_(min=_LEAST)
+        scales[start : start + BLOCK_ROWS] = scale
+        numbers[start : start + BLOCK_ROWS] = block.div_(scale[:, None]).round_().clamp_(-127, 127)
+    made = nn.Parameter(numbers, requires_grad=False)
+    made.scale = scales  # type: ignore[attr-defined]
+    return made
