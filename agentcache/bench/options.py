@@ -175,6 +175,7 @@ def described(engine: Any) -> dict[str, Any]:
     """Machine, versions, model and numerics: what the figures depend on."""
     import torch
 
+    from ..model.kernels import choice
     from ..model.kernels.instructions import level, limits
     from .environment import machine, versions
 
@@ -191,5 +192,5 @@ def described(engine: Any) -> dict[str, Any]:
             "stepped": engine.model.stepped,
             "bitwise": engine.model.bitwise,
         },
-        "numerics": asdict(numerics) if numerics else None,
+        "numerics": {**asdict(numerics), **choice.described(engine.model.dtype)} if numerics else None,
     }

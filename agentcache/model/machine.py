@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .kernels import jit
+from .kernels import choice, jit
 from .kernels.instructions import has_16bit_units, level, limits
 from .kernels.openmp import use_threads
 from .numerics import probe
@@ -27,6 +27,7 @@ def describe() -> dict[str, Any]:
         report[str(dtype).removeprefix("torch.")] = {
             "bitwise": found.pure,
             "kernel": found.kernel,
+            **choice.described(dtype),
             "attention": "compiled" if found.compiled else "batched products",
             "linear rows padded to": found.rows,
             "attention rows padded to": found.query_rows,

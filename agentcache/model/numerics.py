@@ -16,10 +16,9 @@ import torch
 from blake3 import blake3
 
 from ..kv import PAGE_TOKENS
-from .kernels import paged_attention
+from .kernels import choice, paged_attention
 from .kernels.dispatch import Kernel, linear
-from .kernels.instructions import has_16bit_units
-from .kernels.linear_library import UPCAST_BLOCK, onednn_takes, product_of_library
+from .kernels.linear_library import UPCAST_BLOCK, product_of_library
 
 _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
@@ -64,12 +63,8 @@ def _numbers(dtype: torch.dtype) -> torch.Tensor:
 
 
 def choose_kernel(dtype: torch.dtype, device: torch.device) -> Kernel:
-    """The kernel for linear layers: a pure function of the machine, so that two processes choose alike."""
-    if device.type != "cpu":
-        return "aten"
-    if dtype in (torch.bfloat16, torch.float16) and not has_16bit_units(dtype):
-        return "upcast"
-    return "onednn" if onednn_takes(dtype) else "aten"
+    """The kernel for linear layers: what this machine was found to run fastest, so that two processes choose alike."""
+    return choice.choose(dtype) if device.type == "cpu" else "aten"
 
 
 def _impure(run: Any, full: torch.Tensor, tried: tuple[int, ...]) -> set[int]:
@@ -94,7 +89,9 @@ def _probed_product(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor) -> to
     """What decides the bits of this kernel, before a final rounding to 16 bits could hide a difference."""
     if kernel == "upcast":
         return product_of_library(x.float(), weight.float(), None)
-    return product_of_library(x, weight, None) if kernel == "onednn" else linear(kernel, x, weight)  # compiled ones are pure by themselves
+    if kernel in ("onednn", "library"):  # compiled ones are pure by themselves
+        return product_of_library(x, weight, None)
+    return linear(kernel, x, weight)
 
 
 def _probe_linear(kernel: Kernel, widths: tuple[int, ...], dtype: torch.dtype, device: torch.device, seen: Any) -> set[int]:

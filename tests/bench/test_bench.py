@@ -13,8 +13,12 @@ from typer.testing import CliRunner
 from agentcache import toy
 from agentcache.bench import baselines, catalog, engine_timing, environment, latency, report, shapes
 from agentcache.bench.cli import app
+from agentcache.bench.options import Dtype, Loading, Shape, Weights
 from agentcache.engine import Engine
 from agentcache.errors import ConfigError
+from agentcache.model.hf import HFModel
+from agentcache.model.int8 import Int8Linear, wide
+from agentcache.model.kernels import jit
 from benchmarks import plots
 from tests.bench.tiny_shape import TINY_SHAPE
 
@@ -22,6 +26,8 @@ ROW_KEYS = (
     "tools prompt_tokens tail_tokens stock_ttft_ms static_ttft_ms recipe_ttft_ms kept_ttft_ms off_ttft_ms hit_ttft_ms floor_ms "
     "stock_decode_ms static_decode_ms decode_ms warm_ms group_bytes break_even_requests saved_ms_per_1000 repeats load agreement"
 ).split()
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -223,3 +229,18 @@ def test_load_of_this_process_is_not_foreign() -> None:
 def test_tables_show_a_dash_for_what_was_not_measured() -> None:
     assert report.number(None) == "-"
     assert report.number(1234.5, 1) == "1,234.5"
+
+
+@pytest.mark.skipif(jit.compiler() is None, reason="int8 products are compiled")
+def test_int8_weights_are_timed_against_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "small", ("qwen3", {**TINY_SHAPE, **WIDE}))
+    said, _ = run("latency", "--tools", "1", "--repeats", "1", "--decode", "1", "--tail", "40", "--weights", "int8")
+    assert (said["model"]["weights"], said["stock_dtype"]) == ("int8", "bfloat16")
+    found, _ = Loading(None, Shape.small, Dtype.bfloat16, quantized=Weights.int8).weights()
+    held = HFModel(found)
+    assert baselines.rival(held) is held.model
+    rival = baselines.rival(held, torch.float32)  # a copy of what they stand for
+    pairs = [(mine, theirs) for mine, theirs in zip(held.model.modules(), rival.modules()) if type(mine) is Int8Linear]
+    assert pairs
+    assert all(type(theirs) is torch.nn.Linear and torch.equal(theirs.weight, wide(mine.weight)) for mine, theirs in pairs)
+    held.close()

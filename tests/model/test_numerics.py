@@ -55,11 +55,11 @@ def test_the_probe_is_deterministic_and_remembered(dtype: torch.dtype, forgetful
 
 def test_the_digest_differs_by_kernel_and_type(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = {probe(dtype, CPU, (64,), 2, (32,)).digest for dtype in (torch.float32, torch.bfloat16)}
-    for kernel in ("upcast", "aten", "onednn"):
+    for kernel in ("upcast", "aten", "library", "onednn"):
         numerics._probe.cache_clear()
         monkeypatch.setattr(numerics, "choose_kernel", lambda dtype, device, kernel=kernel: kernel)
         digests.add(probe(torch.float32, CPU, (64,), 2, (32,)).digest)
-    assert len(digests) == 4  # one of the three is what float32 runs on anyway
+    assert len(digests) == 5  # one of the four is what float32 runs on anyway
 
 
 @TYPES
@@ -117,10 +117,10 @@ def test_impure_compiled_attention_is_not_called_pure(forgetful: None, monkeypat
 
 
 @TYPES
-@pytest.mark.parametrize("kernel", ["onednn", "upcast", "aten"])
+@pytest.mark.parametrize("kernel", ["onednn", "library", "upcast", "aten"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_kernels_compute_a_product(kernel: Any, dtype: torch.dtype, biased: bool) -> None:
-    if kernel == "onednn" and not linear_library.onednn_takes(dtype):
+    if kernel in ("onednn", "library") and not linear_library.onednn_takes(dtype):
         pytest.skip("oneDNN has no code for this type here")
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(1100, 96).to(dtype)
     bias = torch.randn(1100).to(dtype) if biased else None

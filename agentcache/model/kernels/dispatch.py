@@ -5,8 +5,9 @@ so each product is padded to a safe multiple of rows, which numerics.py finds ou
 Compiled products add up in an order of their own, alike for few rows and many. Other compiled kernels have the bits of PyTorch's
 operations, and are tried on this machine before they are used.
 
-    kernel    of linear layers, chosen once for a machine and type
+    kernel    of linear layers, chosen once for a machine, type and threads (choice.py)
     onednn    in the type of the numbers; what is not compiled by oneDNN's inner product, pure from 2 rows on where it was tried
+    library   the same, and nothing is compiled
     upcast    in fp32, rounded once, at the end: for 16-bit weights on processors without 16-bit matrix units; what is not compiled
               by oneDNN, w converted block by block, which is 2 to 10 times faster than its emulation
     aten      torch.nn.functional.linear
@@ -31,7 +32,7 @@ from torch.nn import functional
 from . import jit, linear_compiled, linear_library, norm_rope
 from .linear_library import Projection
 
-Kernel = Literal["onednn", "upcast", "aten"]
+Kernel = Literal["onednn", "library", "upcast", "aten"]
 SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone
 ANY = 1 << 62
 VECTORS = 64  # numbers that PyTorch's elementwise functions take at a time; by other code, of other bits, they take fewer at the end
