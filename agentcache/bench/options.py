@@ -167,7 +167,8 @@ class Loading:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         if self.model is not None and self.shape is None and self.bits is None:
-            return Engine(self.model, dtype=self.dtype.value, weights=self.quantized and self.quantized.value, store=store)
+            weights: Any = self.quantized and self.quantized.value
+            return Engine(self.model, dtype=self.dtype.value, weights=weights, store=store)
         return Engine(*self.weights(texts), store=store)
 
 

@@ -56,7 +56,7 @@ def quantize(modules: Iterable[nn.Module]) -> None:
     found = jit.compiler()
     assert found is not None
     layers = [module for module in modules if type(module) is nn.Linear]
-    fitting = [layer for layer in layers if linear_compiled.fits(*layer.weight.shape, found.lanes, 1)]
+    fitting = [layer for layer in layers if linear_compiled.fits(layer.weight, found.lanes, 1)]
     if not fitting:
         raise ConfigError(f"weights='int8': its kernels take no shape of {len(layers)} linear layers; leave it out")
     for module in fitting:

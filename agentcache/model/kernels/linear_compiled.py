@@ -22,11 +22,12 @@ def takes(weight: torch.Tensor) -> bool:
     found = jit.compiler() if weight.dtype in jit.NUMBERS or scale_of(weight) is not None else None
     if found is None or weight.device.type != "cpu" or not weight.is_contiguous():
         return False
-    return fits(*weight.shape, found.lanes, weight.itemsize)
+    return fits(weight, found.lanes, weight.itemsize)
 
 
-def fits(outs: int, ins: int, lanes: int, itemsize: int) -> bool:
-    """True if kernels of so many lanes take a weight of this shape, with numbers of so many bytes."""
+def fits(weight: torch.Tensor, lanes: int, itemsize: int) -> bool:
+    """True if kernels of so many lanes take the shape [outs, ins] of this weight, with numbers of so many bytes."""
+    outs, ins = weight.shape
     return outs % linear_many.TILES[lanes] == 0 and ins % max(4 * lanes, LINE // itemsize) == 0
 
 
