@@ -67,6 +67,11 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
             for o in overhead.values()
         ]
         made.append(table("around the forwards, ms per step", ["prompt", "layout", "match", "both", "worst"], lines))
+    if kept := found.get("checkpoints"):
+        sizes = [number(kept[f"{name}_bytes"] / 1e6, 1) for name in ("group", "memory", "disk")]
+        cells = [number(kept["prompt_tokens"]), *sizes, *(f"{kept[f'{name}_share']:.0%}" for name in ("memory", "disk"))]
+        title = "checkpoints of an agent of 20 steps, MB, and their share of all its bytes"
+        made.append(table(title, ["prompt", "group", "memory", "disk", "of memory", "of disk"], [cells]))
     if memory := found.get("memory"):
         names = ("before", "live_kv", "chunk_buffer", "bound", "peak")
         cells = [*(number(memory[f"{name}_bytes"] / 1e6) for name in names), "yes" if memory["within"] else "NO"]
@@ -89,6 +94,7 @@ def steps(
     agents: Annotated[int, typer.Option(min=0, help="Tokens per second of so many agents at once.")] = 0,
     overhead: Annotated[bool, typer.Option("--overhead", help="Layout, lookup and planning at 3k and 37k tokens.")] = False,
     admitting: Annotated[bool, typer.Option("--admitting", help="What writing to disk costs a cold request.")] = False,
+    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Bytes of checkpoints after 20 steps.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Peak memory against model and live KV.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="All of these, at 2900 and 12000 tokens and with 8 agents.")] = False,
     store_dir: Annotated[Path | None, typer.Option(help="Where the store of this run is made and removed; a disk, not memory.")] = None,
@@ -98,6 +104,7 @@ def steps(
     with report_errors():
         contexts = numbers(decode_contexts, "decode-contexts") or ((2900, 12000) if everything else ())
         wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead, "admitting": admitting}
+        wanted["checkpoints"] = checkpoints
         loading = Loading(model, shape, dtype, threads)
         with (
             tempfile.TemporaryDirectory(dir=store_dir) as folder,
@@ -125,6 +132,7 @@ def _parts(engine: Any, repeats: int) -> dict[str, Callable[[], Any]]:
         "mixed": lambda: steps_parts.mixed(engine),
         "overhead": steps_parts.overhead,
         "admitting": lambda: steps_parts.admitting(engine, repeats),
+        "checkpoints": lambda: steps_parts.checkpoints(engine),
     }
 
 

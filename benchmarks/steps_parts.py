@@ -33,6 +33,7 @@ from .process_figures import peak_bytes, percentile
 _TOOLS = 20
 ADMITTED_TOOLS = 10
 LATER_TOKENS = 190  # new in a later step: a tool result and what stands around it
+STEPS = 20  # of an agent whose checkpoints are counted
 HISTORY_TOKENS = 650  # of the turn before it, so that 20 tools and history are 3 to 4 thousand tokens
 
 
@@ -307,3 +308,29 @@ def admitting(engine: Engine, repeats: int) -> dict[str, Any]:
     assert took is not None and bare is not None
     figures = {"prompt_tokens": receipt.prompt_tokens, "ms": took, "without_ms": bare, "ratio": took / bare}
     return {**figures, "repeats": repeats, "load": samples.report()}
+
+
+def checkpoints(engine: Engine) -> dict[str, Any]:
+    """Bytes of checkpoints in memory and on disk, of a tool group alone and after an agent of STEPS steps. Nothing is timed."""
+    assert engine.store.disk is not None
+    tools, namespace, index = catalog.tools(_TOOLS), "checkpoints", engine.store.disk.index
+    disk.allow_writing(engine, True)
+    engine.warm(catalog.SYSTEM, tools, name="bench", namespace=namespace)
+    engine.flush()
+    group = sum(row.checkpoint_bytes for row in index.rows(namespace=namespace))
+    history = [Message("system", catalog.SYSTEM)]
+    forced = tuple(engine.tokenizer("I will look that up.", add_special_tokens=False)["input_ids"]) + (engine.tokenizer.eos_token_id,)
+    for step in range(STEPS):
+        history = _fitted(engine, history, tools, step % len(catalog.OPENINGS), LATER_TOKENS)
+        answer = engine.generate(history, tools, sampling=engine_timing.greedy(len(forced), forced), namespace=namespace)
+        history = [*history, answer.message]
+        engine.flush()
+    disk.allow_writing(engine, False)
+    rows = list(index.rows(namespace=namespace))
+    pages = [entry.page for entry in engine.store.tree.entries() if entry.page is not None and entry.scope.namespace == namespace]
+    held = sum(known.bytes for page in pages for known in page.checkpoints.values())
+    written = sum(row.checkpoint_bytes for row in rows)
+    bytes_, stored = sum(page.bytes for page in pages), sum(row.bytes for row in rows)
+    figures = {"prompt_tokens": answer.receipt.prompt_tokens, "again_tokens": answer.receipt.computed_tokens, "group_bytes": group}
+    figures |= {"memory_bytes": held, "memory_pages": len(pages), "memory_count": sum(len(page.checkpoints) for page in pages)}
+    return {**figures, "disk_bytes": written, "memory_share": held / bytes_, "disk_share": written / stored}

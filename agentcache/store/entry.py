@@ -30,6 +30,7 @@ class Entry:
     pins: int = 0
     role: Role = Role.TURN  # its use
     row: int = 0  # its row in the index of the store on disk, 0 if it is not there
+    thinned: bool = False  # its row may have checkpoints that memory has dropped
     made: float = field(default_factory=time.time)  # time.time()
     counted: tuple[str, int] = ("device", 0)  # tier and bytes that the budget counts for it
 

@@ -26,6 +26,7 @@ from agentcache.store.disk import blob_format, blob_io, checkpoint_bytes
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
+from agentcache.store.memory import prefix_tree
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Reason
 from tests.asking import SYSTEM, TOOLS, Asking, user
@@ -136,6 +137,58 @@ def test_budgets_of_disk_and_writing_count_checkpoints(
     rows = list(disk.index.rows())
     assert any(row.checkpoint_bytes for row in rows)
     assert sorted(taken) == sorted(row.bytes for row in rows)
+
+
+def test_checkpoints_that_memory_drops_leave_the_disk(
+    asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_tree, "SHARE", 0.0)
+    first, messages = asking("qwen3_5_text", StoreOptions(tmp_path / "store")), [SYSTEM]
+    for turn in range(8):  # in some of them the last checkpoint lies in a page that is full
+        messages = [*messages, user(f"What is the tide at place {turn}? " * 15)]
+        said, logits = first(messages, tokens=2)
+        messages = [*messages, {"role": "assistant", "content": said.text}]
+        assert first.engine.flush()
+    disk = first.engine.store.disk
+    assert disk is not None
+    rows = list(disk.index.rows())
+    last = max(row.place for row in rows)
+    assert last >= 3
+    assert [row.place for row in rows if row.checkpoint_bytes and row.place >= 2] == [last]
+    assert disk.writer.counts["known"] > 0
+    first.engine.close()
+    files = list((tmp_path / "store").rglob("*.safetensors"))
+    assert len(files) == len(rows)
+    assert sum(path.stat().st_size for path in files) == sum(row.bytes for row in rows) == Index(Folder.open(tmp_path / "store")).total()[1]
+    assert verify(Folder.open(tmp_path / "store")).sound
+    again, found = asking("qwen3_5_text", StoreOptions(tmp_path / "store"))(messages[:-1], tokens=2)
+    assert again.receipt.disk_tokens == again.receipt.cached_tokens > 512 * last
+    assert torch.equal(found, logits)
+
+
+def test_a_blob_exchanged_before_it_is_read_is_no_damage(
+    asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, expected = stored(asking, tmp_path / "store")
+    other = asking("qwen3_5_text", StoreOptions(tmp_path / "store"))
+    disk, read = other.engine.store.disk, blob_io.read_many
+    assert disk is not None
+
+    def late(folder: Folder, jobs: Any, **options: Any) -> Any:
+        monkeypatch.setattr(blob_io, "read_many", read)
+        for row, *_ in jobs:
+            written = blob_io.write(folder, row, read_page(folder, row))
+            gone = disk.index.exchange(row, written)
+            assert (gone.blob, disk.index.exchange(row, written).blob) == (row.blob, written.blob)
+            blob_io.remove(folder, gone)
+        return read(folder, jobs, **options)
+
+    monkeypatch.setattr(blob_io, "read_many", late)
+    said, logits = other(ASKED)
+    assert said.receipt.disk_tokens >= group.prefix_tokens
+    assert torch.equal(logits, expected[-len(logits) :])
+    assert [refusal.reason for refusal in said.receipt.refusals if refusal.reason is Reason.BAD_BLOB] == []
+    assert not any(row.bad for row in disk.index.rows())
 
 
 def test_a_damaged_checkpoint_never_reaches_an_answer(asking: Callable[..., Asking], tmp_path: Path) -> None:

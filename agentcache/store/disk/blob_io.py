@@ -22,10 +22,11 @@ THREADS = max(2, min(4, os.cpu_count() or 2))  # what reads and hashes one reque
 
 
 def write(folder: Folder, row: Row, page: Page) -> Row:
-    """Store the first row.tokens slots of a page in the computer's memory; returns the row with blob and bytes.
+    """Store the first row.tokens slots of a page; returns the row with blob and bytes.
 
     The blob is there as a whole or not at all. StoreFullError, StoreError: it is not.
     """
+    page = page if page.keys.device.type == "cpu" else page.copy(row.tokens, "host")
     assert fits(row, page) and row.tokens <= page.filled
     packed = b""
     if page.checkpoints:

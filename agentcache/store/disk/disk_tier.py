@@ -135,8 +135,8 @@ class DiskTier:
         return first
 
     def _why_gone(self, row: Row) -> Reason | None:
-        """Reason for which others have removed a row since it was found; None if they have not."""
-        if self.index.present([row.id]):
+        """Reason for which others have removed a row since it was found, or its blob; None if they have not."""
+        if self.index.present([row.id]) and self.index.has_blobs([row.blob]):
             return None
         deleted = self.index.deletions(self.deletions.generation)
         gone = any(one.covers(row.namespace, row.created) or row.page_key in one.keys for one in deleted)
@@ -196,14 +196,16 @@ class DiskTier:
 
     def _save(self, pending: PendingWrite) -> tuple[int, str]:
         """Blob first, row last. Returns the row's id, 0 if there is none, and in a word what became of the page."""
-        entry, page = pending.entry, pending.page
-        parent = entry.parent
+        entry, page, parent = pending.entry, pending.page, pending.entry.parent
         assert parent is not None
         if not self.folder.writable or page.changed:
             return 0, "changed" if page.changed else "read-only"
         fingerprint = entry.scope.fingerprint
         known = self.index.row(pending.key, fingerprint, self.precision)
         if known is not None and not known.bad:
+            if entry.thinned and known.numerics == pending.numerics:
+                self._thin(known, pending)
+            entry.thinned = False
             self.index.promote([known.id], pending.role)
             return known.id, "known"
         row = self._row(pending)
@@ -215,14 +217,23 @@ class DiskTier:
         if parent.parent is not None and self.index.row(parent.key, fingerprint, self.precision) is None:
             parent.row = 0  # another process made room: it is offered again with the next request
             return 0, "parent missing"
-        if page.spec.device.type != "cpu" and page.tier == "device":
-            page = page.copy(len(pending.ids), "host")
         if known is not None:  # quarantined: it may go, now that there is a better one
             self._unlink(self.index.remove([known.id], force=True))
         if not self._insert(blob_io.write(self.folder, row, page), pending):
             return 0, "deleted"
         found = self.index.row(pending.key, fingerprint, self.precision)
         return (found.id, "written") if found else (0, "evicted")  # at once, by another process that needed room
+
+    def _thin(self, known: Row, pending: PendingWrite) -> None:
+        """Write a page once more, without the checkpoints that memory has dropped; its row names the new blob."""
+        packed = _checkpoint_bytes(pending)
+        if packed >= known.checkpoint_bytes or not self.writer.budget.take(known.bytes - known.checkpoint_bytes + packed):
+            return
+        spare = written = blob_io.write(self.folder, known, pending.page)
+        try:
+            spare = self.index.exchange(known, written)
+        finally:
+            self._unlink([spare])
 
     def _row(self, pending: PendingWrite) -> Row:
         entry, scope = pending.entry, pending.entry.scope

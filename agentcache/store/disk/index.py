@@ -242,6 +242,19 @@ class Index(IndexMetadata):
 
         return self._write(touches, set()) if used else set()
 
+    def exchange(self, row: Row, new: Row) -> Row:
+        """Let a row name the blob of `new`, of the same page with other checkpoints. Returns whose blob is to be unlinked now: the old
+        one's, or that of `new` where the row is gone or another meanwhile."""
+
+        def exchanges(connection: sqlite3.Connection) -> Row:
+            sql = "UPDATE pages SET blob = ?, bytes = ?, checkpoint_bytes = ? WHERE id = ? AND blob = ?"
+            if not connection.execute(sql, (new.blob, new.bytes, new.checkpoint_bytes, row.id, row.blob)).rowcount:
+                return new
+            connection.execute("UPDATE totals SET bytes = bytes + ?", (new.bytes - row.bytes,))
+            return row
+
+        return self._write(exchanges, new)
+
     def promote(self, ids: Iterable[int], role: int) -> None:
         """Let pages serve at least this role."""
         values = [(int(role), id, int(role)) for id in ids]

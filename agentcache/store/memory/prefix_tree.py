@@ -264,6 +264,7 @@ class PrefixTree:
                 if room < 0 and entry.page is not None:
                     entry.page.checkpoints = {at: one for at, one in entry.page.checkpoints.items() if at != slots}
                     self.eviction.recount(entry)
+                    entry.row, entry.thinned = 0, True  # it is offered to the disk again
 
     def _rename(self, entry: Entry, ids: Ids) -> None:
         """Give an entry without children more or fewer tokens."""
