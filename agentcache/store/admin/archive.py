@@ -183,7 +183,8 @@ def import_group(
         found = pages_of(index, group, rows[0].precision)
         missing = [(row, page) for row, page, known in zip(rows, pages, found, strict=True) if known is None]
         written = _take(folder, index, missing, progress)
-        index.promote([row.id for row in found if row is not None], Role.GROUP)
+        for shorter in index.promote([row.id for row in found if row is not None], Role.GROUP):
+            blob_io.remove(folder, shorter)
         index.put_group(group)
         return Imported(group, len(written), len(rows) - len(written), sum(row.bytes for row in written))
 

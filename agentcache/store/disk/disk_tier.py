@@ -206,7 +206,7 @@ class DiskTier:
             if entry.thinned and known.numerics == pending.numerics:
                 self._thin(known, pending)
             entry.thinned = False
-            self.index.promote([known.id], pending.role)
+            self._unlink(self.index.promote([known.id], pending.role))
             return known.id, "known"
         row = self._row(pending)
         need = plan(row, self.folder.encrypted).bytes
@@ -329,7 +329,7 @@ class DiskTier:
         if again and earlier:
             self.index.release_pins(earlier.pop(), self.process)
         earlier.append(held)
-        self.index.promote(held, Role.GROUP)
+        self._unlink(self.index.promote(held, Role.GROUP))
 
     def holds(self, name: Hashable) -> set[int]:
         """The rows that are pinned under a name."""

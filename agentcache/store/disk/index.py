@@ -255,10 +255,17 @@ class Index(IndexMetadata):
 
         return self._write(exchanges, new)
 
-    def promote(self, ids: Iterable[int], role: int) -> None:
-        """Let pages serve at least this role."""
-        values = [(int(role), id, int(role)) for id in ids]
-        self._write(lambda connection: connection.executemany("UPDATE pages SET role = ? WHERE id = ? AND role < ?", values), None)
+    def promote(self, ids: Iterable[int], role: int) -> list[Row]:
+        """Let pages serve at least this role. Returns shorter pages that give way to them now, whose blobs are to be unlinked."""
+        wanted = list(ids)
+
+        def promotes(connection: sqlite3.Connection) -> list[Row]:
+            connection.executemany("UPDATE pages SET role = ? WHERE id = ? AND role < ?", [(int(role), id, int(role)) for id in wanted])
+            found = [connection.execute(f"SELECT {COLUMNS} FROM pages WHERE id = ?", (id,)).fetchone() for id in wanted]
+            held = pinned(connection)
+            return [gone for row in self._sound(filter(None, found)) for gone in self._covered(connection, row, held)]
+
+        return self._write(promotes, [])
 
     # -- removing --------------------------------------------------------------------------------------------------
 
