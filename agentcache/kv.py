@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -317,7 +318,7 @@ class Sequence:
         if (state := self.state) is not None:
             start = self.length - tokens
             for cut in self.cuts_within(start, tokens):
-                self._end_piece(cut, lambda cut=cut: state.passed(cut - start))
+                self._end_piece(cut, partial(state.passed, cut - start))
             state.advance(tokens)
             self._end_piece(self.length, state.copy)
         if exact:

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from ..engine import Engine
 from ..errors import AgentCacheError, ConfigError
-from ..model.hf import MODEL_FAULTS
+from ..model.proof import MODEL_FAULTS
 from ..toy import tokenizer
 from ..types import StoreOptions
 from . import catalog, families

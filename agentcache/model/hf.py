@@ -30,13 +30,12 @@ from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .kernels.openmp import use_threads
 from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
-from .proof import proven
+from .proof import MODEL_FAULTS, proven
 from .recurrent import Mixers, RecurrentState, layers_with_state
 from .rope import Rotary, changes_by_length, turn
 
 __all__ = ["ATTENTION", "HFModel", "load"]
 
-MODEL_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)  # of code that nobody has examined
 _PLACES = (3, 11)  # positions of one token whose keys show how they are rotated
 
 
@@ -115,8 +114,8 @@ class HFModel:
     @property
     def stop_ids(self) -> frozenset[int]:
         """The ids that end a completion, from the generation config."""
-        known = (getattr(source, "eos_token_id", None) for source in (self.model.generation_config, self.config))
-        ends = next((each for each in known if each is not None), None)
+        sources = self.model.generation_config, self.config
+        ends = next((found for source in sources if (found := getattr(source, "eos_token_id", None)) is not None), None)
         return frozenset([ends] if isinstance(ends, int) else ends or [])
 
     def strict_calls(self, wanted: bool | None) -> bool:
@@ -308,7 +307,7 @@ class HFModel:
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
             with RowPureLinear(numerics.kernel, numerics.rows, head, token.glance if token is not None else None) as products:
-                if state is not None:
+                if isinstance(state, RecurrentState):
                     state.cut(products, *parts[0].cuts)
                 logits = self._generic(ids, positions, wanted, state)
         finally:
@@ -392,8 +391,7 @@ class HFModel:
         for rotary in self._growing:  # else the longest call so far, anyone's, decides the frequencies
             rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq.clone(), rotary.original_max_seq_len
         if not isinstance(state, torch.Tensor):
-            takes = inspect.signature(type(self.model).forward).parameters
-            keyword = "cache_params" if "cache_params" in takes else "past_key_values"
+            keyword = "cache_params" if "cache_params" in inspect.signature(type(self.model).forward).parameters else "past_key_values"
             held = DynamicCache(config=self.config) if state is None and keyword == "past_key_values" else state
             out = self.model(input_ids=ids[None], use_cache=True, logits_to_keep=1, **{keyword: held})
             if getattr(out, keyword, None) is not None:

@@ -37,6 +37,8 @@ LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # of one layer's a
 LAYER_COARSE = 0.06
 SHARE = 0.9  # of positions that must be within it: experts that two rows almost share may be chosen otherwise
 
+MODEL_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)  # of code that nobody has examined
+
 
 class Verdict(NamedTuple):
     """What a proof says: why pages cannot be reused, "" if they can; whether bits depend neither on the tokens run beside, nor, of a
@@ -159,9 +161,12 @@ def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected
 
 def _joins(model: Provable, ids: torch.Tensor, places: list[int], stops: list[int], sequence: Sequence, pieces: torch.Tensor) -> bool:
     """Tell whether one forward over all pieces has the bits of a forward for each: in keys, values, logits and states."""
-    joined, found = _run(model, ids, [len(ids)], places, cuts=stops)
-    assert joined.state is not None and sequence.state is not None
-    if not joined.state.joins:
+    assert sequence.state is not None
+    if not sequence.state.joins:
+        return False
+    try:
+        joined, found = _run(model, ids, [len(ids)], places, cuts=stops)
+    except MODEL_FAULTS:  # a module that cannot be given some of its rows
         return False
     known = [*_states(joined), *_states(sequence)]
     pairs = [*_pairs(sequence, joined), *zip(known[: len(known) // 2], known[len(known) // 2 :], strict=True), (found, pieces)]

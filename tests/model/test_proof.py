@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from agentcache.bench import families
-from agentcache.model import proof
+from agentcache.model import proof, recurrent
+from agentcache.model.family import Support
 from agentcache.model.hf import HFModel
 
 
@@ -97,4 +98,34 @@ def test_the_layers_of_a_proof_cover_all_kinds() -> None:
 def test_rounding_to_16_bits_hides_no_loss_of_state(family: str, sound: bool) -> None:
     held = HFModel(families.build(family, torch.bfloat16))
     assert held.support.paged is sound, held.support.why
+    held.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "zaya", "falcon_h1"])
+def test_pieces_run_in_one_forward_have_the_bits_of_each(family: str, proofs: list[str]) -> None:
+    held = HFModel(families.build(family))
+    assert held.support.joins
+    ids, cuts = torch.randint(0, held.vocab, (300,), generator=torch.Generator().manual_seed(3)), [64, 192]
+    places = [*range(0, 300, 13), 299]
+    apart = proof._run(held, ids, [*cuts, 300], places, cuts=cuts)
+    joined = proof._run(held, ids, [300], places, cuts=cuts)
+    assert torch.equal(apart[1], joined[1])
+    for one, other in zip(proof._states(apart[0]), proof._states(joined[0]), strict=True):
+        assert torch.equal(one, other)
+    assert [known.cuts for known in joined[0].pages[0].checkpoints.values()] == [(64,), (64, 192)]
+    held.close()
+
+
+def test_layers_that_cannot_be_cut_keep_their_pieces_apart(proofs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent.RecurrentState, "note", lambda self, layer, stop: None)
+    assert load("lfm2").support == Support("lfm2", True, "", True, False)
+
+
+def test_layers_that_see_other_rows_keep_pieces_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HFModel(families.build("bamba"))
+    norm = type(held.decoder.layers[0].input_layernorm)
+    forward = norm.forward
+    assert proof.prove(held, 0) == ("", True, True)
+    monkeypatch.setattr(norm, "forward", lambda self, x: forward(self, x + x.shape[1] / 1e7))
+    assert proof.prove(held, 0) == ("", True, False)
     held.close()

@@ -199,6 +199,16 @@ def test_what_is_known_comes_back_to_be_unlinked(index: Index) -> None:
     assert {row.role for row in index.rows()} == {2}
 
 
+def test_shorter_pages_give_way_once_a_longer_one_serves_their_role(index: Index) -> None:
+    ids = random_ids(700)
+    for count, role in ((520, 2), (600, 1), (700, 1)):
+        index.add(rows_of_prompt(ids[:count], role=role))
+    assert sorted(row.tokens for row in index.rows()) == [8, 188, 512]
+    longest = max(row.id for row in index.rows())
+    assert [row.tokens for row in index.promote([longest], 2)] == [8]
+    assert sorted(row.tokens for row in index.rows()) == [188, 512]
+
+
 def test_a_longer_page_replaces_shorter_ones(index: Index) -> None:
     ids = random_ids(900)
     for count in (520, 600, 700):
