@@ -12,10 +12,12 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from agentcache.bench import shapes
+from agentcache.bench import families, shapes
 from agentcache.engine import Engine
+from agentcache.store.memory import prefix_tree
 from agentcache.types import StoreOptions
 from benchmarks import drift, llama_cpp, plots, process_figures, steps, steps_parts, store
+from tests import models
 from tests.bench.tiny_shape import TINY_SHAPE
 
 
@@ -78,6 +80,20 @@ def test_extras_by_command() -> None:
     assert said["agents"]["all_per_s"] > 0
     assert said["memory"]["peak_bytes"] >= said["memory"]["before_bytes"]
     assert "chunk buffer" in shown
+
+
+def test_bytes_of_checkpoints_after_some_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_TOOLS", 2), ("STEPS", 5)):
+        monkeypatch.setattr(steps_parts, name, value)
+    monkeypatch.setattr(prefix_tree, "SHARE", 0.0)
+    model = families.build("qwen3_5_text", max_position_embeddings=16384)
+    with Engine(model, models.toy_tokenizer(), store=StoreOptions(tmp_path / "store", refuse_slow=False)) as engine:
+        found = steps_parts.checkpoints(engine)
+    assert found["memory_count"] == 2  # of the group, and the last one
+    assert 0 < found["group_bytes"] < found["memory_bytes"] + 1024 < found["disk_bytes"] + 2048
+    assert 0 < found["memory_share"] < 1
+    assert 0 < found["disk_share"] < 1
+    assert [column.header for column in steps.tables({"checkpoints": found})[0].columns][-1] == "of disk"
 
 
 def test_time_between_tokens_during_a_prefill(engine: Engine) -> None:
