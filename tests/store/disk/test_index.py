@@ -199,7 +199,7 @@ def test_what_is_known_comes_back_to_be_unlinked(index: Index) -> None:
     assert {row.role for row in index.rows()} == {2}
 
 
-def test_shorter_pages_give_way_once_a_longer_one_serves_their_role(index: Index) -> None:
+def test_shorter_pages_give_way_once_a_longer_one_rises(index: Index) -> None:
     ids = random_ids(700)
     for count, role in ((520, 2), (600, 1), (700, 1)):
         index.add(rows_of_prompt(ids[:count], role=role))
