@@ -5,8 +5,8 @@ Whether pages of such layers can be reused is not decided here: the model proves
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -25,7 +25,8 @@ class Support:
     """What can be done with one loaded model. name: its model type. why: the first obstacle, where its state cannot be paged.
 
     row_pure: in the proof a token's bits did not depend on the tokens beside it. joins: nor, with recurrent layers, on which pieces of the
-    sequence ran in one forward.
+    sequence ran in one forward. proof: this load made it, or found an earlier one's; "" where there was none: our own loop, or an
+    obstacle before it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Support:
     why: str = ""
     row_pure: bool = False
     joins: bool = False
+    proof: Literal["", "made", "found"] = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class HFModel:
             self.support, self.unrotated, self._slots = Support(name, True, "", True), (), tuple(range(self.spec.layers))
             self._shape = steps.Shape(self.model) if self.rotary.dims == dim else None
         if not self.stepped and (why := self._refusal(decoder)):
-            self.support, self.spec, self.rotary, self.unrotated = Support(name, False, why), None, None, None
+            self.support, self.spec, self.rotary, self.unrotated = replace(self.support, paged=False, why=why), None, None, None
             return
         if self.rotary is not None and self.rotary.kind == "dynamic":
             self.context_tokens = int(self.context_tokens * config.rope_parameters.get("factor", 1.0))
@@ -205,11 +205,11 @@ class HFModel:
             self.unrotated = self._unrotated([[place[at].page_keys for at in owners] for place in places])
         self.support = Support(self.support.name, True, "", True, bool(self.mixers and self.mixers.complete(self.config)))
         with self.shallow():
-            why, pure, joins = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
+            verdict, found = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
         others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not experts.takes(m))
-        pure = pure and next(others, None) is None  # each of those sees few rows, by chance alike
-        self.support = Support(self.support.name, not why, why, pure, joins)
-        return why
+        pure = verdict.pure and next(others, None) is None  # each of those sees few rows, by chance alike
+        self.support = Support(self.support.name, not verdict.why, verdict.why, pure, verdict.joins, "found" if found else "made")
+        return verdict.why
 
     @torch.inference_mode()
     def _watched(self, place: int) -> list[Layer]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import transformers
 from blake3 import blake3
+from transformers.utils.logging import tqdm  # the bar of loaded weights, and its switch
 
 from ..checkpoints import CHECKPOINT_TOKENS, LiveState
 from ..kv import Sequence
@@ -35,6 +37,7 @@ STATE_COSINE = 0.9995  # the same for states that go on: both sides ran the same
 COSINE = 0.9  # least, of logits of 16-bit numbers: their rounding grows from layer to layer, without bound where weights are random
 LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # of one layer's attention; 16-bit numbers: LAYER_COARSE
 LAYER_COARSE = 0.06
+SHOWN_AFTER_S = 0.5  # of a proof: its progress
 SHARE = 0.9  # of positions that must be within it: experts that two rows almost share may be chosen otherwise
 
 MODEL_FAULTS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)  # of code that nobody has examined
@@ -86,17 +89,17 @@ class Provable(Protocol):
         ...
 
 
-def proven(model: Provable, window: int) -> Verdict:
-    """`prove`, or what an earlier process of this user found for the same code, config, versions and kernels."""
+def proven(model: Provable, window: int) -> tuple[Verdict, bool]:
+    """`prove`, or what an earlier load of this user found for the same code, config, versions and kernels; and whether it was found."""
     if (source := _source(model)) is None:
-        return prove(model, window)
+        return prove(model, window), False
     verdicts = Objects(f"proof {REVISION}")
     name = verdicts.name(source)
     if (known := verdicts.find(name)) is not None:
-        return Verdict(*json.loads(known))
-    found = prove(model, window)
-    verdicts.keep(name, json.dumps(found).encode())
-    return found
+        return Verdict(*json.loads(known)), True
+    made = prove(model, window)
+    verdicts.keep(name, json.dumps(made).encode())
+    return made, False
 
 
 def _source(model: Provable) -> str | None:
@@ -118,41 +121,52 @@ def prove(model: Provable, window: int) -> Verdict:
 
     window: the longest, of keys that a layer sees; ids reach over it if that takes no longer than FLOPS.
     """
-    tokens, wanted = TOKENS, window + TOKENS // 2
-    if model.spec is not None and model.spec.recurrent:
+    tokens, wanted, recurrent = TOKENS, window + TOKENS // 2, model.spec is not None and model.spec.recurrent
+    if recurrent:
         tokens = STATE_TOKENS
     elif TOKENS < wanted <= MOST_TOKENS and model.flops(wanted) <= FLOPS:
         tokens = wanted
     ids = torch.randint(0, model.vocab, (2 * tokens,), generator=torch.Generator().manual_seed(5))
-    ids, other = ids[:tokens], ids[tokens:]
     places = sorted({*(at for at in range(0, tokens, 8)), tokens - 1})
-    bound = LAYER_TOLERANCE.get(model.dtype, LAYER_COARSE)
+    with tqdm(desc="Proving reuse", total=3 if recurrent else 4, delay=SHOWN_AFTER_S, mininterval=0, leave=False) as bar:
+        return _prove(model, ids[:tokens], ids[tokens:], places, bar.update)
+
+
+def _prove(model: Provable, ids: torch.Tensor, other: torch.Tensor, places: list[int], step: Callable[[], Any]) -> Verdict:
+    """The same for these ids, and others beside them. step: called after each of up to four parts."""
+    bound, tokens = LAYER_TOLERANCE.get(model.dtype, LAYER_COARSE), len(ids)
     expected, errors = model.shadow(ids, places)
+    step()
     for slot, off in enumerate(errors):
         if not off <= bound:
             return Verdict(f"attention over pages is not its own: layer {slot} is off by {off:.1g} of its largest number")
     if model.spec is not None and model.spec.recurrent:
-        return _prove_state(model, ids, places, expected)
+        return _prove_state(model, ids, places, expected, step)
     whole, found = _run(model, ids, [tokens], places)
+    step()
     if (share := _alike(model, found, expected)) < SHARE:
         return Verdict(f"over pages {1 - share:.0%} of {len(places)} positions have other logits than by its own forward")
     cut, pieces = _run(model, ids, [*(at for at in CUTS if at < tokens), tokens], places)
+    step()
     if (share := _alike(model, pieces, expected)) < SHARE:
         return Verdict(f"cut after {CUTS} tokens, {1 - share:.0%} of {len(places)} positions have other logits")
     beside = _beside(model, ids, other, CUTS[1])
+    step()
     pure = all(torch.equal(a, b) for one in (cut, beside) for a, b in _pairs(whole, one)) and torch.equal(found, pieces)
     return Verdict("", pure)
 
 
-def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected: torch.Tensor) -> Verdict:
+def _prove_state(model: Provable, ids: torch.Tensor, places: list[int], expected: torch.Tensor, step: Callable[[], Any]) -> Verdict:
     """The same for layers with a state: cut where checkpoints are made, and started again from copies of the states there."""
     stops, tokens = list(range(CHECKPOINT_TOKENS, len(ids), CHECKPOINT_TOKENS)), len(ids)
     sequence, pieces = _run(model, ids, [*stops, tokens], places, cuts=stops)
+    step()
     later = sum(at >= stops[0] for at in places)
     if (share := _alike(model, pieces[-later:], expected[-later:], STATE_COSINE)) < SHARE:
         lost = f"continued after {stops[0]} tokens, {1 - share:.0%} of {later} positions have other logits"
         return Verdict(f"{lost}: its states lose something")
     again, found = _run(model, ids, [*stops, tokens], places, restart=True)
+    step()
     pure = torch.equal(found, pieces) and all(torch.equal(a, b) for a, b in _pairs(sequence, again))
     if not pure and _alike(model, found, pieces) < SHARE:
         return Verdict("copies of its states do not continue as the states do")

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from agentcache.bench import families
 from agentcache.model import proof, recurrent
 from agentcache.model.family import Support
 from agentcache.model.hf import HFModel
+from tests import models
+from tests.engines import chat, decode, engine
 
 
 @pytest.fixture
@@ -35,20 +40,58 @@ def test_a_family_is_proven_once(proofs: list[str]) -> None:
     first, again = load("gemma2"), load("gemma2", seed=1)
     assert proofs == ["gemma2"]
     assert first.support == again.support
+    assert [first.support.proof, again.support.proof] == ["made", "found"]
     assert first.bitwise
 
 
-def test_a_second_process_proves_nothing(proofs: list[str]) -> None:
-    load("gemma2")
+@pytest.mark.parametrize("family", ["lfm2", "jamba"])
+def test_two_processes_make_one_proof(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTCACHE_DIR", str(tmp_path / "store"))
+    families.build(family).save_pretrained(tmp_path)
+    models.toy_tokenizer().save_pretrained(tmp_path)
     lines = (
-        "from agentcache.bench import families",
-        "from agentcache.model import hf, proof",
-        "proof.prove = None",
-        "held = hf.HFModel(families.build('gemma2'))",
-        "assert held.bitwise, held.support",
+        "import sys",
+        "from agentcache import Engine",
+        "with Engine(sys.argv[1]) as engine:",
+        "    print(engine.model.support.paged, engine.model.support.proof)",
     )
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
-    assert proofs == ["gemma2"]
+    paged = not families.TINY[family].unpaged
+    for proof_of in ("made", "found"):
+        done = subprocess.run(
+            [sys.executable, "-c", "\n".join(lines), str(tmp_path)], check=True, timeout=120, stdout=subprocess.PIPE, text=True
+        )
+        assert done.stdout.split() == [str(paged), proof_of]
+
+
+def test_progress_is_shown_where_a_proof_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    load("gemma2")
+    assert "Proving" not in capsys.readouterr().err
+    monkeypatch.setattr(proof, "SHOWN_AFTER_S", 0)
+    for family, parts in (("gemma2", "4/4"), ("lfm2", "3/3")):
+        load(family)
+        said = capsys.readouterr().err
+        assert "Proving reuse" in said
+        assert parts in said
+    logging.disable_progress_bar()
+    try:
+        load("gemma2")
+    finally:
+        logging.enable_progress_bar()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_proves_itself_beside_the_device_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove(*given: Any) -> tuple[str, bool]:
+        found.append(threading.current_thread())
+        running.generate(chat("What of the tide?"), sampling=decode(3))
+        return original(*given)
+
+    found, original = list[threading.Thread](), proof.prove
+    with engine(store=None) as running:
+        monkeypatch.setattr(proof, "prove", prove)  # the other engine answers while this one's model is proven
+        with engine(model=families.build("gemma2"), store=None) as second:
+            assert second.model.support.proof == "made"
+    assert [thread.name.startswith("agentcache-loader") for thread in found] == [True]
 
 
 def test_a_refusal_is_remembered_too(proofs: list[str]) -> None:
