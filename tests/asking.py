@@ -31,10 +31,12 @@ def user(text: str) -> dict[str, str]:
 
 
 class Asking:
-    """An engine of a family's tiny model, and what it answers: the completion, and the logits of each of its tokens [tokens, vocab]."""
+    """An engine of a family's tiny model, or of one in a folder, and what it answers: the completion, and the logits of each of its tokens
+    [tokens, vocab]."""
 
-    def __init__(self, family: str, store: Path | StoreOptions | None, seed: int = 0, **options: Any) -> None:
-        self.engine = Engine(families.build(family, seed=seed), models.toy_tokenizer(), store=store, **options)
+    def __init__(self, family: str | Path, store: Path | StoreOptions | None, seed: int = 0, **options: Any) -> None:
+        made = (str(family),) if isinstance(family, Path) else (families.build(family, seed=seed), models.toy_tokenizer())
+        self.engine = Engine(*made, store=store, **options)
 
     def __call__(
         self, messages: str | Sequence[dict[str, str]], tools: Any = TOOLS, tokens: int = 6, **options: Any

@@ -174,7 +174,7 @@ class HFModel:
         try:
             return self._discover(decoder)
         except MODEL_FAULTS as error:
-            return f"its proof failed: {type(error).__name__}: {str(error) or 'no message'}"
+            return f"its proof failed: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
 
     def _discover(self, decoder: Any) -> str:
         """Find out what the layers keep, and prove that it can be reused; why not, if it cannot."""

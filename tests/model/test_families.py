@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from agentcache.bench import families
 from agentcache.errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
@@ -251,35 +250,6 @@ def test_modules_that_differ_from_their_family_are_named() -> None:
             raise NotImplementedError
 
     assert "NotImplementedError" in why(lambda m: setattr(m.model.layers[0].self_attn, "__class__", Own))
-
-
-SEES = {  # a model of images and text -> the family of its text, and what makes its vision tiny
-    "gemma3": (
-        "gemma3_text",
-        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
-    ),
-    "mistral3": (
-        "mistral",
-        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
-    ),
-    "qwen3_5": ("qwen3_5_text", {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2, "out_hidden_size": 64}),
-}
-
-
-@pytest.mark.parametrize("name", SEES)
-def test_the_text_of_models_that_also_see_is_reused(name: str, tmp_path: Path) -> None:
-    family, vision = SEES[name]
-    outer = CONFIG_MAPPING[name]
-    seen = type(outer().vision_config)(**vision, patch_size=14)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = outer(text_config=families.config_of(family).to_dict(), vision_config=seen.to_dict())
-        transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    held = HFModel(load(tmp_path, models.toy_tokenizer())[0])
-    assert (held.support.paged, held.bitwise, held.stepped) == (True, True, False), held.support.why
-    assert held.spec is not None
-    assert held.spec.recurrent is families.TINY[family].recurrent
-    held.close()
 
 
 # -- loading, wrappers, devices ------------------------------------------------------------------------------------------
