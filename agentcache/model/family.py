@@ -5,11 +5,13 @@ Whether pages of such layers can be reused is not decided here: the model proves
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from ..errors import ModelError
 from .attention import Attention
 
 STEPPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # whose layers steps.py runs
@@ -18,6 +20,10 @@ _KNOWN = frozenset(
     "scaling sliding_window softcap s_aux dropout is_causal attention_mask position_ids batch use_cache output_attentions "
     "output_hidden_states cache_position output_router_logits return_dict layer_idx".split()
 )
+_STRANGE = {
+    "indices": "an indexer, with keys of its own, chooses the tokens that each row sees",
+    "position_bias": "a bias by position is added to its scores",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +65,23 @@ class Layer:
 def watch(config: Any, module: Any, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> Layer:
     """Describe one call of attention: key and value [1, heads, tokens, width], `given` its keywords."""
     strange = sorted(name for name, what in given.items() if name not in _KNOWN and what is not None and what is not False)
-    why = f"attention of {type(module).__name__!r} depends on {', '.join(map(repr, strange))}" if strange else ""
+    named = ", ".join(repr(name) + (f" ({_STRANGE[name]})" if name in _STRANGE else "") for name in strange)
+    why = f"attention of {type(module).__name__!r} depends on {named}" if strange else ""
     index = int(getattr(module, "layer_idx", -1))
     how = attention_of(config, index, key.shape[-1], given)
     page_keys = key[0].transpose(1, 2).clone()
     return Layer(index, key.shape[1], key.shape[-1], value.shape[-1], key.dtype, how, key, value, page_keys, why)
+
+
+def first_use(stock: Callable[[torch.Tensor, Any], Any], name: str) -> None:
+    """Run one token through quantised weights: bitsandbytes repacks them at their first use. ModelError if they do not run."""
+    try:
+        stock(torch.zeros(1, dtype=torch.long), None)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ModelError(
+            f"model type {name!r} does not run with its quantised weights ({why}): load it with other bits, or without"
+        ) from error
 
 
 def slots_of(layers: list[Layer]) -> tuple[int, ...]:

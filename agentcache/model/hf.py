@@ -23,7 +23,7 @@ from . import experts, steps
 from .attention import Attention, Batch, Part
 from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
-from .family import STEPPED, Layer, Support, examine, obstacle, slots_of
+from .family import STEPPED, Layer, Support, examine, first_use, obstacle, slots_of
 from .fingerprint import Fingerprint
 from .int8 import Int8Linear
 from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
@@ -146,7 +146,7 @@ class HFModel:
     def _prepare(self) -> None:
         config, decoder, name = self.config, self.decoder, self.support.name
         if self.quantized:
-            self.stock(torch.zeros(1, dtype=torch.long), None)  # bitsandbytes repacks weights at their first use: before they are hashed
+            first_use(self.stock, name)  # before weights are hashed
         layers = getattr(decoder, "layers", decoder)
         widths = {p.shape[1] for p in layers.parameters() if p.ndim == 2 and p.is_floating_point()}
         self._widths = tuple(widths.union(*(m.down_proj.shape[1:] for m in self._experts))) or (config.hidden_size,)

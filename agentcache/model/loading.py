@@ -83,6 +83,9 @@ def load(
             if device in (None, "cpu") and dtype not in ("float32", torch.float32):
                 compiler.submit(linear_compiled.compile_products, weights is not None)
             loaded = _loaded(model, options, hub)
+        for module in loaded.modules() if bits == 4 else ():
+            if getattr(module, "support_avx512bf16_for_cpu", False) and (module.out_features % 32 or module.in_features % 64):
+                module.support_avx512bf16_for_cpu = False  # bitsandbytes packs whole blocks only, and fails on other shapes
         tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model, **hub)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         why = str(error).strip().rstrip(".")

@@ -1,0 +1,93 @@
+"""Weights of fewer bits under layers of each kind: the greedy tokens of reuse off, from memory and from disk in another process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentcache import Engine
+from agentcache.bench import families
+from agentcache.errors import ModelError
+from tests import models
+from tests.asking import SYSTEM, TOOLS, Asking, user
+from tests.checkout import ROOT
+
+pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
+KINDS = {"window": "gemma3_text", "sinks": "gpt_oss", "recurrent": "qwen3_5_text", "latent": "youtu"}
+FIRST = [SYSTEM, user("How high is the tide?")]
+SERVE = """
+import json, sys
+from contextlib import closing
+from pathlib import Path
+from tests.asking import Asking
+for line in sys.stdin:
+    folder, options, messages = json.loads(line)
+    one = Asking(Path(folder), Path(folder) / "store", **options)
+    with closing(one.engine):
+        said, _ = one(messages)
+    print(json.dumps([said.receipt.cached_tokens, list(said.ids)]), flush=True)
+"""
+
+
+def save(kind: str, folder: Path) -> None:
+    """A tiny model with such layers, and a tokenizer."""
+    families.build(KINDS[kind], initializer_range=0.05).save_pretrained(folder)  # sharper ones differ by the rounding of int8
+    models.toy_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads: Callable[[int], None]) -> None:
+    threads(1)
+
+
+@pytest.fixture(scope="module")
+def second_process() -> Iterator[Callable[..., tuple[int, list[int]]]]:
+    """Ask a model of a folder in another process: cached tokens, and the ids of the answer."""
+    with subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def ask(folder: Path, options: dict[str, Any], messages: list[Any]) -> tuple[int, list[int]]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(json.dumps([str(folder), options, messages]), file=process.stdin, flush=True)
+            cached, ids = json.loads(process.stdout.readline())
+            return cached, ids
+
+        yield ask
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [(kind, bits) for kind in KINDS for bits in ("4bit", "8bit") if (kind, bits) != ("latent", "8bit")]
+)
+def test_fewer_bits_give_the_tokens_of_reuse_off(
+    kind: str, bits: str, asking: Callable[..., Asking], second_process: Callable[..., tuple[int, list[int]]], tmp_path: Path
+) -> None:
+    save(kind, tmp_path)
+    options = {f"load_in_{bits}": True}
+    ask = asking(tmp_path, tmp_path / "store", **options)
+    held = ask.engine.model
+    assert (held.support.paged, held.quantized, held.bitwise) == (True, True, False), held.support.why
+    group = ask.engine.warm(SYSTEM["content"], TOOLS, name="group")
+    first, off = ask(FIRST)[0], ask(FIRST, reuse="off")[0]
+    then = [*FIRST, {"role": "assistant", "content": first.text}, user("And the wind?")]
+    step, alone = ask(then)[0], ask(then, reuse="off")[0]
+    ask.engine.flush()
+    assert first.ids == off.ids
+    assert step.ids == alone.ids
+    assert step.receipt.cached_tokens >= first.receipt.cached_tokens >= group.prefix_tokens > 500
+    cached, ids = second_process(tmp_path, options, then)
+    assert cached >= group.prefix_tokens
+    assert ids == list(alone.ids)
+
+
+def test_layers_that_do_not_run_in_int8_are_named(tmp_path: Path) -> None:
+    save("latent", tmp_path)  # bitsandbytes gives four dimensions back as two
+    with pytest.raises(ModelError, match="'youtu' does not run with its quantised weights .*: load it with other bits"):
+        Engine(str(tmp_path), store=None, load_in_8bit=True)
