@@ -117,7 +117,7 @@ def _examine_model(model: str | None, shape: str | None) -> dict[str, Any]:
             "layers stepped": known.stepped,
             "dtype": str(known.dtype).removeprefix("torch."),
             "context_tokens": known.context_tokens,
-            **({"numerics": asdict(numerics)} if numerics is not None else {}),
+            **({"numerics": {**asdict(numerics), "probe_ms": round(numerics.probe_ms, 1)}} if numerics is not None else {}),
         }
 
 

@@ -14,12 +14,21 @@ from . import steps
 from .attention import Attention, Part
 from .hf import HFModel
 
+_PROOFS = {
+    "made": "made by this load",
+    "found": "made by an earlier load, of the same code, config and kernels",
+}
+
 
 def verdict(model: HFModel) -> dict[str, Any]:
     """The verdict, by label."""
-    found: dict[str, Any] = {"reuse": model.support.paged, "why not": model.support.why or "nothing stands against it"}
+    found: dict[str, Any] = {"reuse": model.support.paged, "proof": _PROOFS.get(model.support.proof) or _unproven(model)}
+    if getattr(model.model.config, "vision_config", None) is not None:
+        found["images"] = "refused: only text is read"
     if model.spec is None:
-        return found | {"reused": "nothing: each prompt is computed whole", "promise": "the model's own answers"}
+        kinds = dict(Counter(getattr(model.config, "layer_types", None) or ()))
+        whole = {"reused": "nothing: each prompt is computed whole, by transformers", "promise": "the model's own answers"}
+        return found | {"why not": model.support.why} | ({"layers": kinds} if kinds else {}) | whole
     if model.weights:
         found["weights"] = f"{model.weights}, a scale for each output: other numbers than the checkpoint's"
     found |= {"layers": _kinds(model), "reused": "prefixes of any length, in memory and on disk"}
@@ -35,13 +44,22 @@ def verdict(model: HFModel) -> dict[str, Any]:
     return found
 
 
+def _unproven(model: HFModel) -> str:
+    return "none needed: our own loop computes its layers" if model.support.paged else "none made: an obstacle came before it"
+
+
 def _kinds(model: HFModel) -> dict[str, int]:
     """Number of layers by what they see or keep."""
     ways = [Attention(1.0, steps.window(layer.self_attn)) for layer in model.decoder.layers] if model.stepped else model.ways()
     kinds = Counter(_sees(how) for how in ways)
     states = sum(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=model.config).layers)
     shared = len(ways) - model.spec.layers if model.spec is not None else 0
-    extra = {"keep a state that does not grow": states, "of these, read what an earlier one keeps": shared}
+    latent = sum(hasattr(module, "expand_kv") for module in model.decoder.modules())
+    extra = {
+        "keep a state that does not grow": states,
+        "of these, read what an earlier one keeps": shared,
+        "of these, latent: pages hold keys and values of each head": latent,
+    }
     return dict(kinds) | {what: count for what, count in extra.items() if count}
 
 
