@@ -70,7 +70,7 @@ def _quantized(weight: torch.Tensor) -> nn.Parameter:
         block = weight[start : start + BLOCK_ROWS].float()
         scale = (block.abs().amax(1) / 127).clamp_(min=_LEAST)
         scales[start : start + BLOCK_ROWS] = scale
-        numbers[start : start + BLOCK_ROWS] = block.div_(scale[:, None]).round_().clamp_(-127, 127)
+        numbers[start : start + BLOCK_ROWS] = (block / scale[:, None]).round_().clamp_(-127, 127)
     made = nn.Parameter(numbers, requires_grad=False)
     made.scale = scales  # type: ignore[attr-defined]
     return made

@@ -90,6 +90,14 @@ def test_chunks_and_packs_have_the_bits_of_one_run(folder: Path, dtype: torch.dt
     held.close()
 
 
+def test_an_embedding_that_was_the_head_stays_as_it_is() -> None:
+    for dtype in ("float32", "bfloat16"):
+        plain, made = (load("embedded", dtype=dtype, weights=weights)[0] for weights in (None, "int8"))
+        assert plain.config.tie_word_embeddings
+        assert torch.equal(made.get_input_embeddings().weight, plain.get_input_embeddings().weight)
+        assert type(made.get_output_embeddings()) is int8.Int8Linear
+
+
 ASKED = """
 import sys
 import torch

@@ -21,7 +21,7 @@ from .object_cache import Objects
 REVISION = "1"  # of the measurement: raise it when kernels or what is timed change
 OUTS, INS, WEIGHTS = 2048, 1024, 8  # of weights that no second-level cache holds together
 STEP_TOKENS, ANSWER_TOKENS = 128, 32  # of an agent's step: what is computed at once, and what is decoded
-REPEATS = 4
+MOST_S, LEAST_REPEATS = 0.4, 4  # of the measurement; another process may disturb all but the fastest of each part
 CLEARLY = 0.7  # of the first candidate's time
 
 
@@ -67,16 +67,19 @@ def times(dtype: torch.dtype, threads: int) -> dict[str, float]:
 def _measured(found: tuple[Kernel, ...], dtype: torch.dtype) -> dict[str, float]:
     weights = [torch.nn.Parameter(torch.ones(OUTS, INS, dtype=dtype), requires_grad=False) for _ in range(WEIGHTS)]
     step, token = torch.ones(STEP_TOKENS, INS, dtype=dtype), torch.ones(2, INS, dtype=dtype)
-    best: dict[str, float] = {}
-    for repeat in range(1 + REPEATS):
+    for kernel in found:  # compiles and packs
+        for weight in weights:
+            linear(kernel, token, weight)
+        linear(kernel, step, weights[0])
+    filling, decoding = ({kernel: list[float]() for kernel in found} for _ in range(2))
+    began = now = time.perf_counter()
+    while now - began < MOST_S or len(decoding[found[-1]]) < LEAST_REPEATS:
         for kernel in found:
-            began = time.perf_counter()
             linear(kernel, step, weights[0])
             filled = time.perf_counter()
             for weight in weights:
                 linear(kernel, token, weight)
-            decoded = time.perf_counter() - filled
-            took = (filled - began + ANSWER_TOKENS * decoded / WEIGHTS) * 1e3
-            if repeat:  # the first one compiles and packs
-                best[kernel] = min(took, best.get(kernel, took))
-    return best
+            filling[kernel].append(filled - now)
+            now = time.perf_counter()
+            decoding[kernel].append(now - filled)
+    return {kernel: (min(filling[kernel]) + ANSWER_TOKENS / WEIGHTS * min(decoding[kernel])) * 1e3 for kernel in found}
