@@ -117,7 +117,7 @@ def ask(engine: Engine, **options: Any) -> tuple[list[int], str, Any]:
     return list(done.ids), str(torch.stack(logits).double().sum().item()), done.receipt
 
 
-def test_hits_have_the_bits_of_reuse_off_in_later_processes_too(folder: Path, tmp_path: Path) -> None:
+def test_hits_have_the_bits_of_off_in_later_processes_too(folder: Path, tmp_path: Path) -> None:
     with Engine(str(folder), weights="int8", store=tmp_path / "store") as engine:
         off = ask(engine, reuse="off")
         cold, warm = ask(engine), ask(engine)

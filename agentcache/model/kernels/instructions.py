@@ -52,3 +52,13 @@ def target(cpu: str, features: dict[str, bool]) -> tuple[str, dict[str, bool]]:
     else:
         without, cpu = _FEWER, "x86-64-v3" if features.get("avx512f") else cpu
     return cpu, {name: has and not name.startswith(without) for name, has in features.items()}
+
+
+def lanes(features: dict[str, bool]) -> int:
+    """Numbers of fp32 that kernels take at a time with these features, by LLVM's names; 0 where they lack an instruction.
+
+    NEON of aarch64 always multiplies and adds at once, and converts fp16; eight numbers are two of its registers.
+    """
+    if features.get("avx512f") and features.get("avx512bw"):
+        return 16
+    return 8 if (features.get("fma") and features.get("f16c")) or features.get("neon") else 0

@@ -98,10 +98,8 @@ def compiler() -> Compiler | None:
     binding.add_symbol("GOMP_parallel", ctypes.cast(team, ctypes.c_void_p).value)
     for name in ("omp_get_thread_num", "omp_get_num_threads"):
         binding.add_symbol(name, ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value)
-    has = instructions.target(binding.get_host_cpu_name(), binding.get_host_cpu_features())[1]
-    if not (has.get("fma") and has.get("f16c")):
-        return None
-    return Compiler(team, 16 if has.get("avx512f") and has.get("avx512bw") else 8)
+    lanes = instructions.lanes(instructions.target(binding.get_host_cpu_name(), binding.get_host_cpu_features())[1])
+    return Compiler(team, lanes) if lanes else None
 
 
 def multiplies_pairs() -> bool:

@@ -1,6 +1,6 @@
-"""Kernels for aarch64: which of them its compiler takes, which name instructions of x86, and whether one has the same bits there.
+"""Kernels for aarch64: which of them its compiler takes, which name instructions of x86, and whether products have the same bits there.
 
-The second is run in an emulator, where there is one and a compiler for its C library; no test here has run on such a processor.
+The last is run in an emulator, where there is one and a compiler for its C library; no test here has run on such a processor.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache.model import kernels
-from agentcache.model.kernels import jit, linear_compiled, linear_few
+from agentcache.model import int8, kernels
+from agentcache.model.kernels import jit, linear_compiled, linear_few, linear_many
 from agentcache.model.kernels.ir import Code
 
 pytestmark = pytest.mark.skipif(jit.binding is None or jit.binding.llvm_version_info < jit.OLDEST_LLVM, reason="needs llvmlite")
@@ -119,33 +119,79 @@ class Machine:
         return name in self._features
 
 
+@pytest.mark.parametrize(
+    ("features", "lanes"),
+    [
+        ({"neon": True, "fp-armv8": True}, 8),
+        ({"fma": True, "f16c": True, "avx2": True}, 8),
+        ({"fma": True, "f16c": True, "avx512f": True, "avx512bw": True}, 16),
+        ({"fma": True, "avx2": True}, 0),
+        ({"neon": False}, 0),
+    ],
+)
+@pytest.mark.skipif(jit.openmp.runtime() is None, reason="needs PyTorch's OpenMP runtime")
+def test_kernels_are_chosen_by_what_a_processor_has(features: dict[str, bool], lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(jit.instructions, "target", lambda cpu, given: (cpu, features))
+    monkeypatch.setattr(jit, "Compiler", lambda team, lanes: made.append(lanes) or lanes)
+    assert jit.compiler.__wrapped__() == (lanes or None)
+    assert made == ([lanes] if lanes else [])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(jit.compiler() is None, reason="nothing to compare with")
 @pytest.mark.skipif(not (shutil.which(GCC) and shutil.which(QEMU)), reason=f"needs {GCC} and {QEMU}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("lanes", [4, 8])
-def test_a_product_of_few_rows_has_the_same_bits(dtype: torch.dtype, lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lanes", "quantized"), [(4, False), (8, False), (8, True)])
+def test_a_product_has_the_same_bits(
+    dtype: torch.dtype, lanes: int, quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(5)
     rows, outs, ins = 4, 64, 1024
-    x, weight = torch.randn(rows, ins).to(dtype), torch.randn(outs, ins).to(dtype)
-    compiler = jit.compiler()
+    layer = torch.nn.Linear(ins, outs).to(dtype)
+    if quantized:
+        int8.quantize([layer])
+    x, weight, bias = torch.randn(rows, ins).to(dtype), layer.weight.detach(), layer.bias.detach()
+    compiler, scale = jit.compiler(), linear_compiled.scale_of(layer.weight)
     monkeypatch.setattr(compiler, "lanes", lanes)  # the order of additions depends on them
     monkeypatch.setattr(compiler, "_compiled", {})
-    expected = linear_compiled.chains(x, [(weight, None)])[0]
-    element = jit.NUMBERS[dtype]
-    (tmp_path / "kernel.o").write_bytes(emitted(source(linear_few.product_code, element, (rows, False, False), lanes), TRIPLES[0]))
-    (tmp_path / "runner.c").write_text(RUNNER, encoding="ascii")
-    build = [GCC, "-O1", "-static", "-o", tmp_path / "runner", tmp_path / "runner.c", tmp_path / "kernel.o", "-lm"]
-    subprocess.run(build, check=True, capture_output=True)
-    out, scratch = torch.zeros(rows, outs), torch.zeros(linear_few.scratch_numbers(lanes, rows))
-    with open(tmp_path / "fields", "wb") as file:
-        for field in (weight, x.float(), out, scratch, None, outs, ins, outs // lanes, 1):
-            file.write(_field(field))
-    subprocess.run([QEMU, tmp_path / "runner", tmp_path / "fields", tmp_path / "after"], check=True)
-    after = bytearray((tmp_path / "after").read_bytes()[-4 * (out.numel() + scratch.numel()) :])
-    found = torch.frombuffer(after, dtype=torch.float32)[: out.numel()].view_as(out).to(dtype)
-    assert found.abs().sum() > 0
-    assert torch.equal(found, expected)
+    expected = linear_compiled.chains(x, [(layer.weight, bias)])[0]
+    run, tiles = Emulator(jit.NUMBERS[dtype], lanes, tmp_path), outs // linear_many.TILES[lanes]
+
+    out, room = torch.zeros(rows, outs), torch.zeros(linear_few.scratch_numbers(lanes, rows))
+    fields = weight, x.float(), out, room, scale, outs, ins, outs // lanes, 1
+    few = run(linear_few.product_code, (rows, False, quantized), *fields)[2]
+    assert torch.equal((few + bias.float()).to(dtype), expected)
+
+    packed = run(linear_many.pack_code, (False,), x, torch.zeros(ins * linear_many.ROWS), ins, 1, rows - 1)[1]
+    own = linear_many.scratch_bytes(lanes, 1)
+    fields = weight, packed, torch.zeros_like(expected), bias, torch.zeros(own // 4), scale, outs, ins, tiles, own, 1, rows - 1
+    many = run(linear_many.product_code, (False, quantized, True), *fields)[2]
+    assert many.abs().sum() > 0
+    assert torch.equal(many, expected)
+
+
+class Emulator:
+    """Runs kernels of one type on another processor, emulated."""
+
+    def __init__(self, element: str, lanes: int, folder: Path) -> None:
+        self.element, self.lanes, self.folder = element, lanes, folder
+
+    def __call__(self, write: Callable[..., None], sizes: tuple[int | bool, ...], *fields: Any) -> list[torch.Tensor]:
+        """The tensors among the fields as the kernel leaves them."""
+        place = self.folder
+        (place / "kernel.o").write_bytes(emitted(source(write, self.element, sizes, self.lanes), TRIPLES[0]))
+        (place / "runner.c").write_text(RUNNER, encoding="ascii")
+        build = [GCC, "-O1", "-static", "-o", place / "runner", place / "runner.c", place / "kernel.o", "-lm"]
+        subprocess.run(build, check=True, capture_output=True)
+        (place / "fields").write_bytes(b"".join(map(_field, fields)))
+        subprocess.run([QEMU, place / "runner", place / "fields", place / "after"], check=True)
+        left, found = bytearray((place / "after").read_bytes()), []
+        for field in fields:
+            if isinstance(field, torch.Tensor):
+                found.append(torch.frombuffer(left[: field.nbytes], dtype=field.dtype).view_as(field))
+                left = left[field.nbytes :]
+        return found
 
 
 def _field(value: Any) -> bytes:
