@@ -19,13 +19,12 @@ from transformers import DynamicCache
 
 from ..kv import Sequence
 from ..kv_spec import KVSpec
-from . import experts, steps
+from . import experts, int8, steps
 from .attention import Attention, Batch, Part
 from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
 from .family import STEPPED, Layer, Support, examine, first_use, obstacle, slots_of
 from .fingerprint import Fingerprint
-from .int8 import Int8Linear
 from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
 from .kernels.openmp import use_threads
 from .loading import decoder_of, load, one_device, unwrap
@@ -56,7 +55,7 @@ class HFModel:
         self.device = one_device(self.model)
         self.dtype: torch.dtype = self.model.dtype
         self.quantized = getattr(self.model, "hf_quantizer", None) is not None or bool(getattr(self.model, "quantization_method", None))
-        self.weights = "int8" if any(type(module) is Int8Linear for module in self.model.modules()) else ""
+        self.weights = "int8" if any(type(module) is int8.Int8Linear for module in self.model.modules()) else ""
         self.context_tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
         self.support = Support(getattr(self.config, "model_type", "") or type(self.config).__name__, False)
         self.vocab = int(self.config.vocab_size)
@@ -88,8 +87,7 @@ class HFModel:
     @property
     def numerics(self) -> Numerics | None:
         """Kernels and paddings for the threads of the calling thread; None if the model cannot be paged."""
-        spec = self.spec
-        if spec is None:
+        if (spec := self.spec) is None:
             return None
         dims = (width for _, *both in spec.layer_widths for width in both)
         return probe(self.dtype, self.device, self._widths, spec.kv_heads, dims, self._plain)
