@@ -52,13 +52,18 @@ def widened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @torch.no_grad()
 def quantize(modules: Iterable[nn.Module]) -> None:
-    """Quantize the linear layers among modules in place, one after the other; ConfigError if there is none that fits."""
-    found = jit.compiler()
+    """Quantize the linear layers among modules in place, one after the other; ConfigError if there is none that fits.
+
+    Small parameters are copied: the file of a checkpoint is mapped as long as a tensor lies in it, and its pages count as memory.
+    """
+    found, modules = jit.compiler(), list(modules)
     assert found is not None
     layers = [module for module in modules if type(module) is nn.Linear]
     fitting = [layer for layer in layers if linear_compiled.fits(layer.weight, found.lanes, 1)]
     if not fitting:
         raise ConfigError(f"weights='int8': its kernels take no shape of {len(layers)} linear layers; leave it out")
+    for parameter in (p for module in modules for p in module.parameters(recurse=False) if p.ndim == 1):
+        parameter.data = parameter.data.clone()
     for module in fitting:
         module.weight = _quantized(module.weight)
         module.__class__ = Int8Linear
