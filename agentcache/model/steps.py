@@ -159,7 +159,7 @@ def _only(batch: Batch, row: int, offset: int) -> Part:
 def _compiled(model: Any, batch: Batch) -> Programs | None:
     """Compiled layers for these rows, if they are few, start at the bottom, and their operations have the bits of the ordinary ones."""
     kernel = batch.numerics.kernel
-    pairs = dispatch.compiled(kernel, model.model.layers[0].self_attn.q_proj.weight)
+    pairs = dispatch.compiled(kernel, model.model.layers[0].self_attn.q_proj.weight, model.dtype)
     if batch.later or pairs is None:
         return None
     return programs(model, sum(part.count for part in batch.parts), pairs, partial(_agrees, kernel=kernel))

@@ -31,7 +31,7 @@ def candidates(dtype: torch.dtype) -> tuple[Kernel, ...]:
         return ("upcast",)
     if not onednn_takes(dtype):
         return ("aten",)
-    return ("onednn",) if compiled("onednn", torch.empty(OUTS, INS, dtype=dtype)) is None else ("onednn", "library")
+    return ("onednn",) if compiled("onednn", torch.empty(OUTS, INS, dtype=dtype), dtype) is None else ("onednn", "library")
 
 
 def choose(dtype: torch.dtype) -> Kernel:

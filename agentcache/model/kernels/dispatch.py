@@ -61,7 +61,7 @@ class Linear:
 
 _BF16, _FP32, _HALVES = (torch.bfloat16,), (torch.float32,), (torch.bfloat16, torch.float16)
 LINEARS = (  # the first one that takes a product computes it; else the library
-    Linear(None, (torch.int8,), linear_compiled.takes, linear_compiled.chains),
+    Linear(None, (torch.int8,), linear_compiled.takes, linear_compiled.quantized),
     Linear("upcast", _HALVES, linear_compiled.takes, linear_compiled.chains),
     Linear("upcast", (*_HALVES, *_FP32), _many_outputs, _row_by_row, head=True),
     Linear("upcast", _HALVES, lambda _: True, linear_library.upcast, alone=False),
@@ -83,9 +83,11 @@ def _chosen(kernel: Kernel, weight: torch.Tensor, head: bool) -> Linear | None:
     return next((way for way in ways if (head or not way.head) and way.takes(weight)), None)
 
 
-def compiled(kernel: Kernel, weight: torch.Tensor) -> bool | None:
-    """True if compiled products multiply with this weight in pairs, False if not; None if they do not take it."""
+def compiled(kernel: Kernel, weight: torch.Tensor, dtype: torch.dtype) -> bool | None:
+    """True if compiled products multiply rows of this type with this weight in pairs, False if not; None if they do not take it."""
     way = _chosen(kernel, weight, False)
+    if way is not None and way.run is linear_compiled.quantized:
+        return linear_compiled.in_pairs(dtype)
     return way.run is linear_compiled.pairs if way is not None and way.run in (linear_compiled.chains, linear_compiled.pairs) else None
 
 

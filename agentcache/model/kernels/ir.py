@@ -278,9 +278,19 @@ class Code:
         """A vector of stored numbers, as fp32."""
         return self.up(address.load(f"<{lanes or self.lanes} x {self.stored}>", 2))
 
+    def bytes_of(self, words: Value, number: int) -> Value:
+        """The int8 numbers that stand so many bytes from the lowest in each word, as fp32."""
+        kind = f"<{self.lanes} x i8>"
+        return (words >> 8 * number).to(kind, "trunc").to(self.words, "sext").to(self.floats, "sitofp")
+
     def load_bytes(self, address: Value) -> Value:
         """A vector of int8 numbers, as fp32."""
         return address.load(f"<{self.lanes} x i8>", 1).to(self.words, "sext").to(self.floats, "sitofp")
+
+    def byte_pairs(self, words: Value, number: int = 0) -> Value:
+        """The same, and the next in each word, as pairs of bf16, which has all of them."""
+        low, high = (self.bytes_of(words, number + which).to(self.words) for which in (0, 1))
+        return ((low >> 16) | high).to(self.floats)
 
     def store_numbers(self, value: Value, address: Value) -> None:
         """Rounds fp32 to stored numbers and stores them."""

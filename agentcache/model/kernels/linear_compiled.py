@@ -49,6 +49,16 @@ def pairs(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tens
     return (_few if len(x) <= FEW_ROWS else _many)(x.contiguous(), projections, True)
 
 
+def quantized(x: torch.Tensor, projections: Sequence[Projection]) -> list[torch.Tensor]:
+    """The same of int8 weights, in pairs where x is bf16 and the processor multiplies those."""
+    return (pairs if in_pairs(x.dtype) else chains)(x, projections)
+
+
+def in_pairs(dtype: torch.dtype) -> bool:
+    """True if rows of this type times int8 weights are multiplied in pairs."""
+    return dtype == torch.bfloat16 and jit.multiplies_pairs()
+
+
 def _few(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> list[torch.Tensor]:
     rows, found = len(x), jit.compiler()
     assert found is not None
@@ -97,7 +107,7 @@ def _many(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> li
 def compile_products(int8: bool = False) -> None:
     """Have the products of rows in bf16 ready: they depend on the processor alone, so weights may load meanwhile."""
     if (found := jit.compiler()) is not None:
-        pairs = jit.multiplies_pairs() and not int8
+        pairs = jit.multiplies_pairs()
         for rows in linear_few.ROWS:
             found.function(linear_few.product_code, "bfloat", rows, pairs, int8)
         found.function(linear_many.pack_code, "bfloat", pairs)

@@ -37,7 +37,7 @@ class _Product:
 
     def __init__(self, code: Code, rows: int, pairs: bool, int8: bool) -> None:
         self.code, self.rows, self.pairs, self.int8 = code, rows, pairs, int8
-        self.word = "i8" if int8 else "i32" if pairs else code.stored
+        self.word = ("i16" if pairs else "i8") if int8 else "i32" if pairs else code.stored
         self.together = TOGETHER[rows]
         self.weight, self.x, self.out, scratch, self.scale = code.pointers(5)
         self.outs, self.words, self.tiles, self.passes = code.fields(4)
@@ -94,10 +94,17 @@ class _Product:
         code, out = self.code, []
         ours = [x.at("i32", self.words * m).load(code.floats) for m in range(self.rows)]
         for n, at in enumerate(weights):
-            theirs = code.load_bytes(at) if self.int8 else at.load(code.floats) if self.pairs else code.load_numbers(at)
+            theirs = self._loaded(at)
             for mine, chain in zip(ours, chains[n * self.rows :]):
                 out.append(code.pair(mine, theirs, chain) if self.pairs else code.fma(mine, theirs, chain))
         return out
+
+    def _loaded(self, at: Value) -> Value:
+        """A vector of words of a weight."""
+        code = self.code
+        if self.pairs:
+            return code.byte_pairs(at.load(f"<{code.lanes} x i16>", 2).to(code.words, "zext")) if self.int8 else at.load(code.floats)
+        return code.load_bytes(at) if self.int8 else code.load_numbers(at)
 
     def _reduced(self, m: int, total: Value) -> Value:
         """A row's outputs plus the lanes of their chains, one after the other."""

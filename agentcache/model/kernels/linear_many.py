@@ -60,7 +60,7 @@ class _Product:
 
     def __init__(self, code: Code, pairs: bool, int8: bool, biased: bool) -> None:
         self.code, self.pairs, self.int8, self.biased = code, pairs, int8, biased
-        self.word = "i8" if int8 else "i32" if pairs else code.stored
+        self.word = ("i16" if pairs else "i8") if int8 else "i32" if pairs else code.stored
         self.numbers = 4 // BYTES[self.word]  # of weights in 32 bits
         self.tile = TILES[code.lanes]
         self.vectors = _VECTORS[code.lanes]
@@ -123,10 +123,21 @@ class _Product:
                     at = k + self.words * n
                     lines.append(source.at(self.word, at).load(code.words, 2))
                 for j, loaded in enumerate(transposed(lines)):
-                    for part, word in enumerate(_parts(code, loaded, numbers)):
+                    for part, word in enumerate(self._parts(loaded)):
                         step, lane = divmod(j * numbers + part, code.lanes)
                         at = (self.pitch * lane + k // code.lanes + step) * self.group + vector * code.lanes
                         target.at("i32", at).store(word)
+
+    def _parts(self, word: Value) -> Values:
+        """Splits 32 bits of each output's weights into words, the lowest first."""
+        code = self.code
+        if self.int8:
+            return [code.byte_pairs(word, 2 * n) if self.pairs else code.bytes_of(word, n) for n in range(self.numbers)]
+        if self.numbers == 1:
+            return [word]
+        if code.element == "bfloat":
+            return [(word << 16).to(code.floats), (word & -65536).to(code.floats)]
+        return [code.up(part.to(f"<{code.lanes} x i16>", "trunc")) for part in (word, word >> 16)]
 
     def _pass(self, number: Value, group: Value, done: Value, panel: Value, coming: Value) -> None:
         code = self.code
@@ -171,15 +182,3 @@ class _Product:
                     value = value if scale is None else value * scale
                     place = self.out.at(code.stored, code.smaller(number * ROWS + m, self.end) * self.outs + at)
                     code.store_numbers(value if bias is None else value + bias, place)
-
-
-def _parts(code: Code, word: Value, numbers: int) -> Values:
-    """Splits words into so many stored numbers, the lowest first, as fp32; pairs and fp32 numbers stay words."""
-    if numbers == 1:
-        return [word]
-    if numbers == 4:
-        kind = f"<{code.lanes} x i8>"
-        return [(word >> 8 * n).to(kind, "trunc").to(code.words, "sext").to(code.floats, "sitofp") for n in range(numbers)]
-    if code.element == "bfloat":
-        return [(word << 16).to(code.floats), (word & -65536).to(code.floats)]
-    return [code.up(part.to(f"<{code.lanes} x i16>", "trunc")) for part in (word, word >> 16)]

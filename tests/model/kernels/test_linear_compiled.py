@@ -93,13 +93,13 @@ def test_what_is_not_compiled_runs_by_the_library(kernel: Any, monkeypatch: pyte
     dtype = torch.bfloat16 if kernel == "upcast" else torch.float32
     weight, x = torch.randn(128, 1024).to(dtype), torch.randn(30, 1024).to(dtype)
     assert linear_compiled.takes(weight)
-    assert dispatch.compiled(kernel, weight) is False
+    assert dispatch.compiled(kernel, weight, dtype) is False
     for other in (weight[:100], weight[:, :1000], weight.t(), weight.double()):
         assert not linear_compiled.takes(other)
     for odd in (weight[:100], weight[:, :1000].contiguous()):
         mine = x[:, : odd.shape[1]].contiguous()
         expected = linear_library.product_of_library(mine.float(), odd.float(), None).to(dtype)
-        assert dispatch.compiled(kernel, odd) is None
+        assert dispatch.compiled(kernel, odd, dtype) is None
         assert torch.equal(linear(kernel, mine, odd), expected)
         # what one weight is multiplied by does not depend on those beside it
         both = linears(kernel, mine, [(odd, None), (weight[:, : odd.shape[1]], None)])
@@ -159,8 +159,8 @@ def test_processors_without_pairs_multiply_none(monkeypatch: pytest.MonkeyPatch)
     """As those with matrix units, whose library is faster."""
     monkeypatch.setattr(jit, "multiplies_pairs", lambda: False)
     weight = torch.randn(64, 512).bfloat16()
-    assert dispatch.compiled("onednn", weight) is None
-    assert dispatch.compiled("upcast", weight) is False
+    assert dispatch.compiled("onednn", weight, weight.dtype) is None
+    assert dispatch.compiled("upcast", weight, weight.dtype) is False
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
