@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,13 @@ import torch
 from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
 from .checkpoints import CHECKPOINT_TOKENS
-from .errors import ConfigError, ContextOverflowError, EngineClosedError, EngineForkedError, ReuseWarning
+from .errors import ConfigError, EngineClosedError, EngineForkedError, ReuseWarning
 from .layout import Renderer, Volatile
 from .model.hf import HFModel
 from .model.loading import Loading, load
 from .model.sampling import Sampler, TextStream, forced_ids
 from .receipt import Account
-from .request import Asked, Chunk, Decoding, Provenance, Running, TokenIds
+from .request import Asked, Chunk, Decoding, Provenance, Running, TokenIds, fitted
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.deletion import Deletion
@@ -40,7 +39,6 @@ from .stream import Completion, Completions, Stream
 from .types import (
     Constraint,
     Forgotten,
-    Layout,
     LayoutMode,
     LayoutOptions,
     Message,
@@ -60,6 +58,7 @@ if TYPE_CHECKING:
     from .answer.guide import Guide
     from .approximate.segments import Segments
     from .calibration import Calibration
+    from .prefix_probe import Probe
     from .shared_engines import EngineLease
     from .tool_groups import ToolGroups
 
@@ -182,7 +181,7 @@ class Engine:
             template_kwargs=template_kwargs,
             volatile=volatile,
         )
-        sampling = self._fit(layout, sampling)
+        sampling = fitted(sampling, len(layout.ids), self.model.context_tokens)
         consent = reuse or self.reuse
         given = None if isinstance(consent, str) else consent
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
@@ -205,15 +204,6 @@ class Engine:
     def generate(self, messages: Messages, tools: Tools = (), **options: Any) -> Completion:
         """The whole answer at once; options as of `stream`."""
         return self.stream(messages, tools, **options).completion
-
-    def _fit(self, layout: Layout, sampling: Sampling) -> Sampling:
-        """Refuse a prompt that leaves no room for a token; shorten max_tokens to the room there is."""
-        prompt, context, asked = len(layout.ids), self.model.context_tokens, sampling.context_tokens
-        if asked is not None and asked < context:
-            context = asked
-        if prompt + 1 > context:
-            raise ContextOverflowError(prompt, context, 1, f"context_tokens={asked!r}" if context == asked else "")
-        return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt))
 
     def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
         if self._tool_groups is not None:
@@ -243,6 +233,17 @@ class Engine:
             with self._opening:
                 self._tool_groups = self._tool_groups or ToolGroups(self.store, self.model, self.name, self.fingerprint)
         return self._tool_groups
+
+    def probe(
+        self, messages: Messages, tools: Tools = (), *, volatile: Volatile = (), namespace: str = "default", **rendered: Any
+    ) -> Probe:
+        """Tell what of a prompt is cached now, per tier, and why no more. Computes and reads nothing; `rendered` as of `stream`."""
+        from .prefix_probe import probe
+
+        self.check_open()
+        self.store.heed()
+        layout = self.renderer.render(messages, tools, volatile=volatile, namespace=namespace, **rendered)
+        return probe(self.model, self.store, layout, namespace, self.scheduler.ms_per_token)
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ class Engine:
             raise ConfigError(
                 "nothing to warm: messages and tools give no common prefix under this chat template, or one that is too short"
             )
-        sampling = self._fit(filled, Sampling(max_tokens=1))
+        sampling = fitted(Sampling(max_tokens=1), len(filled.ids), self.model.context_tokens)
         asked = Asked(filled, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress)
         running = self._running(asked, Account.open(filled, namespace, self.name, called, weights=self.model.weights))
         self.store.forget_late(namespace, received, self._forget_texts)

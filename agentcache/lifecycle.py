@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .attached_ranges import AttachedRanges
 
 
-def _at_checkpoint(found: Match, cuts: tuple[int, ...]) -> Match:
+def at_checkpoint(found: Match, cuts: tuple[int, ...]) -> Match:
     """The part of a match up to the last checkpoint that serves a prompt of these pieces."""
     tokens = last_checkpoint(found.pages, found.tokens, cuts)
     if tokens == found.tokens:
@@ -107,7 +107,7 @@ class Lifecycle:
             marks = marks_of(layout, whole=running.asked.fill_only)
             sequence.cuts = cuts_of(marks, length, in_text(layout))
             sequence.marks = frozenset(marks if running.asked.reuse != "off" else ())
-            found = _at_checkpoint(found, sequence.cuts)
+            found = at_checkpoint(found, sequence.cuts)
         running.attached = found
         running.provenance.attach(found.entries)
         running.provenance.numerics = {*found.numerics, model.numerics.digest}

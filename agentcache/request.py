@@ -10,14 +10,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from .answer.expected import Expected
 from .answer.parser import AnswerParser
-from .errors import AgentCacheError, ConfigError
+from .errors import AgentCacheError, ConfigError, ContextOverflowError
 from .kv import Sequence
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
@@ -283,3 +283,12 @@ class Running:
         regime, weights = (self.scope.regime, self.scope.fingerprint) if self.scope else ("", "")
         weights = "" if self.asked.reuse == "off" else weights  # it keeps nothing, and goes on under whatever weights there are
         return Work(self.sequence, ids, regime, len(ids) == self.remaining and not self.asked.fill_only, weights, pieces)
+
+
+def fitted(sampling: Sampling, prompt_tokens: int, context_tokens: int) -> Sampling:
+    """Settings with max_tokens of the room that a prompt leaves. ContextOverflowError: it leaves none."""
+    asked = sampling.context_tokens
+    context = context_tokens if asked is None else min(asked, context_tokens)
+    if prompt_tokens + 1 > context:
+        raise ContextOverflowError(prompt_tokens, context, 1, f"context_tokens={asked!r}" if context == asked else "")
+    return replace(sampling, max_tokens=min(sampling.max_tokens, context - prompt_tokens))

@@ -18,6 +18,7 @@ from .. import __version__
 from ..approximate.calibrate.cli import calibrate, segments
 from ..bench.cli import app as bench_app
 from ..bench.options import to_write, write
+from ..server.cli import serve
 from ..terminal import facts, report_errors, say_json
 from . import lint, upkeep
 from . import store as stores
@@ -32,7 +33,18 @@ app = typer.Typer(
 bench_app.command()(segments)
 app.add_typer(bench_app, name="bench")
 
-for _verb in (stores.warm, stores.ls, stores.inspect, stores.stats, upkeep.verify, upkeep.prune, upkeep.export, lint.lint, calibrate):
+for _verb in (
+    stores.warm,
+    stores.ls,
+    stores.inspect,
+    stores.stats,
+    upkeep.verify,
+    upkeep.prune,
+    upkeep.export,
+    lint.lint,
+    calibrate,
+    serve,
+):
     app.command()(_verb)
 app.command("import")(upkeep.import_)
 

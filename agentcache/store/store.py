@@ -102,6 +102,16 @@ class Store:
                 self.disk.writer.offer(list(found.entries))  # uses are told to the index; what is not on disk yet may go there
             return found
 
+    def probe(self, wanted: PageQuery) -> tuple[Match, int]:
+        """The longest cached prefix in memory, and how many tokens there are with what the disk adds to it. Neither is used by it."""
+        with self.deletions.lock:
+            known = self.tree.match(wanted.scope, wanted.ids, peek=True)
+            try:
+                found = self.disk.find(wanted.scope, wanted.ids, known, wanted.spec) if self.disk else None
+            except StoreError:  # as good as not there: a request says what is wrong
+                found = None
+            return known, known.tokens if found is None else min(found.tokens, len(wanted.ids) - 1)
+
     def prefetch(self, wanted: PageQuery, wake: Callable[[], None]) -> PagePrefetch | None:
         """Bring a prompt's pages into memory, if there is anything to wait for. wake: see PagePrefetch."""
         with self.deletions.lock:

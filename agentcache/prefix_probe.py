@@ -1,0 +1,57 @@
+"""Probe of a prompt: the tokens of it that are cached now, per tier, by the lookup that requests use. Computes and reads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .checkpoints import cuts_of, in_text, marks_of
+from .lifecycle import at_checkpoint
+from .model.hf import HFModel
+from .store.entry import PageQuery
+from .store.keys import Scope, as_ids
+from .store.store import Store
+from .types import Layout, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a request with this prompt would find now."""
+
+    prompt_tokens: int
+    # of its stable prefix: system prompt and tools
+    prefix_tokens: int
+    # attached from memory
+    memory_tokens: int
+    # read from disk, after those
+    disk_tokens: int
+    # left to compute
+    computed_tokens: int
+    # why no more is found
+    reason: str
+    detail: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def probe(model: HFModel, store: Store, layout: Layout, namespace: str, ms_per_token: float = 0.0) -> Probe:
+    """Look a prompt up. ms_per_token: measured cost of computing, which decides whether a disk is too slow."""
+    total, ids = len(layout.ids), as_ids(layout.ids)
+    regime, known = model.regime(total), model.fingerprint
+
+    def found(memory: int, disk: int, reason: Reason, detail: str) -> Probe:
+        return Probe(total, layout.prefix_tokens, memory, disk, total - memory - disk, str(reason), detail)
+
+    if regime is None or known is None or model.spec is None:
+        return found(0, 0, Reason.ROPE_REGIME if model.support.paged else Reason.LAYER_KIND, model.support.why)
+    if known.refusal:
+        return found(0, 0, Reason.FINGERPRINT, known.refusal)
+    scope = Scope(namespace, known.whole, regime)
+    match, disk_tokens = store.probe(PageQuery(scope, ids, ms_per_token, model.spec))
+    if model.spec.recurrent:
+        match = at_checkpoint(match, cuts_of(marks_of(layout), total, in_text(layout)))
+    disk = max(0, disk_tokens - match.tokens)
+    reason = Reason.LAST_TOKEN if match.tokens + disk == total - 1 else match.missed
+    return found(match.tokens, disk, reason, "" if disk else match.detail)

@@ -1,0 +1,124 @@
+"""The server's application: routes, tenants, bounds, and its start and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import __version__
+from ..errors import AgentCacheError
+from . import cache_api, chat, responses
+from .errors import ServerError
+from .state import ServerState
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+OPEN = ("/health", "/ready", "/", "/docs", "/openapi.json")  # without a key
+
+
+def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
+    """The application over these models and tenants. hosts: names that a request may be sent to where no key is asked for."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.models.first.load()
+        idle = asyncio.create_task(state.models.close_idle())
+        yield
+        idle.cancel()
+        with suppress(asyncio.CancelledError):
+            await idle
+        await state.models.close()
+
+    app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, redoc_url=None)
+    app.state.server = state
+    for router in (chat.router, responses.router, cache_api.router):
+        app.include_router(router)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(AgentCacheError, _failed)
+    app.add_middleware(Gate, state=state, hosts=tuple(hosts))
+    return app
+
+
+class Gate:
+    """What every request passes first: its host, its key, and the size of its body."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, hosts: tuple[str, ...]) -> None:
+        self._app, self._state, self._hosts = app, state, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            self._check_host(headers.get("host", ""))
+            if scope["path"] not in OPEN:
+                tenant = self._state.tenants.of(headers.get("authorization"), headers.get("x-api-key"))
+                scope.setdefault("state", {})["tenant"] = tenant
+            self._check_size(int(headers.get("content-length") or 0))
+        except ServerError as error:
+            await _response(error)(scope, receive, send)
+            return
+        except ValueError:
+            await _response(ServerError(400, "content-length is no number"))(scope, receive, send)
+            return
+        await self._app(scope, self._bounded(receive), send)
+
+    def _check_host(self, host: str) -> None:
+        """A page of another site must not reach a server that asks for no key, by a name that was made to lead here."""
+        name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.startswith("[") else host
+        if not self._state.tenants.asks_for_keys and name.strip("[]") not in self._hosts:
+            raise ServerError(403, f"host {host!r} is not one of this machine: give --keys to serve other hosts", code="forbidden_host")
+
+    def _check_size(self, size: int) -> None:
+        if size > self._state.limits.body_bytes:
+            raise ServerError(413, f"the body has {size} bytes, at most {self._state.limits.body_bytes} are read", code="body_too_large")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """A body of unknown length is bounded as it comes."""
+        read = 0
+
+        async def bounded() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            self._check_size(read)
+            return message
+
+        return bounded
+
+
+def _response(error: ServerError) -> Response:
+    return JSONResponse(error.body, error.status_code, dict(error.headers or {}))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if not isinstance(error, ServerError):
+        detail = f"{request.method} {request.url.path}: {error.detail}"
+        error = ServerError(error.status_code, detail, code="not_found" if error.status_code == 404 else None, headers=error.headers)
+    return _response(error)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AgentCacheError)
+    return _response(ServerError.of(error))
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """A body that is no JSON, or not of this shape: 400 as OpenAI says it, with the first place that is wrong."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    kind = str(first["type"])
+    unknown = kind == "extra_forbidden"
+    said = f"{place}: this parameter is not known here" if unknown else f"{place or 'body'}: {first['msg']}"
+    code = "unknown_parameter" if unknown else "invalid_json" if kind == "json_invalid" else "invalid_type"
+    return _response(ServerError(400, said, param=place or None, code=code))

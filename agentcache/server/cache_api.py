@@ -1,0 +1,310 @@
+"""The cache's own routes: tool groups, questions to them, probes, status, receipts, forgetting, health and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import anyio.to_thread
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+
+from .. import __version__
+from ..errors import AgentCacheError
+from .answers import sse
+from .chat import chat, with_role
+from .errors import ServerError
+from .registered_tools import Registered
+from .schemas import Body, ChatBody
+from .tenants import Tenant
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..store.tool_group import ToolGroup
+    from .state import ServerState
+
+router = APIRouter()
+PROGRESS_S = 1.0  # between two events while nothing changes
+
+
+class ToolsBody(Body):
+    """POST /tools: what every question to this group begins with."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    system: str = ""
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    ttl_s: Annotated[float | None, Field(gt=0)] = None
+    pinned: bool = True
+
+
+class QueryBody(Body):
+    """POST /query: a question to a registered group."""
+
+    group: str
+    question: str
+    max_tokens: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class ProbeBody(Body):
+    """POST /v1/cache/probe: a conversation, as it would be sent."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class ForgetBody(Body):
+    """POST /v1/cache/forget: all of the caller's namespace, or the pages older than so many seconds, or one tool group."""
+
+    group: str | None = None
+    older_than: float | None = None
+
+
+def _state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+def _tenant(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+# -- is it there ---------------------------------------------------------------------------------------------------
+
+
+@router.get("/health", tags=["server"])
+async def health(request: Request) -> Response:
+    """Tell that the server lives, and what its models do."""
+    models = [model.about() for model in _state(request).models.all]
+    state = "failed" if models[0]["state"] == "failed" else "loading" if models[0]["state"] == "loading" else "ok"
+    return JSONResponse({"status": state, "version": __version__, "models": models})
+
+
+@router.get("/ready", tags=["server"])
+async def ready(request: Request) -> Response:
+    """200 once the first model can answer, else 503."""
+    model = _state(request).models.first
+    is_ready = model.state in ("ready", "unloaded") and model.began > 0
+    return JSONResponse({"ready": is_ready, **model.about()}, 200 if is_ready else 503, None if is_ready else {"Retry-After": "1"})
+
+
+@router.get("/v1/models", tags=["openai"])
+async def models(request: Request) -> Response:
+    """The models that can be named."""
+    listed = [_model(model.name) for model in _state(request).models.all]
+    return JSONResponse({"object": "list", "data": listed})
+
+
+@router.get("/v1/models/{name:path}", tags=["openai"])
+async def model(name: str, request: Request) -> Response:
+    """One of them."""
+    return JSONResponse(_model(_state(request).models.get(name).name))
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "agentcache"}
+
+
+# -- tool groups ---------------------------------------------------------------------------------------------------
+
+
+@router.post("/tools", tags=["cache"])
+async def register(body: ToolsBody, request: Request) -> Response:
+    """Compute a tool group once, pin it, and remember it by name."""
+    state, tenant = _state(request), _tenant(request)
+    with state.tenants.admit(tenant):
+        async with state.models.use(body.model) as engine:
+            name = state.models.get(body.model).name
+            group = Registered(body.name, tenant.namespace, name, body.system, body.tools, body.ttl_s, body.pinned)
+            made = await _warmed(engine, group, tenant)
+            state.tools.add(group)
+            return JSONResponse({**_about(group, made), "computed_tokens": made.computed_tokens, "warm_ms": made.warm_ms})
+
+
+async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGroup:
+    """The group's pages, pinned if it is. ServerError 403: the tenant would pin more than it may."""
+
+    def warm() -> ToolGroup:
+        made = engine.warm(group.system or None, group.tools, name=group.name, namespace=group.namespace)
+        others = sum(one.pages for one in engine.groups if one.namespace == tenant.namespace and one.name != group.name)
+        if not group.pinned or (tenant.pages is not None and others + made.pages > tenant.pages):
+            engine.release(group.name, namespace=group.namespace)
+        if group.pinned and tenant.pages is not None and others + made.pages > tenant.pages:
+            raise ServerError(
+                403, f"this key may pin {tenant.pages} pages: {others} are pinned, {group.name!r} has {made.pages}", code="quota"
+            )
+        return made
+
+    try:
+        return await anyio.to_thread.run_sync(warm)
+    except AgentCacheError as error:
+        raise ServerError.of(error) from error
+
+
+def _about(group: Registered, made: ToolGroup | None) -> dict[str, Any]:
+    """A tool group as it is listed. made: its pages, where they are pinned now."""
+    names = [str(tool.get("function", tool).get("name", "")) for tool in group.tools]
+    told = {"name": group.name, "model": group.model, "tools": names, "ttl_s": group.ttl_s, "pinned": made is not None and group.pinned}
+    if made is None:
+        return {**told, "status": "registered", "digest": None, "prefix_tokens": None, "pages": None, "bytes": None, "created": None}
+    size = made.kv_bytes + made.checkpoint_bytes
+    return {
+        **told, "status": "warm", "digest": made.page_keys[-1], "prefix_tokens": made.prefix_tokens, "pages": made.pages, "bytes": size,
+        "created": made.created,
+    }  # fmt: skip
+
+
+@router.get("/tools", tags=["cache"])
+async def groups(request: Request) -> Response:
+    """The tool groups of the caller."""
+    state, tenant = _state(request), _tenant(request)
+    return JSONResponse({"groups": _groups(state, tenant.namespace)})
+
+
+def _groups(state: ServerState, namespace: str | None) -> list[dict[str, Any]]:
+    engines = {model.name: model.engine for model in state.models.all if model.engine is not None}
+    pinned = {(name, one.namespace, one.name): one for name, engine in engines.items() for one in engine.groups}
+    return [_about(group, pinned.get((group.model, group.namespace, group.name))) for group in state.tools.of(namespace)]
+
+
+@router.delete("/tools/{name}", tags=["cache"])
+async def delete(name: str, request: Request) -> Response:
+    """Delete a tool group, in memory and on disk."""
+    state, tenant = _state(request), _tenant(request)
+    group = state.tools.find(tenant.namespace, name)
+    async with state.models.use(group.model) as engine:
+        forgotten = await _forget(engine, tenant.namespace, name, None)
+    state.tools.drop(group)
+    return JSONResponse({"deleted": name, **forgotten})
+
+
+@router.post("/query", tags=["cache"])
+async def query(body: QueryBody, request: Request) -> Response:
+    """Ask a registered group a question."""
+    state = _state(request)
+    group = state.tools.find(_tenant(request).namespace, body.group)
+    system = [{"role": "system", "content": group.system}] if group.system else []
+    said = body.model_dump(exclude={"group", "question"}, exclude_none=True)
+    asked = ChatBody(
+        messages=[*system, {"role": "user", "content": body.question}], tools=group.tools or None, **{**said, "model": group.model}
+    )
+    return await chat(asked, request)
+
+
+# -- looking, and forgetting ---------------------------------------------------------------------------------------
+
+
+@router.post("/v1/cache/probe", tags=["cache"])
+async def probe(body: ProbeBody, request: Request) -> Response:
+    """Tell how many tokens of a prompt would be found, in which tier, and why no more."""
+    state, tenant = _state(request), _tenant(request)
+    async with state.models.use(body.model) as engine:
+        messages = [with_role(message) for message in body.messages]
+        volatile = tuple(body.volatile or ())
+
+        def look() -> dict[str, Any]:
+            return engine.probe(messages, body.tools, namespace=tenant.namespace, volatile=volatile).as_dict()
+
+        try:
+            return JSONResponse(await anyio.to_thread.run_sync(look))
+        except AgentCacheError as error:
+            raise ServerError.of(error) from error
+
+
+@router.post("/v1/cache/forget", tags=["cache"])
+async def forget(body: ForgetBody, request: Request) -> Response:
+    """Delete what the caller's namespace has cached, in memory and on disk."""
+    state, tenant = _state(request), _tenant(request)
+    if body.group is not None:
+        state.tools.drop(state.tools.find(tenant.namespace, body.group))
+    async with state.models.use(body.model) as engine:
+        return JSONResponse(await _forget(engine, tenant.namespace, body.group, body.older_than))
+
+
+async def _forget(engine: Engine, namespace: str, group: str | None, older_than: float | None) -> dict[str, Any]:
+    try:
+        done = await anyio.to_thread.run_sync(lambda: engine.forget(namespace=namespace, group=group, older_than=older_than))
+    except AgentCacheError as error:
+        raise ServerError.of(error) from error
+    return {"memory_pages": done.memory_pages, "disk_pages": done.pages, "disk_bytes": done.bytes, "groups": list(done.groups)}
+
+
+@router.get("/status", tags=["cache"])
+async def status(request: Request, last: Annotated[int, Query(ge=0, le=200)] = 20) -> Response:
+    """Models, tool groups, tiers and the last requests of the caller; of all callers for an admin."""
+    return JSONResponse(_status(_state(request), _tenant(request), last))
+
+
+def _status(state: ServerState, tenant: Tenant, last: int) -> dict[str, Any]:
+    namespace = None if tenant.admin else tenant.namespace
+    records = state.records.last(namespace, 1 << 30)
+    receipts = [record.receipt for record in records if record.receipt is not None]
+    reasons: dict[str, int] = {}
+    for receipt in receipts:
+        for refusal in receipt.refusals:
+            reasons[str(refusal.reason)] = reasons.get(str(refusal.reason), 0) + 1
+    prompt = sum(receipt.prompt_tokens for receipt in receipts)
+    cached = sum(receipt.cached_tokens for receipt in receipts)
+    return {
+        "version": __version__,
+        "models": [{**model.about(), **_tiers(model.engine)} for model in state.models.all],
+        "groups": _groups(state, namespace),
+        "requests": {"running": state.tenants.running if tenant.admin else tenant.running, "known": len(records)},
+        "tokens": {"prompt": prompt, "cached": cached, "hit_share": cached / prompt if prompt else 0.0},
+        "refusals": reasons,
+        "last": [record.as_dict() for record in records[:last]],
+    }
+
+
+def _tiers(engine: Engine | None) -> dict[str, Any]:
+    """Counts of an engine's tiers: nothing of any prompt."""
+    if engine is None or engine.closed:
+        return {"device": None, "memory": None, "disk": None}
+    tree, disk = engine.store.tree.audit(), engine.store.disk
+    return {
+        "device": str(engine.model.device),
+        "memory": {
+            "bytes": tree["bytes"],
+            "budget_bytes": engine.store.budget_bytes,
+            "pages": tree["pages"],
+            "pinned_pages": tree["pinned_pages"],
+        },
+        "disk": None if disk is None else {"folder": str(disk.folder.path), "budget_bytes": disk.options.disk_bytes},
+    }
+
+
+@router.get("/v1/receipts/{identity}", tags=["cache"])
+async def receipt(identity: str, request: Request) -> Response:
+    """The receipt of one of the last requests."""
+    tenant = _tenant(request)
+    found = _state(request).records.find(identity, None if tenant.admin else tenant.namespace)
+    if found is None:
+        raise ServerError(404, f"there is no receipt {identity!r} among the last requests", code="receipt_not_found")
+    return JSONResponse(found.as_dict())
+
+
+@router.get("/events", tags=["cache"])
+async def events(request: Request) -> Response:
+    """The status again and again, as server-sent events: whenever a request begins or ends, and while a model loads."""
+    state, tenant = _state(request), _tenant(request)
+
+    async def told() -> AsyncIterator[str]:
+        while True:
+            seen = state.records.changes
+            yield sse(_status(state, tenant, 20), "status")
+            if seen == state.records.changes:
+                loading = any(model.state == "loading" for model in state.models.all)
+                await state.records.wait(PROGRESS_S if loading else 15 * PROGRESS_S)
+
+    return StreamingResponse(told(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+@router.get("/metrics", tags=["server"])
+async def metrics(request: Request) -> Response:
+    """Counters for Prometheus."""
+    if not _tenant(request).admin:
+        raise ServerError(403, "this key may not read the metrics", kind="permission_error", code="forbidden")
+    return Response(_state(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)

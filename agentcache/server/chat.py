@@ -1,0 +1,196 @@
+"""POST /v1/chat/completions and /v1/completions, whole and streamed: both are made of the same completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from ..types import Logprob, Message
+from .answers import Answer, opened, sse, streamed, whole
+from .errors import ServerError
+from .schemas import ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
+
+if TYPE_CHECKING:
+    from ..answer.parser import Delta
+    from ..engine import Engine
+    from ..stream import Completion, Stream
+    from .state import ServerState
+
+router = APIRouter(prefix="/v1")
+DONE = "data: [DONE]\n\n"
+
+
+@router.post("/chat/completions", tags=["openai"])
+async def chat(body: ChatBody, request: Request) -> Response:
+    """Answer a conversation, with tools, a schema, or in words."""
+    body.check_neutral()
+    state: ServerState = request.app.state.server
+    tools = body.tools or []
+    constraint = constraint_of(tools, body.tool_choice, body.parallel_tool_calls, schema_of(body.response_format, "response_format"))
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    kwargs = {**thinking_of(body.reasoning_effort), **(body.chat_template_kwargs or {})}
+
+    def ask(engine: Engine, namespace: str) -> Stream:
+        return engine.stream(
+            [with_role(message) for message in body.messages],
+            tools,
+            sampling=body.sampling(limit, body.stop, logprobs),
+            constraint=constraint,
+            volatile=tuple(body.volatile or ()),
+            namespace=namespace,
+            template_kwargs=kwargs or None,
+        )
+
+    async with AsyncExitStack() as stack:
+        answer = await opened(state, request, stack, body.model, "chatcmpl", ask)
+        if not body.stream:
+            return await whole(state, request, answer, _chat_whole(answer))
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        events = _chat_events(answer, usage, logprobs is not None)
+        return streamed(state, stack.pop_all(), answer, events, failed=failed_event, end=DONE)
+
+
+def with_role(message: dict[str, Any]) -> dict[str, Any]:
+    """A message in the roles that chat templates know, without the fields of OpenAI that say nothing."""
+    said = {key: value for key, value in message.items() if value is not None and key not in ("refusal", "annotations", "audio")}
+    if said.get("role") == "developer":
+        said["role"] = "system"
+    return said
+
+
+def failed_event(error: ServerError) -> str:
+    """The event that tells of an error in a stream that has begun."""
+    return sse(error.body)
+
+
+def message_of(message: Message) -> dict[str, Any]:
+    """The assistant's message in OpenAI's shape."""
+    out: dict[str, Any] = {"role": "assistant", "content": message.content or (None if message.tool_calls else ""), "refusal": None}
+    if message.reasoning:
+        out["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for call in message.tool_calls
+        ]
+    return out
+
+
+async def _chat_whole(answer: Answer) -> Mapping[str, Any]:
+    completion = await answer.completion()
+    logprobs = _logprobs(answer.engine, completion.logprobs) if completion.logprobs else None
+    choice = {"index": 0, "message": message_of(completion.message), "logprobs": logprobs, "finish_reason": completion.finish_reason}
+    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": completion.usage}
+
+
+async def _chat_events(answer: Answer, usage: bool, logprobs: bool) -> AsyncIterator[str]:
+    head = _head(answer, "chat.completion.chunk")
+
+    def chunk(delta: Mapping[str, Any], finish: str | None = None, told: Any = None) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish}
+        return sse({**head, "choices": [choice], **({"usage": None} if usage else {})})
+
+    yield chunk({"role": "assistant", "content": ""})
+    async for delta in answer.stream.adeltas():
+        if (said := _delta(delta)) is not None:
+            yield chunk(said)
+    completion = answer.stream.completion
+    told = _logprobs(answer.engine, completion.logprobs) if logprobs else None
+    yield chunk({}, completion.finish_reason, told)
+    if usage:
+        yield sse({**head, "choices": [], "usage": completion.usage})
+
+
+def _delta(delta: Delta) -> dict[str, Any] | None:
+    if delta.kind == "text":
+        return {"content": delta.text}
+    if delta.kind == "reasoning":
+        return {"reasoning_content": delta.text}
+    if delta.kind == "call":
+        call = {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.text, "arguments": ""}}
+        return {"tool_calls": [call]}
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]} if delta.text else None
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": answer.id,
+        "object": kind,
+        "created": answer.created,
+        "model": answer.record.model,
+        "system_fingerprint": answer.fingerprint,
+    }
+
+
+def _logprobs(engine: Engine, logprobs: Sequence[Logprob]) -> dict[str, Any]:
+    return {"content": [logprob_of(engine, one) for one in logprobs], "refusal": None}
+
+
+def logprob_of(engine: Engine, one: Logprob) -> dict[str, Any]:
+    """A token's log-probability in OpenAI's shape."""
+
+    def told(token: int, value: float) -> dict[str, Any]:
+        text = engine.tokenizer.decode([token])
+        return {"token": text, "bytes": list(text.encode()), "logprob": value}
+
+    return {**told(one.token, one.logprob), "top_logprobs": [told(*other) for other in one.top]}
+
+
+@router.post("/completions", tags=["openai"])
+async def complete(body: CompletionBody, request: Request) -> Response:
+    """Continue a text."""
+    body.check_neutral()
+    state: ServerState = request.app.state.server
+
+    def ask(engine: Engine, namespace: str) -> Stream:
+        sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.stop, body.logprobs)
+        return engine.stream(body.prompt, sampling=sampling, volatile=tuple(body.volatile or ()), namespace=namespace)
+
+    async with AsyncExitStack() as stack:
+        answer = await opened(state, request, stack, body.model, "cmpl", ask)
+        if not body.stream:
+            return await whole(state, request, answer, _text_whole(answer))
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return streamed(state, stack.pop_all(), answer, _text_events(answer, usage), failed=failed_event, end=DONE)
+
+
+async def _text_whole(answer: Answer) -> Mapping[str, Any]:
+    completion = await answer.completion()
+    finish = "length" if completion.finish_reason == "length" else "stop"
+    choice = {"index": 0, "text": completion.text, "logprobs": _text_logprobs(answer.engine, completion), "finish_reason": finish}
+    return {**_head(answer, "text_completion"), "choices": [choice], "usage": completion.usage}
+
+
+async def _text_events(answer: Answer, usage: bool) -> AsyncIterator[str]:
+    head = _head(answer, "text_completion")
+
+    def chunk(text: str, finish: str | None = None, logprobs: Any = None) -> str:
+        return sse({**head, "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}]})
+
+    async for piece in answer.stream:
+        if piece.text:
+            yield chunk(piece.text)
+    completion = answer.stream.completion
+    yield chunk("", "length" if completion.finish_reason == "length" else "stop", _text_logprobs(answer.engine, completion))
+    if usage:
+        yield sse({**head, "choices": [], "usage": completion.usage})
+
+
+def _text_logprobs(engine: Engine, completion: Completion) -> dict[str, Any] | None:
+    """The older shape of log-probabilities, in four lists; None if none were asked for."""
+    if not completion.logprobs:
+        return None
+    texts = [engine.tokenizer.decode([one.token]) for one in completion.logprobs]
+    starts = [sum(map(len, texts[:place])) for place in range(len(texts))]
+    top = [{engine.tokenizer.decode([token]): value for token, value in one.top} for one in completion.logprobs]
+    return {"tokens": texts, "token_logprobs": [one.logprob for one in completion.logprobs], "top_logprobs": top, "text_offset": starts}

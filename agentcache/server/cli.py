@@ -1,0 +1,110 @@
+"""The command `agentcache serve`. Answers /health before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..bench.options import Dtype
+from ..cli.store import StoreOption
+from ..errors import ConfigError
+from ..terminal import report_errors
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from .served_models import ServedModel
+
+
+def serve(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders or ids, as PATH or NAME=PATH; the first loads at once.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; one that others reach needs --keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for one that is free.")] = 8787,
+    keys: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of API keys and their namespaces.")] = None,
+    warm: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON list of tools to compute before the first request.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="FILE|TEXT", help="System prompt of --warm.")] = None,
+    idle: Annotated[float, typer.Option(metavar="SECONDS", help="Close a model that was not used for so long; 0: never.")] = 0.0,
+    requests: Annotated[int, typer.Option(help="Requests that may run at once.")] = 64,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time for one whole answer.")] = 600.0,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of the weights; by default as they were saved.")] = None,
+    store: StoreOption = None,
+) -> None:
+    """Serve models over HTTP: OpenAI's API, the cache's own, and a page."""
+    with report_errors():
+        try:
+            import uvicorn
+
+            from .app import LOCAL, create_app
+            from .registered_tools import RegisteredTools
+            from .served_models import ServedModels
+            from .state import Limits, ServerState
+            from .tenants import Tenants
+        except ImportError as error:
+            raise ConfigError(f"serve: {error.name!r} is missing: pip install 'agentcache-llm[server]'") from error
+        tenants = Tenants.read(keys, requests)
+        if host not in LOCAL and not tenants.asks_for_keys:
+            raise ConfigError(f"--host={host!r}: others could reach it: give --keys FILE, or listen on {LOCAL[0]}")
+        served = [_served(said, dtype, store, warm if number == 0 else None, system) for number, said in enumerate(models)]
+        if len({model.name for model in served}) < len(served):
+            raise ConfigError(f"models={models!r}: two have one name; give NAME=PATH")
+        state = ServerState(ServedModels(served, idle), tenants, RegisteredTools(_folder(store)), Limits(answer_s=timeout))
+        config = uvicorn.Config(create_app(state), log_level="warning", timeout_graceful_shutdown=3, access_log=False)
+        with _listening(host, port) as listener:
+            address, bound = listener.getsockname()[:2]
+            typer.echo(f"agentcache serves {', '.join(model.name for model in served)} on http://{address}:{bound}")
+            uvicorn.Server(config).run([listener])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host={host!r} --port={port!r}: cannot listen there: {error}") from error
+    return listener
+
+
+def _folder(store: Path | None) -> Path | None:
+    """Where registered tool groups are written down: beside the store, unless it is encrypted or there is none."""
+    from ..private import default_path
+
+    place = store or default_path()
+    if place is None or os.environ.get("AGENTCACHE_KEY"):
+        return None
+    from ..store.disk.folder import Folder
+
+    return Folder.open(place, create=True).path
+
+
+def _served(said: str, dtype: Dtype | None, store: Path | None, warm: Path | None, system: str | None) -> ServedModel:
+    """A model as the command line names it."""
+    from .served_models import ServedModel
+
+    name, sep, path = said.partition("=")
+    path = path if sep else said
+    if not path or not name:
+        raise ConfigError(f"MODEL={said!r}: give a folder, an id, or NAME=PATH")
+    shown = name if sep else Path(path).name if os.path.isdir(path) else path
+
+    def open_engine(say: Callable[[str], None]) -> Engine:
+        say("importing torch and transformers")
+        from ..cli.store import _system, _tools
+        from ..engine import Engine as Opened
+
+        say("loading weights")
+        options: dict[str, Any] = {} if store is None else {"store": store}
+        engine = Opened(path, dtype=dtype.value if dtype else None, **options)
+        if warm is not None or system is not None:
+            say("computing the tool group")
+            try:
+                engine.warm(_system(system), _tools(warm), name="served")
+            except BaseException:
+                engine.close()
+                raise
+        return engine
+
+    return ServedModel(shown, open_engine)

@@ -1,0 +1,62 @@
+"""Errors of the server as OpenAI's clients read them: a status, and a body {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import HTTPException
+
+from ..errors import (
+    AgentCacheError,
+    ConfigError,
+    ContextOverflowError,
+    EngineClosedError,
+    OutOfMemoryError,
+    PromptError,
+    StoreBusyError,
+    StoreFullError,
+    WeightsChangedError,
+)
+
+INVALID = "invalid_request_error"
+_STATUS: tuple[tuple[type[AgentCacheError], int, str, str | None], ...] = (
+    (ContextOverflowError, 400, INVALID, "context_length_exceeded"),
+    (PromptError, 400, INVALID, None),
+    (ConfigError, 400, INVALID, None),
+    (OutOfMemoryError, 503, "server_error", "out_of_memory"),
+    (EngineClosedError, 503, "server_error", "model_unloaded"),
+    (WeightsChangedError, 503, "server_error", "weights_changed"),
+    (StoreBusyError, 503, "server_error", "store_busy"),
+    (StoreFullError, 507, "server_error", "store_full"),
+)
+
+
+class ServerError(HTTPException):
+    """A request that is refused, or that failed."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    @classmethod
+    def of(cls, error: AgentCacheError) -> ServerError:
+        """An engine's error, with the status that tells whether asking again may help."""
+        for kind, status, name, code in _STATUS:
+            if isinstance(error, kind):
+                return cls(status, str(error), kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
+        return cls(500, str(error), kind="server_error", code=type(error).__name__)
+
+
+def refused(param: str, value: object, rule: str) -> ServerError:
+    """The error of a parameter that cannot be honoured."""
+    return ServerError(400, f"{param}={value!r:.200}: {rule}", param=param, code="unsupported_value")

@@ -1,0 +1,101 @@
+"""The last requests and their receipts, by id, and what listens to them. Holds no text of prompts or answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..receipt import Receipt
+
+RECORDS = 1024
+
+
+@dataclass(eq=False)
+class Record:
+    """One request: its id, and its receipt once it has ended."""
+
+    id: str
+    namespace: str
+    model: str
+    path: str
+    changed: Callable[[Record], None]
+    state: Literal["running", "done", "failed", "cancelled"] = "running"
+    error: str = ""
+    began: float = field(default_factory=time.time)
+    receipt: Receipt | None = None
+
+    def end(self, receipt: Receipt) -> None:
+        """The answer is whole."""
+        self._settle("done", receipt=receipt)
+
+    def fail(self, error: str) -> None:
+        """The answer will not be whole."""
+        self._settle("failed", error=error)
+
+    def leave(self) -> None:
+        """The client left, if nothing else ended it."""
+        self._settle("cancelled")
+
+    def _settle(self, state: Literal["done", "failed", "cancelled"], *, error: str = "", receipt: Receipt | None = None) -> None:
+        if self.state == "running":
+            self.state, self.error, self.receipt = state, error, receipt
+            self.changed(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values: without names of other tenants' things, and without content."""
+        told = {"id": self.id, "model": self.model, "path": self.path, "state": self.state, "began": self.began}
+        return {**told, "error": self.error or None, "receipt": self.receipt.as_dict() if self.receipt else None}
+
+
+class Records:
+    """The last RECORDS requests. Used on the loop's thread only."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[str, Record] = OrderedDict()
+        self._listeners: list[Callable[[Record], None]] = []
+        self._waiting: set[asyncio.Event] = set()
+        self.changes = 0
+
+    def open(self, identity: str, namespace: str, model: str, path: str) -> Record:
+        """A record of a request that begins."""
+        record = self._by_id[identity] = Record(identity, namespace, model, path, self._tell)
+        while len(self._by_id) > RECORDS:
+            self._by_id.popitem(last=False)
+        self._tell(record)
+        return record
+
+    def find(self, identity: str, namespace: str | None) -> Record | None:
+        """The record of that id, if it is of this namespace; None: of any."""
+        found = self._by_id.get(identity)
+        return found if found is not None and namespace in (None, found.namespace) else None
+
+    def last(self, namespace: str | None, count: int) -> list[Record]:
+        """The last records of a namespace, newest first; None: of all."""
+        found = [record for record in reversed(self._by_id.values()) if namespace in (None, record.namespace)]
+        return found[:count]
+
+    def on_change(self, listener: Callable[[Record], None]) -> None:
+        """Call `listener` when a request begins or ends."""
+        self._listeners.append(listener)
+
+    async def wait(self, seconds: float) -> None:
+        """Return when a request begins or ends, at the latest after so many seconds."""
+        event = asyncio.Event()
+        self._waiting.add(event)
+        try:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(event.wait(), seconds)
+        finally:
+            self._waiting.discard(event)
+
+    def _tell(self, record: Record) -> None:
+        self.changes += 1
+        for listener in self._listeners:
+            listener(record)
+        for event in self._waiting:
+            event.set()

@@ -1,0 +1,71 @@
+"""Tool groups that were registered by name: their system prompts and tools, by namespace, on disk across restarts. Computes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import StoreError
+from ..private import put
+from .errors import ServerError
+
+FILE = "registered-tools.json"
+MOST = 1000  # of one namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One tool group as it was registered."""
+
+    name: str
+    namespace: str
+    model: str
+    system: str
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    # seconds that it stays pinned after its last use; None: until it is deleted
+    ttl_s: float | None = None
+    pinned: bool = True
+
+
+class RegisteredTools:
+    """All of them. folder: where they are written down, None for nowhere. A damaged file is as good as none: groups register again."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = None if folder is None else folder / FILE
+        self._known: dict[tuple[str, str], Registered] = {}
+        try:
+            plain = json.loads(self._file.read_text(encoding="utf-8")) if self._file else []
+            self._known = {(said["namespace"], said["name"]): Registered(**said) for said in plain}
+        except (OSError, ValueError, TypeError, KeyError):
+            self._known = {}
+
+    def add(self, group: Registered) -> None:
+        """Remember a group, in the place of one of its name. ServerError 429: there are too many. StoreError: it cannot be written."""
+        if (group.namespace, group.name) not in self._known and len(self.of(group.namespace)) >= MOST:
+            raise ServerError(429, f"namespace {group.namespace!r} has {MOST} tool groups: delete one", code="too_many_groups")
+        self._write({**self._known, (group.namespace, group.name): group})
+
+    def of(self, namespace: str | None) -> list[Registered]:
+        """Those of a namespace, None for all."""
+        return [group for group in self._known.values() if namespace in (None, group.namespace)]
+
+    def find(self, namespace: str, name: str) -> Registered:
+        """ServerError 404: this namespace has none of that name, whatever others have."""
+        found = self._known.get((namespace, name))
+        if found is None:
+            raise ServerError(404, f"there is no tool group {name!r}: register it with POST /tools", param="name", code="group_not_found")
+        return found
+
+    def drop(self, group: Registered) -> None:
+        """Forget a group."""
+        self._write({key: known for key, known in self._known.items() if known is not group})
+
+    def _write(self, known: dict[tuple[str, str], Registered]) -> None:
+        if self._file is not None:
+            try:
+                put(self._file, json.dumps([asdict(group) for group in known.values()]).encode(), durable=False)
+            except OSError as error:
+                raise StoreError(f"{str(self._file)!r} cannot be written: {error}") from error
+        self._known = known

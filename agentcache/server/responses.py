@@ -1,0 +1,378 @@
+"""POST /v1/responses and the stored responses. A streamed response is built by the events that it tells: whole, it is built by the same."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from ..namespace_lru import NamespaceLRU
+from .answers import Answer, opened, sse, streamed, whole
+from .chat import DONE, logprob_of
+from .errors import ServerError, refused
+from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
+
+if TYPE_CHECKING:
+    from ..answer.parser import Delta
+    from ..engine import Engine
+    from ..stream import Completion, Stream
+    from .state import ServerState
+
+STORED, STORED_CHARS = 4096, 256 << 20  # responses, and the characters of their items
+INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+Items = list[dict[str, Any]]
+
+router = APIRouter(prefix="/v1")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, its own input, and the items of the conversation before it."""
+
+    response: dict[str, Any]
+    input: Items
+    before: Items
+
+    @property
+    def chars(self) -> int:
+        """Characters that it takes to remember it."""
+        return len(json.dumps([self.response["output"], self.input])) + 64
+
+
+class StoredResponses(NamespaceLRU[str, StoredResponse]):
+    """The last responses of each namespace, in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(STORED, STORED_CHARS, lambda stored: stored.chars, lambda stored: float(stored.response["created_at"]))
+
+    def find(self, namespace: str, identity: str) -> StoredResponse:
+        """ServerError 404: there is none of that id."""
+        found = self.get(namespace, identity)
+        if found is None:
+            raise ServerError(404, f"response {identity!r} is not stored here", param="previous_response_id", code="response_not_found")
+        return found
+
+    def drop(self, namespace: str, identity: str) -> None:
+        """Forget one. ServerError 404: there is none of that id."""
+        self.find(namespace, identity)
+        with self._lock:
+            self._pop((namespace, identity))
+
+
+@router.post("/responses", tags=["openai"])
+async def respond(body: ResponseBody, request: Request) -> Response:
+    """Answer in items: messages, function calls, reasoning."""
+    body.check_neutral()
+    for name in body.include or ():
+        if name not in INCLUDED:
+            raise refused("include", name, f"only {' or '.join(map(repr, INCLUDED))} can be honoured")
+    state: ServerState = request.app.state.server
+    namespace: str = request.state.tenant.namespace
+    before: Items = []
+    if body.previous_response_id is not None:
+        earlier = state.responses.find(namespace, body.previous_response_id)
+        before = [*earlier.before, *earlier.input, *earlier.response["output"]]
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    messages = messages_of([*before, *given], body.instructions)
+    tools = [_tool(number, tool) for number, tool in enumerate(body.tools or [])]
+    form = body.text.format if body.text else None
+    constraint = constraint_of(tools, body.tool_choice, body.parallel_tool_calls, schema_of(form, "text.format"))
+    logprobs = (body.top_logprobs or 0) if INCLUDED[0] in (body.include or ()) else None
+    kwargs = thinking_of(body.reasoning.effort if body.reasoning else None)
+
+    def ask(engine: Engine, namespace: str) -> Stream:
+        return engine.stream(
+            messages,
+            tools,
+            sampling=body.sampling(body.max_output_tokens, None, logprobs),
+            constraint=constraint,
+            volatile=tuple(body.volatile or ()),
+            namespace=namespace,
+            template_kwargs=kwargs or None,
+        )
+
+    async with AsyncExitStack() as stack:
+        answer = await opened(state, request, stack, body.model, "resp", ask)
+        writer = ResponseWriter(answer, body)
+
+        def keep() -> None:
+            if body.store is not False:
+                state.responses.put(namespace, answer.id, StoredResponse(writer.response, [_with_id(item) for item in given], before))
+
+        if body.stream:
+            return streamed(state, stack.pop_all(), answer, _told(writer, keep), failed=writer.failed, end=DONE)
+        return await whole(state, request, answer, _finished(writer, keep))
+
+
+async def _finished(writer: ResponseWriter, keep: Callable[[], None]) -> dict[str, Any]:
+    async for _ in _told(writer, keep):
+        pass
+    return writer.response
+
+
+async def _told(writer: ResponseWriter, keep: Callable[[], None]) -> AsyncIterator[str]:
+    """The events of a response, which is stored before the last of them is told."""
+    async for event in writer.events():
+        if event["type"] in ("response.completed", "response.incomplete"):
+            keep()
+        yield sse(event, event["type"])
+
+
+class ResponseWriter:
+    """Writes one response as deltas come, and tells the events of it."""
+
+    def __init__(self, answer: Answer, body: ResponseBody) -> None:
+        self._answer, self._number = answer, 0
+        self._logprobs = INCLUDED[0] in (body.include or ())
+        self._item: dict[str, Any] | None = None  # the one being written
+        reasoning = body.reasoning.effort if body.reasoning else None
+        self.response: dict[str, Any] = {
+            "id": answer.id,
+            "object": "response",
+            "created_at": answer.created,
+            "status": "in_progress",
+            "completed_at": None,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "model": answer.record.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": reasoning, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": 0.0 if body.temperature is None else body.temperature,
+            "text": {"format": (body.text.format if body.text else None) or {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or []],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    @property
+    def output(self) -> Items:
+        """The items written so far."""
+        items: Items = self.response["output"]
+        return items
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """All events, in order; the last one holds the whole response."""
+        yield self._event("response.created", response=self._snapshot())
+        yield self._event("response.in_progress", response=self._snapshot())
+        async for delta in self._answer.stream.adeltas():
+            for event in self._take(delta):
+                yield event
+        completion = self._answer.stream.completion
+        for event in self._close(completion):
+            yield event
+        cut = completion.finish_reason == "length" or completion.cut
+        status = "incomplete" if cut else "completed"
+        self.response |= {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "completed_at": None if cut else self._answer.created,
+            "usage": usage_of(completion),
+        }
+        yield self._event(f"response.{status}", response=self._snapshot())
+
+    def failed(self, error: ServerError) -> str:
+        """The event that tells of an error in a stream that has begun."""
+        told = error.body["error"]
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": told["message"]}}
+        event = self._event("response.failed", response=self._snapshot())
+        return sse(event, event["type"])
+
+    def _event(self, kind: str, **said: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **said}
+
+    def _snapshot(self) -> dict[str, Any]:
+        return json.loads(json.dumps(self.response))  # type: ignore[no-any-return]
+
+    def _take(self, delta: Delta) -> list[dict[str, Any]]:
+        """Events of one delta."""
+        if delta.kind in ("text", "reasoning"):
+            return self._text("message" if delta.kind == "text" else "reasoning", delta.text)
+        if delta.kind == "call":
+            item = {"type": "function_call", "status": "in_progress", "call_id": delta.id, "name": delta.text, "arguments": ""}
+            return [*self._done(), *self._open("fc", item)]
+        if delta.kind == "arguments" and self._item is not None:
+            self._item["arguments"] += delta.text
+            return [self._of_item("response.function_call_arguments.delta", delta=delta.text)] if delta.text else []
+        if delta.kind == "cut" and self._item is not None:
+            self._item["status"] = "incomplete"
+        return []
+
+    def _text(self, kind: str, text: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        if self._item is None or self._item["type"] != kind:
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            item: dict[str, Any] = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+            if kind == "message":
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                item = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
+            events = [*self._done(), *self._open("msg" if kind == "message" else "rs", item)]
+            item["content"].append(part)
+            events.append(self._of_item("response.content_part.added", content_index=0, part=dict(part)))
+        assert self._item is not None
+        self._item["content"][0]["text"] += text
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        name = "output_text" if kind == "message" else "reasoning_text"
+        return [*events, self._of_item(f"response.{name}.delta", content_index=0, delta=text, **more)]
+
+    def _open(self, prefix: str, item: dict[str, Any]) -> list[dict[str, Any]]:
+        item["id"] = f"{prefix}_{secrets.token_hex(12)}"
+        self.output.append(item)
+        self._item = item
+        return [self._event("response.output_item.added", output_index=len(self.output) - 1, item=json.loads(json.dumps(item)))]
+
+    def _of_item(self, kind: str, **said: Any) -> dict[str, Any]:
+        assert self._item is not None
+        return self._event(kind, item_id=self._item["id"], output_index=len(self.output) - 1, **said)
+
+    def _done(self) -> list[dict[str, Any]]:
+        """Events that end the item being written."""
+        item, events = self._item, list[dict[str, Any]]()
+        if item is None:
+            return events
+        if item["status"] == "in_progress":
+            item["status"] = "completed"
+        if item["type"] == "function_call":
+            events.append(self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]))
+        else:
+            part = item["content"][0]
+            name, more = ("output_text", {"logprobs": part["logprobs"]}) if item["type"] == "message" else ("reasoning_text", {})
+            events.append(self._of_item(f"response.{name}.done", content_index=0, text=part["text"], **more))
+            events.append(self._of_item("response.content_part.done", content_index=0, part=dict(part)))
+        events.append(self._event("response.output_item.done", output_index=len(self.output) - 1, item=json.loads(json.dumps(item))))
+        self._item = None
+        return events
+
+    def _close(self, completion: Completion) -> list[dict[str, Any]]:
+        """Events that end the last item; an answer of nothing is an empty message."""
+        events = [] if self.output else self._text("message", "")
+        if self._item is not None and (completion.cut or completion.finish_reason == "length"):
+            self._item["status"] = "incomplete"
+        if self._logprobs and self._item is not None and self._item["type"] == "message":
+            told = [logprob_of(self._answer.engine, one) for one in completion.logprobs]
+            self._item["content"][0]["logprobs"] = told
+        return [*events, *self._done()]
+
+
+def usage_of(completion: Completion) -> dict[str, Any]:
+    """Token counts in the shape of responses. Every computed token of the prompt is kept."""
+    receipt = completion.receipt
+    return {
+        "input_tokens": receipt.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": receipt.cached_tokens, "cache_write_tokens": receipt.computed_tokens},
+        "output_tokens": receipt.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": receipt.reasoning_tokens},
+        "total_tokens": receipt.prompt_tokens + receipt.completion_tokens,
+    }
+
+
+def messages_of(items: Items, instructions: str | None = None) -> list[dict[str, Any]]:
+    """A conversation in chat's shape. Reasoning and calls that follow each other are one assistant turn."""
+    out: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
+            text = _text_of(number, item.get("content"))
+            if role == "assistant" and out and out[-1]["role"] == "assistant" and not out[-1].get("tool_calls") and not out[-1]["content"]:
+                out[-1]["content"] = text
+            else:
+                out.append({"role": role, "content": text})
+        elif kind == "reasoning":
+            out.append(
+                {"role": "assistant", "content": "", "reasoning_content": _text_of(number, item.get("content") or item.get("summary"))}
+            )
+        elif kind == "function_call":
+            if not out or out[-1]["role"] != "assistant":
+                out.append({"role": "assistant", "content": ""})
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            out[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            out.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text_of(number, item.get("output"))})
+        else:
+            raise refused(f"input[{number}].type", kind, "only messages, reasoning, function calls and their outputs can be given")
+    return out
+
+
+def _text_of(number: int, content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        said = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
+        if not isinstance(said, str):
+            raise refused(f"input[{number}].content", part, "only text can be given: this server reads no images, audio or files")
+        texts.append(said)
+    return "".join(texts)
+
+
+def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function in chat's shape. Tools that a provider runs itself are refused."""
+    if tool.get("type") != "function":
+        raise refused(f"tools[{number}].type", tool.get("type"), "only functions can be called: this server runs no tools of its own")
+    known = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": known}
+
+
+def _with_id(item: dict[str, Any]) -> dict[str, Any]:
+    return item if item.get("id") else {"type": "message", **item, "id": f"msg_{secrets.token_hex(12)}"}
+
+
+@router.get("/responses/{identity}", tags=["openai"])
+async def stored(identity: str, request: Request) -> Response:
+    """A stored response."""
+    return JSONResponse(_stored(request, identity).response)
+
+
+@router.delete("/responses/{identity}", tags=["openai"])
+async def delete(identity: str, request: Request) -> Response:
+    """Forget a stored response."""
+    state: ServerState = request.app.state.server
+    state.responses.drop(request.state.tenant.namespace, identity)
+    return JSONResponse({"id": identity, "object": "response.deleted", "deleted": True})
+
+
+@router.get("/responses/{identity}/input_items", tags=["openai"])
+async def input_items(identity: str, request: Request) -> Response:
+    """The items that a stored response answered."""
+    items = [_shown(item) for item in reversed(_stored(request, identity).input)]
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
+
+
+def _shown(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as it is listed: a message's text in parts."""
+    if item.get("type") == "message" and isinstance(item.get("content"), str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        extra = {"annotations": []} if kind == "output_text" else {}
+        item = {**item, "content": [{"type": kind, "text": item["content"], **extra}]}
+    return {"status": "completed", **item}
+
+
+def _stored(request: Request, identity: str) -> StoredResponse:
+    state: ServerState = request.app.state.server
+    return state.responses.find(request.state.tenant.namespace, identity)

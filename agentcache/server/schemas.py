@@ -1,0 +1,224 @@
+"""Bodies of requests as OpenAI's clients send them. A parameter that is not here, or that cannot be honoured, is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..types import Constraint, Sampling
+from .errors import refused
+
+Text = Annotated[str, Field(max_length=64 << 20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TOKENS = 1024  # of an answer that names no bound
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # parameters that are taken in these values only
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "truncation": ("disabled",),
+    "background": (False,),
+    "echo": (False,),
+    "verbosity": ("medium",),
+}
+
+
+class Body(BaseModel):
+    """A body: unknown parameters are refused. Labels have no effect on the answer, and say so by being here."""
+
+    model_config = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=False)
+
+    model: str | None = None
+    # labels
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # values that change nothing
+    service_tier: str | None = None
+    # sampling
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stream: bool | None = False
+    # agentcache's own
+    volatile: list[str] | None = None
+
+    def check_neutral(self) -> None:
+        """Refuse parameters in values that would change the answer, and cannot."""
+        for name, values in NEUTRAL.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in values:
+                raise refused(name, value, f"only {' or '.join(map(repr, values))} can be honoured")
+
+    def sampling(self, max_tokens: int | None, stop: str | list[str] | None, logprobs: int | None) -> Sampling:
+        """Settings of decoding. ConfigError names the one that cannot be."""
+        named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+        given = {name: value for name in named if (value := getattr(self, name)) is not None}
+        if "seed" in given:
+            given["seed"] %= 1 << 64  # OpenAI's may be negative
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        return Sampling(max_tokens=TOKENS if max_tokens is None else max_tokens, stop=stops, logprobs=logprobs, **given)
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its text. Obfuscation hides lengths from those who watch the network: there is none here."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = None
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    stream_options: StreamOptions | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: bool | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    modalities: list[str] | None = None
+    verbosity: str | None = None
+
+
+class CompletionBody(Body):
+    """POST /v1/completions: a raw prompt, without a chat template."""
+
+    prompt: Text
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    stream_options: StreamOptions | None = None
+    suffix: None = None
+    n: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class ReasoningSettings(BaseModel):
+    """How long a Responses request may think. Thoughts are told whole: summaries are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    effort: Effort | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class TextSettings(BaseModel):
+    """The form of a Responses request's text."""
+
+    model_config = ConfigDict(extra="forbid")
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseBody(Body):
+    """POST /v1/responses."""
+
+    input: Text | list[dict[str, Any]] = Field(default_factory=list)
+    instructions: Text | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    include: list[str] | None = None
+    store: bool | None = True
+    stream_options: StreamOptions | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    max_tool_calls: None = None
+    conversation: None = None
+    prompt: None = None
+
+
+def tool_choice_of(choice: str | Mapping[str, Any] | None) -> tuple[str, tuple[str, ...] | None]:
+    """OpenAI's `tool_choice`, of chat and of responses, as the choice of a constraint and the tools that may be called."""
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            raise refused("tool_choice", choice, "must be 'auto', 'none', 'required' or name a function")
+        return ("any" if choice == "required" else choice), None
+    allowed = choice.get("allowed_tools", choice) if choice.get("type") == "allowed_tools" else None
+    if isinstance(allowed, Mapping) and isinstance(allowed.get("tools"), list) and allowed.get("mode", "auto") in ("auto", "required"):
+        names = tuple(str(_function_name(tool)) for tool in allowed["tools"])
+        return ("any" if allowed.get("mode") == "required" else "auto"), names
+    name = _function_name(choice)
+    if choice.get("type") != "function" or not isinstance(name, str) or not name:
+        raise refused("tool_choice", dict(choice), 'must be {"type": "function", ...} with a name, or of type "allowed_tools"')
+    return name, None
+
+
+def _function_name(said: Any) -> Any:
+    function = said.get("function", said) if isinstance(said, Mapping) else {}
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def schema_of(form: Mapping[str, Any] | None, param: str) -> Mapping[str, Any] | bool | None:
+    """The JSON schema that text is held to, True for any object, None for free text."""
+    kind = None if form is None else form.get("type")
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return True
+    told = form.get("json_schema", form) if kind == "json_schema" else None
+    if not isinstance(told, Mapping) or not isinstance(told.get("schema"), Mapping):
+        raise refused(param, dict(form), 'must be of type "text", "json_object" or "json_schema" with a schema')
+    schema: Mapping[str, Any] = told["schema"]
+    return schema
+
+
+def constraint_of(
+    tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, parallel: bool | None, schema: Mapping[str, Any] | bool | None
+) -> Constraint | None:
+    """The form of the answer; None where decoding is free."""
+    wanted, allowed = tool_choice_of(choice)
+    names = {_function_name(tool) for tool in tools}
+    for name in (*(allowed or ()), *(() if wanted in ("auto", "none", "any") else (wanted,))):
+        if name not in names:
+            raise refused("tool_choice", choice, f"there is no tool {name!r} among the tools")
+    if wanted == "any" and not tools:
+        raise refused("tool_choice", choice, "there are no tools")
+    strict = any(isinstance(tool.get("function", tool), Mapping) and tool.get("function", tool).get("strict") for tool in tools)
+    if not (strict or schema is not None or allowed is not None or parallel is False or wanted != "auto"):
+        return None
+    if not tools and schema is None:
+        return None
+    return Constraint(wanted, allowed=allowed, parallel=parallel is not False, schema=schema)
+
+
+def thinking_of(effort: str | None) -> dict[str, Any]:
+    """Keywords of chat templates that ask for a thought, or for none."""
+    if effort is None:
+        return {}
+    thinks = effort != "none"
+    return {"enable_thinking": thinks, "thinking": thinks, **({"reasoning_effort": effort} if thinks else {})}

@@ -1,0 +1,128 @@
+"""The models that a server serves: loaded in the background, or when first asked for, and closed after an idle time. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from .errors import ServerError
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+State = Literal["unloaded", "loading", "ready", "failed"]
+IDLE_LOOK_S = 1.0
+
+
+@dataclass(eq=False)
+class ServedModel:
+    """One model by name. open: makes its engine, on a thread of its own; it is told a function that says what is done."""
+
+    name: str
+    open: Callable[[Callable[[str], None]], Engine]
+    state: State = "unloaded"
+    # what is being done, while it loads; the error, once it failed
+    phase: str = ""
+    # requests that run on it
+    busy: int = 0
+    # by time.monotonic(), of the start of loading and of the last use
+    began: float = 0.0
+    used: float = field(default_factory=time.monotonic)
+    engine: Engine | None = None
+    _loading: asyncio.Task[Engine] | None = None
+
+    def load(self) -> asyncio.Task[Engine]:
+        """The task that loads it, or has loaded it. Runs on the loop's thread."""
+        if self._loading is None:
+            self.state, self.phase, self.began = "loading", "starting", time.monotonic()
+            self._loading = asyncio.create_task(self._load())
+        return self._loading
+
+    async def _load(self) -> Engine:
+        def say(phase: str) -> None:
+            self.phase = phase
+
+        try:
+            engine = await asyncio.to_thread(self.open, say)
+        except BaseException as error:
+            self.state, self.phase, self._loading = "failed", f"{type(error).__name__}: {error}", None
+            raise
+        self.engine, self.state, self.phase, self.used = engine, "ready", "", time.monotonic()
+        return engine
+
+    async def unload(self) -> None:
+        """Close its engine; the next request loads it again."""
+        if self._loading is not None:
+            loading, self._loading = self._loading, None
+            try:
+                engine = await loading
+            except Exception:  # noqa: BLE001  # whatever made loading fail was told to those who asked
+                return
+            self.engine, self.state = None, "unloaded"
+            await asyncio.to_thread(engine.close)
+
+    def about(self) -> dict[str, object]:
+        """State, in words and seconds."""
+        seconds = round(time.monotonic() - self.began, 1) if self.state == "loading" else 0.0
+        return {"model": self.name, "state": self.state, "phase": self.phase, "loading_seconds": seconds, "running": self.busy}
+
+
+class ServedModels:
+    """All models of a server. The first one loads at once; idle_s: a model without requests for so long is closed, 0 for never."""
+
+    def __init__(self, models: list[ServedModel], idle_s: float = 0.0) -> None:
+        self._models = {model.name: model for model in models}
+        self._idle_s = idle_s
+        self.first = models[0]
+
+    @property
+    def all(self) -> list[ServedModel]:
+        """In the order in which they were named."""
+        return list(self._models.values())
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model of that name, the first one for None. ServerError 404: there is none."""
+        found = self.first if name is None else self._models.get(name)
+        if found is None:
+            known = ", ".join(map(repr, self._models))
+            raise ServerError(404, f"model={name!r}: there is no such model, only {known}", param="model", code="model_not_found")
+        return found
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[Engine]:
+        """The engine of that model, loaded if it is not, and kept open until the block ends."""
+        model = self.get(name)
+        model.busy += 1
+        try:
+            yield await self._loaded(model)
+        finally:
+            model.busy -= 1
+            model.used = time.monotonic()
+
+    async def _loaded(self, model: ServedModel) -> Engine:
+        try:
+            return await asyncio.shield(model.load())
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
+            raise ServerError(
+                503,
+                f"model {model.name!r} could not be loaded: {error}",
+                kind="server_error",
+                code="model_failed",
+                headers={"Retry-After": "5"},
+            ) from error
+
+    async def close_idle(self) -> None:
+        """Close models that are idle for too long, for ever."""
+        while self._idle_s:
+            await asyncio.sleep(min(IDLE_LOOK_S, self._idle_s))
+            for model in self.all:
+                if model.state == "ready" and not model.busy and time.monotonic() - model.used >= self._idle_s:
+                    await model.unload()
+
+    async def close(self) -> None:
+        """Close all."""
+        await asyncio.gather(*(model.unload() for model in self.all))

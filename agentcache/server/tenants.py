@@ -1,0 +1,133 @@
+"""Tenants: API keys, their namespaces, and the bounds of what each may ask for at once. Knows no models.
+
+Without a keys file there is one tenant, on this machine only. A keys file is TOML:
+
+    [alice]
+    key = "sk-..."          # or key_sha256 = "..."
+    namespace = "alice"     # by default the name
+    requests = 4            # at once; by default 8
+    pages = 2000            # that tool groups may pin; by default no bound
+    admin = false           # sees all namespaces in /status, and /metrics
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..types import check_name
+from .errors import ServerError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REQUESTS = 8  # at once, of one tenant
+RETRY_S = 1
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """Caller of one API key."""
+
+    name: str
+    namespace: str
+    # requests at once
+    requests: int = REQUESTS
+    # pinned pages, None for no bound
+    pages: int | None = None
+    # sees other namespaces and the metrics
+    admin: bool = False
+    # requests that run now
+    running: int = 0
+
+
+class Tenants:
+    """All tenants, and the bound of requests that the server takes at once. keys: by SHA-256; None where no key is asked for."""
+
+    def __init__(self, keys: Mapping[str, Tenant] | None, most: int) -> None:
+        self._keys, self._most = keys, most
+        self._local = Tenant("local", "default", most, admin=True)
+        self.running = 0
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str] | None, most: int) -> Tenants:
+        """From a keys file. ConfigError: it cannot be used."""
+        if path is None:
+            return cls(None, most)
+        try:
+            plain = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"keys={os.fspath(path)!r} cannot be read: {error}") from error
+        if not plain:
+            raise ConfigError(f"keys={os.fspath(path)!r} names no tenant: give each a table with a key")
+        keys: dict[str, Tenant] = {}
+        for name, said in plain.items():
+            digest, tenant = _tenant(name, said)
+            if digest in keys:
+                raise ConfigError(f"keys: {name!r} and {keys[digest].name!r} have the same key")
+            keys[digest] = tenant
+        return cls(keys, most)
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether a key is needed."""
+        return self._keys is not None
+
+    def of(self, authorization: str | None, key: str | None = None) -> Tenant:
+        """The tenant of a request's headers. ServerError 401: there is no key, or it is none of ours."""
+        if self._keys is None:
+            return self._local
+        scheme, _, bearer = (authorization or "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else key or ""
+        tenant = self._keys.get(hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()) if given else None
+        if tenant is None:
+            said = "no API key was given: send it as 'Authorization: Bearer KEY'" if not given else "this API key is unknown"
+            raise ServerError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return tenant
+
+    @contextmanager
+    def admit(self, tenant: Tenant) -> Iterator[None]:
+        """Count one running request. ServerError 429: the tenant, or the server, runs as many as it may."""
+        if tenant.running >= tenant.requests or self.running >= self._most:
+            whose = "this key has" if tenant.running >= tenant.requests else "the server has"
+            bound = tenant.requests if tenant.running >= tenant.requests else self._most
+            raise ServerError(
+                429, f"{whose} {bound} requests running: wait for one to end", kind="rate_limit_error", code="too_many_requests",
+                headers={"Retry-After": str(RETRY_S)},
+            )  # fmt: skip
+        tenant.running += 1
+        self.running += 1
+        try:
+            yield
+        finally:
+            tenant.running -= 1
+            self.running -= 1
+
+
+def _tenant(name: str, said: Any) -> tuple[str, Tenant]:
+    """The digest of a tenant's key, and the tenant."""
+    known = {"key", "key_sha256", "namespace", "requests", "pages", "admin"}
+    if not isinstance(said, dict) or set(said) - known:
+        raise ConfigError(f"keys: {name!r} must be a table of {sorted(known)!r}")
+    key, digest = said.get("key"), said.get("key_sha256")
+    if (key is None) is (digest is None) or not isinstance(key or digest, str) or len(key or digest) < 16:
+        raise ConfigError(f"keys: {name!r} needs either a key of at least 16 characters or its key_sha256")
+    requests, pages = said.get("requests", REQUESTS), said.get("pages")
+    for setting, value in (("requests", requests), ("pages", 1 if pages is None else pages)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"keys: {name!r}: {setting}={value!r} must be a whole number of at least 1")
+    namespace, admin = said.get("namespace", name), said.get("admin", False)
+    check_name("namespace", namespace)
+    if type(admin) is not bool:
+        raise ConfigError(f"keys: {name!r}: admin={admin!r} must be true or false")
+    found = digest.lower() if digest else hashlib.sha256(key.encode()).hexdigest()
+    return found, Tenant(name, namespace, requests, pages, admin)
