@@ -368,7 +368,7 @@ def _shown(item: dict[str, Any]) -> dict[str, Any]:
     """An item as it is listed: a message's text in parts."""
     if item.get("type") == "message" and isinstance(item.get("content"), str):
         kind = "output_text" if item.get("role") == "assistant" else "input_text"
-        extra = {"annotations": []} if kind == "output_text" else {}
+        extra: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
         item = {**item, "content": [{"type": kind, "text": item["content"], **extra}]}
     return {"status": "completed", **item}
 

@@ -118,8 +118,8 @@ def _tenant(name: str, said: Any) -> tuple[str, Tenant]:
     known = {"key", "key_sha256", "namespace", "requests", "pages", "admin"}
     if not isinstance(said, dict) or set(said) - known:
         raise ConfigError(f"keys: {name!r} must be a table of {sorted(known)!r}")
-    key, digest = said.get("key"), said.get("key_sha256")
-    if (key is None) is (digest is None) or not isinstance(key or digest, str) or len(key or digest) < 16:
+    key, digest = said.get("key", ""), said.get("key_sha256", "")
+    if bool(key) is bool(digest) or not isinstance(key, str) or not isinstance(digest, str) or len(key or digest) < 16:
         raise ConfigError(f"keys: {name!r} needs either a key of at least 16 characters or its key_sha256")
     requests, pages = said.get("requests", REQUESTS), said.get("pages")
     for setting, value in (("requests", requests), ("pages", 1 if pages is None else pages)):
