@@ -58,11 +58,13 @@ async def opened(
 ) -> Answer:
     """Admit a request, wait for its model, and hand it to the engine. ask(engine, namespace) runs on a thread: layout takes a while."""
     tenant: Tenant = request.state.tenant
-    state.models.get(model)
+    name = state.models.get(model).name
+    if state.closing.is_set():
+        raise _closing()
     stack.enter_context(state.tenants.admit(tenant))
     engine = await stack.enter_async_context(state.models.use(model))
     identity = f"{prefix}-{secrets.token_hex(12)}"
-    record = state.records.open(identity, tenant.namespace, engine.name, request.url.path)
+    record = state.records.open(identity, tenant.namespace, name, request.url.path)
     try:
         stream = await anyio.to_thread.run_sync(ask, engine, tenant.namespace)
     except AgentCacheError as error:
@@ -78,7 +80,7 @@ async def opened(
 async def whole(state: ServerState, request: Request, answer: Answer, work: Awaitable[Mapping[str, Any]]) -> Response:
     """The answer at once, as `work` makes it. The request ends where its client leaves, or its time is over."""
     try:
-        told = await _unless_gone(request, work, state.limits.answer_s)
+        told = await _unless_gone(state, request, work)
     except TimeoutError as error:
         answer.record.fail("timeout")
         raise _late(state) from error
@@ -89,18 +91,20 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
     return JSONResponse({**told, ANSWER: answer.record.as_dict()})
 
 
-async def _unless_gone(request: Request, work: Awaitable[T], seconds: float) -> T:
-    """The result of `work`, which is cancelled if the client leaves. TimeoutError: it takes longer."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the client leaves or the server ends. TimeoutError: it takes longer than it may."""
+    task, gone, closing = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request)), asyncio.ensure_future(state.closing.wait())
     try:
-        if not (await asyncio.wait((task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
+        waiting: tuple[asyncio.Future[Any], ...] = (task, gone, closing)
+        done, _ = await asyncio.wait(waiting, timeout=state.limits.answer_s, return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
+            return task.result()
+        if not done:
             raise TimeoutError
-        if not task.done():
-            raise CancelledError("the client left before its answer was whole")
-        return task.result()
+        raise _closing() if closing in done else CancelledError("the client left before its answer was whole")
     finally:
-        gone.cancel()
-        task.cancel()
+        for each in (task, gone, closing):
+            each.cancel()
 
 
 async def _gone(request: Request) -> None:
@@ -116,15 +120,15 @@ def streamed(
     async def told() -> AsyncIterator[str]:
         async with stack:
             try:
-                async with aclosing(_alive(events, state.limits.answer_s)) as alive:
+                async with aclosing(_alive(state, events)) as alive:
                     async for event in alive:
                         yield event
             except TimeoutError:
                 answer.record.fail("timeout")
                 yield failed(_late(state))
-            except AgentCacheError as error:
+            except (AgentCacheError, ServerError) as error:
                 answer.record.fail(str(error))
-                yield failed(ServerError.of(error))
+                yield failed(ServerError.of(error) if isinstance(error, AgentCacheError) else error)
             else:
                 answer.record.end(answer.stream.receipt)
             finally:
@@ -136,22 +140,31 @@ def streamed(
     return StreamingResponse(told(), media_type="text/event-stream", headers=headers)
 
 
-async def _alive(events: AsyncIterator[str], seconds: float) -> AsyncGenerator[str, None]:
-    """The same events, with a comment where none comes for long. TimeoutError: they take longer."""
-    end = time.monotonic() + seconds
-    while True:
-        coming = asyncio.ensure_future(anext(events, None))
-        try:
-            while not (await asyncio.wait((coming,), timeout=min(PING_S, end - time.monotonic())))[0]:
-                if time.monotonic() >= end:
-                    raise TimeoutError
+async def _alive(state: ServerState, events: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+    """The same events, with a comment where none comes for long. TimeoutError: they take longer than they may."""
+    end = time.monotonic() + state.limits.answer_s
+    closing = asyncio.ensure_future(state.closing.wait())
+    coming: asyncio.Future[str | None] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(events, None))
+            left = end - time.monotonic()
+            done, _ = await asyncio.wait((coming, closing), timeout=max(0.0, min(PING_S, left)), return_when=asyncio.FIRST_COMPLETED)
+            if coming in done:
+                event, coming = coming.result(), None
+                if event is None:
+                    return
+                yield event
+            elif closing in done:
+                raise _closing()
+            elif left <= PING_S:
+                raise TimeoutError
+            else:
                 yield ": waiting\n\n"
-            event = coming.result()
-        finally:
+    finally:
+        closing.cancel()
+        if coming is not None:
             coming.cancel()
-        if event is None:
-            return
-        yield event
 
 
 def sse(data: Any, event: str | None = None) -> str:
@@ -162,3 +175,9 @@ def sse(data: Any, event: str | None = None) -> str:
 
 def _late(state: ServerState) -> ServerError:
     return ServerError(504, f"no whole answer within {state.limits.answer_s:.0f} s", kind="server_error", code="timeout")
+
+
+def _closing() -> ServerError:
+    return ServerError(
+        503, "the server is shutting down: ask again", kind="server_error", code="shutting_down", headers={"Retry-After": "5"}
+    )

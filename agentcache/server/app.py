@@ -28,11 +28,11 @@ def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.models.first.load()
-        idle = asyncio.create_task(state.models.close_idle())
+        looking = asyncio.create_task(state.models.look_after())
         yield
-        idle.cancel()
+        looking.cancel()
         with suppress(asyncio.CancelledError):
-            await idle
+            await looking
         await state.models.close()
 
     app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, redoc_url=None)

@@ -121,6 +121,7 @@ async def register(body: ToolsBody, request: Request) -> Response:
             group = Registered(body.name, tenant.namespace, name, body.system, body.tools, body.ttl_s, body.pinned)
             made = await _warmed(engine, group, tenant)
             state.tools.add(group)
+            state.tools.use(group)
             return JSONResponse({**_about(group, made), "computed_tokens": made.computed_tokens, "warm_ms": made.warm_ms})
 
 
@@ -185,7 +186,12 @@ async def delete(name: str, request: Request) -> Response:
 async def query(body: QueryBody, request: Request) -> Response:
     """Ask a registered group a question."""
     state = _state(request)
-    group = state.tools.find(_tenant(request).namespace, body.group)
+    tenant = _tenant(request)
+    group = state.tools.find(tenant.namespace, body.group)
+    async with state.models.use(group.model) as engine:
+        if group.pinned and not any((one.namespace, one.name) == (group.namespace, group.name) for one in engine.groups):
+            await _warmed(engine, group, tenant)  # its time was over
+    state.tools.use(group)
     system = [{"role": "system", "content": group.system}] if group.system else []
     said = body.model_dump(exclude={"group", "question"}, exclude_none=True)
     asked = ChatBody(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +38,7 @@ def serve(
             import uvicorn
 
             from .app import LOCAL, create_app
+            from .listening import EndingServer, listening
             from .registered_tools import RegisteredTools
             from .served_models import ServedModels
             from .state import Limits, ServerState
@@ -53,19 +53,10 @@ def serve(
             raise ConfigError(f"models={models!r}: two have one name; give NAME=PATH")
         state = ServerState(ServedModels(served, idle), tenants, RegisteredTools(_folder(store)), Limits(answer_s=timeout))
         config = uvicorn.Config(create_app(state), log_level="warning", timeout_graceful_shutdown=3, access_log=False)
-        with _listening(host, port) as listener:
+        with listening(host, port) as listener:
             address, bound = listener.getsockname()[:2]
             typer.echo(f"agentcache serves {', '.join(model.name for model in served)} on http://{address}:{bound}")
-            uvicorn.Server(config).run([listener])
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host={host!r} --port={port!r}: cannot listen there: {error}") from error
-    return listener
+            EndingServer(config, state.closing).run([listener])
 
 
 def _folder(store: Path | None) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class RegisteredTools:
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FILE
         self._known: dict[tuple[str, str], Registered] = {}
+        self._used: dict[tuple[str, str], float] = {}  # by time.monotonic()
         try:
             plain = json.loads(self._file.read_text(encoding="utf-8")) if self._file else []
             self._known = {(said["namespace"], said["name"]): Registered(**said) for said in plain}
@@ -57,6 +59,19 @@ class RegisteredTools:
         if found is None:
             raise ServerError(404, f"there is no tool group {name!r}: register it with POST /tools", param="name", code="group_not_found")
         return found
+
+    def use(self, group: Registered) -> None:
+        """Begin its time anew."""
+        self._used[group.namespace, group.name] = time.monotonic()
+
+    def lapsed(self) -> list[Registered]:
+        """Those whose time is over: they stay registered, and their pins end. Each is told once."""
+        now = time.monotonic()
+        timed = [group for group in self._known.values() if group.ttl_s is not None and (group.namespace, group.name) in self._used]
+        over = [group for group in timed if now - self._used[group.namespace, group.name] >= (group.ttl_s or 0.0)]
+        for group in over:
+            del self._used[group.namespace, group.name]
+        return over
 
     def drop(self, group: Registered) -> None:
         """Forget a group."""

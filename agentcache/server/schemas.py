@@ -160,22 +160,22 @@ class ResponseBody(Body):
     prompt: None = None
 
 
-def tool_choice_of(choice: str | Mapping[str, Any] | None) -> tuple[str, tuple[str, ...] | None]:
-    """OpenAI's `tool_choice`, of chat and of responses, as the choice of a constraint and the tools that may be called."""
+def tool_choice_of(choice: str | Mapping[str, Any] | None) -> tuple[str, tuple[str, ...] | None, bool]:
+    """OpenAI's `tool_choice`, of chat and of responses: "auto", "none" or "any", the tools that may be called, and whether once only."""
     if choice is None:
-        return "auto", None
+        return "auto", None, False
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
             raise refused("tool_choice", choice, "must be 'auto', 'none', 'required' or name a function")
-        return ("any" if choice == "required" else choice), None
+        return ("any" if choice == "required" else choice), None, False
     allowed = choice.get("allowed_tools", choice) if choice.get("type") == "allowed_tools" else None
     if isinstance(allowed, Mapping) and isinstance(allowed.get("tools"), list) and allowed.get("mode", "auto") in ("auto", "required"):
         names = tuple(str(_function_name(tool)) for tool in allowed["tools"])
-        return ("any" if allowed.get("mode") == "required" else "auto"), names
+        return ("any" if allowed.get("mode") == "required" else "auto"), names, False
     name = _function_name(choice)
     if choice.get("type") != "function" or not isinstance(name, str) or not name:
         raise refused("tool_choice", dict(choice), 'must be {"type": "function", ...} with a name, or of type "allowed_tools"')
-    return name, None
+    return "any", (name,), True
 
 
 def _function_name(said: Any) -> Any:
@@ -201,9 +201,9 @@ def constraint_of(
     tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, parallel: bool | None, schema: Mapping[str, Any] | bool | None
 ) -> Constraint | None:
     """The form of the answer; None where decoding is free."""
-    wanted, allowed = tool_choice_of(choice)
-    names = {_function_name(tool) for tool in tools}
-    for name in (*(allowed or ()), *(() if wanted in ("auto", "none", "any") else (wanted,))):
+    wanted, allowed, once = tool_choice_of(choice)
+    names = [_function_name(tool) for tool in tools]
+    for name in allowed or ():
         if name not in names:
             raise refused("tool_choice", choice, f"there is no tool {name!r} among the tools")
     if wanted == "any" and not tools:
@@ -213,7 +213,7 @@ def constraint_of(
         return None
     if not tools and schema is None:
         return None
-    return Constraint(wanted, allowed=allowed, parallel=parallel is not False, schema=schema)
+    return Constraint(wanted, allowed=allowed, parallel=parallel is not False and not once, schema=schema)
 
 
 def thinking_of(effort: str | None) -> dict[str, Any]:

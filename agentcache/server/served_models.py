@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 State = Literal["unloaded", "loading", "ready", "failed"]
-IDLE_LOOK_S = 1.0
+LOOK_S = 1.0
 
 
 @dataclass(eq=False)
@@ -72,12 +72,16 @@ class ServedModel:
 
 
 class ServedModels:
-    """All models of a server. The first one loads at once; idle_s: a model without requests for so long is closed, 0 for never."""
+    """All models of a server. The first one loads at once; idle_s: a model without requests for so long is closed, 0 for never.
+
+    keep: called about once a second, on the loop's thread.
+    """
 
     def __init__(self, models: list[ServedModel], idle_s: float = 0.0) -> None:
         self._models = {model.name: model for model in models}
         self._idle_s = idle_s
         self.first = models[0]
+        self.keep: Callable[[], None] = lambda: None
 
     @property
     def all(self) -> list[ServedModel]:
@@ -115,12 +119,14 @@ class ServedModels:
                 headers={"Retry-After": "5"},
             ) from error
 
-    async def close_idle(self) -> None:
-        """Close models that are idle for too long, for ever."""
-        while self._idle_s:
-            await asyncio.sleep(min(IDLE_LOOK_S, self._idle_s))
+    async def look_after(self) -> None:
+        """Close models that are idle for too long, and call `keep`, for ever."""
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._idle_s or LOOK_S))
+            self.keep()
             for model in self.all:
-                if model.state == "ready" and not model.busy and time.monotonic() - model.used >= self._idle_s:
+                idle = self._idle_s and time.monotonic() - model.used >= self._idle_s
+                if idle and model.state == "ready" and not model.busy:
                     await model.unload()
 
     async def close(self) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
+from ..errors import AgentCacheError
 from .metrics import Metrics
 from .records import Records
 from .registered_tools import RegisteredTools
 from .responses import StoredResponses
-from .served_models import ServedModels
+from .served_models import ServedModel, ServedModels
 from .tenants import Tenants
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,28 @@ class ServerState:
     records: Records = field(default_factory=Records)
     responses: StoredResponses = field(default_factory=StoredResponses)
     metrics: Metrics = field(init=False)
+    # set when the server is about to end: running answers end with an error
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.models, self.tenants)
         self.records.on_change(self.metrics.record)
+        self.models.keep = self._unpin_lapsed
+        for model in self.models.all:
+            model.open = partial(self._opened, model, model.open)
+
+    def _opened(self, model: ServedModel, open_engine: Callable[[Callable[[str], None]], Engine], say: Callable[[str], None]) -> Engine:
+        """An engine that holds the tool groups that were registered for it, in an earlier process too."""
+        engine = open_engine(say)
+        for group in self.tools.of(None):
+            if group.model == model.name and group.pinned:
+                say(f"tool group {group.name}")
+                with suppress(AgentCacheError):  # a group that no longer fits is computed, and refused, when it is asked for
+                    engine.warm(group.system or None, group.tools, name=group.name, namespace=group.namespace)
+        return engine
+
+    def _unpin_lapsed(self) -> None:
+        for group in self.tools.lapsed():
+            engine = self.models.get(group.model).engine
+            if engine is not None and not engine.closed:
+                engine.release(group.name, namespace=group.namespace)

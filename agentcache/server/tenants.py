@@ -127,6 +127,8 @@ def _tenant(name: str, said: Any) -> tuple[str, Tenant]:
             raise ConfigError(f"keys: {name!r}: {setting}={value!r} must be a whole number of at least 1")
     namespace, admin = said.get("namespace", name), said.get("admin", False)
     check_name("namespace", namespace)
+    if not namespace:
+        raise ConfigError(f"keys: {name!r}: namespace='' is no name")
     if type(admin) is not bool:
         raise ConfigError(f"keys: {name!r}: admin={admin!r} must be true or false")
     found = digest.lower() if digest else hashlib.sha256(key.encode()).hexdigest()

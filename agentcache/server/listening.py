@@ -1,0 +1,34 @@
+"""The socket of a server, and its end: running answers are told before their connections close."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import FrameType
+
+import uvicorn
+
+from ..errors import ConfigError
+
+
+class EndingServer(uvicorn.Server):
+    """A server that sets `closing` when a signal ends it."""
+
+    def __init__(self, config: uvicorn.Config, closing: asyncio.Event) -> None:
+        super().__init__(config)
+        self._closing = closing
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal, on the loop's thread."""
+        self._closing.set()
+        super().handle_exit(sig, frame)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens there. ConfigError: it cannot."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host={host!r} --port={port!r}: cannot listen there: {error}") from error
+    return listener

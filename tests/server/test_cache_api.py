@@ -1,0 +1,112 @@
+"""Tool groups, questions, probes, status and forgetting over HTTP; a restarted server goes on from its disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving import ASKED, SYSTEM, TIDE, Served, ready, serving
+
+GROUP = {"name": "desk", "system": SYSTEM, "tools": [TIDE]}
+QUESTION = {"group": "desk", "question": "When is high water in Port Averil?", "max_tokens": 2}
+
+
+def post(served: Served, path: str, body: Any, status: int = 200) -> dict[str, Any]:
+    with served.client() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_group_is_registered_asked_and_deleted(served: Served) -> None:
+    made = post(served, "/tools", GROUP)
+    assert (made["status"], made["pinned"], made["tools"]) == ("warm", True, ["tide"])
+    assert made["computed_tokens"] == made["prefix_tokens"] > 300
+    assert post(served, "/tools", GROUP)["computed_tokens"] <= 1, "known already"
+    with served.client() as http:
+        assert [group["name"] for group in http.get("/tools").json()["groups"]] == ["desk"]
+        answer = http.post("/query", json=QUESTION).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= made["prefix_tokens"]
+        assert http.delete("/tools/desk").json()["groups"] == ["desk"]
+        assert http.delete("/tools/desk").status_code == 404
+        assert http.get("/tools").json()["groups"] == []
+    assert post(served, "/query", QUESTION, 404)["error"]["code"] == "group_not_found"
+    assert served.state.models.first.engine.store.audit()["pins"] == 0  # type: ignore[union-attr]
+
+
+def test_a_probe_says_what_the_next_request_finds(served: Served) -> None:
+    messages = [{"role": "system", "content": f"Of probes. {SYSTEM}"}, ASKED[1]]
+    body = {"messages": messages, "tools": [TIDE]}
+    cold = post(served, "/v1/cache/probe", body)
+    assert (cold["memory_tokens"], cold["disk_tokens"]) < (32, 1)
+    asked = post(served, "/v1/chat/completions", {**body, "max_tokens": 1})
+    warm = post(served, "/v1/cache/probe", body)
+    assert cold["prompt_tokens"] == warm["prompt_tokens"] == asked["usage"]["prompt_tokens"]
+    assert cold["computed_tokens"] == asked["x_agentcache"]["receipt"]["computed_tokens"]
+    assert (warm["computed_tokens"], warm["reason"]) == (1, "LAST_TOKEN")
+
+
+def test_a_restarted_server_computes_the_tail_only(tmp_path: Path) -> None:
+    with serving(store=tmp_path) as first:
+        made = post(ready(first), "/tools", GROUP)
+        cold = post(first, "/query", QUESTION)
+    with serving(store=tmp_path) as second:
+        with ready(second).client() as http:
+            (group,) = http.get("/tools").json()["groups"]
+        assert (group["name"], group["status"], group["digest"]) == ("desk", "warm", made["digest"])
+        warm = post(second, "/query", {**QUESTION, "question": "When is high water in Tarn Haven?"})
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= made["prefix_tokens"]
+    assert cold["usage"]["prompt_tokens"] < made["prefix_tokens"] + 60
+
+
+def test_forgetting_leaves_nothing(served: Served) -> None:
+    post(served, "/v1/chat/completions", {"messages": ASKED, "max_tokens": 1})
+    assert post(served, "/v1/cache/forget", {"older_than": 0})["memory_pages"] > 0
+    assert post(served, "/v1/cache/probe", {"messages": ASKED})["memory_tokens"] == 0
+    assert post(served, "/v1/cache/forget", {"group": "none"}, 404)["error"]["code"] == "group_not_found"
+
+
+def test_status_tells_of_groups_tiers_and_requests(served: Served) -> None:
+    post(served, "/tools", GROUP)
+    asked = post(served, "/query", QUESTION)
+    with served.client() as http:
+        status = http.get("/status?last=1").json()
+        assert http.get(f"/v1/receipts/{asked['id']}").json() == status["last"][0] == asked["x_agentcache"]
+        metrics = http.get("/metrics").text
+        assert http.get("/v1/receipts/none").status_code == 404
+    model = status["models"][0]
+    assert (model["model"], model["state"]) == ("embedded", "ready")
+    assert model["memory"]["pinned_pages"] > 0
+    assert status["groups"][0]["name"] == "desk"
+    assert status["refusals"]
+    assert 0 < status["tokens"]["hit_share"] < 1
+    for name in (
+        "agentcache_requests_total{",
+        "agentcache_ttft_seconds_bucket{",
+        'source="memory"',
+        'what="evictions"',
+        'reason="DIVERGED"',
+    ):
+        assert name in metrics, name
+    assert SYSTEM[:20] not in str(status)
+
+
+def test_a_timed_group_is_unpinned_and_pinned_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    post(served, "/tools", {**GROUP, "name": "brief", "ttl_s": 3600})
+    (group,) = [one for one in served.state.tools.of(None) if one.name == "brief"]
+    assert served.state.tools.lapsed() == []
+    served.state.tools._used[group.namespace, "brief"] -= 3601
+    served.state.models.keep()
+    engine = served.state.models.first.engine
+    assert engine is not None
+    assert "brief" not in {one.name for one in engine.groups}
+    post(served, "/query", {**QUESTION, "group": "brief"})
+    assert "brief" in {one.name for one in engine.groups}
+
+
+@pytest.mark.parametrize("body", [{}, {"name": ""}, {"name": "x", "ttl_s": 0}, {"name": "x", "more": 1}, {"name": "x", "tools": [5]}])
+def test_a_group_that_cannot_be_is_refused(served: Served, body: dict[str, Any]) -> None:
+    assert post(served, "/tools", body, 400)["error"]["message"]

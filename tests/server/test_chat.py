@@ -1,0 +1,162 @@
+"""Chat and text completions over HTTP: streamed and whole say the same, and what cannot be honoured is refused by name."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
+
+openai = pytest.importorskip("openai")
+
+
+def client(served: Served, *, strict: bool = True) -> Any:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=strict)
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    """(event, data) of a stream of server-sent events."""
+    found = []
+    for block in filter(None, text.split("\n\n")):
+        lines = dict(line.split(": ", 1) for line in block.split("\n"))
+        if "data" in lines:
+            found.append((lines.get("event", ""), lines["data"] if lines["data"] == "[DONE]" else json.loads(lines["data"])))
+    return found
+
+
+@pytest.mark.parametrize("choice", [None, "required", {"type": "function", "function": {"name": "tide"}}])
+def test_a_stream_says_what_a_whole_answer_says(served: Served, choice: Any) -> None:
+    asked = {"model": "embedded", "messages": ASKED, "tools": [TIDE], "max_tokens": 64, **({"tool_choice": choice} if choice else {})}
+    whole = client(served).chat.completions.create(**asked)
+    message, text, calls, finish = whole.choices[0].message, "", dict[int, list[str]](), None
+    for chunk in client(served).chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        for choice_ in chunk.choices:
+            text += choice_.delta.content or ""
+            finish = choice_.finish_reason or finish
+            for call in choice_.delta.tool_calls or []:
+                known = calls.setdefault(call.index, ["", "", ""])
+                known[0] += call.id or ""
+                known[1] += call.function.name or ""
+                known[2] += call.function.arguments or ""
+    assert text == (message.content or "")
+    assert finish == whole.choices[0].finish_reason
+    assert list(calls.values()) == [[one.id, one.function.name, one.function.arguments] for one in message.tool_calls or []]
+    assert bool(calls) is (choice is not None)
+    assert chunk.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert chunk.usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1
+    if choice:
+        assert json.loads(message.tool_calls[0].function.arguments).keys() == {"port"}
+        assert finish == "tool_calls"
+
+
+def test_usage_and_receipt_tell_of_cached_tokens(served: Served) -> None:
+    with served.client() as http:
+        http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1})
+        answer = http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1}).json()
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == answer["usage"]["prompt_tokens"] - 1 == answer["x_agentcache"]["receipt"]["cached_tokens"]
+        assert http.get(f"/v1/receipts/{answer['id']}").json() == answer["x_agentcache"]
+        told = events(http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1, "stream": True}).text)
+    assert [name for name, _ in told][-2:] == ["", "x_agentcache"], "clients stop reading before it"
+    assert told[-2][1] == "[DONE]"
+    assert told[-1][1]["receipt"]["cached_tokens"] == cached
+
+
+def test_an_answer_is_held_to_its_schema(served: Served) -> None:
+    schema = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
+    form = {"type": "json_schema", "json_schema": {"name": "port", "schema": schema}}
+    answer = client(served).chat.completions.create(model="embedded", messages=ASKED, response_format=form, max_tokens=64)
+    assert json.loads(answer.choices[0].message.content).keys() == {"port"}
+
+
+def test_log_probabilities_come_with_each_token(served: Served) -> None:
+    asked = {"model": "embedded", "messages": ASKED, "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 4}
+    told = client(served).chat.completions.create(**asked).choices[0].logprobs.content
+    *_, last = client(served).chat.completions.create(**asked, stream=True)
+    assert len(told) == 4
+    assert [len(one.top_logprobs) for one in told] == [2] * 4
+    assert [one.token for one in last.choices[0].logprobs.content] == [one.token for one in told]
+
+
+def test_a_text_completion_goes_on(served: Served) -> None:
+    asked = {"model": "embedded", "prompt": "The keeper of the", "max_tokens": 6, "logprobs": 1}
+    whole = client(served).completions.create(**asked).choices[0]
+    streamed = [chunk.choices[0] for chunk in client(served, strict=False).completions.create(**asked, stream=True)]
+    assert "".join(choice.text for choice in streamed) == whole.text
+    assert whole.finish_reason == streamed[-1].finish_reason == "length"
+    assert len(whole.logprobs.tokens) == len(streamed[-1].logprobs.tokens) == 6
+
+
+REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
+    ({"n": 2}, "n", 400),
+    ({"logit_bias": {"5": 1}}, "logit_bias", 400),
+    ({"presence_penalty": 0.5}, "presence_penalty", 400),
+    ({"service_tier": "flex"}, "service_tier", 400),
+    ({"functions": []}, "functions", 400),
+    ({"audio": {}}, "audio", 400),
+    ({"temperature": -1}, None, 400),
+    ({"max_tokens": 0}, None, 400),
+    ({"stop": [""]}, None, 400),
+    ({"messages": []}, None, 400),
+    ({"messages": "hello"}, "messages", 400),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]}, None, 400),
+    ({"tool_choice": "required"}, "tool_choice", 400),
+    ({"tool_choice": {"type": "function", "function": {"name": "none"}}, "tools": [TIDE]}, "tool_choice", 400),
+    ({"response_format": {"type": "xml"}}, "response_format", 400),
+    ({"tools": [{"type": "function", "function": {"name": 5}}]}, None, 400),
+    ({"model": "another"}, "model", 404),
+    ({"messages": [{"role": "user", "content": "word " * 20_000}]}, None, 400),
+]
+
+
+@pytest.mark.parametrize(("change", "param", "status"), REFUSED, ids=[str(change)[:40] for change, *_ in REFUSED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_honoured_is_refused(served: Served, change: dict[str, Any], param: str | None, status: int, stream: bool) -> None:
+    with served.client() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": ASKED, "stream": stream, **change})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), error
+    assert error["message"]
+
+
+def test_labels_change_nothing(served: Served) -> None:
+    labels = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "store": True, "n": 1, "service_tier": "auto", "stop": None}
+    with served.client() as http:
+        plain, labelled = (
+            http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 8, **more}).json() for more in ({}, labels)
+        )
+    assert plain["choices"] == labelled["choices"]
+
+
+def test_a_seed_draws_the_same_answer(served: Served) -> None:
+    asked = {"messages": ASKED, "temperature": 1.5, "max_tokens": 12}
+    with served.client() as http:
+        said = [http.post("/v1/chat/completions", json={**asked, "seed": seed}).json()["choices"][0] for seed in (7, 7, -3)]
+    assert said[0] == said[1] != said[2]
+
+
+def test_a_client_that_leaves_frees_the_device(served: Served) -> None:
+    with (
+        served.client() as http,
+        http.stream("POST", "/v1/completions", json=ENDLESS) as answer,
+    ):
+        next(answer.iter_lines())
+    engine = served.state.models.first.engine
+    assert engine is not None
+    for _ in range(1000):
+        if not engine.scheduler.live and not served.state.tenants.running:
+            break
+        time.sleep(0.01)
+    assert (engine.scheduler.live, served.state.tenants.running) == (0, 0)
+    assert served.state.records.last(None, 1)[0].state == "cancelled"
+
+
+def test_developer_messages_are_system_messages(served: Served) -> None:
+    said = [{"role": "developer", "content": SYSTEM}, ASKED[1]]
+    with served.client() as http:
+        plain, developer = (http.post("/v1/chat/completions", json={"messages": one, "max_tokens": 4}).json() for one in (ASKED, said))
+    assert plain["choices"] == developer["choices"]
+    assert plain["usage"]["prompt_tokens"] == developer["usage"]["prompt_tokens"]

@@ -1,0 +1,62 @@
+"""Bounds of requests: bodies, depths, times; and bodies that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentcache.server.state import Limits
+from tests.serving import ENDLESS, Served, ready, serving
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b'"x"',
+        b"null",
+        b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": ' + b'[{"a":' * 500 + b"1" + b"}]" * 500 + b"}",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 1e400}',
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}",
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/tools"])
+def test_a_body_that_is_none_is_refused(served: Served, path: str, body: bytes) -> None:
+    with served.client() as http:
+        answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]
+        assert http.get("/health").status_code == 200
+
+
+def test_a_body_is_bounded_whether_it_tells_its_size_or_not(tmp_path: Path) -> None:
+    with serving(store=tmp_path, limits=Limits(body_bytes=1000)) as served, served.client() as http:
+        assert http.post(CHAT, content=b"x" * 1001).status_code == 413
+        assert http.post(CHAT, content=iter([b"x" * 600, b"x" * 600])).status_code == 413
+        assert http.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}).status_code == 200
+
+
+def test_an_answer_that_takes_too_long_ends_with_an_error(tmp_path: Path) -> None:
+    with serving(store=tmp_path, limits=Limits(answer_s=0.0)) as served, ready(served).client() as http:
+        late = http.post("/v1/completions", json={**ENDLESS, "stream": False})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        told = http.post("/v1/completions", json=ENDLESS).text
+        assert '"code":"timeout"' in told
+        assert "data: [DONE]" in told
+
+
+def test_unknown_routes_and_methods_say_so(served: Served) -> None:
+    with served.client() as http:
+        assert "not_found" in http.get("/v1/none").text
+        assert http.put("/tools").status_code == 405
+        assert http.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
+        assert http.get("/v1/models/embedded").json()["id"] == "embedded"

@@ -1,0 +1,114 @@
+"""The Responses API: items in, items out; a streamed response is stored as a whole one is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.serving import SYSTEM, TIDE, Served
+
+openai = pytest.importorskip("openai")
+
+TOOL = {"type": "function", **TIDE["function"]}  # type: ignore[dict-item]
+ASKED: dict[str, Any] = {"model": "embedded", "instructions": SYSTEM, "input": "When is high water in Port Averil?", "tools": [TOOL]}
+OWN = ("id", "created_at", "completed_at")
+
+
+def client(served: Served) -> Any:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True)
+
+
+def plain(response: Any) -> dict[str, Any]:
+    """A response without what is its own: ids, times and the receipt."""
+    said = copy.deepcopy(response.model_dump())
+    for item in said["output"]:
+        item.pop("id")
+    return {key: value for key, value in said.items() if key not in (*OWN, "x_agentcache", "usage")}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "tide"}])
+def test_a_streamed_response_is_stored_as_a_whole_one(served: Served, choice: Any) -> None:
+    api = client(served)
+    whole = api.responses.create(**ASKED, tool_choice=choice)
+    told = list(api.responses.create(**ASKED, tool_choice=choice, stream=True))
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    assert [event.type for event in told[:2]] == ["response.created", "response.in_progress"]
+    assert told[-1].type == "response.completed"
+    last = told[-1].response
+    assert plain(last) == plain(whole)
+    for one in (whole, last):
+        assert plain(api.responses.retrieve(one.id)) == plain(whole)
+        assert [item.content[0].text for item in api.responses.input_items.list(one.id)] == [ASKED["input"]]
+    added = [event.item.id for event in told if event.type == "response.output_item.added"]
+    assert added == [event.item.id for event in told if event.type == "response.output_item.done"] == [item.id for item in last.output]
+    for item in last.output:
+        deltas = "".join(event.delta for event in told if event.type.endswith(".delta") and event.item_id == item.id)
+        assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
+    assert {item.type for item in last.output} == ({"message"} if choice == "auto" else {"function_call"})
+
+
+def test_a_response_goes_on_from_a_stored_one(served: Served) -> None:
+    api = client(served)
+    first = api.responses.create(**ASKED, tool_choice="required")
+    call = first.output[-1]
+    given = [{"type": "function_call_output", "call_id": call.call_id, "output": "High water in Port Averil at 11."}]
+    then = api.responses.create(**{**ASKED, "input": given}, previous_response_id=first.id)
+    alone = [{"role": "user", "content": ASKED["input"]}, call.model_dump(exclude_none=True), *given]
+    again = api.responses.create(**{**ASKED, "input": alone})
+    assert then.output_text == again.output_text
+    assert "11" in then.output_text
+    assert then.usage.input_tokens == again.usage.input_tokens
+    assert then.usage.input_tokens_details.cached_tokens > first.usage.input_tokens, "it goes on after the call that the model wrote"
+    api.responses.delete(then.id)
+    with pytest.raises(openai.NotFoundError, match="not stored"):
+        api.responses.retrieve(then.id)
+
+
+def test_a_response_is_stored_only_if_it_may_be(served: Served) -> None:
+    api = client(served)
+    response = api.responses.create(**ASKED, store=False)
+    with pytest.raises(openai.NotFoundError, match="not stored"):
+        api.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError, match="not stored"):
+        api.responses.create(**ASKED, previous_response_id=response.id)
+
+
+def test_a_response_out_of_tokens_is_incomplete(served: Served) -> None:
+    response = client(served).responses.create(**ASKED, max_output_tokens=3)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.output[-1].status == "incomplete"
+    *_, last = client(served).responses.create(**ASKED, max_output_tokens=3, stream=True)
+    assert last.type == "response.incomplete"
+    assert plain(last.response) == plain(response)
+
+
+def test_a_response_is_held_to_its_schema(served: Served) -> None:
+    schema = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
+    form = {"format": {"type": "json_schema", "name": "port", "schema": schema}}
+    said = client(served).responses.create(model="embedded", input="Which port?", text=form, include=["message.output_text.logprobs"])
+    assert said.output_text.startswith('{"port":')
+    assert said.output[0].content[0].logprobs
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"conversation": "c"}, "conversation"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"previous_response_id": "resp-none"}, "previous_response_id"),
+    ],
+    ids=str,
+)
+def test_what_a_response_cannot_honour_is_refused(served: Served, change: dict[str, Any], param: str) -> None:
+    with served.client() as http:
+        answer = http.post("/v1/responses", json={**ASKED, **change})
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["param"] == param

@@ -1,0 +1,96 @@
+"""Models that load in the background, fail, lie idle, and stand beside each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from agentcache import Engine
+from agentcache.server.served_models import ServedModel
+from tests.serving import ASKED, ENDLESS, ready, serving
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": ASKED, "max_tokens": 1}
+
+
+def embedded(name: str = "embedded") -> ServedModel:
+    return ServedModel(name, lambda say: Engine("embedded", store=None))
+
+
+def test_health_is_answered_while_weights_load() -> None:
+    go = threading.Event()
+
+    def open_slowly(say: Callable[[str], None]) -> Engine:
+        say("reading weights")
+        go.wait()
+        return Engine("embedded", store=None)
+
+    with serving(ServedModel("slow", open_slowly)) as served, served.client() as http:
+        health = http.get("/health").json()
+        while health["models"][0]["phase"] != "reading weights":
+            health = http.get("/health").json()
+        assert (health["status"], health["models"][0]["state"]) == ("loading", "loading")
+        assert http.get("/ready").status_code == 503
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(http.post(CHAT, json=BODY).status_code))
+        asking.start()
+        go.set()
+        asking.join()
+        assert answers == [200], "a request waits until its model is there"
+        assert http.get("/ready").json()["ready"]
+
+
+def test_a_model_that_cannot_be_loaded_says_why() -> None:
+    tried: list[int] = []
+
+    def fail(say: Callable[[str], None]) -> Engine:
+        tried.append(1)
+        raise OSError("no such folder")
+
+    with serving(ServedModel("broken", fail), embedded()) as served, served.client() as http:
+        answer = http.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_failed")
+        assert "no such folder" in answer.text
+        assert http.get("/health").json()["status"] == "failed"
+        assert http.post(CHAT, json={**BODY, "model": "embedded"}).status_code == 200
+        assert len(tried) > 1, "each request tries again"
+
+
+def test_models_are_told_apart_by_name() -> None:
+    with serving(embedded("one"), embedded("two")) as served, ready(served).client() as http:
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["one", "two"]
+        assert served.state.models.get("two").state == "unloaded"
+        assert http.post(CHAT, json={**BODY, "model": "two"}).json()["model"] == "two"
+        assert http.post(CHAT, json=BODY).json()["model"] == "one"
+        assert served.state.models.get("two").state == "ready"
+
+
+def test_an_idle_model_is_closed_and_loaded_again() -> None:
+    with serving(embedded(), idle_s=0.05) as served, ready(served).client() as http:
+        first = served.state.models.first
+        for _ in range(2):
+            assert http.post(CHAT, json=BODY).status_code == 200
+            engine = first.engine
+            while first.state != "unloaded":
+                time.sleep(0.01)
+            assert engine is None or engine.closed
+
+
+@pytest.mark.parametrize("ends", ["stream", "whole"])
+def test_running_answers_are_told_when_the_server_ends(ends: str) -> None:
+    body = {**ENDLESS, "stream": ends == "stream"}
+    with serving(embedded()) as served, ready(served).client() as http:
+        said: list[str] = []
+        asking = threading.Thread(target=lambda: said.append(http.post("/v1/completions", json=body).text))
+        asking.start()
+        engine = served.state.models.first.engine
+        while engine is None or not engine.scheduler.live:
+            time.sleep(0.005)
+        loop = served.state.models.first.load().get_loop()
+        loop.call_soon_threadsafe(served.state.closing.set)
+        asking.join()
+        assert '"code":"shutting_down"' in said[0]
+        assert http.post(CHAT, json=BODY).status_code == 503

@@ -1,0 +1,115 @@
+"""API keys: whose is whose, what each may ask for at once, and who is not answered at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentcache.errors import ConfigError
+from agentcache.server.tenants import Tenants
+from tests.serving import ADMIN, ALICE, ASKED, BOB, ENDLESS, KEYS, SYSTEM, TIDE, Served, ready, serving
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("keyed")
+    (folder / "keys.toml").write_text(KEYS)
+    with serving(store=folder / "store", keys=folder / "keys.toml") as one:
+        yield ready(one)
+
+
+def test_a_key_is_asked_for(keyed: Served) -> None:
+    for key, said in ((None, "no API key"), ("sk-unknown-0123456789", "unknown")):
+        with keyed.client(key) as http:
+            answer = http.post("/v1/chat/completions", json={"messages": ASKED})
+            assert answer.status_code == 401
+            assert said in answer.json()["error"]["message"]
+            assert http.get("/status").status_code == http.get("/events").status_code == 401
+            assert http.get("/health").status_code == 200
+
+
+def test_what_is_someone_elses_is_not_there(keyed: Served) -> None:
+    group = {"name": "own", "system": SYSTEM, "tools": [TIDE]}
+    with keyed.client(ALICE) as alice, keyed.client(BOB) as bob, keyed.client(ADMIN) as admin:
+        made = alice.post("/tools", json=group).json()
+        asked = alice.post("/v1/responses", json={"input": "When is high water?", "max_output_tokens": 2}).json()
+        for there, nowhere in (
+            (f"/v1/responses/{asked['id']}", "/v1/responses/resp-none"),
+            (f"/v1/receipts/{asked['id']}", "/v1/receipts/resp-none"),
+        ):
+            assert alice.get(there).status_code == 200
+            assert bob.get(there).status_code == bob.get(nowhere).status_code == 404
+        assert bob.delete("/tools/own").text.replace("own", "none") == bob.delete("/tools/none").text
+        assert bob.post("/query", json={"group": "own", "question": "?"}).status_code == 404
+        assert bob.get("/tools").json()["groups"] == []
+        assert bob.get("/status").json()["last"] == []
+        assert [one["name"] for one in admin.get("/status").json()["groups"]] == ["own"]
+        again = bob.post("/tools", json=group).json()
+        assert again["computed_tokens"] == made["prefix_tokens"], "nothing is shared between namespaces"
+        assert bob.get("/metrics").status_code == 403
+        assert admin.get("/metrics").status_code == 200
+
+
+def test_pinned_pages_are_bounded(keyed: Served) -> None:
+    with keyed.client(ALICE) as alice:
+        answer = alice.post("/tools", json={"name": "large", "system": SYSTEM * 5})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "quota")
+        assert "large" not in {group["name"] for group in alice.get("/tools").json()["groups"]}
+    engine = keyed.state.models.first.engine
+    assert engine is not None
+    assert "large" not in {group.name for group in engine.groups}
+
+
+def test_requests_at_once_are_bounded(keyed: Served) -> None:
+    opened, leave = threading.Barrier(3), threading.Event()
+
+    def hold() -> None:
+        with keyed.client(ALICE) as http, http.stream("POST", "/v1/completions", json=ENDLESS) as answer:
+            next(answer.iter_lines())
+            opened.wait()
+            leave.wait()
+
+    holders = [threading.Thread(target=hold) for _ in range(2)]
+    for holder in holders:
+        holder.start()
+    opened.wait()
+    with keyed.client(ALICE) as alice, keyed.client(BOB) as bob:
+        full = alice.post("/v1/chat/completions", json={"messages": ASKED})
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        assert bob.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1}).status_code == 200
+    leave.set()
+    for holder in holders:
+        holder.join()
+
+
+def test_another_host_is_refused_without_keys(served: Served, keyed: Served) -> None:
+    with served.client() as http:
+        assert http.get("/health", headers={"Host": "evil.example"}).status_code == 403
+        assert http.get("/health", headers={"Host": "localhost:1"}).status_code == 200
+    with keyed.client(BOB) as http:
+        assert http.get("/v1/models", headers={"Host": "models.example"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no tenant"),
+        ("[a", "cannot be read"),
+        ("a = 1", "must be a table"),
+        ("[a]", "needs either a key"),
+        ('[a]\nkey = "short"', "16 characters"),
+        ('[a]\nkey = "0123456789abcdef"\nkey_sha256 = "0123456789abcdef"', "needs either"),
+        ('[a]\nkey = "0123456789abcdef"\nrequests = 0', "requests=0"),
+        ('[a]\nkey = "0123456789abcdef"\nadmin = "yes"', "admin='yes'"),
+        ('[a]\nkey = "0123456789abcdef"\nnamespace = ""', "namespace"),
+        ('[a]\nkey = "0123456789abcdef"\nkeys = 1', "must be a table"),
+        ('[a]\nkey = "0123456789abcdef"\n[b]\nkey = "0123456789abcdef"', "the same key"),
+    ],
+)
+def test_a_keys_file_that_cannot_be_used_says_why(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "keys.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        Tenants.read(tmp_path / "keys.toml", 4)

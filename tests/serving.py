@@ -1,0 +1,93 @@
+"""A server of the embedded model on a loopback port, with tools, keys and a store of the test's own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from agentcache import Engine
+from agentcache.server.app import create_app
+from agentcache.server.registered_tools import RegisteredTools
+from agentcache.server.served_models import ServedModel, ServedModels
+from agentcache.server.state import Limits, ServerState
+from agentcache.server.tenants import Tenants
+
+TIDE = {
+    "type": "function",
+    "function": {
+        "name": "tide",
+        "description": "High water in a port",
+        "parameters": {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]},
+    },
+}
+SYSTEM = "Answer in one sentence. " + "The harbour master reads the tables of the day before he answers. " * 20
+ASKED = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "When is high water in Port Averil?"}]
+ENDLESS = {"prompt": "The keeper of the", "max_tokens": 3000, "stream": True}  # for /v1/completions: the embedded model finds no end
+ALICE, BOB, ADMIN = "sk-alice-0123456789", "sk-bob-0123456789", "sk-admin-0123456789"
+KEYS = f"""
+[alice]
+key = "{ALICE}"
+requests = 2
+pages = 3
+[bob]
+key = "{BOB}"
+[root]
+key = "{ADMIN}"
+admin = true
+"""
+
+
+def embedded(store: Path | None) -> ServedModel:
+    """The embedded model under its name."""
+    return ServedModel("embedded", lambda say: Engine("embedded", store=store))
+
+
+class Served:
+    """A running server. url: where it listens."""
+
+    def __init__(self, state: ServerState, port: int) -> None:
+        self.state, self.url = state, f"http://127.0.0.1:{port}"
+
+    def client(self, key: str | None = None, **options: Any) -> httpx.Client:
+        """A client with this API key."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120, trust_env=False, **options)
+
+
+@contextmanager
+def serving(
+    *models: ServedModel,
+    store: Path | None = None,
+    keys: Path | None = None,
+    limits: Limits | None = None,
+    most: int = 16,
+    idle_s: float = 0.0,
+) -> Iterator[Served]:
+    """Serve these models, by default the embedded one, until the block ends."""
+    served = ServedModels(list(models) or [embedded(store)], idle_s)
+    state = ServerState(served, Tenants.read(keys, most), RegisteredTools(store), limits or Limits())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(state), log_level="warning", timeout_graceful_shutdown=3, access_log=False))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            yield Served(state, listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def ready(served: Served) -> Served:
+    """The same server, once its first model can answer."""
+    with served.client() as client:
+        while client.get("/ready").status_code != 200:
+            time.sleep(0.02)
+    return served
