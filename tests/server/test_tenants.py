@@ -68,7 +68,8 @@ def test_requests_at_once_are_bounded(keyed: Served) -> None:
 
     def hold() -> None:
         with keyed.client(ALICE) as http, http.stream("POST", "/v1/completions", json=ENDLESS) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # what ends with it ends the answer
+            next(lines)
             opened.wait()
             leave.wait()
 
@@ -78,6 +79,7 @@ def test_requests_at_once_are_bounded(keyed: Served) -> None:
     opened.wait()
     with keyed.client(ALICE) as alice, keyed.client(BOB) as bob:
         full = alice.post("/v1/chat/completions", json={"messages": ASKED})
+        assert full.status_code == 429, full.text
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
         assert bob.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 1}).status_code == 200
     leave.set()
