@@ -18,10 +18,10 @@ from .. import __version__
 from ..approximate.calibrate.cli import calibrate, segments
 from ..bench.cli import app as bench_app
 from ..bench.options import to_write, write
-from ..server.cli import serve
 from ..terminal import facts, report_errors, say_json
 from . import lint, upkeep
 from . import store as stores
+from .serve import serve
 
 app = typer.Typer(
     name="agentcache",

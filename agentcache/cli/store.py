@@ -120,7 +120,7 @@ def warm(
 
     began = time.perf_counter()
     with report_errors():
-        schemas, prompt = _tools(tools), _system(system)
+        schemas, prompt = given_tools(tools), given_system(system)
         if not schemas and not prompt:
             raise ConfigError("nothing to warm: give --tools, --system or both")
         Folder.open(store)  # before a model is loaded
@@ -157,7 +157,8 @@ def _flushed(engine: Engine, group: ToolGroup) -> int:
     return sum(row.bytes for row in rows if row is not None)
 
 
-def _tools(path: Path | None) -> list[Any]:
+def given_tools(path: Path | None) -> list[Any]:
+    """Tool schemas of a JSON file."""
     if path is None:
         return []
     try:
@@ -170,7 +171,8 @@ def _tools(path: Path | None) -> list[Any]:
     return found
 
 
-def _system(given: str | None) -> str | None:
+def given_system(given: str | None) -> str | None:
+    """A system prompt, or that of a file."""
     if given is None:
         return None
     if not os.path.isfile(given):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench.options import Dtype
-from ..cli.store import StoreOption
 from ..errors import ConfigError
 from ..terminal import report_errors
+from .store import StoreOption
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from .served_models import ServedModel
+    from ..server.served_models import ServedModel
 
 
 def serve(
@@ -37,12 +37,12 @@ def serve(
         try:
             import uvicorn
 
-            from .app import LOCAL, create_app
-            from .listening import EndingServer, listening
-            from .registered_tools import RegisteredTools
-            from .served_models import ServedModels
-            from .state import Limits, ServerState
-            from .tenants import Tenants
+            from ..server.app import LOCAL, create_app
+            from ..server.listening import EndingServer, listening
+            from ..server.registered_tools import RegisteredTools
+            from ..server.served_models import ServedModels
+            from ..server.state import Limits, ServerState
+            from ..server.tenants import Tenants
         except ImportError as error:
             raise ConfigError(f"serve: {error.name!r} is missing: pip install 'agentcache-llm[server]'") from error
         tenants = Tenants.read(keys, requests)
@@ -73,7 +73,7 @@ def _folder(store: Path | None) -> Path | None:
 
 def _served(said: str, dtype: Dtype | None, store: Path | None, warm: Path | None, system: str | None) -> ServedModel:
     """A model as the command line names it."""
-    from .served_models import ServedModel
+    from ..server.served_models import ServedModel
 
     name, sep, path = said.partition("=")
     path = path if sep else said
@@ -83,8 +83,8 @@ def _served(said: str, dtype: Dtype | None, store: Path | None, warm: Path | Non
 
     def open_engine(say: Callable[[str], None]) -> Engine:
         say("importing torch and transformers")
-        from ..cli.store import _system, _tools
         from ..engine import Engine as Opened
+        from .store import given_system, given_tools
 
         say("loading weights")
         options: dict[str, Any] = {} if store is None else {"store": store}
@@ -92,7 +92,7 @@ def _served(said: str, dtype: Dtype | None, store: Path | None, warm: Path | Non
         if warm is not None or system is not None:
             say("computing the tool group")
             try:
-                engine.warm(_system(system), _tools(warm), name="served")
+                engine.warm(given_system(system), given_tools(warm), name="served")
             except BaseException:
                 engine.close()
                 raise
