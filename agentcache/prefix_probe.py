@@ -16,7 +16,7 @@ from .types import Layout, Reason
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a request with this prompt would find now."""
+    """Find of a request with this prompt, if it came now."""
 
     prompt_tokens: int
     # of its stable prefix: system prompt and tools

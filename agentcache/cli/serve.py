@@ -60,7 +60,7 @@ def serve(
 
 
 def _folder(store: Path | None) -> Path | None:
-    """Where registered tool groups are written down: beside the store, unless it is encrypted or there is none."""
+    """The folder of registered tool groups: beside the store, unless it is encrypted or there is none."""
     from ..private import default_path
 
     place = store or default_path()

@@ -54,15 +54,7 @@ def load(
     if weights is not None:
         _check_weights(weights, bits, device)
     if not isinstance(model, (str, bytes)) and not hasattr(model, "__fspath__"):
-        if tokenizer is None:
-            raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
-        if not callable(tokenizer):
-            raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
-        if bits or weights or dtype or device or revision or token or trust_remote_code:
-            raise ConfigError(
-                "device, dtype, weights, load_in_*bit, revision, token and trust_remote_code apply to a model id or folder: "
-                "load the model that way yourself"
-            )
+        _check_given(model, tokenizer, bits or weights or dtype or device or revision or token or trust_remote_code)
         return model, tokenizer
     if model == embedded.NAME:
         model = embedded.folder()
@@ -93,6 +85,19 @@ def load(
     if weights is not None:
         quantize(loaded)
     return (loaded.to(device) if device and not bits else loaded).eval(), tokenizer
+
+
+def _check_given(model: Any, tokenizer: Any, loading: Any) -> None:
+    """Refuse a loaded model without its tokenizer, or with options of loading."""
+    if tokenizer is None:
+        raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
+    if not callable(tokenizer):
+        raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be the model's tokenizer, as AutoTokenizer loads it")
+    if loading:
+        raise ConfigError(
+            "device, dtype, weights, load_in_*bit, revision, token and trust_remote_code apply to a model id or folder: "
+            "load the model that way yourself"
+        )
 
 
 def quantize(model: Any) -> None:

@@ -47,7 +47,7 @@ def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
 
 
 class Gate:
-    """What every request passes first: its host, its key, and the size of its body."""
+    """Checks that every request passes first: its host, its key, and the size of its body."""
 
     def __init__(self, app: ASGIApp, state: ServerState, hosts: tuple[str, ...]) -> None:
         self._app, self._state, self._hosts = app, state, hosts

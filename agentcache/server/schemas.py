@@ -71,7 +71,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside its text. Obfuscation hides lengths from those who watch the network: there is none here."""
+    """Extras of a stream. Obfuscation hides lengths from those who watch the network: there is none here."""
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool | None = False
@@ -121,7 +121,7 @@ class CompletionBody(Body):
 
 
 class ReasoningSettings(BaseModel):
-    """How long a Responses request may think. Thoughts are told whole: summaries are refused."""
+    """Thinking of a Responses request. Thoughts are told whole: summaries are refused."""
 
     model_config = ConfigDict(extra="forbid")
     effort: Effort | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
-from pathlib import Path
+import textwrap
 
 import pytest
 
@@ -23,17 +23,16 @@ def test_the_second_agent_finds_what_the_first_computed(served: Served, capsys: 
     assert all(cached > 0.8 * prompt for cached, prompt in found[1:])
 
 
-@pytest.mark.parametrize("command", re.findall(r"^(curl -s .*?\}')$", PAGE, re.M | re.S))
+@pytest.mark.parametrize("command", re.findall(r"^    (curl -s .*?\}')$", PAGE, re.M | re.S))
 def test_the_pages_commands_work(served: Served, command: str) -> None:
-    done = subprocess.run(
-        ["bash", "-c", command.replace("http://127.0.0.1:8787", served.url).replace("curl -s", "curl -sf")], capture_output=True, text=True
-    )
+    said = command.replace("http://127.0.0.1:8787", served.url).replace("curl -s", "curl -sf")
+    done = subprocess.run(["bash", "-c", said], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("{")
 
 
 def test_the_pages_program_works(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openai")
-    (source,) = re.findall(r"```py\n(.*?)```", PAGE, re.S)
-    exec(compile(source.replace("http://127.0.0.1:8787", served.url), str(Path("serve.md")), "exec"), {})
+    (source,) = re.findall(r"^    from openai .*?(?=^\S)", PAGE, re.M | re.S)
+    exec(compile(textwrap.dedent(source).replace("http://127.0.0.1:8787", served.url), "serve.md", "exec"), {})
     assert capsys.readouterr().out.strip().isdigit()

@@ -38,7 +38,7 @@ def test_a_body_that_is_none_is_refused(served: Served, path: str, body: bytes) 
         assert http.get("/health").status_code == 200
 
 
-def test_a_body_is_bounded_whether_it_tells_its_size_or_not(tmp_path: Path) -> None:
+def test_a_body_is_bounded_with_and_without_a_length(tmp_path: Path) -> None:
     with serving(store=tmp_path, limits=Limits(body_bytes=1000)) as served, served.client() as http:
         assert http.post(CHAT, content=b"x" * 1001).status_code == 413
         assert http.post(CHAT, content=iter([b"x" * 600, b"x" * 600])).status_code == 413
