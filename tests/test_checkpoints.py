@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,31 @@ def test_checkpoints_survive_being_bytes(tokens: int) -> None:
             assert (mine is None) is (theirs is None)
             assert mine is None or theirs is None or (torch.equal(mine, theirs) and mine.dtype == theirs.dtype)
     assert tokens >= 64 or pack(page.checkpoints, tokens) == b""
+
+
+def test_a_lossy_store_keeps_states_exactly(asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[tuple[int, Any]] = []
+    restore = RecurrentState.restore
+
+    def note(self: RecurrentState, states: Any, length: int) -> None:
+        restored.append((length, states))
+        restore(self, states, length)
+
+    def continued(one: Asking) -> tuple[str, int, Any]:
+        restored.clear()
+        said, _ = one([SYSTEM, user("What is the tide?")])
+        one.engine.flush()
+        one.engine.close()
+        return said.receipt.precision, *restored[0]
+
+    monkeypatch.setattr(RecurrentState, "restore", note)
+    store = StoreOptions(tmp_path / "store", precision="int8")
+    first = asking("qwen3_5_text", store, reuse="lossy")
+    first.engine.warm(SYSTEM["content"], TOOLS)
+    in_memory, from_disk = continued(first), continued(asking("qwen3_5_text", store, reuse="lossy"))
+    assert [in_memory[0], from_disk[0]] == ["exact", "int8"]
+    assert in_memory[1] == from_disk[1] > 0
+    assert all(a is b or torch.equal(a, b) for a, b in zip(in_memory[2], from_disk[2], strict=True))
 
 
 def test_a_hit_from_disk_passes_its_audit(asking: Callable[..., Asking], tmp_path: Path) -> None:
