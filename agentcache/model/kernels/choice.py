@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import platform
 import time
 
@@ -18,10 +19,10 @@ from .instructions import has_16bit_units, level
 from .linear_library import onednn_takes
 from .object_cache import Objects
 
-REVISION = "1"  # of the measurement: raise it when kernels or what is timed change
+REVISION = "2"  # of the measurement: raise it when kernels or what is timed change
 OUTS, INS, WEIGHTS = 2048, 1024, 8  # of weights that no second-level cache holds together
 STEP_TOKENS, ANSWER_TOKENS = 128, 32  # of an agent's step: what is computed at once, and what is decoded
-MOST_S, LEAST_REPEATS = 0.4, 4  # of the measurement; another process may disturb all but the fastest of each part
+MOST_S, LEAST_REPEATS = 0.4, 4  # of the measurement
 CLEARLY = 0.7  # of the first candidate's time
 
 
@@ -52,7 +53,10 @@ def described(dtype: torch.dtype) -> dict[str, dict[str, float]]:
 
 @functools.cache
 def times(dtype: torch.dtype, threads: int) -> dict[str, float]:
-    """ms that each candidate takes for a weight's share of an agent's step, as this process or an earlier one measured."""
+    """ms that each candidate takes for a weight's share of an agent's step, as this process or an earlier one measured.
+
+    Other candidates than the first as they compare with it where that favours them least: another process may disturb some repeats.
+    """
     verdicts, found = Objects(f"kernel {REVISION}"), candidates(dtype)
     versions = jit.binding and (jit.binding.llvm_version_info, jit.llvmlite.__version__)
     name = verdicts.name(f"{platform.processor()} {level()} {torch.__version__} {versions} {dtype} {threads} {found}")
@@ -71,15 +75,15 @@ def _measured(found: tuple[Kernel, ...], dtype: torch.dtype) -> dict[str, float]
         for weight in weights:
             linear(kernel, token, weight)
         linear(kernel, step, weights[0])
-    filling, decoding = ({kernel: list[float]() for kernel in found} for _ in range(2))
+    took: dict[Kernel, list[float]] = {kernel: [] for kernel in found}
     began = now = time.perf_counter()
-    while now - began < MOST_S or len(decoding[found[-1]]) < LEAST_REPEATS:
+    while now - began < MOST_S or len(took[found[-1]]) < LEAST_REPEATS:
         for kernel in found:
             linear(kernel, step, weights[0])
             filled = time.perf_counter()
             for weight in weights:
                 linear(kernel, token, weight)
-            filling[kernel].append(filled - now)
-            now = time.perf_counter()
-            decoding[kernel].append(now - filled)
-    return {kernel: (min(filling[kernel]) + ANSWER_TOKENS / WEIGHTS * min(decoding[kernel])) * 1e3 for kernel in found}
+            start, now = now, time.perf_counter()
+            took[kernel].append((filled - start) + ANSWER_TOKENS / WEIGHTS * (now - filled))
+    first = took[found[0]]
+    return {kernel: max(map(operator.truediv, took[kernel], first)) * min(first) * 1e3 for kernel in found}
