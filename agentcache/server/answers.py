@@ -54,9 +54,18 @@ class Answer:
 
 
 async def opened(
-    state: ServerState, request: Request, stack: AsyncExitStack, model: str | None, prefix: str, ask: Callable[[Engine, str], Stream]
+    state: ServerState,
+    request: Request,
+    stack: AsyncExitStack,
+    model: str | None,
+    prefix: str,
+    ask: Callable[[Engine, str], Stream],
+    group: str | None = None,
 ) -> Answer:
-    """Admit a request, wait for its model, and hand it to the engine. ask(engine, namespace) runs on a thread: layout takes a while."""
+    """Admit a request, wait for its model, and hand it to the engine. ask(engine, namespace) runs on a thread: layout takes a while.
+
+    group: the registered tool group that the prompt begins with.
+    """
     tenant: Tenant = request.state.tenant
     name = state.models.get(model).name
     if state.closing.is_set():
@@ -64,7 +73,7 @@ async def opened(
     stack.enter_context(state.tenants.admit(tenant))
     engine = await stack.enter_async_context(state.models.use(model))
     identity = f"{prefix}-{secrets.token_hex(12)}"
-    record = state.records.open(identity, tenant.namespace, name, request.url.path)
+    record = state.records.open(identity, tenant.namespace, name, request.url.path, group)
     try:
         stream = await anyio.to_thread.run_sync(ask, engine, tenant.namespace)
     except AgentCacheError as error:

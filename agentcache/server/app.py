@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
 from ..errors import AgentCacheError
-from . import cache_api, chat, responses
+from . import cache_api, chat, page, responses
 from .errors import ServerError
 from .state import ServerState
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-OPEN = ("/health", "/ready", "/", "/docs", "/openapi.json")  # without a key
+OPEN = ("/health", "/ready", "/docs", "/openapi.json", *page.FILES)  # without a key
 
 
 def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
@@ -37,7 +37,7 @@ def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
 
     app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, redoc_url=None)
     app.state.server = state
-    for router in (chat.router, responses.router, cache_api.router):
+    for router in (chat.router, responses.router, cache_api.router, page.router):
         app.include_router(router)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio.to_thread
@@ -13,6 +15,7 @@ from pydantic import Field
 
 from .. import __version__
 from ..errors import AgentCacheError
+from ..types import Reason
 from .answers import sse
 from .chat import chat, with_role
 from .errors import ServerError
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 PROGRESS_S = 1.0  # between two events while nothing changes
+CALM_S = 0.2  # between two events at least
 
 
 class ToolsBody(Body):
@@ -37,6 +41,12 @@ class ToolsBody(Body):
     tools: list[dict[str, Any]] = Field(default_factory=list)
     ttl_s: Annotated[float | None, Field(gt=0)] = None
     pinned: bool = True
+
+
+class PinBody(Body):
+    """PATCH /tools/{name}: hold a group in memory, or let it be evicted."""
+
+    pinned: bool
 
 
 class QueryBody(Body):
@@ -114,15 +124,26 @@ def _model(name: str) -> dict[str, Any]:
 @router.post("/tools", tags=["cache"])
 async def register(body: ToolsBody, request: Request) -> Response:
     """Compute a tool group once, pin it, and remember it by name."""
+    model, namespace = _state(request).models.get(body.model).name, _tenant(request).namespace
+    return await _registered(Registered(body.name, namespace, model, body.system, body.tools, body.ttl_s, body.pinned), request)
+
+
+@router.patch("/tools/{name:path}", tags=["cache"])
+async def pin(name: str, body: PinBody, request: Request) -> Response:
+    """Pin a tool group, and compute what is gone of it; or release its pin."""
+    known = _state(request).tools.find(_tenant(request).namespace, name)
+    return await _registered(replace(known, pinned=body.pinned), request)
+
+
+async def _registered(group: Registered, request: Request) -> Response:
     state, tenant = _state(request), _tenant(request)
     with state.tenants.admit(tenant):
-        async with state.models.use(body.model) as engine:
-            name = state.models.get(body.model).name
-            group = Registered(body.name, tenant.namespace, name, body.system, body.tools, body.ttl_s, body.pinned)
+        async with state.models.use(group.model) as engine:
             made = await _warmed(engine, group, tenant)
             state.tools.add(group)
             state.tools.use(group)
-            return JSONResponse({**_about(group, made), "computed_tokens": made.computed_tokens, "warm_ms": made.warm_ms})
+            state.records.wake()
+            return JSONResponse({**_about(group, made, True), "computed_tokens": made.computed_tokens, "warm_ms": made.warm_ms})
 
 
 async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGroup:
@@ -145,15 +166,23 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
         raise ServerError.of(error) from error
 
 
-def _about(group: Registered, made: ToolGroup | None) -> dict[str, Any]:
-    """A tool group as it is listed. made: its pages, where they are pinned now."""
+def _about(group: Registered, made: ToolGroup | None, held: bool) -> dict[str, Any]:
+    """A tool group as it is listed. made: its pages, in memory or on disk. held: in memory now."""
     names = [str(tool.get("function", tool).get("name", "")) for tool in group.tools]
-    told = {"name": group.name, "model": group.model, "tools": names, "ttl_s": group.ttl_s, "pinned": made is not None and group.pinned}
+    told = {
+        "name": group.name,
+        "namespace": group.namespace,
+        "model": group.model,
+        "tools": names,
+        "ttl_s": group.ttl_s,
+        "pinned": held and group.pinned,
+    }
+    told |= {"status": "warm" if held else "registered", "tier": "memory" if held else "disk" if made else None}
     if made is None:
-        return {**told, "status": "registered", "digest": None, "prefix_tokens": None, "pages": None, "bytes": None, "created": None}
+        return {**told, "digest": None, "prefix_tokens": None, "pages": None, "bytes": None, "created": None}
     size = made.kv_bytes + made.checkpoint_bytes
     return {
-        **told, "status": "warm", "digest": made.page_keys[-1], "prefix_tokens": made.prefix_tokens, "pages": made.pages, "bytes": size,
+        **told, "digest": made.page_keys[-1], "prefix_tokens": made.prefix_tokens, "pages": made.pages, "bytes": size,
         "created": made.created,
     }  # fmt: skip
 
@@ -168,10 +197,29 @@ async def groups(request: Request) -> Response:
 def _groups(state: ServerState, namespace: str | None) -> list[dict[str, Any]]:
     engines = {model.name: model.engine for model in state.models.all if model.engine is not None}
     pinned = {(name, one.namespace, one.name): one for name, engine in engines.items() for one in engine.groups}
-    return [_about(group, pinned.get((group.model, group.namespace, group.name))) for group in state.tools.of(namespace)]
+    asked: dict[tuple[str, str | None], list[int]] = {}  # cached tokens of the last requests that wanted reuse
+    for record in state.records.last(namespace, 1 << 30):
+        if record.receipt and not any(refusal.reason == Reason.REUSE_OFF for refusal in record.receipt.refusals):
+            asked.setdefault((record.namespace, record.group), []).append(record.receipt.cached_tokens)
+    told = []
+    for group in state.tools.of(namespace):
+        made = pinned.get((group.model, group.namespace, group.name))
+        stored = made or _stored(engines.get(group.model), group)
+        cached = asked.get((group.namespace, group.name), [])
+        hits = sum(tokens >= stored.prefix_tokens for tokens in cached) if stored else 0
+        told.append({**_about(group, stored, made is not None), "requests": len(cached), "hits": hits})
+    return told
 
 
-@router.delete("/tools/{name}", tags=["cache"])
+def _stored(engine: Engine | None, group: Registered) -> ToolGroup | None:
+    """Its manifest on disk, with the size of its pages."""
+    if engine is None or engine.closed or engine.fingerprint is None:
+        return None
+    found, spec = engine.store.recorded(group.namespace, group.name, engine.fingerprint.whole), engine.model.spec
+    return replace(found, kv_bytes=found.prefix_tokens * spec.token_bytes) if found and spec else found
+
+
+@router.delete("/tools/{name:path}", tags=["cache"])
 async def delete(name: str, request: Request) -> Response:
     """Delete a tool group, in memory and on disk."""
     state, tenant = _state(request), _tenant(request)
@@ -179,6 +227,7 @@ async def delete(name: str, request: Request) -> Response:
     async with state.models.use(group.model) as engine:
         forgotten = await _forget(engine, tenant.namespace, name, None)
     state.tools.drop(group)
+    state.records.wake()
     return JSONResponse({"deleted": name, **forgotten})
 
 
@@ -227,7 +276,9 @@ async def forget(body: ForgetBody, request: Request) -> Response:
     if body.group is not None:
         state.tools.drop(state.tools.find(tenant.namespace, body.group))
     async with state.models.use(body.model) as engine:
-        return JSONResponse(await _forget(engine, tenant.namespace, body.group, body.older_than))
+        forgotten = await _forget(engine, tenant.namespace, body.group, body.older_than)
+    state.records.wake()
+    return JSONResponse(forgotten)
 
 
 async def _forget(engine: Engine, namespace: str, group: str | None, older_than: float | None) -> dict[str, Any]:
@@ -256,6 +307,7 @@ def _status(state: ServerState, tenant: Tenant, last: int) -> dict[str, Any]:
     cached = sum(receipt.cached_tokens for receipt in receipts)
     return {
         "version": __version__,
+        "namespace": tenant.namespace,
         "models": [{**model.about(), **_tiers(model.engine)} for model in state.models.all],
         "groups": _groups(state, namespace),
         "requests": {"running": state.tenants.running if tenant.admin else tenant.running, "known": len(records)},
@@ -298,12 +350,14 @@ async def events(request: Request) -> Response:
     state, tenant = _state(request), _tenant(request)
 
     async def told() -> AsyncIterator[str]:
-        while True:
+        while not state.closing.is_set():
             seen = state.records.changes
             yield sse(_status(state, tenant, 20), "status")
-            if seen == state.records.changes:
-                loading = any(model.state == "loading" for model in state.models.all)
-                await state.records.wait(PROGRESS_S if loading else 15 * PROGRESS_S)
+            await asyncio.sleep(CALM_S)
+            loading = any(model.state == "loading" for model in state.models.all)
+            for _ in range(1 if loading else 15):
+                if seen == state.records.changes and not state.closing.is_set():
+                    await state.records.wait(PROGRESS_S)
 
     return StreamingResponse(told(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

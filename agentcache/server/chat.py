@@ -44,11 +44,13 @@ async def chat(body: ChatBody, request: Request) -> Response:
             constraint=constraint,
             volatile=tuple(body.volatile or ()),
             namespace=namespace,
+            reuse=body.reuse,
             template_kwargs=kwargs or None,
         )
 
     async with AsyncExitStack() as stack:
-        answer = await opened(state, request, stack, body.model, "chatcmpl", ask)
+        group = state.tools.shown(request.state.tenant.namespace, body.messages, tools)
+        answer = await opened(state, request, stack, body.model, "chatcmpl", ask, group)
         if not body.stream:
             return await whole(state, request, answer, _chat_whole(answer))
         usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -154,7 +156,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
 
     def ask(engine: Engine, namespace: str) -> Stream:
         sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.stop, body.logprobs)
-        return engine.stream(body.prompt, sampling=sampling, volatile=tuple(body.volatile or ()), namespace=namespace)
+        return engine.stream(body.prompt, sampling=sampling, volatile=tuple(body.volatile or ()), namespace=namespace, reuse=body.reuse)
 
     async with AsyncExitStack() as stack:
         answer = await opened(state, request, stack, body.model, "cmpl", ask)

@@ -23,6 +23,8 @@ class Record:
     namespace: str
     model: str
     path: str
+    # name of the registered tool group that the prompt begins with
+    group: str | None
     changed: Callable[[Record], None]
     state: Literal["running", "done", "failed", "cancelled"] = "running"
     error: str = ""
@@ -48,7 +50,7 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: without names of other tenants' things, and without content."""
-        told = {"id": self.id, "model": self.model, "path": self.path, "state": self.state, "began": self.began}
+        told = {"id": self.id, "model": self.model, "path": self.path, "group": self.group, "state": self.state, "began": self.began}
         return {**told, "error": self.error or None, "receipt": self.receipt.as_dict() if self.receipt else None}
 
 
@@ -61,9 +63,9 @@ class Records:
         self._waiting: set[asyncio.Event] = set()
         self.changes = 0
 
-    def open(self, identity: str, namespace: str, model: str, path: str) -> Record:
+    def open(self, identity: str, namespace: str, model: str, path: str, group: str | None = None) -> Record:
         """A record of a request that begins."""
-        record = self._by_id[identity] = Record(identity, namespace, model, path, self._tell)
+        record = self._by_id[identity] = Record(identity, namespace, model, path, group, self._tell)
         while len(self._by_id) > RECORDS:
             self._by_id.popitem(last=False)
         self._tell(record)
@@ -84,7 +86,7 @@ class Records:
         self._listeners.append(listener)
 
     async def wait(self, seconds: float) -> None:
-        """Return when a request begins or ends, at the latest after so many seconds."""
+        """Return at the next change, at the latest after so many seconds."""
         event = asyncio.Event()
         self._waiting.add(event)
         try:
@@ -94,8 +96,12 @@ class Records:
             self._waiting.discard(event)
 
     def _tell(self, record: Record) -> None:
-        self.changes += 1
         for listener in self._listeners:
             listener(record)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something else changed that the status shows."""
+        self.changes += 1
         for event in self._waiting:
             event.set()

@@ -53,6 +53,13 @@ class RegisteredTools:
         """Those of a namespace, None for all."""
         return [group for group in self._known.values() if namespace in (None, group.namespace)]
 
+    def shown(self, namespace: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str | None:
+        """Name of the group with these tools, and the system prompt that these messages begin with."""
+        first = messages[0] if messages else {}
+        system = first.get("content") or "" if first.get("role") in ("system", "developer") else ""
+        known = (group for group in self.of(namespace) if group.system == system and _schemas(group.tools) == _schemas(tools))
+        return next((group.name for group in known), None)
+
     def find(self, namespace: str, name: str) -> Registered:
         """ServerError 404: this namespace has none of that name, whatever others have."""
         found = self._known.get((namespace, name))
@@ -84,3 +91,9 @@ class RegisteredTools:
             except OSError as error:
                 raise StoreError(f"{str(self._file)!r} cannot be written: {error}") from error
         self._known = known
+
+
+def _schemas(tools: list[dict[str, Any]]) -> list[Any]:
+    """Tools as a prompt shows them, whichever API they came by."""
+    said = [tool.get("function", tool) for tool in tools]
+    return [[one.get(key) for key in ("name", "description", "parameters")] if isinstance(one, dict) else one for one in said]

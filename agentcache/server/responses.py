@@ -94,11 +94,12 @@ async def respond(body: ResponseBody, request: Request) -> Response:
             constraint=constraint,
             volatile=tuple(body.volatile or ()),
             namespace=namespace,
+            reuse=body.reuse,
             template_kwargs=kwargs or None,
         )
 
     async with AsyncExitStack() as stack:
-        answer = await opened(state, request, stack, body.model, "resp", ask)
+        answer = await opened(state, request, stack, body.model, "resp", ask, state.tools.shown(namespace, messages, tools))
         writer = ResponseWriter(answer, body)
 
         def keep() -> None:

@@ -52,6 +52,7 @@ class Body(BaseModel):
     stream: bool | None = False
     # agentcache's own
     volatile: list[str] | None = None
+    reuse: Literal["off", "exact"] | None = None
 
     def check_neutral(self) -> None:
         """Refuse parameters in values that would change the answer, and cannot."""
