@@ -272,7 +272,7 @@ function reasons(receipt) {
   const lines = receipt.refusals.map(({ reason, start, stop, detail }) => {
     const words = $(reason)?.lastChild.textContent || "";
     const where = stop > start ? `${count(stop - start, "token")} from ${start.toLocaleString("en")} on: ` : "";
-    const expected = reason === "DIVERGED" && start >= tailStart(receipt) ? ". As it should be: this is the tail" : "";
+    const expected = reason === "DIVERGED" && start >= tailStart(receipt) ? ". Expected: the tail is new" : "";
     return make("li", {}, where, make("a", { href: `#${reason}` }, reason), `: ${words}${detail ? ` (${detail})` : ""}${expected}`);
   });
   const missed = receipt.missed;
