@@ -93,6 +93,9 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
     except TimeoutError as error:
         answer.record.fail("timeout")
         raise _late(state) from error
+    except CancelledError as error:
+        answer.record.leave()
+        raise ServerError(499, str(error), code="client_left") from error
     except AgentCacheError as error:
         answer.record.fail(str(error))
         raise ServerError.of(error) from error

@@ -19,7 +19,7 @@ from .errors import ServerError
 from .state import ServerState
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-OPEN = ("/health", "/ready", "/docs", "/openapi.json", *page.FILES)  # without a key
+OPEN = ("/health", "/ready", "/openapi.json", *page.FILES)  # without a key
 
 
 def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
@@ -35,7 +35,7 @@ def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
             await looking
         await state.models.close()
 
-    app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = state
     for router in (chat.router, responses.router, cache_api.router, page.router):
         app.include_router(router)

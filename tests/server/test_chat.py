@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
@@ -160,3 +161,15 @@ def test_developer_messages_are_system_messages(served: Served) -> None:
         plain, developer = (http.post("/v1/chat/completions", json={"messages": one, "max_tokens": 4}).json() for one in (ASKED, said))
     assert plain["choices"] == developer["choices"]
     assert plain["usage"]["prompt_tokens"] == developer["usage"]["prompt_tokens"]
+
+
+def test_a_client_that_leaves_a_whole_answer_frees_the_device(served: Served) -> None:
+    with served.client() as http, pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={**ENDLESS, "stream": False}, timeout=0.3)
+    record = served.state.records.last(None, 1)[0]
+    for _ in range(1000):
+        if record.state != "running":
+            break
+        time.sleep(0.01)
+    assert record.state == "cancelled"
+    assert served.state.tenants.running == 0
