@@ -246,6 +246,7 @@ async def query(body: QueryBody, request: Request) -> Response:
     asked = ChatBody(
         messages=[*system, {"role": "user", "content": body.question}], tools=group.tools or None, **{**said, "model": group.model}
     )
+    request.state.group = group.name
     return await chat(asked, request)
 
 

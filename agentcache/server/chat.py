@@ -49,7 +49,8 @@ async def chat(body: ChatBody, request: Request) -> Response:
         )
 
     async with AsyncExitStack() as stack:
-        group = state.tools.shown(request.state.tenant.namespace, body.messages, tools)
+        asked = getattr(request.state, "group", None)  # by POST /query
+        group = asked or state.tools.shown(request.state.tenant.namespace, body.messages, tools)
         answer = await opened(state, request, stack, body.model, "chatcmpl", ask, group)
         if not body.stream:
             return await whole(state, request, answer, _chat_whole(answer))

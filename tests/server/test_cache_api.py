@@ -110,3 +110,28 @@ def test_a_timed_group_is_unpinned_and_pinned_again(served: Served, monkeypatch:
 @pytest.mark.parametrize("body", [{}, {"name": ""}, {"name": "x", "ttl_s": 0}, {"name": "x", "more": 1}, {"name": "x", "tools": [5]}])
 def test_a_group_that_cannot_be_is_refused(served: Served, body: dict[str, Any]) -> None:
     assert post(served, "/tools", body, 400)["error"]["message"]
+
+
+def test_released_pin_leaves_its_group_on_disk(served: Served) -> None:
+    with served.client() as client:
+        client.post("/tools", json={"name": "loose", "system": SYSTEM, "tools": [TIDE]})
+        assert client.patch("/tools/loose", json={"pinned": False}).json()["pinned"] is False
+        served.state.models.first.engine.flush()  # type: ignore[union-attr]
+        (group,) = [one for one in client.get("/tools").json()["groups"] if one["name"] == "loose"]
+        assert (group["pinned"], group["tier"]) == (False, "disk")
+        again = client.patch("/tools/loose", json={"pinned": True}).json()
+        assert (again["pinned"], again["tier"], again["prefix_tokens"]) == (True, "memory", group["prefix_tokens"])
+        client.delete("/tools/loose")
+
+
+def test_reuse_off_computes_all_and_is_no_miss(served: Served) -> None:
+    with served.client() as client:
+        client.post("/tools", json={"name": "off", "system": SYSTEM, "tools": [TIDE]})
+        asked = {"group": "off", "question": "When is high water in Port Averil?", "max_tokens": 4}
+        on, off = client.post("/query", json=asked).json(), client.post("/query", json={**asked, "reuse": "off"}).json()
+        assert on["choices"][0]["message"]["content"] == off["choices"][0]["message"]["content"]
+        assert on["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert off["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        (group,) = [one for one in client.get("/tools").json()["groups"] if one["name"] == "off"]
+        assert (group["hits"], group["requests"]) == (1, 1)
+        client.delete("/tools/off")
