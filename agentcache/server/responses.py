@@ -6,17 +6,16 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ..namespace_lru import NamespaceLRU
 from .answers import Answer, opened, sse, streamed, whole
 from .chat import DONE, logprob_of
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
+from .stored_responses import Items, StoredResponse
 
 if TYPE_CHECKING:
     from ..answer.parser import Delta
@@ -24,45 +23,9 @@ if TYPE_CHECKING:
     from ..stream import Completion, Stream
     from .state import ServerState
 
-STORED, STORED_CHARS = 4096, 256 << 20  # responses, and the characters of their items
 INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
-Items = list[dict[str, Any]]
 
 router = APIRouter(prefix="/v1")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A response, its own input, and the items of the conversation before it."""
-
-    response: dict[str, Any]
-    input: Items
-    before: Items
-
-    @property
-    def chars(self) -> int:
-        """Characters that it takes to remember it."""
-        return len(json.dumps([self.response["output"], self.input])) + 64
-
-
-class StoredResponses(NamespaceLRU[str, StoredResponse]):
-    """The last responses of each namespace, in memory."""
-
-    def __init__(self) -> None:
-        super().__init__(STORED, STORED_CHARS, lambda stored: stored.chars, lambda stored: float(stored.response["created_at"]))
-
-    def find(self, namespace: str, identity: str) -> StoredResponse:
-        """ServerError 404: there is none of that id."""
-        found = self.get(namespace, identity)
-        if found is None:
-            raise ServerError(404, f"response {identity!r} is not stored here", param="previous_response_id", code="response_not_found")
-        return found
-
-    def drop(self, namespace: str, identity: str) -> None:
-        """Forget one. ServerError 404: there is none of that id."""
-        self.find(namespace, identity)
-        with self._lock:
-            self._pop((namespace, identity))
 
 
 @router.post("/responses", tags=["openai"])

@@ -13,8 +13,8 @@ from ..errors import AgentCacheError
 from .metrics import Metrics
 from .records import Records
 from .registered_tools import RegisteredTools
-from .responses import StoredResponses
 from .served_models import ServedModel, ServedModels
+from .stored_responses import StoredResponses
 from .tenants import Tenants
 
 if TYPE_CHECKING:
