@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from .answer.parser import Delta, InvalidCall
     from .calibration import Calibration
     from .caller_warnings import CallerWarnings
-    from .engine import Chunk, Completion, Engine, Stream
+    from .client import RemoteEngine
+    from .engine import Engine
+    from .events import Chunk
     from .layout.declared import volatile
     from .miss_warnings import MissWarnings
     from .model.loading import Loading
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from .recorder import Recorder
     from .shared_engines import EngineLease
     from .store.tool_group import ToolGroup
+    from .stream import Completion, Stream
 
 from . import embedded, errors
 from .types import (
@@ -45,10 +48,13 @@ from .types import (
 __version__ = "0.1.0"
 DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name
 
-_LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
+_LAZY = {
     "Calibration": "calibration",
     "CallerWarnings": "caller_warnings",
+    "Chunk": "events",
+    "Completion": "stream",
     "Delta": "answer.parser",
+    "Engine": "engine",
     "EngineLease": "shared_engines",
     "foreign_settings": "foreign_settings",
     "InvalidCall": "answer.parser",
@@ -57,6 +63,8 @@ _LAZY = dict.fromkeys(("Engine", "Completion", "Chunk", "Stream"), "engine") | {
     "ModelFacts": "model_facts",
     "Receipt": "receipt",
     "Recorder": "recorder",
+    "RemoteEngine": "client",
+    "Stream": "stream",
     "ToolGroup": "store.tool_group",
     "volatile": "layout.declared",
 }
@@ -85,6 +93,7 @@ __all__ = [
     "Receipt",
     "Recorder",
     "Refusal",
+    "RemoteEngine",
     "Sampling",
     "Span",
     "StoreOptions",

@@ -28,7 +28,7 @@ from .model.hf import HFModel
 from .model.loading import Loading, load
 from .model.sampling import Sampler, TextStream, forced_ids
 from .receipt import Account
-from .request import Asked, Chunk, Decoding, Provenance, Running, TokenIds, fitted
+from .request import Asked, Decoding, Provenance, Running, TokenIds, fitted
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.deletion import Deletion
@@ -42,6 +42,7 @@ from .types import (
     LayoutMode,
     LayoutOptions,
     Message,
+    Probe,
     Rendering,
     Reuse,
     Sampling,
@@ -58,11 +59,8 @@ if TYPE_CHECKING:
     from .answer.guide import Guide
     from .approximate.segments import Segments
     from .calibration import Calibration
-    from .prefix_probe import Probe
     from .shared_engines import EngineLease
     from .tool_groups import ToolGroups
-
-__all__ = ["Chunk", "Completion", "Engine", "Stream"]
 
 Messages = Seq[Message | Mapping[str, Any]] | str
 Tools = Seq[Tool | Mapping[str, Any]]

@@ -14,11 +14,12 @@ import torch
 
 from .checkpoints import cuts_of, in_text, marks_of
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, StoreError, WeightsChangedError
+from .events import Chunk, Done, Progress
 from .kv import Sequence, last_checkpoint
 from .model.sampling import logprob_of
 from .page_check import finite, first_wrong
 from .plan import Plan, make
-from .request import RENEWALS, Chunk, Done, Progress, Provenance, Running
+from .request import RENEWALS, Provenance, Running
 from .runner import Outcome, Runner, StockSequence
 from .store.entry import Match
 from .store.keys import Scope
@@ -44,8 +45,7 @@ class Lifecycle:
     """Every step of a request, on the device's one thread."""
 
     def __init__(self, runner: Runner, store: Store) -> None:
-        self.runner = runner
-        self.store = store
+        self.runner, self.store = runner, store
 
     def scope(self, running: Running) -> Scope | None:
         """Under which scope a sequence as long as the request finds its pages; None if its state cannot be paged."""

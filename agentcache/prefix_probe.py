@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
 from .checkpoints import cuts_of, in_text, marks_of
 from .lifecycle import at_checkpoint
 from .model.hf import HFModel
 from .store.entry import PageQuery
 from .store.keys import Scope, as_ids
 from .store.store import Store
-from .types import Layout, Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Find of a request with this prompt, if it came now."""
-
-    prompt_tokens: int
-    # of its stable prefix: system prompt and tools
-    prefix_tokens: int
-    # attached from memory
-    memory_tokens: int
-    # read from disk, after those
-    disk_tokens: int
-    # left to compute
-    computed_tokens: int
-    # why no more is found
-    reason: str
-    detail: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+from .types import Layout, Probe, Reason
 
 
 def probe(model: HFModel, store: Store, layout: Layout, namespace: str, ms_per_token: float = 0.0) -> Probe:

@@ -1,12 +1,7 @@
-"""One request: `Asked`, fixed before the device sees it, `Running`, the state of it on the device, and its events. Computes nothing.
-
-Events go from the device's thread to the caller, in order.
-"""
+"""One request: `Asked`, fixed before the device sees it, and `Running`, the state of it on the device. Computes nothing."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -17,7 +12,8 @@ import torch
 
 from .answer.expected import Expected
 from .answer.parser import AnswerParser
-from .errors import AgentCacheError, ConfigError, ContextOverflowError
+from .errors import ConfigError, ContextOverflowError
+from .events import Events
 from .kv import Sequence
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
@@ -67,68 +63,6 @@ class Asked:
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.layout.ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Text that has become certain, and the ids decoded since the last chunk."""
-
-    text: str
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Number of prompt tokens that are filled."""
-
-    done: int
-    total: int
-
-
-class Done:
-    """Marks the end of a request's events."""
-
-
-Event = Chunk | Progress | Done | AgentCacheError
-
-
-class Events:
-    """The events of one request: put by the device's thread, taken by its caller, which may ask to be woken instead of waiting."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._wake: Callable[[], None] | None = None
-        self._cancelled = threading.Event()
-
-    def put(self, event: Event) -> None:
-        """Add an event, and wake the listener."""
-        self._queue.put(event)
-        if (wake := self._wake) is not None:
-            wake()
-
-    def get(self) -> Event:
-        """Return the next event; wait for it."""
-        return self._queue.get()
-
-    def take(self) -> Event | None:
-        """Return the next event, None if there is none yet."""
-        try:
-            return self._queue.get_nowait()
-        except queue.Empty:
-            return None
-
-    def listen(self, wake: Callable[[], None] | None) -> None:
-        """Call `wake`, in the device's thread, after each event that comes. It must return at once and raise nothing."""
-        self._wake = wake
-
-    def cancel(self) -> None:
-        """Say that the caller wants no more events."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Tell whether the caller wants no more events."""
-        return self._cancelled.is_set()
 
 
 class TokenIds:

@@ -11,19 +11,22 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .answer.parser import CUT, AnswerParser, Delta, InvalidCall
 from .errors import AgentCacheError, CancelledError, EngineForkedError
-from .layout import Renderer
+from .events import Chunk, Done, Event, Progress
 from .miss_report import MissReport
-from .model.hf import HFModel
 from .namespace_lru import Covering
 from .receipt import Receipt
-from .request import Chunk, Done, Event, Progress, Running
-from .scheduler import Scheduler
-from .store.store import Store
 from .types import Logprob, Message
+
+if TYPE_CHECKING:  # a stream of a server needs none of them
+    from .layout import Renderer
+    from .model.hf import HFModel
+    from .request import Running
+    from .scheduler import Scheduler
+    from .store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +146,16 @@ class Stream(Iterator[Chunk], AsyncIterator[Chunk]):
 
     async def adeltas(self) -> AsyncIterator[Delta]:
         """The same for `async for`."""
+        async for _, deltas in self.aparts():
+            for delta in deltas:
+                yield delta
+
+    async def aparts(self) -> AsyncIterator[tuple[Chunk, list[Delta]]]:
+        """The rest of the stream, chunk by chunk, with the deltas that each makes certain; at the end an empty chunk with the last."""
         parser = self._request.parser()
         async for chunk in self:
-            for delta in parser.push(chunk.text):
-                yield delta
-        for delta in parser.finish(self._request.cut):
-            yield delta
+            yield chunk, parser.push(chunk.text)
+        yield Chunk("", ()), parser.finish(self._request.cut)
 
     def _report(self, progress: Progress) -> None:
         try:

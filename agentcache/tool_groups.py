@@ -15,10 +15,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from .errors import AgentCacheError, ConfigError, GenerationError
+from .events import Done
 from .kv import PAGE_TOKENS
 from .model.fingerprint import Fingerprint
 from .model.hf import HFModel
-from .request import Done, Running
+from .request import Running
 from .shared_engines import EngineLease
 from .store.deletion import Deletion
 from .store.keys import Scope, as_ids, chain

@@ -9,7 +9,7 @@ import datetime
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Literal, get_args
 
@@ -303,6 +303,28 @@ class Constraint:
     def calls(self) -> bool:
         """True if a completion must be a call."""
         return self.tool_choice not in ("auto", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Find of a request with this prompt, if it came now."""
+
+    prompt_tokens: int
+    # of its stable prefix: system prompt and tools
+    prefix_tokens: int
+    # attached from memory
+    memory_tokens: int
+    # read from disk, after those
+    disk_tokens: int
+    # left to compute
+    computed_tokens: int
+    # why no more is found
+    reason: str
+    detail: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

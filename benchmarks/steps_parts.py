@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from agentcache import toy
+from agentcache import Engine, Stream, toy
 from agentcache.bench import baselines, catalog, engine_timing
 from agentcache.bench.engine_timing import common
 from agentcache.bench.environment import Samples, watch
 from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
 from agentcache.checkpoints import CHECKPOINT_TOKENS
-from agentcache.engine import Engine, Stream
 from agentcache.errors import CancelledError
 from agentcache.kv import Sequence
 from agentcache.store.keys import as_ids

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from ..engine import Engine, Stream
+from ..engine import Engine
 from ..errors import ConfigError
+from ..events import Chunk
 from ..kv import Sequence, last_checkpoint
 from ..receipt import Receipt
-from ..request import Chunk
 from ..runner import Work
 from ..store.keys import Scope, as_ids
+from ..stream import Stream
 from ..types import Sampling
 from . import catalog
 from .baselines import Timed, timed

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
 from ..errors import AgentCacheError
-from . import cache_api, chat, page, responses
+from . import cache_api, chat, engine_api, page, responses
 from .errors import ServerError
 from .state import ServerState
 
@@ -37,7 +37,7 @@ def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
 
     app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = state
-    for router in (chat.router, responses.router, cache_api.router, page.router):
+    for router in (chat.router, responses.router, cache_api.router, engine_api.router, page.router):
         app.include_router(router)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)

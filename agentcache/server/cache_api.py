@@ -151,19 +151,24 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
 
     def warm() -> ToolGroup:
         made = engine.warm(group.system or None, group.tools, name=group.name, namespace=group.namespace)
-        others = sum(one.pages for one in engine.groups if one.namespace == tenant.namespace and one.name != group.name)
-        if not group.pinned or (tenant.pages is not None and others + made.pages > tenant.pages):
+        if group.pinned:
+            check_quota(engine, made, tenant)
+        else:
             engine.release(group.name, namespace=group.namespace)
-        if group.pinned and tenant.pages is not None and others + made.pages > tenant.pages:
-            raise ServerError(
-                403, f"this key may pin {tenant.pages} pages: {others} are pinned, {group.name!r} has {made.pages}", code="quota"
-            )
         return made
 
     try:
         return await anyio.to_thread.run_sync(warm)
     except AgentCacheError as error:
         raise ServerError.of(error) from error
+
+
+def check_quota(engine: Engine, made: ToolGroup, tenant: Tenant) -> None:
+    """Unpin a group with which the tenant would have more pages pinned than it may. ServerError 403: it would."""
+    others = sum(one.pages for one in engine.groups if one.namespace == tenant.namespace and one.name != made.name)
+    if tenant.pages is not None and others + made.pages > tenant.pages:
+        engine.release(made.name, namespace=made.namespace)
+        raise ServerError(403, f"this key may pin {tenant.pages} pages: {others} are pinned, {made.name!r} has {made.pages}", code="quota")
 
 
 def _about(group: Registered, made: ToolGroup | None, held: bool) -> dict[str, Any]:

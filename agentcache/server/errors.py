@@ -50,11 +50,19 @@ class ServerError(HTTPException):
 
     @classmethod
     def of(cls, error: AgentCacheError) -> ServerError:
-        """An engine's error, with the status that tells whether asking again may help."""
-        for kind, status, name, code in _STATUS:
-            if isinstance(error, kind):
-                return cls(status, str(error), kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
-        return cls(500, str(error), kind="server_error", code=type(error).__name__)
+        """An engine's error, with the status that tells whether asking again may help, and with its class for agentcache's own client."""
+        found = next((row[1:] for row in _STATUS if isinstance(error, row[0])), (500, "server_error", type(error).__name__))
+        status, name, code = found
+        made = cls(status, str(error), kind=name, code=code, headers={"Retry-After": "1"} if status == 503 else None)
+        made.body["x_agentcache"] = {"error": type(error).__name__, "args": _args(error)}
+        return made
+
+
+def _args(error: AgentCacheError) -> list[int | str]:
+    """Arguments that make this error again."""
+    if isinstance(error, ContextOverflowError):
+        return [error.prompt_tokens, error.context_tokens, error.max_tokens, error.setting]
+    return [str(error)]
 
 
 def refused(param: str, value: object, rule: str) -> ServerError:

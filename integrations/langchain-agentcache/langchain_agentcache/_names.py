@@ -29,10 +29,10 @@ SAME = {
 }
 _NESTED = ("model_kwargs", "pipeline_kwargs", "generation_kwargs")
 _MIROSTAT = "temperature, top_p, top_k and min_p choose tokens here"
-_SERVER = "the model runs in this process, there is no server"
+_SERVER = "base_url and api_key are all that a server of agentcache is asked with"
 # What is ignored with one warning: what to do instead.
 _INSTEAD = {
-    **dict.fromkeys(("base_url", "client_kwargs", "async_client_kwargs", "sync_client_kwargs", "validate_model_on_init"), _SERVER),
+    **dict.fromkeys(("client_kwargs", "async_client_kwargs", "sync_client_kwargs", "validate_model_on_init"), _SERVER),
     **dict.fromkeys(("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p"), _MIROSTAT),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repeat_last_n", "logit_bias"), "repetition_penalty is what there is"),
     **dict.fromkeys(("n", "num_return_sequences"), "ask several times"),

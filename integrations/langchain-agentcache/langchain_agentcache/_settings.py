@@ -14,7 +14,7 @@ from langchain_core.utils import from_env
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 from typing_extensions import Self, override
 
-from agentcache import Engine, EngineLease, Sampling
+from agentcache import Engine, EngineLease, RemoteEngine, Sampling
 
 from ._caller_warnings import caller_warnings
 from ._config import plain, rebuilt
@@ -28,7 +28,15 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_
 _LOADING = ("device", "dtype", "weights", "load_in_4bit", "load_in_8bit", "revision", "token", "trust_remote_code")
 _FOR_ENGINE = (*_LOADING, "chat_template", "memory_bytes", "layout", "reuse", "calibration")
 # What decides an answer besides the sampling, as far as the model is set to it; what a call says is added by LangChain.
-_DECIDES = ("model", "template_kwargs", "namespace", "num_ctx", "format", *(n for n in _FOR_ENGINE if n not in ("memory_bytes", "token")))
+_DECIDES = (
+    "model",
+    "base_url",
+    "template_kwargs",
+    "namespace",
+    "num_ctx",
+    "format",
+    *(n for n in _FOR_ENGINE if n not in ("memory_bytes", "token")),
+)
 # What a call may say: of LangChain itself, and of one completion.
 _OF_LANGCHAIN = {"stop", "stream", "ls_structured_output_format"}
 _OF_CALLS = {*SAMPLING, "model", "namespace", "timeout", "format", "response_format", "template_kwargs", "reasoning"}
@@ -83,6 +91,8 @@ class Settings(BaseLanguageModel):
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     max_retries: int = Field(default=0, ge=0)
     engine: Any = Field(default=None, exclude=True, repr=False)
+    base_url: str | None = None
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     _lease: EngineLease = PrivateAttr(default_factory=_Lease)
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
@@ -115,20 +125,23 @@ class Settings(BaseLanguageModel):
                 f"model={model!r:.100}: must be a Hugging Face id or a folder; one that is loaded already goes into "
                 f"engine=agentcache.Engine(model, tokenizer), or {cls.__name__}.from_pipeline(...)"
             )
-        if not isinstance(engine := out.get("engine"), (Engine, type(None))):
+        if not isinstance(engine := out.get("engine"), (Engine, RemoteEngine, type(None))):
             raise ValueError(f"engine={engine!r:.100}: must be an agentcache.Engine; a name or a folder goes into model=")
         return out
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        if self.engine is None:
-            return self
-        self.model = self.model or str(self.engine.name)
-        if not EngineLease.is_shared(self.engine):
+        if self.engine is not None and self.base_url is not None:
+            raise ValueError(f"base_url={self.base_url!r:.100}: the engine that is passed is made already; give one of them")
+        if self.engine is not None:
+            self.model = self.model or str(self.engine.name)
+        if self.base_url is not None or (self.engine is not None and not EngineLease.is_shared(self.engine)):
+            said = "the server's engine is made already; say it to `agentcache serve`"
+            said = "the engine that is passed is made already; say it to agentcache.Engine" if self.engine is not None else said
             for name in (*(name for name in _FOR_ENGINE if name != "reuse"), "cache_dir"):
                 standing = type(self).model_fields[name].get_default(call_default_factory=True)
                 if (value := getattr(self, name)) != standing:
-                    raise ValueError(f"{name}={value!r:.100}: the engine that is passed is made already; say it to agentcache.Engine")
+                    raise ValueError(f"{name}={value!r:.100}: {said}")
         return self
 
     @model_validator(mode="after")
@@ -172,8 +185,12 @@ class Settings(BaseLanguageModel):
         if self.engine is not None and model in (None, self.model, self.engine.name):
             self._lease.join(self.engine)
             return cast("Engine", self.engine)
+        if self.base_url is not None:
+            key = self.api_key.get_secret_value() if self.api_key else None
+            with translated():
+                return cast("Engine", RemoteEngine.shared(model or self.model, lease=self._lease, base_url=self.base_url, api_key=key))
         if not (model or self.model):
-            raise ModelInvalidRequestError("model='': name a Hugging Face id or a folder, or pass engine=...")
+            raise ModelInvalidRequestError("model='': name a Hugging Face id or a folder, or pass engine=... or base_url=...")
         with translated():
             engine = Engine.shared(model or self.model, lease=self._lease, **self._engine_options())
         _named.difference_update([each for each in tuple(_named) if each.closed])

@@ -53,6 +53,7 @@ class ChatAgentCache(ChatSettings):
         num_ctx: tokens that prompt and completion may have together; longer prompts are refused.
         timeout: seconds for one completion. max_retries: how often `invoke` asks again after it.
         engine: a running engine instead of `model`; it stays yours to close.
+        base_url, api_key: of an `agentcache serve`, whose model answers; `model` is then one of its names, and the key is the namespace.
 
     Instantiate:
         >>> model = ChatAgentCache(model="Qwen/Qwen3-0.6B", max_tokens=256)

@@ -88,7 +88,7 @@ def test_names_of_a_request(given: dict[str, Any], meant: dict[str, Any]) -> Non
     ("given", "way_out"),
     [
         ({"request_timeout": 60.0}, "asyncio.wait_for"),
-        ({"base_url": "http://localhost:1"}, "no server"),
+        ({"async_client": object()}, "base_url= and api_key="),
         ({"keep_alive": "5m"}, r"close\(\)"),
         ({"stopping_ids": [2]}, r"stop=\["),
         ({"tokenizer_name": "other"}, "tokenizer="),

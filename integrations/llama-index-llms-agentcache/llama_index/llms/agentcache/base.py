@@ -9,7 +9,7 @@ chat(messages, tools=...)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from llama_index.core.base.llms.generic_utils import (
     achat_to_completion_decorator,
@@ -34,7 +34,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import ToolSelection
 
-from agentcache import Completion, Engine, EngineLease, Message, Stream
+from agentcache import Completion, Engine, EngineLease, Message, RemoteEngine, Stream
 from agentcache.errors import ConfigError, MessageError
 
 from . import prompts, requests
@@ -43,7 +43,7 @@ from .cache_points import pin_points
 from .events import ReceiptEvent
 from .host import Host, count
 from .requests import Ask
-from .saved_args import SavedArgs, in_words, name_of, remade, renamed, saved_args
+from .saved_args import SERVER, SavedArgs, in_words, name_of, remade, renamed, saved_args
 from .structured import ObjectLLM
 from .tools import Offer, Schema, offer, tool_choice
 from .translate import LateSystem, arguments_of, cache_points, to_messages
@@ -88,6 +88,7 @@ class AgentCacheLLM(ObjectLLM):
     def __init__(self, model: Any = None, tokenizer: Any = None, *, engine: Engine | None = None, **options: Any) -> None:
         """model: a Hugging Face id, a folder, or a loaded model with its tokenizer; or `engine`, which others may use, too.
 
+        `base_url` and `api_key` of an `agentcache serve` instead: its model, `model` being one of its names.
         Options that are no fields go to the Engine: device, dtype, weights, load_in_4bit, store, memory_bytes and so on. Names of
         HuggingFaceLLM and Ollama are understood where they mean the same.
         """
@@ -101,7 +102,7 @@ class AgentCacheLLM(ObjectLLM):
             raise ConfigError(in_words(error)) from error
         self._saved_args = how
         lease = EngineLease()
-        self._host = Host(engine or Engine.shared(model, tokenizer, lease=lease, **options), lease)
+        self._host = Host(engine or _shared(model, tokenizer, lease, options), lease)
 
     @classmethod
     def class_name(cls) -> str:
@@ -119,7 +120,7 @@ class AgentCacheLLM(ObjectLLM):
             num_output=self.max_tokens,
             is_chat_model=prompts.of_text(self) is None,  # otherwise LlamaIndex asks by complete()
             is_function_calling_model=prompts.of_messages(self) is None,
-            model_name=self.model,
+            model_name=self.model or self.engine.name,
         )
 
     def count(self, text: str) -> list[int]:
@@ -323,6 +324,13 @@ class AgentCacheLLM(ObjectLLM):
         if not calls:
             check_called(response, error_on_no_tool_call)
         return [ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=arguments_of(call)) for call in calls]
+
+
+def _shared(model: Any, tokenizer: Any, lease: EngineLease, options: Mapping[str, Any]) -> Engine:
+    """The engine of this process, or the one that a server runs."""
+    if options.get("base_url") is not None:
+        return cast("Engine", RemoteEngine.shared(model, lease=lease, **options))
+    return Engine.shared(model, tokenizer, lease=lease, **{name: value for name, value in options.items() if name not in SERVER})
 
 
 def _unpickled(kind: type[AgentCacheLLM], options: dict[str, Any], superset: tuple[Schema, ...]) -> AgentCacheLLM:

@@ -18,11 +18,10 @@ from .structured import schema_of
 _UNSET: tuple[Any, ...] = (None, False, "", [], {}, "{query_str}")  # what stands there by default
 SAME = {**foreign_settings.SAME, "num_output": "max_tokens"}
 LOAD = "load the model yourself, with from_pretrained(...), and give it as model= with its tokenizer="
-NO_SERVER = "nothing: the model runs in this process, and no server is asked"
+NO_SERVER = "base_url= and api_key= of an `agentcache serve`; without them the model runs in this process"
 INSTEAD = {
     "async_client": NO_SERVER,
     "attn_implementation": "nothing: agentcache brings its own attention",
-    "base_url": NO_SERVER,
     "client": NO_SERVER,
     "keep_alive": "nothing: the model stays loaded until close() or the end of a `with` block",
     "num_beams": "nothing: answers are not searched with beams",

@@ -10,13 +10,14 @@ from typing import Any
 
 from llama_index.core.bridge.pydantic import ValidationError
 
-from agentcache import Engine, Loading, foreign_settings
+from agentcache import Engine, Loading, RemoteEngine, foreign_settings
 from agentcache.errors import ConfigError
 
 from .names import joined, mapping, said
 from .requests import FORMS, REQUEST, SAMPLING
 
-ENGINE = frozenset(inspect.signature(Engine.__init__).parameters) - {"self", "loading"} | Loading.__annotations__.keys()
+SERVER = frozenset(("base_url", "api_key"))
+ENGINE = SERVER | frozenset(inspect.signature(Engine.__init__).parameters) - {"self", "loading"} | Loading.__annotations__.keys()
 GIVE_AGAIN = "give_again"  # where a written model names what could not be written
 
 
@@ -81,12 +82,16 @@ def _device(asked: Any) -> dict[str, Any]:
 
 def saved_args(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, Any]) -> SavedArgs:
     """How these arguments make a model; refuses those that cannot."""
-    if not isinstance(engine, (Engine, type(None))):
+    if not isinstance(engine, (Engine, RemoteEngine, type(None))):
         raise ConfigError(f"engine={engine!r:.100}: must be an agentcache.Engine; a name or a folder goes into model=")
     if engine is not None and (model is not None or options):
         raise ConfigError(f"engine= comes ready made: leave out model={model!r:.80} and {sorted(options)!r}")
+    if engine is None and options.get("base_url") is not None:
+        return _of_server(model, tokenizer, options)
     if engine is None and model is None:
-        raise ConfigError("model=None: give a Hugging Face id, a folder, a loaded model with its tokenizer, or engine=")
+        raise ConfigError("model=None: give a Hugging Face id, a folder, a loaded model with its tokenizer, engine=, or base_url=")
+    if options.get("api_key") is not None:
+        raise ConfigError("api_key: is for base_url=, the address of an `agentcache serve`")
     if unknown := sorted(set(options) - ENGINE):
         raise ConfigError(f"unknown options {unknown!r}: neither AgentCacheLLM nor Engine has them")
     if engine is not None:
@@ -96,6 +101,15 @@ def saved_args(model: Any, tokenizer: Any, engine: Any, options: Mapping[str, An
         given["model"] = model
     objects = tuple(sorted(name for name, value in given.items() if not isinstance(value, (str, int, float, type(None)))))
     return SavedArgs({name: value for name, value in given.items() if name not in objects and name != "tokenizer"}, objects)
+
+
+def _of_server(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> SavedArgs:
+    """How a server and a key make a model; the key is given again."""
+    if not isinstance(model, (str, type(None))) or tokenizer is not None:
+        raise ConfigError(f"model={model!r:.100}: with base_url= it is one of the server's names, and the tokenizer is there")
+    if more := sorted(set(options) - SERVER):
+        raise ConfigError(f"{more!r}: the server's engine is made already; say it to `agentcache serve`")
+    return SavedArgs({"base_url": options["base_url"]}, ("api_key",) if options.get("api_key") else ())
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -121,6 +135,8 @@ def name_of(model: Any) -> str:
     """What a model is called: its id, its folder, or its class."""
     if isinstance(model, (str, os.PathLike)):
         return str(os.fspath(model))
+    if model is None:
+        return ""  # a server's first one
     return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
 
 

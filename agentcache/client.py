@@ -1,0 +1,329 @@
+"""RemoteEngine: the interface of Engine over a running `agentcache serve`. Renders and computes nothing, and loads no torch.
+
+One thread with an event loop sends all requests of an engine; their events reach the caller through an ordinary Stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Sequence as Seq
+from concurrent import futures
+from dataclasses import asdict
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+from pydantic import TypeAdapter
+
+from . import errors
+from .errors import ConfigError, EngineClosedError, EngineForkedError, PromptError
+from .layout.plain import plain_message
+from .layout.schemas import plain_tools
+from .remote_stream import RemoteEvents, RemoteRequest, RemoteStream, checked, read
+from .shared_engines import EngineLease, shared_engine
+from .store.tool_group import ToolGroup
+from .stream import Completion, Stream
+from .types import Constraint, Forgotten, Layout, Message, Probe, Sampling, Tool
+
+if TYPE_CHECKING:
+    from .layout import Volatile
+
+T = TypeVar("T")
+Messages = Seq[Message | Mapping[str, Any]] | str
+Tools = Seq[Tool | Mapping[str, Any]]
+CONNECT_S = 10.0
+_GROUPS = TypeAdapter(tuple[ToolGroup, ...])
+
+
+class RemoteModel:
+    """Tokenizer, renderer and size of a model that a server runs, as far as integrations ask for them."""
+
+    def __init__(self, call: Callable[[str, str, Mapping[str, Any]], Any]) -> None:
+        self._call = call
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """Name and context, as the server tells them."""
+        return dict(self._call("GET", "/v1/engine", {}))
+
+    @property
+    def context_tokens(self) -> int:
+        """The most tokens of prompt and completion together."""
+        return int(self.facts["context_tokens"])
+
+    def __call__(self, text: str, *, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        """The token ids of a text, without special tokens, in the shape of transformers' tokenizers."""
+        if add_special_tokens:
+            raise ConfigError("add_special_tokens=True: a server tells the ids of the text alone")
+        return {"input_ids": self._call("POST", "/v1/engine/render", {"text": text})["ids"]}
+
+    def decode(self, ids: Seq[int]) -> str:
+        """The text of token ids."""
+        return str(self._call("POST", "/v1/engine/decode", {"ids": list(ids)})["text"])
+
+    def render(
+        self, messages: Messages, tools: Tools = (), *, namespace: str = "default", template_kwargs: Mapping[str, Any] | None = None
+    ) -> Layout:
+        """The prompt of messages and tools. Its spans stay on the server."""
+        body = {"messages": _plain(messages), "tools": plain_tools(tools), "template_kwargs": template_kwargs or None}
+        said = self._call("POST", "/v1/engine/render", body)
+        return Layout(said["ids"], (), said["text"])
+
+
+class RemoteEngine:
+    """A model that `agentcache serve` runs, with the interface of Engine: the same answers, receipts, tool groups and errors.
+
+    base_url: of the server, such as http://127.0.0.1:8787. api_key: decides the namespace, where the server asks for keys. model: one of
+    the server's names, by default its first model. Thread safe; close it, or use it as a context manager: the server runs on.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None, *, model: str | None = None) -> None:
+        url = httpx.URL(base_url)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ConfigError(f"base_url={base_url!r}: must be the address of an `agentcache serve`, such as 'http://127.0.0.1:8787'")
+        self._url, self._model = base_url.rstrip("/").removesuffix("/v1"), model or None
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.AsyncClient(
+            base_url=self._url,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+        )
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="agentcache-client", daemon=True)
+        thread.start()
+        self._process, self._closed = os.getpid(), False
+        self.renderer = self.tokenizer = self.model = RemoteModel(_caller(weakref.ref(self)))
+        self._end = weakref.finalize(self, _end, os.getpid(), self._loop, self._http, thread)
+
+    @classmethod
+    def shared(cls, model: str | None = None, *, lease: EngineLease, base_url: str, api_key: str | None = None) -> RemoteEngine:
+        """This process's engine for a server, a key and a model: made for the first lease that asks, closed with the last."""
+        shared: RemoteEngine = shared_engine(_shared, model or "", None, lease, {"base_url": base_url, "api_key": api_key})
+        return shared
+
+    @property
+    def name(self) -> str:
+        """The model's name; without one of its own, as the server tells it."""
+        return self._model or str(self.model.facts["name"])
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        messages: Messages,
+        tools: Tools = (),
+        *,
+        sampling: Sampling | None = None,
+        constraint: Constraint | None = None,
+        volatile: Volatile = (),
+        namespace: str = "default",
+        **options: Any,
+    ) -> Stream:
+        """Answer messages, or continue a text, as `Engine.stream` does; options: turn, reuse, rendering, tools_order, group,
+        template_kwargs. ConfigError: on_logits, on_progress, a calibration, or a namespace other than the key's own."""
+        self._check_namespace(namespace)
+        body = {
+            **{name: value for name, value in options.items() if value is not None},
+            "messages": _plain(messages),
+            "tools": plain_tools(tools),
+            "sampling": None if sampling is None else asdict(sampling),
+            "constraint": None if constraint is None else asdict(constraint),
+            "volatile": _plain(volatile),
+        }
+        for name in ("on_logits", "on_progress"):
+            if name in body:
+                raise ConfigError(f"{name}={body[name]!r:.100}: cannot be carried over HTTP; it needs an Engine in this process")
+        if not isinstance(body.get("reuse", ""), str):
+            raise ConfigError("reuse: a calibration cannot be carried over HTTP; give 'exact', 'lossy', 'approximate' or 'off'")
+        return RemoteStream(self._run(self._opened(self._content(body))))
+
+    def generate(self, messages: Messages, tools: Tools = (), **options: Any) -> Completion:
+        """The whole answer at once; options as of `stream`."""
+        return self.stream(messages, tools, **options).completion
+
+    def probe(self, messages: Messages, tools: Tools = (), *, volatile: Seq[str] = (), namespace: str = "default") -> Probe:
+        """Tell what of a prompt is cached on the server now, per tier, and why no more."""
+        self._check_namespace(namespace)
+        body = {"messages": _plain(messages), "tools": plain_tools(tools), "volatile": list(volatile)}
+        return Probe(**self._call("POST", "/v1/cache/probe", body))
+
+    # -- tool groups -----------------------------------------------------------------------------------------------
+
+    def warm(self, system: str | None = None, tools: Tools = (), *, name: str | None = None, **options: Any) -> ToolGroup:
+        """Compute the prefix of system prompt and tools on the server, pin it, and name it; options as of `pin`."""
+        return self.pin([Message("system", system)] if system else [], tools, name=name, **options)
+
+    def pin(
+        self,
+        messages: Seq[Message | Mapping[str, Any]],
+        tools: Tools = (),
+        *,
+        namespace: str = "default",
+        lease: EngineLease | None = None,
+        **options: Any,
+    ) -> ToolGroup:
+        """Pin the start of a conversation on the server; options: name, tools_order, group, template_kwargs, ttl_s.
+
+        lease: a timed pin ends by its time alone, as other programs may want it.
+        """
+        self._check_namespace(namespace)
+        body = {"messages": _plain(messages), "tools": plain_tools(tools), **options}
+        return _GROUPS.validate_python([self._call("POST", "/v1/engine/pin", body)])[0]
+
+    def release(self, name: str, *, namespace: str = "default") -> bool:
+        """Unpin a tool group of this key; False if there is none of that name."""
+        self._check_namespace(namespace)
+        return bool(self._call("POST", "/v1/engine/release", {"name": name})["released"])
+
+    @property
+    def groups(self) -> tuple[ToolGroup, ...]:
+        """The tool groups of this key that are pinned now."""
+        return _GROUPS.validate_python(self._call("GET", "/v1/engine/groups", {})["groups"])
+
+    def forget(self, *, namespace: str | None = None, group: str | None = None, older_than: float | None = None) -> Forgotten:
+        """Delete pages of this key's namespace on the server, as `Engine.forget` does."""
+        if namespace is None and group is None and older_than is None:
+            raise ConfigError("forget(): name what is to be forgotten: namespace=, group= or older_than= (0 for everything)")
+        self._check_namespace(namespace or "default")
+        said = self._call("POST", "/v1/engine/forget", {"group": group, "older_than": older_than})
+        return Forgotten(**{**said, "groups": tuple(said["groups"])})
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def _check_namespace(self, namespace: str) -> None:
+        self.check_open()
+        if namespace != "default":
+            raise ConfigError(f"namespace={namespace!r}: on a server the API key decides it; leave it out, and give each user a key")
+
+    def _content(self, body: Mapping[str, Any]) -> str:
+        """A body as JSON, with the model's name."""
+        try:
+            return json.dumps({**body, **({"model": self._model} if self._model else {})}, default=dict)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise PromptError(f"the request cannot be written as JSON: {error}") from error
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON that a route answers with."""
+        self.check_open()
+        named = {"params": {"model": self._model} if self._model else {}} if method == "GET" else {"content": self._content(body)}
+        return self._run(self._answered(method, path, named))
+
+    async def _answered(self, method: str, path: str, options: Mapping[str, Any]) -> Any:
+        response = await self._sent(self._http.build_request(method, path, headers=JSON, **options))
+        await response.aread()
+        await response.aclose()
+        return checked(response).json()
+
+    async def _opened(self, content: str) -> RemoteRequest:
+        """A request that the server has laid out."""
+        response = await self._sent(self._http.build_request("POST", "/v1/engine/stream", headers=JSON, content=content))
+        if response.status_code != 200:
+            await response.aread()
+            checked(response)
+        request = RemoteRequest(RemoteEvents(self._loop))
+        request.events.reader = asyncio.ensure_future(read(response, request))
+        return request
+
+    async def _sent(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return await self._http.send(request, stream=True)
+        except httpx.TransportError as error:
+            told = f"{self._url!r}: no server answers ({error or type(error).__name__}); start one with `agentcache serve MODEL`"
+            raise EngineClosedError(told) from error
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine on the client's thread."""
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result()
+        except futures.CancelledError as error:
+            raise EngineClosedError("the engine was closed while it asked the server") from error
+        finally:
+            running.cancel()  # the caller was interrupted
+
+    # -- keeping in order ------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether requests are refused: it was closed, or this process was forked from the one that made it."""
+        return self._closed or self._process != os.getpid()
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError or EngineForkedError where a request would."""
+        if self._process != os.getpid():
+            raise EngineForkedError.of(self._process)
+        if self._closed:
+            raise EngineClosedError("the engine is closed: create a new one")
+
+    def close(self) -> None:
+        """End its running requests. The server and its tool groups stay. Closing twice is fine."""
+        self._closed = True
+        self._end()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteEngine:
+        """Return the engine itself: copies share its connections."""
+        return self
+
+    def __reduce__(self) -> str:
+        raise ConfigError(f"RemoteEngine({self._url!r}) cannot be pickled: it holds connections; make one in each process")
+
+    def __enter__(self) -> RemoteEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def _shared(model: str, tokenizer: None, *, base_url: str, api_key: str | None) -> RemoteEngine:
+    return RemoteEngine(base_url, api_key, model=model)
+
+
+def _caller(engine: weakref.ref[RemoteEngine]) -> Callable[[str, str, Mapping[str, Any]], Any]:
+    """Calls of an engine that its own parts make, without keeping it alive."""
+
+    def call(method: str, path: str, body: Mapping[str, Any]) -> Any:
+        owner = engine()
+        if owner is None:
+            raise EngineClosedError("the engine is closed: create a new one")
+        return owner._call(method, path, body)
+
+    return call
+
+
+def _plain(said: Any) -> Any:
+    """Messages, or volatile text, as JSON has them."""
+    if isinstance(said, Message):
+        return plain_message(0, said)
+    if isinstance(said, (str, Mapping)):
+        return said
+    if isinstance(said, Seq):
+        return [one if isinstance(one, str) else plain_message(index, one) for index, one in enumerate(said)]
+    raise errors.MessageError(f"messages must be a list of messages or a string prompt, got {type(said).__name__}")
+
+
+def _end(process: int, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, thread: threading.Thread) -> None:
+    if process != os.getpid() or loop.is_closed():  # the thread stayed in the parent
+        return
+
+    async def end() -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await http.aclose()
+
+    if thread is threading.current_thread():
+        return
+    asyncio.run_coroutine_threadsafe(end(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

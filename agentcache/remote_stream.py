@@ -1,0 +1,142 @@
+"""Stream of a request that a server runs: its events read off the connection, its errors in the classes that the engine raised."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from . import errors
+from .answer.parser import Delta
+from .errors import AgentCacheError, CancelledError, ConfigError, EngineClosedError, GenerationError
+from .events import Chunk, Done, Events
+from .receipt import Receipt
+from .stream import Completion, Stream
+
+_COMPLETION = TypeAdapter(Completion)
+_STATUS: dict[int, type[AgentCacheError]] = {503: EngineClosedError}  # of errors that come from the server and not from its engine
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteChunk(Chunk):
+    """A chunk, with what it makes certain of the answer."""
+
+    deltas: tuple[Delta, ...] = ()
+
+
+class RemoteEvents(Events):
+    """The events of a request; cancelling ends its connection, and so the request on the server."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self.reader: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        """Say that the caller wants no more events, and leave."""
+        if not self.cancelled and self.reader is not None:
+            with suppress(RuntimeError):  # the engine was closed
+                self._loop.call_soon_threadsafe(self.reader.cancel)
+        super().cancel()
+
+
+@dataclass(eq=False)
+class RemoteRequest:
+    """One request as a Stream reads it. last: the deltas after all chunks."""
+
+    events: RemoteEvents
+    last: tuple[Delta, ...] = ()
+    receipt: Receipt = field(default_factory=Receipt)
+    completion: Completion | None = None
+
+
+class RemoteStream(Stream):
+    """Chunks of a request that a server runs."""
+
+    def __init__(self, request: RemoteRequest) -> None:
+        super().__init__(request, lambda _: request.completion)  # type: ignore[arg-type, return-value]
+        self._remote = request
+
+    def deltas(self) -> Iterator[Delta]:
+        for chunk in self:
+            assert isinstance(chunk, RemoteChunk)
+            yield from chunk.deltas
+        yield from self._remote.last
+
+    async def aparts(self) -> AsyncIterator[tuple[Chunk, list[Delta]]]:
+        async for chunk in self:
+            assert isinstance(chunk, RemoteChunk)
+            yield chunk, list(chunk.deltas)
+        yield Chunk("", ()), list(self._remote.last)
+
+
+async def read(response: httpx.Response, request: RemoteRequest) -> None:
+    """Put what the server tells into the request's events."""
+    told: Mapping[str, Any] | None = None
+    events = request.events
+    try:
+        async for event, data in _sse(response):
+            if event == "chunk":
+                events.put(RemoteChunk(data["text"], tuple(data["ids"]), _deltas(data)))
+            elif event == "completion":
+                told, request.last = data, _deltas(data)
+            elif "error" in data and event == "message":
+                raise _error(data, 500)
+        if told is None:
+            raise GenerationError("the server ended the answer before it was whole")
+        request.completion = _COMPLETION.validate_python(told)
+        request.receipt = request.completion.receipt
+        events.put(Done())
+    except asyncio.CancelledError:
+        events.put(CancelledError("the stream was closed by its caller"))
+    except (httpx.HTTPError, ValidationError, ValueError, KeyError) as error:
+        events.put(GenerationError(f"the server's answer broke off: {error or type(error).__name__}"))
+    except AgentCacheError as error:
+        events.put(error)
+    finally:
+        await response.aclose()
+
+
+def _deltas(data: Mapping[str, Any]) -> tuple[Delta, ...]:
+    return tuple(Delta(**one) for one in data["deltas"])
+
+
+async def _sse(response: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
+    """Named events and their JSON."""
+    event = "message"
+    async for line in response.aiter_lines():
+        name, _, value = line.partition(": ")
+        if name == "event":
+            event = value
+        elif name == "data":
+            yield event, json.loads(value)
+            event = "message"
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """The response; the error that it tells of is raised."""
+    if response.is_success:
+        return response
+    try:
+        raise _error(response.json(), response.status_code)
+    except ValueError as error:
+        if isinstance(error, AgentCacheError):
+            raise
+        raise ConfigError(f"{str(response.url)!r} answered {response.status_code} and no JSON: is it an `agentcache serve`?") from error
+
+
+def _error(body: Any, status: int) -> AgentCacheError:
+    """The engine's error that a server tells of, in its own class; else one by its status."""
+    own = body.get("x_agentcache", {}) if isinstance(body, Mapping) else {}
+    kind = getattr(errors, str(own.get("error")), None)
+    if isinstance(kind, type) and issubclass(kind, AgentCacheError):
+        return kind(*own["args"])
+    told = body.get("error", body) if isinstance(body, Mapping) else body
+    message = str(told.get("message", told)) if isinstance(told, Mapping) else str(told)
+    return _STATUS.get(status, ConfigError if 400 <= status < 500 and status != 429 else GenerationError)(message)

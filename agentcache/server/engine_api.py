@@ -1,0 +1,201 @@
+"""Engine's own interface over HTTP, for agentcache's client: requests as `Engine.stream` takes them, and all that its completion holds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import anyio.to_thread
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import ConfigError
+from ..types import Constraint, Rendering, Reuse, Sampling, ToolOrder
+from .answers import Answer, opened, sse, streamed
+from .cache_api import check_quota
+from .chat import failed_event
+from .schemas import Text
+from .tenants import Tenant
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..stream import Stream
+    from .state import ServerState
+
+T = TypeVar("T")
+router = APIRouter(prefix="/v1/engine", tags=["engine"])
+Objects = list[dict[str, Any]]
+
+
+class EngineBody(BaseModel):
+    """A body of these routes: unknown parameters are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+
+
+class PromptBody(EngineBody):
+    """What makes a prompt, as `Engine.stream` takes it."""
+
+    messages: Text | Objects
+    tools: Objects = Field(default_factory=list)
+    tools_order: ToolOrder = "given"
+    group: str | None = None
+    template_kwargs: dict[str, Any] | None = None
+
+
+class StreamBody(PromptBody):
+    """POST /v1/engine/stream."""
+
+    sampling: Sampling | None = None
+    constraint: Constraint | None = None
+    volatile: Text | dict[str, Any] | list[Text | dict[str, Any]] = Field(default_factory=list)
+    turn: str = ""
+    reuse: Reuse | None = None
+    rendering: Rendering = "canonical"
+
+
+class PinBody(PromptBody):
+    """POST /v1/engine/pin."""
+
+    messages: Objects
+    name: Annotated[str | None, Field(min_length=1, max_length=128)] = None
+    ttl_s: Annotated[float | None, Field(gt=0)] = None
+
+
+class RenderBody(EngineBody):
+    """POST /v1/engine/render: a prompt, or a text without a template."""
+
+    messages: Objects | None = None
+    tools: Objects = Field(default_factory=list)
+    template_kwargs: dict[str, Any] | None = None
+    text: Text | None = None
+
+
+class DecodeBody(EngineBody):
+    """POST /v1/engine/decode."""
+
+    ids: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+
+
+class ReleaseBody(EngineBody):
+    """POST /v1/engine/release."""
+
+    name: str
+
+
+class ForgetBody(EngineBody):
+    """POST /v1/engine/forget, as `Engine.forget` takes it."""
+
+    group: str | None = None
+    older_than: float | None = None
+
+
+@router.post("/stream")
+async def stream(body: StreamBody, request: Request) -> Response:
+    """Answer a prompt in events: chunks with their deltas, then the completion."""
+    state: ServerState = request.app.state.server
+    given = {name: getattr(body, name) for name in StreamBody.model_fields if name not in ("model", "messages", "tools")}
+
+    def ask(engine: Engine, namespace: str) -> Stream:
+        return engine.stream(body.messages, body.tools, namespace=namespace, **given)
+
+    async with AsyncExitStack() as stack:
+        answer = await opened(state, request, stack, body.model, "engine", ask)
+        return streamed(state, stack.pop_all(), answer, _events(answer), failed=failed_event, end=": end\n\n")
+
+
+async def _events(answer: Answer) -> AsyncIterator[str]:
+    last: list[dict[str, Any]] = []
+    async for chunk, deltas in answer.stream.aparts():
+        last = [asdict(delta) for delta in deltas]
+        if chunk.ids or chunk.text:
+            yield sse({"text": chunk.text, "ids": chunk.ids, "deltas": last}, "chunk")
+    completion = answer.stream.completion
+    yield sse({**asdict(completion), "receipt": completion.receipt.as_dict(), "deltas": last}, "completion")
+
+
+async def _run(request: Request, model: str | None, work: Callable[[Engine, Tenant], T]) -> T:
+    """The result of `work` with an engine, on a thread."""
+    state: ServerState = request.app.state.server
+    tenant: Tenant = request.state.tenant
+    with state.tenants.admit(tenant):
+        async with state.models.use(model) as engine:
+            return await anyio.to_thread.run_sync(work, engine, tenant)
+
+
+@router.get("")
+async def facts(request: Request, model: str | None = None) -> Response:
+    """Tell what a client asks about a model before it uses it."""
+    told = await _run(request, model, lambda engine, _: {"name": engine.name, "context_tokens": engine.model.context_tokens})
+    return JSONResponse({**told, "namespace": request.state.tenant.namespace})
+
+
+@router.post("/render")
+async def render(body: RenderBody, request: Request) -> Response:
+    """The token ids of a prompt, and its text."""
+
+    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
+        if body.messages is None:
+            return {"ids": list(engine.tokenizer(body.text or "", add_special_tokens=False)["input_ids"]), "text": body.text or ""}
+        layout = engine.renderer.render(body.messages, body.tools, namespace=tenant.namespace, template_kwargs=body.template_kwargs)
+        return {"ids": list(layout.ids), "text": layout.text}
+
+    return JSONResponse(await _run(request, body.model, work))
+
+
+@router.post("/decode")
+async def decode(body: DecodeBody, request: Request) -> Response:
+    """The text of token ids."""
+    ids = body.ids
+    return JSONResponse({"text": await _run(request, body.model, lambda engine, _: _decoded(engine, ids))})
+
+
+def _decoded(engine: Engine, ids: list[int]) -> str:
+    if ids and max(ids) >= engine.model.vocab:
+        raise ConfigError(f"ids={max(ids)!r}: the vocabulary has {engine.model.vocab} tokens")
+    return str(engine.tokenizer.decode(ids))
+
+
+@router.post("/pin")
+async def pin(body: PinBody, request: Request) -> Response:
+    """Pin the start of a conversation."""
+
+    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
+        given = {name: getattr(body, name) for name in PinBody.model_fields if name not in ("model", "messages", "tools")}
+        made = engine.pin(body.messages, body.tools, namespace=tenant.namespace, **given)
+        check_quota(engine, made, tenant)
+        return asdict(made)
+
+    return JSONResponse(await _run(request, body.model, work))
+
+
+@router.post("/release")
+async def release(body: ReleaseBody, request: Request) -> Response:
+    """Unpin a tool group of the caller."""
+    return JSONResponse(
+        {"released": await _run(request, body.model, lambda engine, tenant: engine.release(body.name, namespace=tenant.namespace))}
+    )
+
+
+@router.get("/groups")
+async def groups(request: Request, model: str | None = None) -> Response:
+    """The tool groups of the caller that are pinned now."""
+
+    def work(engine: Engine, tenant: Tenant) -> list[dict[str, Any]]:
+        return [asdict(group) for group in engine.groups if group.namespace == tenant.namespace]
+
+    return JSONResponse({"groups": await _run(request, model, work)})
+
+
+@router.post("/forget")
+async def forget(body: ForgetBody, request: Request) -> Response:
+    """Delete pages of the caller, in memory and on disk."""
+
+    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
+        return asdict(engine.forget(namespace=tenant.namespace, group=body.group, older_than=body.older_than))
+
+    return JSONResponse(await _run(request, body.model, work))

@@ -1,0 +1,96 @@
+"""LangChain's classes over a running `agentcache serve`: the model of the server, by one argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is the extra `server`")
+pytest.importorskip("uvicorn", reason="the server is the extra `server`")
+pytest.importorskip("llguidance", reason="the embedded model's calls are held to their schemas")
+
+from langchain.agents import create_agent
+from langchain_agentcache import AgentCacheLLM, ChatAgentCache
+from langchain_agentcache.errors import EngineClosedError, ModelInvalidRequestError
+from langchain_core.messages import AIMessage
+from langchain_core.tools import tool
+
+from tests.serving import ALICE, KEYS, ready, serving
+
+pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
+
+asked: list[str] = []
+
+
+@tool
+def get_invoice(invoice_id: str) -> dict[str, Any]:
+    """Get an invoice."""
+    asked.append(invoice_id)
+    return {"status": "open", "amount": 240}
+
+
+@tool
+def cancel_order(order_id: str) -> dict[str, Any]:
+    """Cancel an order."""
+    return {"status": "accepted"}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder: Path = tmp_path_factory.mktemp("served")
+    (folder / "keys.toml").write_text(KEYS)
+    with serving(store=folder / "store", keys=folder / "keys.toml") as one:
+        yield ready(one).url
+
+
+def test_an_agent_moves_to_a_server_by_one_argument(url: str) -> None:
+    def run(chat: ChatAgentCache) -> list[Any]:
+        agent = create_agent(chat, [get_invoice, cancel_order], system_prompt="You are a helpful assistant.")
+        return list(agent.invoke({"messages": [("user", "Get the invoice A-1204.")]})["messages"])
+
+    asked.clear()
+    with ChatAgentCache(base_url=url, api_key=ALICE, max_tokens=120) as there, ChatAgentCache(model="embedded", max_tokens=120) as here:
+        remote, local = run(there), run(here)
+    assert asked == ["A-1204", "A-1204"]
+    assert [message.text for message in remote] == [message.text for message in local]
+    assert [call["args"] for call in remote[1].tool_calls] == [call["args"] for call in local[1].tool_calls]
+    steps = [message for message in remote if isinstance(message, AIMessage)]
+    assert steps[-1].usage_metadata["input_token_details"]["cache_read"] > 100, "the second step goes on from the first"
+    assert steps[-1].response_metadata["agentcache"]["precision"] == "exact"
+
+
+async def test_streams_and_groups_are_the_servers(url: str) -> None:
+    with ChatAgentCache(base_url=url, api_key=ALICE, max_tokens=16) as chat:
+        group = chat.warm("You help at the desk of a harbour.", [get_invoice], name="desk")
+        assert group.namespace == "alice"
+        told = [chunk async for chunk in chat.astream([("system", "You help at the desk of a harbour."), ("user", "When?")])]
+        assert told[-1].usage_metadata["output_tokens"] > 0
+        assert "".join(chunk.text for chunk in told)
+        assert chat.get_num_tokens("High water") > 0
+
+
+def test_text_is_continued_by_a_server(url: str) -> None:
+    given = {"max_tokens": 8, "logprobs": True}
+    with AgentCacheLLM(base_url=url, api_key=ALICE, **given) as there, AgentCacheLLM(model="embedded", **given) as here:
+        remote, local = (llm.generate(["The keeper of the"]).generations[0][0] for llm in (there, here))
+    assert remote.text == local.text
+    assert remote.generation_info["logprobs"] == local.generation_info["logprobs"]
+
+
+def test_settings_of_a_server_are_refused() -> None:
+    with pytest.raises(ModelInvalidRequestError, match="device='cpu': the server's engine is made already"):
+        ChatAgentCache(base_url="http://127.0.0.1:9", device="cpu")
+    with pytest.raises(ModelInvalidRequestError, match="on a server the API key decides"):
+        ChatAgentCache(base_url="http://127.0.0.1:9", namespace="mine").invoke("When?")
+    with pytest.raises(EngineClosedError, match="no server answers"):
+        ChatAgentCache(base_url="http://127.0.0.1:9").invoke("When?")
+
+
+def test_a_written_model_names_its_server(url: str) -> None:
+    chat = ChatAgentCache(base_url=url, api_key=ALICE)
+    config = chat.to_config()
+    assert (config["base_url"], ALICE in str(config), ALICE in repr(chat)) == (url, False, False)
+    assert ChatAgentCache.from_config(config).base_url == url

@@ -1,0 +1,77 @@
+"""LlamaIndex's model over a running `agentcache serve`: the model of the server, by one argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is the extra `server`")
+pytest.importorskip("uvicorn", reason="the server is the extra `server`")
+pytest.importorskip("llguidance", reason="the embedded model's calls are held to their schemas")
+
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.agentcache import AgentCacheLLM
+
+from agentcache.errors import ConfigError, EngineClosedError
+from tests.serving import ALICE, KEYS, ready, serving
+
+pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder: Path = tmp_path_factory.mktemp("served")
+    (folder / "keys.toml").write_text(KEYS)
+    with serving(store=folder / "store", keys=folder / "keys.toml") as one:
+        yield ready(one).url
+
+
+def test_an_agent_moves_to_a_server_by_one_argument(url: str, run: Callable[[Any], Any]) -> None:
+    asked: list[str] = []
+
+    def get_invoice(invoice_id: str) -> str:
+        """Get an invoice."""
+        asked.append(invoice_id)
+        return '{"status": "open", "amount": 240}'
+
+    async def answer(llm: AgentCacheLLM) -> str:
+        agent = FunctionAgent(tools=[FunctionTool.from_defaults(get_invoice)], llm=llm, system_prompt="You are a helpful assistant.")
+        return str(await agent.run("Get the invoice A-1204."))
+
+    with AgentCacheLLM(base_url=url, api_key=ALICE, max_tokens=120) as there, AgentCacheLLM(model="embedded", max_tokens=120) as here:
+        remote, local = run(answer(there)), run(answer(here))
+        assert there.metadata.context_window == here.metadata.context_window
+        assert there.count("High water") == here.count("High water")
+        assert there.metadata.model_name == "embedded"
+    assert asked == ["A-1204", "A-1204"]
+    assert remote == local
+    assert "open" in remote
+
+
+def test_receipts_are_the_servers(url: str) -> None:
+    with AgentCacheLLM(base_url=url, api_key=ALICE, max_tokens=8) as llm:
+        first, second = (llm.complete("When is high water in Port Averil?").raw["receipt"] for _ in range(2))
+    assert second["cached_tokens"] == first["prompt_tokens"] - 1
+
+
+def test_a_written_model_asks_for_its_key(url: str) -> None:
+    with AgentCacheLLM(base_url=url, api_key=ALICE, max_tokens=8) as llm:
+        data = llm.to_dict()
+    assert (data["base_url"], ALICE in str(data)) == (url, False)
+    with pytest.raises(ConfigError, match="api_key=..."):
+        AgentCacheLLM.from_dict(data)
+    with AgentCacheLLM.from_dict(data, api_key=ALICE) as again:
+        assert again.complete("When?").text
+
+
+def test_settings_of_a_server_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\['device'\]: the server's engine is made already"):
+        AgentCacheLLM(base_url="http://127.0.0.1:9", device="cpu")
+    with pytest.raises(ConfigError, match="api_key: is for base_url="):
+        AgentCacheLLM(model="embedded", api_key=ALICE)
+    with AgentCacheLLM(base_url="http://127.0.0.1:9") as llm, pytest.raises(EngineClosedError, match="no server answers"):
+        llm.complete("When?")

@@ -1,0 +1,167 @@
+"""RemoteEngine over a running server: what an Engine in process answers, accounts for, pins and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentcache import Constraint, Engine, Message, RemoteEngine, Sampling
+from agentcache.errors import (
+    CancelledError,
+    ConfigError,
+    ContextOverflowError,
+    EngineClosedError,
+    GenerationError,
+    MessageError,
+    ToolSchemaError,
+)
+from tests.serving import ALICE, ASKED, BOB, KEYS, SYSTEM, TIDE, Served, ready, serving
+
+SHORT = Sampling(max_tokens=24, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def remote(served: Served) -> Iterator[RemoteEngine]:
+    with RemoteEngine(served.url) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Engine]:
+    with Engine("embedded", store=None) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("asked", "tools", "constraint"),
+    [
+        ([Message("user", "When is high water?")], [], None),
+        ([Message("user", "When is high water in Port Averil?")], [TIDE], Constraint("any")),
+        ([Message("user", "A number.")], [], Constraint(regex="[0-9]{3}")),
+        ("The keeper of the", [], None),
+    ],
+)
+def test_answers_are_those_of_an_engine(remote: RemoteEngine, local: Engine, asked: object, tools: list, constraint: object) -> None:
+    options = {"sampling": SHORT, "constraint": constraint, "turn": "one", "reuse": "off"}
+    there, here = (engine.generate(asked, tools, **options) for engine in (remote, local))
+    assert (there.text, there.ids, there.message, there.logprobs) == (here.text, here.ids, here.message, here.logprobs)
+    assert (there.cut, there.invalid_calls, there.usage) == (here.cut, here.invalid_calls, here.usage)
+    told = [list(engine.stream(asked, tools, **options).deltas()) for engine in (remote, local)]
+    assert told[0] == told[1]
+    told = [[(chunk.text, chunk.ids) for chunk in engine.stream(asked, tools, **options)] for engine in (remote, local)]
+    assert told[0] == told[1]
+    assert remote.tokenizer.decode(there.ids) == local.tokenizer.decode(there.ids)
+
+
+def test_receipts_count_what_the_server_cached(remote: RemoteEngine) -> None:
+    first, second = (remote.generate(ASKED, [TIDE], sampling=SHORT).receipt for _ in range(2))
+    assert first.cached_tokens + first.computed_tokens == first.prompt_tokens
+    assert second.cached_tokens == second.prompt_tokens - 1
+    assert [str(one.reason) for one in second.refusals] == ["LAST_TOKEN"]
+    assert remote.probe(ASKED, [TIDE]).memory_tokens == second.cached_tokens
+    assert len(remote.renderer.render(ASKED, [TIDE]).ids) == second.prompt_tokens
+
+
+def test_errors_keep_their_classes(remote: RemoteEngine, local: Engine) -> None:
+    long = "word " * local.model.context_tokens
+    for kind, asked, tools in ((ContextOverflowError, long, []), (MessageError, [], []), (ToolSchemaError, ASKED, [{"name": 1}])):
+        said = []
+        for engine in (remote, local):
+            with pytest.raises(kind) as told:
+                engine.stream(asked, tools)
+            said.append(str(told.value))
+        assert said[0] == said[1]
+    with pytest.raises(ConfigError, match="on_logits="):
+        remote.stream(ASKED, on_logits=print)
+    with pytest.raises(ConfigError, match="wrong: this parameter is not known"):
+        remote.stream(ASKED, wrong=1)
+    with pytest.raises(ConfigError, match="the API key decides"):
+        remote.stream(ASKED, namespace="mine")
+    with pytest.raises(EngineClosedError, match="no server answers"), RemoteEngine("http://127.0.0.1:9") as nowhere:
+        nowhere.stream(ASKED)
+
+
+def test_tool_groups_are_pinned_and_released(remote: RemoteEngine) -> None:
+    group = remote.warm(SYSTEM, [TIDE], name="tides")
+    assert group in remote.groups
+    assert (group.name, group.tools) == ("tides", ("tide",))
+    answer = remote.generate(ASKED, [TIDE], tools_order="sticky", group="tides", sampling=SHORT)
+    assert answer.receipt.cached_tokens >= group.prefix_tokens
+    assert remote.release("tides")
+    assert not remote.release("tides")
+    assert group not in remote.groups
+    assert remote.forget(older_than=0).memory_pages > 0
+    assert remote.probe(ASKED, [TIDE]).memory_tokens == 0
+    with pytest.raises(ConfigError, match="name what is to be forgotten"):
+        remote.forget()
+
+
+def test_leaving_early_frees_the_device(served: Served, remote: RemoteEngine) -> None:
+    with remote.stream("The keeper of the", sampling=Sampling(max_tokens=3000)) as stream:
+        next(stream)
+    with pytest.raises(CancelledError):
+        _ = stream.completion
+    _idle(served)
+
+
+def _idle(served: Served) -> None:
+    until = time.monotonic() + 5
+    while served.state.tenants.running and time.monotonic() < until:
+        time.sleep(0.01)
+    assert served.state.tenants.running == 0
+
+
+def test_closing_ends_its_requests(served: Served) -> None:
+    engine = RemoteEngine(served.url)
+    stream = engine.stream("The keeper of the", sampling=Sampling(max_tokens=3000))
+    next(stream)
+    engine.close()
+    with pytest.raises(CancelledError):
+        list(stream)
+    with pytest.raises(EngineClosedError):
+        engine.stream(ASKED)
+    _idle(served)
+
+
+def test_streams_are_read_in_a_loop(remote: RemoteEngine) -> None:
+    async def answer() -> str:
+        stream = remote.stream(ASKED, [TIDE], sampling=SHORT)
+        told = [delta.text async for delta in stream.adeltas() if delta.kind == "text"]
+        return "".join(told) if stream.completion.message.content else ""
+
+    async def both() -> list[str]:
+        return await asyncio.gather(answer(), answer())
+
+    first, second = asyncio.run(both())
+    assert first == second != ""
+
+
+def test_keys_decide_the_namespace(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    with serving(store=tmp_path / "store", keys=tmp_path / "keys.toml") as one:
+        url = ready(one).url
+        with RemoteEngine(url, ALICE) as alice, RemoteEngine(url, BOB) as bob, RemoteEngine(url, "sk-unknown-0123456789") as nobody:
+            alice.warm("You help at a harbour. " * 10, name="own")
+            assert alice.generate(ASKED, sampling=SHORT).receipt.namespace == "alice"
+            assert bob.generate(ASKED, sampling=SHORT).receipt.cached_tokens == 0
+            assert [bob.groups, bob.release("own")] == [(), False]
+            with pytest.raises(ConfigError, match="may pin 3 pages"):
+                alice.warm(SYSTEM * 5, name="large")
+            with pytest.raises(ConfigError, match="API key is unknown"):
+                nobody.stream(ASKED)
+            streams = [alice.stream("The keeper of the", sampling=Sampling(max_tokens=3000)) for _ in range(2)]
+            with pytest.raises(GenerationError, match="wait for one to end"):
+                alice.stream(ASKED)
+            for stream in streams:
+                stream.close()
+
+
+def test_the_client_loads_no_torch() -> None:
+    said = "import sys; from agentcache import RemoteEngine, Stream; print({'torch', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stdout.strip() == "set()"
