@@ -140,7 +140,7 @@ class RemoteEngine:
             if name in body:
                 raise ConfigError(f"{name}={body[name]!r:.100}: cannot be carried over HTTP; it needs an Engine in this process")
         if not isinstance(body.get("reuse", ""), str):
-            raise ConfigError("reuse: a calibration cannot be carried over HTTP; give 'exact', 'lossy', 'approximate' or 'off'")
+            raise ConfigError("reuse: a calibration cannot be carried over HTTP; name the kind of reuse, such as 'exact' or 'off'")
         return RemoteStream(self._run(self._opened(self._content(body))))
 
     def generate(self, messages: Messages, tools: Tools = (), **options: Any) -> Completion:

@@ -38,7 +38,7 @@ class EngineBody(BaseModel):
 
 
 class PromptBody(EngineBody):
-    """What makes a prompt, as `Engine.stream` takes it."""
+    """Parts of a prompt, as `Engine.stream` takes them."""
 
     messages: Text | Objects
     tools: Objects = Field(default_factory=list)

@@ -1,0 +1,80 @@
+"""Clients of OpenAI's API, and agents of frameworks, on the embedded model: it chooses the tools itself."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+
+from tests.serving import ASKED, Served
+
+QUESTIONS = [("Cancel the order 77812.", "cancel_order 77812", "accepted")]
+called: list[str] = []
+
+
+def get_invoice(invoice_id: str) -> str:
+    """Get an invoice."""
+    called.append(f"get_invoice {invoice_id}")
+    return '{"status": "open", "amount": 240}'
+
+
+def cancel_order(order_id: str) -> str:
+    """Cancel an order."""
+    called.append(f"cancel_order {order_id}")
+    return '{"status": "accepted"}'
+
+
+@pytest.fixture(autouse=True)
+def _none_called() -> None:
+    called.clear()
+
+
+class Port(BaseModel):
+    """What a caller asks for, in fields."""
+
+    port: str
+    water: Literal["high", "low"]
+
+
+def openai_client(served: Served) -> Any:
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_parses_a_chat_into_a_model(served: Served) -> None:
+    said = openai_client(served).chat.completions.parse(model="embedded", messages=ASKED, response_format=Port, max_tokens=96)
+    assert isinstance(said.choices[0].message.parsed, Port)
+
+
+def test_openai_parses_a_response_into_a_model(served: Served) -> None:
+    said = openai_client(served).responses.parse(model="embedded", input="Which port?", text_format=Port, max_output_tokens=96)
+    assert isinstance(said.output_parsed, Port)
+
+
+def test_openai_parses_the_arguments_of_a_call(served: Served) -> None:
+    openai = pytest.importorskip("openai")
+    tool = openai.pydantic_function_tool(Port)
+    asked = {"model": "embedded", "messages": ASKED, "tools": [tool], "tool_choice": "required", "max_tokens": 96}
+    [call] = openai_client(served).chat.completions.parse(**asked).choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Port)
+    with openai_client(served).chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion().choices[0].message.tool_calls[0].function
+    assert final.parsed_arguments == call.function.parsed_arguments
+
+
+@pytest.mark.parametrize(("question", "call", "answer"), QUESTIONS)
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_langchain_agent_calls_and_answers(served: Served, question: str, call: str, answer: str, api: str, streaming: bool) -> None:
+    chat_openai = pytest.importorskip("langchain_openai").ChatOpenAI
+    agents = pytest.importorskip("langchain.agents")
+    model = chat_openai(
+        model="embedded", base_url=f"{served.url}/v1", api_key="none", max_retries=0, max_tokens=120, use_responses_api=api == "responses",
+        streaming=streaming, stream_usage=True,
+    )  # fmt: skip
+    agent = agents.create_agent(model, [get_invoice, cancel_order], system_prompt="You are a helpful assistant.")
+    *_, last = agent.invoke({"messages": [{"role": "user", "content": question}]})["messages"]
+    assert called == [call]
+    assert answer in last.text
+    assert last.usage_metadata["input_token_details"]["cache_read"] > 0, "the second step goes on from the first"
