@@ -31,8 +31,8 @@ def _loaded(statement: str) -> set[str]:
 def test_public_names() -> None:
     names = (
         "Calibration CallerWarnings Chunk Completion Constraint Delta Engine EngineLease Forgotten InvalidCall Layout "
-        "LayoutOptions Loading Logprob Message MissWarnings Missed ModelFacts Move Reason Receipt Recorder Refusal RemoteEngine Sampling Span "
-        "StoreOptions Stream Tool ToolCall ToolGroup __version__ embedded errors foreign_settings volatile"
+        "LayoutOptions Loading Logprob Message MissWarnings Missed ModelFacts Move Reason Receipt Recorder Refusal RemoteEngine "
+        "Sampling Span StoreOptions Stream Tool ToolCall ToolGroup __version__ embedded errors foreign_settings volatile"
     )
     assert agentcache.__all__ == names.split()
     assert dir(agentcache) == sorted(agentcache.__all__)
