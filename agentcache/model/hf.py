@@ -335,7 +335,7 @@ class HFModel:
         call = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": state is not None, "past_key_values": state}
         if not wanted and not any(foreign_hooks(self.model)):  # hooks of the whole model may change what its decoder reads
             self.decoder(**call)
-            return torch.empty(0, self.vocab)
+            return torch.empty(0, self.vocab, dtype=torch.float32)
         kept = self._padded(wanted or [0])
         logits = self.model(**call, logits_to_keep=kept).logits[0]
         logits = logits if len(logits) == len(kept) else logits[kept]  # models that compute all of them

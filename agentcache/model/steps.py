@@ -190,7 +190,8 @@ def _agrees(compiled: Programs, layer: Any, kernel: Kernel) -> bool:
     random = torch.Generator().manual_seed(1)
 
     def numbers(*shape: int) -> torch.Tensor:
-        wide = torch.randn(shape, generator=random) * torch.randn(shape, generator=random).exp()
+        wide, spread = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
+        wide *= spread.exp()
         return wide.to(compiled.x.dtype)
 
     x, attended = numbers(rows, sizes.hidden), numbers(rows, sizes.heads, sizes.dim)

@@ -154,14 +154,15 @@ class Programs:
         dtype = layers[0].input_layernorm.weight.dtype
         self._element = jit.NUMBERS[dtype]
         new = functools.partial(torch.zeros, dtype=dtype)
+        room = functools.partial(torch.zeros, dtype=torch.float32)  # said aloud: the default is another while some thread loads a model
         with torch.inference_mode(False):
             self.x, self._normed = new(rows, sizes.hidden), new(rows, sizes.hidden)
             self.query, self.key, self.value = (new(rows, n, sizes.dim) for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
             self.gate = new(rows, sizes.inner)
             self.cos, self.sin = new(rows, sizes.dim), new(rows, sizes.dim)
-            self._input = torch.zeros(rows * max(sizes.hidden, sizes.heads * sizes.dim, sizes.inner))
-            self._scratch = torch.zeros(threads * scratch_numbers(compiler.lanes, min(rows, ROWS[-1])))
-            self._wide = torch.zeros(rows * max((sizes.heads + 2 * sizes.kv_heads) * sizes.dim, 2 * sizes.inner, sizes.hidden))
+            self._input = room(rows * max(sizes.hidden, sizes.heads * sizes.dim, sizes.inner))
+            self._scratch = room(threads * scratch_numbers(compiler.lanes, min(rows, ROWS[-1])))
+            self._wide = room(rows * max((sizes.heads + 2 * sizes.kv_heads) * sizes.dim, 2 * sizes.inner, sizes.hidden))
         self._attended: list[_Block] = []
         self._activated: list[_Block] = []
         self._alive: list[list[_Step]] = []

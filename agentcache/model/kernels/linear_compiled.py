@@ -71,7 +71,7 @@ def _few(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> lis
     done = []
     for weight, bias in projections:
         outs, ins = weight.shape
-        out = torch.empty(passes * count, outs)
+        out = torch.empty(passes * count, outs, dtype=torch.float32)
         scale = scale_of(weight)
         where = map(jit.address, (weight, wide, out, room, scale))
         threads = jit.threads_for(passes * count * outs * ins, outs)

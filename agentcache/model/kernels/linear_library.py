@@ -82,7 +82,7 @@ def packing_agrees(threads: int) -> bool:
         return False
     random = torch.Generator().manual_seed(1)
     for outs, ins in ((96, 4224), (2048, 1024), (256, 320)):
-        weight, x = torch.randn(outs, ins, generator=random), torch.randn(128, ins, generator=random)
+        weight, x = (torch.randn(rows, ins, generator=random, dtype=torch.float32) for rows in (outs, 128))
         full, blocks = product_of_library(x, weight, None), _reordered(weight)
         if not all(torch.equal(product_of_library(x[:rows], blocks, None), full[:rows]) for rows in FEW_ROWS):
             return False
