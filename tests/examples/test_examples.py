@@ -18,7 +18,8 @@ EXAMPLES = {
 
 def test_every_example_is_run_here_or_by_its_integration() -> None:
     found = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert {name for name in found if not name.startswith(("langchain_", "llamaindex_"))} == set(EXAMPLES)
+    assert {name for name in found if not name.startswith(("langchain_", "llamaindex_", "serve_"))} == set(EXAMPLES)
+    assert "serve_two_agents.py" in (ROOT / "tests" / "server" / "test_example.py").read_text(encoding="utf-8")
     tests = [path.parent for path in (ROOT / "integrations").rglob("test_examples.py")]
     assert len(tests) == 2, "the others are run by the tests of their integration, which check that they run all of them"
 
