@@ -9,7 +9,7 @@ from typing import Any
 
 import llama_index.core
 import pytest
-from cases import system, user
+from cases import system, tiny, user
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.memory import ChatMemoryBuffer
@@ -124,6 +124,15 @@ def test_a_memory_falls_back_to_the_settings_tokenizer(llm: Make, monkeypatch: p
     assert memory._size(user("one two")) == 7
     gone = AppendOnlyMemory(messages=_said(1), counter="a model that is not open here")
     assert gone._size(user("one two")) == 2
+
+
+def test_a_closed_model_counts_no_tokens(llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_index.core, "global_tokenizer", str.split)
+    with tiny() as engine:
+        engine.name = "a name of its own"
+        memory = AppendOnlyMemory.from_defaults(llm=llm(engine=engine), token_limit=400)
+        assert memory._size(user("§¶ø " * 10)) > 20
+    assert memory._size(user("§¶ø " * 10)) == 10
 
 
 @pytest.mark.parametrize("options", [{"token_limit": 0}, {"keep_share": 1.0}, {"chat_store": None}])

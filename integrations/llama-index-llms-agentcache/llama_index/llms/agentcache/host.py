@@ -46,9 +46,9 @@ def count(engine: Engine, text: str) -> list[int]:
 
 
 def counting(name: str) -> Callable[[str], list[int]] | None:
-    """`count` of an engine of this name, if there is one in this process."""
+    """`count` of an open engine of this name, if there is one in this process."""
     with _gate:
-        found = next((engine for engine in _engines if engine.name == name), None)
+        found = next((engine for engine in _engines if not engine.closed and engine.name == name), None)
     return None if found is None else lambda text: count(found, text)
 
 

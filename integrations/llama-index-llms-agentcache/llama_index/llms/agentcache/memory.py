@@ -73,7 +73,7 @@ class AppendOnlyMemory(BaseMemory):
             token_limit = llm.metadata.context_window * 3 // 4
         made = cls(messages=list(chat_history or []), token_limit=token_limit, keep_share=keep_share)
         if tokenizer_fn is None and isinstance(llm, AgentCacheLLM):
-            made._count, made.counter = llm.count, llm.engine.name
+            made.counter = llm.engine.name
         else:
             made._count = tokenizer_fn
         return made
@@ -124,7 +124,6 @@ class AppendOnlyMemory(BaseMemory):
         return len(count(text)) if count else len(text) // 4  # about four characters per token
 
     def _counting(self) -> Count | None:
-        """What was given; in a restored memory the model of that name, if it is there; else `Settings.tokenizer`, if it was set."""
-        if self._count is None and self.counter:
-            self._count = counting(self.counter)
-        return self._count or llama_index.core.global_tokenizer  # not by get_tokenizer: that would load one from the network
+        """What was given; else an open model of the counter's name, which may come and go; else `Settings.tokenizer`, if it was set."""
+        found = counting(self.counter) if self.counter else None
+        return self._count or found or llama_index.core.global_tokenizer  # not by get_tokenizer: that would load one from the network
