@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from agentcache import Engine, Reason
+from agentcache import Engine, Reason, StoreOptions
+from agentcache.cli.app import app
 from agentcache.errors import ConfigError, ModelError
 from tests import models
 from tests.engines import Spy, chat, decode, engine, long_text
@@ -267,3 +270,54 @@ def test_a_raw_prompt_is_invoked_where_it_says_so(tmp_path: Path) -> None:
         assert (logits - rows).abs().max() <= 1e-4
         with pytest.raises(ConfigError, match="this prompt does not end in"):
             answer(running, "Hello", "one")
+
+
+# -- on disk ---------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_on_disk_name_their_adapter(tmp_path: Path) -> None:
+    save(tmp_path / "a", layers_to_transform=[2])
+    save(tmp_path / "b", seed=1)
+    store, text = tmp_path / "store", long_text(160)
+    prompt = chat("Why?", system=text)
+    for again in (False, True):
+        with engine(store=StoreOptions(store, refuse_slow=False)) as running:
+            digests = [running.add_adapter(name, tmp_path / name) for name in "ab"]
+            for name in (None, "a", "b"):
+                group = running.warm(text, name="keeper", adapter=name)
+                assert group.adapter == ("" if name is None else running.adapters[name])
+                assert (group.computed_tokens <= 1) == again, "a later process reads it"
+                found, receipt = answer(running, prompt, name)
+                assert receipt.cached_tokens >= group.prefix_tokens - 1
+                assert same(found, answer(running, prompt, name, "off")[0])
+            assert running.flush()
+
+    def told(*words: str) -> Any:
+        done = CliRunner().invoke(app, [*words, "--store", str(store), "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    assert sorted(group["adapter"] for group in told("ls")["groups"]) == sorted(["", *digests])
+    assert [group["adapter"] for group in told("ls", "--adapter", digests[1][:6])["groups"]] == [digests[1]]
+    assert told("inspect", "keeper", "--adapter", digests[0])["adapter"] == digests[0]
+    file = tmp_path / "keeper.tar"
+    assert told("export", "keeper", str(file), "--adapter", digests[0])["adapter"] == digests[0]
+    rows = told("ls")["rows"]
+    gone = told("prune", "--adapter", digests[0])
+    assert (gone["groups"], gone["left_pages"]) == (["keeper"], rows - gone["pages"])
+    assert sorted(group["adapter"] for group in told("ls")["groups"]) == sorted(["", digests[1]])
+    assert told("import", str(file))["adapter"] == digests[0]
+
+
+def test_a_running_engine_lets_go_of_a_pruned_adapter(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    store, prompt = tmp_path / "store", chat(long_text(160))
+    with engine(store=StoreOptions(store)) as running:
+        digest = running.add_adapter("a", tmp_path / "a")
+        for name in (None, "a"):
+            answer(running, prompt, name)
+        assert running.flush()
+        done = CliRunner().invoke(app, ["prune", "--adapter", digest, "--store", str(store)])
+        assert done.exit_code == 0, done.output
+        assert answer(running, prompt, "a")[1].cached_tokens == 0
+        assert answer(running, prompt, None)[1].computed_tokens == 1

@@ -65,6 +65,11 @@ class Scope:
         return self.fingerprint.partition("+")[0]
 
     @property
+    def adapter(self) -> str:
+        """The digest of the adapter; "" of the base."""
+        return self.fingerprint.partition("+")[2]
+
+    @property
     def root(self) -> bytes:
         """The key above the first page. Without the fingerprint: the same tokens have the same keys under other weights."""
         return blake3(repr((self.namespace, self.regime)).encode("utf-8", "surrogatepass")).digest()
