@@ -18,7 +18,7 @@ class Ahead:
     """Tokens [start, stop) whose KV lies in a sequence's pages below layer `entry`; None: in all layers.
 
     states: hidden states [tokens, hidden] with which computing resumes at that layer. run: which one it belongs to. held: the sequence
-    stops here until `resolve`.
+    stops here until `resolve`. exact: computing them would give the same bits.
     """
 
     start: int
@@ -27,6 +27,7 @@ class Ahead:
     states: torch.Tensor | None = None
     run: int = 0
     held: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

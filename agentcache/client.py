@@ -21,9 +21,10 @@ import httpx
 from pydantic import TypeAdapter
 
 from . import errors
-from .errors import ConfigError, EngineClosedError, EngineForkedError, PromptError
+from .errors import ConfigError, EngineClosedError, PromptError
 from .layout.plain import plain_message
 from .layout.schemas import plain_tools
+from .process_owned import ProcessOwned
 from .remote_stream import RemoteEvents, RemoteRequest, RemoteStream, checked, read
 from .shared_engines import EngineLease, shared_engine
 from .store.tool_group import ToolGroup
@@ -75,14 +76,17 @@ class RemoteModel:
         return Layout(said["ids"], (), said["text"])
 
 
-class RemoteEngine:
+class RemoteEngine(ProcessOwned):
     """A model that `agentcache serve` runs, with the interface of Engine: the same answers, receipts, tool groups and errors.
 
     base_url: of the server, such as http://127.0.0.1:8787. api_key: decides the namespace, where the server asks for keys. model: one of
     the server's names, by default its first model. Thread safe; close it, or use it as a context manager: the server runs on.
     """
 
+    HOLDS = "connections"
+
     def __init__(self, base_url: str, api_key: str | None = None, *, model: str | None = None) -> None:
+        super().__init__()
         url = httpx.URL(base_url)
         if url.scheme not in ("http", "https") or not url.host:
             raise ConfigError(f"base_url={base_url!r}: must be the address of an `agentcache serve`, such as 'http://127.0.0.1:8787'")
@@ -97,7 +101,6 @@ class RemoteEngine:
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="agentcache-client", daemon=True)
         thread.start()
-        self._process, self._closed = os.getpid(), False
         self.renderer = self.tokenizer = self.model = RemoteModel(_caller(weakref.ref(self)))
         self._end = weakref.finalize(self, _end, os.getpid(), self._loop, self._http, thread)
 
@@ -246,38 +249,6 @@ class RemoteEngine:
             raise EngineClosedError("the engine was closed while it asked the server") from error
         finally:
             running.cancel()  # the caller was interrupted
-
-    # -- keeping in order ------------------------------------------------------------------------------------------
-
-    @property
-    def closed(self) -> bool:
-        """Tell whether requests are refused: it was closed, or this process was forked from the one that made it."""
-        return self._closed or self._process != os.getpid()
-
-    def check_open(self) -> None:
-        """Raise EngineClosedError or EngineForkedError where a request would."""
-        if self._process != os.getpid():
-            raise EngineForkedError.of(self._process)
-        if self._closed:
-            raise EngineClosedError("the engine is closed: create a new one")
-
-    def close(self) -> None:
-        """End its running requests. The server and its tool groups stay. Closing twice is fine."""
-        self._closed = True
-        self._end()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteEngine:
-        """Return the engine itself: copies share its connections."""
-        return self
-
-    def __reduce__(self) -> str:
-        raise ConfigError(f"RemoteEngine({self._url!r}) cannot be pickled: it holds connections; make one in each process")
-
-    def __enter__(self) -> RemoteEngine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 JSON = {"Content-Type": "application/json"}

@@ -8,25 +8,27 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .adapters import Adapters
 from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
 from .checkpoints import CHECKPOINT_TOKENS
-from .errors import ConfigError, EngineClosedError, EngineForkedError, ReuseWarning
+from .errors import ConfigError
 from .layout import Renderer, Volatile
+from .matching import fingerprint_of
 from .model.hf import HFModel
-from .model.loading import Loading, load
+from .model.loading import Loading
+from .model.opening import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
+from .process_owned import ProcessOwned
 from .receipt import Account
 from .request import Asked, Decoding, Provenance, Running, TokenIds, fitted
 from .runner import Runner
@@ -66,8 +68,9 @@ Messages = Seq[Message | Mapping[str, Any]] | str
 Tools = Seq[Tool | Mapping[str, Any]]
 
 
-class Engine:
-    """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager.
+class Engine(ProcessOwned):
+    """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager: the model object is given
+    back as it was.
 
     In a forked child requests raise EngineForkedError, and `close` leaves the parent's pins and files alone: make another engine there.
 
@@ -77,8 +80,11 @@ class Engine:
     "lossy" to accept pages of fewer bits, "approximate" to accept repeated text from other positions too, or "off" to cache nothing.
     calibration: the file of `agentcache calibrate`, where it is not in the store's folder. store: folder or options of the store on
     disk, None for no disk. layout: the place of text that is declared volatile. strict: calls of requests without a constraint are
-    held to the tools' schemas; by default if the model's generation config has `strict_calls`.
+    held to the tools' schemas; by default if the model's generation config has `strict_calls`. adapters: LoRAs by name, as of
+    `add_adapter`; a request names its own by adapter=.
     """
+
+    HOLDS = "weights and threads"
 
     def __init__(
         self,
@@ -94,19 +100,17 @@ class Engine:
         layout: LayoutOptions | LayoutMode = "enforce",
         redact: bool = False,
         strict: bool | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         **loading: Unpack[Loading],
     ) -> None:
+        super().__init__()
         if type(chunk_tokens) is not int or chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be a whole number, at least 1")
         self.reuse: Reuse = check_reuse(reuse)
         named = getattr(getattr(model, "config", None), "_name_or_path", "")
         self.name = model if isinstance(model, str) else str(named or type(model).__name__)
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
-        with ThreadPoolExecutor(1, "agentcache-loader") as loader:  # a thread that forked left its OpenMP team in the parent
-            self.model, self.tokenizer = loader.submit(_open_model, model, tokenizer, loading).result()
-        used, asked = self.model.threads
-        if used < asked:
-            warnings.warn(f"{used} of {asked} threads are used: OMP_THREAD_LIMIT allows no more", ReuseWarning, stacklevel=2)
+        self.model, self.tokenizer = open_model(model, tokenizer, loading)
         self.fingerprint = self.model.fingerprint
         try:
             self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else store)
@@ -123,11 +127,14 @@ class Engine:
         if reuse == "approximate" or calibration is not None:
             self.approximate.calibrate()
         self._completions = Completions(self.renderer, self.store, self.model, self.scheduler)
-        self._process, self._closed, self.redact = os.getpid(), False, redact
+        self.redact = redact
         self._stop_ids = self.model.stop_ids | {own for own in (getattr(self.tokenizer, "eos_token_id", None),) if own is not None}
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
         self._texts = (self.renderer, self.grammars, self._completions)  # the store listens to these, and holds no engine
         self.store.on_deletion(*(part.forget for part in self._texts))
+        self._adapters = Adapters(self.model, self.tokenizer, self.renderer.render, self.store.drop_adapter)
+        for name, source in (adapters or {}).items():
+            self.add_adapter(name, source)
 
     @classmethod
     def shared(cls, model: Any, tokenizer: Any = None, *, lease: EngineLease, **options: Any) -> Engine:
@@ -153,6 +160,7 @@ class Engine:
         rendering: Rendering = "canonical",
         tools_order: ToolOrder = "given",
         group: str | None = None,
+        adapter: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         on_logits: Callable[[torch.Tensor], None] | None = None,
@@ -162,19 +170,20 @@ class Engine:
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
         stands at the tail, and is taken out of the system prompt if it stands there. turn: names this turn of its conversation: the calls'
         ids depend on it, where a shortened history makes one prompt of two turns. reuse: as of the engine; a calibration means
-        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. on_progress(done, total):
-        prompt tokens so far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on the
-        device's thread with the logits that each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
+        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. adapter: the name of one that
+        was added; None asks the base. on_progress(done, total): prompt tokens so far, called in the thread that reads the stream, while it
+        waits for the first chunk. on_logits: called on the device's thread with the logits that each token is drawn from, [vocab] in fp32;
+        it must return soon and raise nothing.
         """
         self.check_open()
-        called, received = time.perf_counter(), self.store.heed()
+        called, received, chosen = time.perf_counter(), self.store.heed(), self._adapters.find(adapter)
         sampling = sampling or Sampling()
         layout = self.renderer.render(
             messages,
             tools,
             rendering=rendering,
             tools_order=tools_order,
-            sticky=() if group is None else self._groups.tools(namespace, group),
+            sticky=() if group is None else self._groups.tools(namespace, group, chosen),
             namespace=namespace,
             template_kwargs=template_kwargs,
             volatile=volatile,
@@ -183,17 +192,19 @@ class Engine:
         consent = reuse or self.reuse
         given = None if isinstance(consent, str) else consent
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
-        account = Account.open(layout, namespace, self.name, called, self.redact, self.model.weights)
+        account = Account.open(layout, namespace, self.name, called, self.redact, self.model.weights, chosen.digest if chosen else "")
         thinks = asks_for_thought(template_kwargs)
         expected, guide = expect(layout, tools, constraint, self.grammars, sampling, namespace=namespace, thinks=thinks, redact=self.redact)
         for note in expected.notes:
             account.record_note(note)
         asked = Asked(
             layout, namespace, sampling, self._stop_ids, received, called, expected, accepted, turn,
-            on_progress=on_progress, on_logits=on_logits,
+            on_progress=on_progress, on_logits=on_logits, adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout),
         )  # fmt: skip
         running = self._running(asked, account, guide)
-        if accepted == "approximate":
+        if accepted == "approximate" and chosen is not None:
+            account.record_note("reuse='approximate' takes no repeated text from other positions under an adapter: exact")
+        elif accepted == "approximate":
             running.ranges = self.approximate.begin(running, given)
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
@@ -233,15 +244,38 @@ class Engine:
         return self._tool_groups
 
     def probe(
-        self, messages: Messages, tools: Tools = (), *, volatile: Volatile = (), namespace: str = "default", **rendered: Any
-    ) -> Probe:
+        self, messages: Messages, tools: Tools = (), *, volatile: Volatile = (), namespace: str = "default",
+        adapter: str | None = None, **rendered: Any,
+    ) -> Probe:  # fmt: skip
         """Tell what of a prompt is cached now, per tier, and why no more. Computes and reads nothing; `rendered` as of `stream`."""
         from .prefix_probe import probe
 
         self.check_open()
         self.store.heed()
+        chosen = self._adapters.find(adapter)
         layout = self.renderer.render(messages, tools, volatile=volatile, namespace=namespace, **rendered)
-        return probe(self.model, self.store, layout, namespace, self.scheduler.ms_per_token)
+        acts_from = self._adapters.acts_from(chosen, layout)
+        return probe(self.model, self.store, layout, namespace, self.scheduler.ms_per_token, chosen, acts_from)
+
+    # -- adapters --------------------------------------------------------------------------------------------------
+
+    def add_adapter(self, name: str, source: str | os.PathLike[str], *, scale: float = 1.0) -> str:
+        """Load a LoRA, rsLoRA, DoRA or Activated LoRA that PEFT saved, from a folder or the Hub; requests ask it by adapter=name.
+
+        Returns its digest, by which its pages are known: under the same name again it is another one if its weights or settings are.
+        scale: factor of its own scaling. Needs the extra `adapters`. ConfigError, ModelError: it cannot be used here, and why.
+        """
+        self.check_open()
+        return self._adapters.add(name, source, scale)
+
+    def remove_adapter(self, name: str) -> bool:
+        """Forget an adapter and free its pages in memory; requests that run end under it. False if there is none of that name."""
+        return self._adapters.remove(name)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The digests of adapters, by name."""
+        return self._adapters.digests
 
     # -- tool groups -----------------------------------------------------------------------------------------------
 
@@ -253,11 +287,13 @@ class Engine:
         name: str | None = None,
         namespace: str = "default",
         tools_order: ToolOrder = "given",
+        adapter: str | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ToolGroup:
         """Compute the prefix of system prompt and tools, pin it, and name it. Warming a name again moves its pins to the new prefix."""
         messages = [Message("system", system)] if system else []
-        return self.pin(messages, tools, name=name, namespace=namespace, tools_order=tools_order, on_progress=on_progress)
+        given: dict[str, Any] = {"name": name, "namespace": namespace, "tools_order": tools_order, "adapter": adapter}
+        return self.pin(messages, tools, **given, on_progress=on_progress)
 
     def pin(
         self,
@@ -268,6 +304,7 @@ class Engine:
         namespace: str = "default",
         tools_order: ToolOrder = "given",
         group: str | None = None,
+        adapter: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         ttl_s: float | None = None,
         lease: EngineLease | None = None,
@@ -284,26 +321,31 @@ class Engine:
         if name is not None:
             check_name("name", name)
         shown: dict[str, Any] = {"tools_order": tools_order, "template_kwargs": template_kwargs}
+        chosen = self._adapters.find(adapter)
         if ttl_s is not None:
-            asked_for = {"messages": messages, "tools": tools, "group": group, **shown}
-            pin, weights = partial(self.pin, on_progress=on_progress), self.fingerprint.whole if self.fingerprint else ""
+            asked_for = {"messages": messages, "tools": tools, "group": group, "adapter": adapter, **shown}
+            weights = fingerprint_of(self.fingerprint.whole if self.fingerprint else "", chosen)
+            pin = partial(self.pin, on_progress=on_progress)
             return self._groups.timed.pin(pin, (namespace, name or "pinned"), ttl_s, lease, asked_for, weights)
         called, received = time.perf_counter(), self.store.heed()
-        sticky = () if group is None else self._groups.tools(namespace, group)
+        sticky = () if group is None else self._groups.tools(namespace, group, chosen)
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
         filled = layout
-        if self.model.spec is not None and self.model.spec.recurrent:  # nothing continues from where there is no checkpoint
-            from .layout.opening import cut
+        if self.model.spec is not None and self.model.spec.recurrent:
+            from .layout.opening import at_multiple
 
-            size = len(layout.ids) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
-            filled, layout = cut(layout, size + 1), cut(layout, size)  # one more: of a prompt that is cached, the last token is computed
+            filled, layout = at_multiple(layout, CHECKPOINT_TOKENS)
         if not layout.ids:
             raise ConfigError(
                 "nothing to warm: messages and tools give no common prefix under this chat template, or one that is too short"
             )
         sampling = fitted(Sampling(max_tokens=1), len(filled.ids), self.model.context_tokens)
-        asked = Asked(filled, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress)
-        running = self._running(asked, Account.open(filled, namespace, self.name, called, weights=self.model.weights))
+        asked = Asked(
+            filled, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress,
+            adapter=chosen, acts_from=self._adapters.acts_from(chosen, filled, whole=False),
+        )  # fmt: skip
+        opened = Account.open(filled, namespace, self.name, called, weights=self.model.weights, adapter=chosen.digest if chosen else "")
+        running = self._running(asked, opened)
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
         try:
@@ -349,46 +391,6 @@ class Engine:
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything worth keeping is on disk; False if it took longer or could not be written."""
         return self._here and self.store.flush(timeout_s)
-
-    @property
-    def _here(self) -> bool:
-        """Tell whether this process made it, and has its threads."""
-        return self._process == os.getpid()
-
-    @property
-    def closed(self) -> bool:
-        """Tell whether requests are refused: it was closed, or this process was forked from the one that made it."""
-        return self._closed or not self._here
-
-    def check_open(self) -> None:
-        """Raise EngineClosedError or EngineForkedError where a request would."""
-        if not self._here:
-            raise EngineForkedError.of(self._process)
-        if self._closed:
-            raise EngineClosedError("the engine is closed: create a new one")
-
-    def close(self) -> None:
-        """End running requests, write pending pages, free all pages, give the model object back as it was. Closing twice is fine."""
-        self._closed = True
-        self._end()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """Return the engine itself: a copy of an object that uses it uses the same weights and pages."""
-        return self
-
-    def __reduce__(self) -> str:
-        raise ConfigError(f"Engine({self.name!r}) cannot be pickled: it holds weights and threads; make one in each process, by name")
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _open_model(model: Any, tokenizer: Any, loading: Loading) -> tuple[HFModel, Any]:
-    loaded, tokenizer = load(model, tokenizer, **loading)
-    return HFModel(loaded), tokenizer
 
 
 def _end(process: int, scheduler: Scheduler, store: Store, model: HFModel) -> None:

@@ -65,9 +65,11 @@ class HitAudit:
             numerics = self.runner.model.numerics
             assert numerics is not None
             ids = running.ids.array(count).copy()
-            own = running.sequence.cuts if isinstance(running.sequence, Sequence) else ()
+            assert isinstance(running.sequence, Sequence)
+            own, acting = running.sequence.cuts, (running.sequence.adapter, running.sequence.acts_from)
             marks = frozenset(at * PAGE_TOKENS + slots for at, page in enumerate(found.pages) for slots in page.checkpoints)
             sequence = Sequence(spec, state=self.runner.model.begin(), cuts=own, marks=marks)
+            sequence.adapter, sequence.acts_from = acting
             self._waiting.append(_Check(scope, ids, found.pages, keys, receipt.bitwise, numerics.digest, sequence))
 
     def step(self) -> None:
@@ -90,7 +92,7 @@ class HitAudit:
         count = stop - start
         try:
             ids, scope = check.ids[start : start + count].tolist(), check.scope
-            [outcome] = self.runner.run([Work(check.sequence, ids, scope.regime, False, scope.fingerprint)])
+            [outcome] = self.runner.run([Work(check.sequence, ids, scope.regime, False, scope.weights)])
         except FAULTS:
             outcome = None
         if outcome is None or outcome.error is not None or outcome.moved:
@@ -111,7 +113,7 @@ class HitAudit:
         """Tell whether the weights are still those of the hit: else the pages are right and the comparison is not."""
         known = self.runner.model.fingerprint
         with suppress(*FAULTS):
-            return known is not None and known.holds(check.scope.fingerprint)
+            return known is not None and known.holds(check.scope.weights)
         return False
 
     def _drop(self) -> None:

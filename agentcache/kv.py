@@ -1,203 +1,20 @@
-"""Pages: the keys and values of one block of consecutive tokens, all layers; and the page table of a sequence. Knows nothing of models.
-
-A page holds positions [512·i, 512·(i+1)). Inside it, per layer, keys lie transposed (kv_heads, head_dim, 512) and values plain
-(kv_heads, 512, head_dim): both attention products then run as plain matrix products without a copy.
-
-    slots of a page     [0, length of a reader)   valid for that reader, never written again
-                        [.., filled)              written, valid for longer readers
-                        [filled, 512)             zero or stale, always masked
-
-Layers whose state does not grow with the tokens are no pages: a *checkpoint*, a copy of their states after some token, lies with the page
-of that token, and a sequence can start only where there is one. A page's `checkpoints` are exchanged, never changed: others read them.
-
-Sharing needs no lock on the data: one writer at a time may append at `filled`; everybody else reads below it or branches.
-"""
+"""The page table of a sequence: its keys and values, in pages that it shares or fills. Knows nothing of models."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any
 
 import torch
 
 from .ahead import Ahead, Piece, pieces
 from .checkpoints import Checkpoint, LiveState
 from .kv_spec import KVSpec
-from .page_memory import prepared, zeros
+from .page import Page, last_checkpoint, stored_slots, stored_states
 from .types import PAGE_TOKENS
-
-Tier = Literal["device", "host"]
-
-
-class File(Protocol):
-    """A file whose memory is mapped."""
-
-    def changed(self) -> bool:
-        """Tell whether it was written to since it was opened."""
-        ...
-
-
-class Page:
-    """KV of up to 512 tokens: keys [layers, kv_heads, head_dim, 512], values [layers, kv_heads, 512, head_dim]; flat where layers differ.
-
-    `filled` counts the slots written so far. A page with filled == 512 is sealed: immutable, shared by reference.
-    spec: of the model; a page of tier "host" waits in the computer's own memory. whole: all its slots will be written, and soon.
-    layer_keys, layer_values: one view per layer. file: whose mapped memory that is, None if it is the page's own.
-    boundaries: hidden states [512, hidden] by layer, where they were kept. checkpoints: by the number of slots before them.
-    """
-
-    __slots__ = (
-        "__weakref__", "_claim", "_lock", "boundaries", "checkpoints", "file", "filled", "keys", "layer_keys", "layer_values",
-        "spec", "tier", "values",
-    )  # fmt: skip
-
-    def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False) -> None:
-        self.spec = spec
-        self.tier: Tier = tier
-        device = spec.device if tier == "device" else torch.device("cpu")
-        kept = prepared.take(spec.shapes, spec.dtype) if device.type == "cpu" and not whole else None
-        # a token's keys lie a kilobyte apart: the first one touches all of the memory, the last one no more
-        made = kept or tuple(zeros(s, spec.dtype, device, keys or whole, not whole) for s, keys in zip(spec.shapes, (True, False)))
-        self.keys, self.values = made
-        self._views()
-        self.boundaries: dict[int, torch.Tensor] = {}
-        self.checkpoints: dict[int, Checkpoint] = {}
-        self.file: File | None = None
-        self.filled = 0
-        self._claim: object | None = None
-        self._lock = threading.Lock()
-
-    def _views(self) -> None:
-        self.layer_keys: Seq[torch.Tensor]
-        self.layer_values: Seq[torch.Tensor]
-        if widths := self.spec.widths:
-            keys = self.keys.split([heads * width * PAGE_TOKENS for heads, width, _ in widths])
-            values = self.values.split([heads * width * PAGE_TOKENS for heads, _, width in widths])
-            self._shape(keys, values)
-        else:
-            self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
-
-    def _shape(self, keys: Seq[torch.Tensor], values: Seq[torch.Tensor]) -> None:
-        """Make the views of layers that differ, of flat memory of each."""
-        widths = self.spec.widths
-        self.layer_keys = [flat.view(heads, width, PAGE_TOKENS) for flat, (heads, width, _) in zip(keys, widths, strict=True)]
-        self.layer_values = [flat.view(heads, PAGE_TOKENS, width) for flat, (heads, _, width) in zip(values, widths, strict=True)]
-
-    @property
-    def blocks(self) -> Seq[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys [.., width, 512] and values [.., 512, width]: of all layers at once, or of each where layers differ."""
-        return list(zip(self.layer_keys, self.layer_values, strict=True)) if self.spec.widths else [(self.keys, self.values)]
-
-    def lie_in(self, memory: torch.Tensor, file: File) -> None:
-        """Take the memory of a mapped file, which holds a whole page already: of each layer its keys, then its values."""
-        spec = self.spec
-        assert self.filled == 0 and memory.nbytes == PAGE_TOKENS * spec.token_bytes and memory.dtype == spec.dtype
-        self.file = file
-        if spec.widths:
-            self.keys = self.values = memory
-            parts = memory.split([heads * width * PAGE_TOKENS for heads, *both in spec.widths for width in both])
-            self._shape(parts[::2], parts[1::2])
-        else:
-            data = memory.view(spec.layers, 2, -1)
-            self.keys, self.values = (data[:, at].unflatten(1, shape[1:]) for at, shape in enumerate(spec.shapes))
-            self._views()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes in memory, however full the page is, and those of its checkpoints."""
-        return self.spec.page_bytes + sum(known.bytes for known in self.checkpoints.values())
-
-    @property
-    def changed(self) -> bool:
-        """Tell whether the file that this page lies in was written to since it was verified."""
-        return self.file is not None and self.file.changed()
-
-    @property
-    def sealed(self) -> bool:
-        """Tell whether every slot is written."""
-        return self.filled == PAGE_TOKENS
-
-    def claim(self, slot: int, owner: object) -> bool:
-        """Ask for the sole right to append at `slot`; refused if slots from there on are written or promised already."""
-        with self._lock:
-            if self._claim is not None or self.filled != slot:
-                return False
-            self._claim = owner
-            return True
-
-    def release(self, owner: object) -> None:
-        """Give the right to append back; no effect if `owner` does not hold it."""
-        with self._lock:
-            if self._claim is owner:
-                self._claim = None
-
-    @property
-    def claimed(self) -> bool:
-        """Tell whether a sequence has the right to append."""
-        return self._claim is not None
-
-    def copy(self, tokens: int, tier: Tier = "device") -> Page:
-        """A copy of the first `tokens` slots in another page."""
-        assert 0 < tokens <= self.filled
-        page = Page(self.spec, tier)
-        for (keys, values), (own_keys, own_values) in zip(page.blocks, self.blocks, strict=True):
-            keys[..., :tokens].copy_(own_keys[..., :tokens])
-            values[..., :tokens, :].copy_(own_values[..., :tokens, :])
-        page.boundaries = {layer: states.to(page.keys.device, copy=True) for layer, states in self.boundaries.items()}
-        page._forget_states(tokens, PAGE_TOKENS)
-        page.checkpoints = {slots: known.on(page.keys.device) for slots, known in self.checkpoints.items() if slots <= tokens}
-        page.filled = tokens
-        return page
-
-    @torch.inference_mode()  # they were made by a forward
-    def _forget_states(self, start: int, stop: int) -> None:
-        """Slots [start, stop) hold other tokens from now on: nothing is resumed from what was kept with those before."""
-        for states in self.boundaries.values():
-            states[start:stop] = float("nan")
-
-    def branch(self, tokens: int, owner: object) -> Page:
-        """A private copy of the first `tokens` slots, claimed by `owner`."""
-        page = self.copy(tokens)
-        page._claim = owner
-        return page
-
-
-def last_checkpoint(pages: Seq[Page], tokens: int, cuts: Seq[int] | None = None) -> int:
-    """The position of the last checkpoint within the first `tokens` of these pages; 0 if there is none.
-
-    cuts: of a prompt; only a checkpoint of the same pieces serves it.
-    """
-    for at in range(-(-tokens // PAGE_TOKENS) - 1, -1, -1):
-        for slots, known in sorted(pages[at].checkpoints.items(), reverse=True):
-            stop = at * PAGE_TOKENS + slots
-            if stop <= tokens and (cuts is None or known.cuts == tuple(cut for cut in cuts if cut <= stop)):
-                return stop
-    return 0
-
-
-def stored_slots(pages: Seq[Page], base: int, start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
-    """The pages under positions [start, stop) as (page, first slot, count); the first slot of the first page is position `base`."""
-    at = start - base
-    while at < stop - base:
-        slot = at % PAGE_TOKENS
-        count = min(PAGE_TOKENS - slot, stop - base - at)
-        yield pages[at // PAGE_TOKENS], slot, count
-        at += count
-
-
-def stored_states(pages: Seq[Page], base: int, layer: int, start: int, stop: int) -> torch.Tensor | None:
-    """The inputs of a layer that were kept with these tokens [stop - start, hidden], None if some were not."""
-    found = []
-    for page, slot, count in stored_slots(pages, base, start, stop):
-        kept = page.boundaries.get(layer)
-        if kept is None or not bool(torch.isfinite(kept[slot : slot + count]).all()):
-            return None
-        found.append(kept[slot : slot + count])
-    return torch.cat(found)
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +24,7 @@ class Sequence:
     exact_until: only tokens before it may be kept as exact or lent to an exact request: what follows inexact ones is inexact.
     copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order. state: of recurrent
     layers after `length` tokens. cuts: where a piece has to end. marks: where a checkpoint is made. ended: where pieces ended.
+    adapter: of the request, None for the base (model/adapters.py); it acts on tokens from position acts_from on.
     """
 
     spec: KVSpec
@@ -219,6 +37,8 @@ class Sequence:
     cuts: tuple[int, ...] = ()
     marks: frozenset[int] = frozenset()
     ended: list[int] = field(default_factory=list)
+    adapter: Any = None
+    acts_from: int = 0
 
     def attach(self, pages: list[Page], tokens: int) -> None:
         """Start from shared pages that hold positions [0, tokens): sealed ones by reference, the last one claimed or branched."""
@@ -237,6 +57,22 @@ class Sequence:
             checkpoint = pages[(tokens - 1) // PAGE_TOKENS].checkpoints[(tokens - 1) % PAGE_TOKENS + 1]
             self.state.restore(checkpoint.states, tokens)
             self.ended = list(checkpoint.cuts)
+
+    def attach_below(self, pages: Seq[Page], stop: int, layers: int) -> None:
+        """Take the lowest layers of positions [length, stop) from pages of the same tokens that keep the next layer's inputs, and compute
+        the layers above from those: sealed pages are shared, others copied."""
+        start = at = self.length
+        for page, slot, count in stored_slots(pages, 0, start, stop):
+            if count == PAGE_TOKENS:
+                self.pages.append(Page.over(self.spec, page, layers, self))
+            else:
+                self.reserve_to(at + count)
+                some = slice(slot, slot + count)
+                for (keys, values), (known_keys, known_values) in zip(self.pages[-1].blocks[:layers], page.blocks[:layers], strict=True):
+                    keys[..., some], values[..., some, :] = known_keys[..., some], known_values[..., some, :]
+            at += count
+        states = stored_states(pages, 0, layers, start, stop)
+        self.place([Ahead(start, stop, layers, states, exact=True)])
 
     @property
     def checkpointed(self) -> int:
@@ -288,6 +124,7 @@ class Sequence:
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [tokens, kv_heads, head_dim] of one layer at positions from `start` on."""
         for page, slot, count, offset in self.slots(start, start + keys.shape[0]):
+            assert layer >= page.shared
             page.layer_keys[layer][:, :, slot : slot + count] = keys[offset : offset + count].permute(1, 2, 0)
             page.layer_values[layer][:, slot : slot + count] = values[offset : offset + count].transpose(0, 1)
 
@@ -309,7 +146,8 @@ class Sequence:
         """Declare the next `tokens` positions written in every layer; then step over what lies ahead."""
         exact = self.exact_until == self.length
         if self.ahead and self.ahead[0].start == self.length and tokens:  # it was resumed
-            span, exact = self.ahead.pop(0), False
+            span = self.ahead.pop(0)
+            exact = exact and span.exact
             assert span.entry is not None and span.states is not None
             if span.start + tokens < span.stop:
                 self.ahead.insert(0, replace(span, start=span.start + tokens, states=span.states[tokens:]))
@@ -359,7 +197,7 @@ class Sequence:
         That includes slots after `length` which a failed forward may have written.
         """
         for page, slot, count, _ in self.slots(tokens, len(self.pages) * PAGE_TOKENS):
-            for keys, values in page.blocks:
+            for keys, values in page.own_blocks:
                 keys[..., slot : slot + count] = 0
                 values[..., slot : slot + count, :] = 0
             page._forget_states(slot, slot + count)

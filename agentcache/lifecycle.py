@@ -6,7 +6,6 @@ Its pages go into the store if they are finite and the weights hold; those that 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,13 +14,13 @@ import torch
 from .checkpoints import cuts_of, in_text, marks_of
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, StoreError, WeightsChangedError
 from .events import Chunk, Done, Progress
-from .kv import Sequence, last_checkpoint
+from .kv import Sequence
+from .matching import Matching, at_checkpoint
 from .model.sampling import logprob_of
 from .page_check import finite, first_wrong
-from .plan import Plan, make
-from .request import RENEWALS, Provenance, Running
+from .plan import Attach, Plan, make
+from .request import Provenance, Running
 from .runner import Outcome, Runner, StockSequence
-from .store.entry import Match
 from .store.keys import Scope
 from .store.store import Store
 from .types import OF_BITS, PAGE_TOKENS, FinishReason, Reason, Refusal
@@ -30,31 +29,12 @@ if TYPE_CHECKING:
     from .attached_ranges import AttachedRanges
 
 
-def at_checkpoint(found: Match, cuts: tuple[int, ...]) -> Match:
-    """The part of a match up to the last checkpoint that serves a prompt of these pieces."""
-    tokens = last_checkpoint(found.pages, found.tokens, cuts)
-    if tokens == found.tokens:
-        return found
-    count = -(-tokens // PAGE_TOKENS)
-    numerics = frozenset[str]().union(*(entry.numerics for entry in found.entries[:count]))
-    detail = f"{found.tokens - tokens} tokens after the last checkpoint of recurrent layers are computed again"
-    return Match(tokens, found.pages[:count], Reason.CHECKPOINT, numerics, detail, found.entries[:count])
-
-
 class Lifecycle:
     """Every step of a request, on the device's one thread."""
 
     def __init__(self, runner: Runner, store: Store) -> None:
         self.runner, self.store = runner, store
-
-    def scope(self, running: Running) -> Scope | None:
-        """Under which scope a sequence as long as the request finds its pages; None if its state cannot be paged."""
-        model = self.runner.model
-        regime = model.regime(len(running.ids))
-        refused = model.fingerprint is not None and model.fingerprint.refusal
-        if regime is None or refused or running.restless:
-            return None
-        return Scope(running.asked.namespace, running.provenance.fingerprint, regime)
+        self.matching = Matching(runner.model, store)
 
     def renew(self, running: Running) -> AgentCacheError | None:
         """Begin a request anew under the weights of now: without reuse, if they do not rest. The error instead, if some answer is out."""
@@ -93,16 +73,17 @@ class Lifecycle:
         model, length, near = self.runner.model, len(running.ids), running.ranges
         if running.sequence is not None:
             running.sequence.close()
-        running.scope = self.scope(running)
+        running.scope, asked = self.matching.scope(running), running.asked
         if near is not None:
             near.detach()
         if running.scope is None:
-            running.sequence, running.plan = StockSequence(), make(length, 0, *self._unpaged(running))
+            running.sequence = StockSequence(adapter=asked.adapter, acts_from=asked.acts_from)
+            running.plan = make(length, 0, *self.matching.unpaged(running))
             running.account.record_stock(length)
             return running.plan
         assert model.spec is not None and model.numerics is not None
-        found, layout = self._match(running), running.asked.layout
-        running.sequence = sequence = Sequence(model.spec, state=model.begin())
+        found, layout = self.matching.match(running), asked.layout
+        running.sequence = sequence = Sequence(model.spec, state=model.begin(), adapter=asked.adapter, acts_from=asked.acts_from)
         if sequence.state is not None:
             marks = marks_of(layout, whole=running.asked.fill_only)
             sequence.cuts = cuts_of(marks, length, in_text(layout))
@@ -113,53 +94,33 @@ class Lifecycle:
         running.provenance.numerics = {*found.numerics, model.numerics.digest}
         computed_once = running.completion_tokens > 0 or running.suspects is not None
         ranges = near.propose(found.tokens) if near is not None and not computed_once else ()
+        below = None if computed_once or near is not None else self.matching.shared_layers(running, found.tokens)
+        if below is not None:
+            ranges = (Attach(found.tokens, below.stop, layers=below.layers, run=0),)
         running.plan = plan = make(length, found.tokens, found.missed, found.detail, ranges)
         running.admitted_tokens = 0 if near is not None and near.scope else found.tokens
         if found.tokens:
             sequence.attach(list(found.pages), found.tokens)
         if running.grade != "exact":
             sequence.exact_until = 0
-        running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens)
+        resumed = (0, 0)
+        if below is not None:
+            resumed = below.stop - found.tokens, below.layers
+            running.provenance.attach(below.match.entries)
+            running.provenance.numerics |= below.match.numerics
+            sequence.attach_below(below.match.pages, below.stop, below.layers)
+        running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens, resumed)
         if near is not None:
             near.attach()
         self._record_grade(running)
         return plan
 
-    def _unpaged(self, running: Running) -> tuple[Reason, str]:
-        """The reason why a sequence cannot be paged."""
-        model = self.runner.model
-        if running.restless:
-            return Reason.FINGERPRINT, f"weights, adapters or hooks changed {RENEWALS} times while it waited or was filled"
-        if model.fingerprint is not None and model.fingerprint.refusal:
-            return Reason.FINGERPRINT, model.fingerprint.refusal
-        if model.support.paged:
-            return Reason.ROPE_REGIME, f"no fixed frequencies beyond {model.rotary.original if model.rotary else 0} tokens"
-        return Reason.LAYER_KIND, model.support.why
-
-    def _match(self, running: Running) -> Match:
-        """The longest prefix in memory: an exact one, unless the request allows for less and finds more there."""
-        scope = running.scope
-        assert scope is not None
-        if running.asked.reuse == "off":
-            return Match(0, (), Reason.REUSE_OFF)
-        if running.suspects is not None:
-            detail = f"NaN or infinity behind {running.suspects.tokens} tokens that were attached: computed again without reuse"
-            return Match(0, (), Reason.NON_FINITE, detail=detail)
-        found = self.store.match(scope, running.ids.array())
-        if running.asked.reuse == "lossy" and (disk := self.store.disk):
-            lossy = replace(scope, precision=disk.precision)
-            other = self.store.match(lossy, running.ids.array())
-            if other.tokens > found.tokens:
-                running.scope, found = lossy, other
-        elif running.ranges is not None:
-            found = running.ranges.match(scope, found.tokens) or found
-        return found
-
     def _record_grade(self, running: Running) -> None:
         """Tell the account how near the state is that the next token is read off."""
         model, length, grade = self.runner.model, len(running.ids), running.grade
         assert running.plan is not None
-        kernels, refusals = len(running.numerics), []
+        kernels, refusals, adapter = len(running.numerics), [], running.asked.adapter
+        pure = model.bitwise and (adapter is None or adapter.pure)
         taken = max([running.plan.prefix_tokens, *(segment.stop for segment in running.receipt.segments)])
         if running.ranges is not None and running.ranges.scope is not None:
             refusals.append(running.ranges.refusal())
@@ -167,9 +128,9 @@ class Lifecycle:
             refusals.append(Refusal(Reason.LOSSY, 0, taken, f"stored as {grade}: near the exact values, not equal"))
         if kernels > 1:
             refusals.append(Refusal(Reason.NUMERICS, 0, taken, "computed with other threads or kernels"))
-        elif not model.bitwise:
+        elif not pure:
             refusals.append(Refusal(Reason.NOT_ROW_PURE, 0, length, "tokens are promised, bits are not"))
-        running.account.record_grade(grade, model.bitwise and kernels == 1 and grade == "exact", refusals)
+        running.account.record_grade(grade, pure and kernels == 1 and grade == "exact", refusals)
 
     # -- filling and decoding --------------------------------------------------------------------------------------
 
@@ -315,6 +276,7 @@ class Lifecycle:
             if not self._put(running, near, near.scope, sequence.length - rest, running.numerics, sequence.exact_until):
                 return False
         count = min(sequence.length, sequence.exact_until) if scope.precision == "exact" else sequence.length
+        count = min(count, running.covered_tokens)
         count -= count % PAGE_TOKENS if whole_only else 0
         if sequence.state is not None:  # tokens after it can be attached by nobody, and decoded ones have other bits than a prompt's
             count = min(count, sequence.checkpointed)

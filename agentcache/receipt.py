@@ -3,7 +3,7 @@
 The rest of the engine tells an `Account` facts, and only the account writes the receipt. Token counts are inclusive:
 
     prompt_tokens    = cached_tokens + computed_tokens
-    cached_tokens    holds copied_tokens, disk_tokens, segment_tokens          computed_tokens    holds halo_tokens
+    cached_tokens    holds copied_tokens, disk_tokens, segment_tokens          computed_tokens    holds halo_tokens, resumed_tokens
     ttft_ms          = layout_ms + load_ms + queue_ms + match_ms + prefill_ms
 
 Times are milliseconds on a monotonic clock, read after the device has finished.
@@ -28,11 +28,16 @@ class Receipt:
     model: str = ""
     # "int8" if the engine quantized them; "" as the model brought them
     weights: str = ""
+    # digest of the adapter; "" of the base
+    adapter: str = ""
     prompt_tokens: int = 0
     # attached in all layers
     cached_tokens: int = 0
     # run through the model, in all layers or above one
     computed_tokens: int = 0
+    # computed in the layers of the adapter only; the lowest `shared_layers` are attached
+    resumed_tokens: int = 0
+    shared_layers: int = 0
     # cached, and taken from other positions, by consent: `segments` says which
     segment_tokens: int = 0
     # computed again at the heads of segments
@@ -127,12 +132,15 @@ class Account:
         self._started = self._first = 0.0  # by time.perf_counter(): on the device, first token chosen
 
     @classmethod
-    def open(cls, layout: Layout, namespace: str, model: str, called: float, redacted: bool = False, weights: str = "") -> Account:
+    def open(
+        cls, layout: Layout, namespace: str, model: str, called: float, redacted: bool = False, weights: str = "", adapter: str = ""
+    ) -> Account:
         """Begin the account of a prompt that was rendered just now. called: when its request came, by time.perf_counter()."""
         receipt = Receipt(
             namespace=namespace,
             model=model,
             weights=weights,
+            adapter=adapter,
             prompt_tokens=len(layout.ids),
             spliced_tokens=layout.spliced_tokens,
             ephemeral_tokens=layout.ephemeral_tokens,
@@ -148,7 +156,7 @@ class Account:
         """Begin the account of the prompt's tokens again: none is cached or computed yet. The facts about the layout stay."""
         receipt = self.receipt
         receipt.cached_tokens = receipt.computed_tokens = receipt.segment_tokens = receipt.halo_tokens = receipt.copied_tokens = 0
-        receipt.disk_tokens = receipt.disk_bytes = receipt.exact_until = 0
+        receipt.disk_tokens = receipt.disk_bytes = receipt.exact_until = receipt.resumed_tokens = receipt.shared_layers = 0
         receipt.load_ms = receipt.queue_ms = receipt.match_ms = 0.0
         receipt.refusals, receipt.segments, receipt.precision, receipt.bitwise = (), (), "exact", False
 
@@ -180,11 +188,12 @@ class Account:
         waited = (self._started - self._called) * 1e3
         self.receipt.queue_ms = max(0.0, waited - self.receipt.layout_ms - self.receipt.load_ms)
 
-    def record_plan(self, path: str, cached_tokens: int, computed_tokens: int) -> None:
-        """Say how the prompt is computed; once tokens are answered, its counts are final."""
+    def record_plan(self, path: str, cached_tokens: int, computed_tokens: int, resumed: tuple[int, int] = (0, 0)) -> None:
+        """Say how the prompt is computed; once tokens are answered, its counts are final. resumed: tokens, and their attached layers."""
         self.receipt.path = path
         if not self.receipt.completion_tokens:
             self.receipt.cached_tokens, self.receipt.computed_tokens = cached_tokens, computed_tokens
+            self.receipt.resumed_tokens, self.receipt.shared_layers = resumed
 
     def record_stock(self, tokens: int) -> None:
         """All of these tokens go through transformers' own cache."""

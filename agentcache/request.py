@@ -15,6 +15,7 @@ from .answer.parser import AnswerParser
 from .errors import ConfigError, ContextOverflowError
 from .events import Events
 from .kv import Sequence
+from .model.adapters import Adapter
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Account, Receipt
@@ -52,6 +53,9 @@ class Asked:
     turn: str = ""
     # fill the prompt, pin its pages and end
     fill_only: bool = False
+    # None: the base; it acts on tokens from position acts_from on
+    adapter: Adapter | None = None
+    acts_from: int = 0
     on_progress: Callable[[int, int], None] | None = None
     on_logits: Callable[[torch.Tensor], None] | None = None
 
@@ -166,6 +170,17 @@ class Running:
         return self.renewals > RENEWALS
 
     @property
+    def covered_tokens(self) -> int:
+        """Number of tokens whose pages its scope is about: those before an Activated LoRA acts are the base's, later ones are not kept."""
+        adapter = self.asked.adapter
+        return self.asked.acts_from if adapter is not None and adapter.invocation else len(self.ids)
+
+    @property
+    def covered_ids(self) -> Ids:
+        """The ids to look up: of covered tokens, and one more, since a lookup leaves out the last."""
+        return self.ids.array(min(len(self.ids), self.covered_tokens + 1))
+
+    @property
     def completion_tokens(self) -> int:
         """Number of decoded tokens."""
         return len(self.ids) - self.asked.prompt_tokens
@@ -214,7 +229,7 @@ class Running:
         assert self.sequence is not None
         pieces = self.sequence.pieces(min(count, self.remaining))
         ids = [token for piece in pieces for token in self.ids.all[piece.start : piece.start + piece.count]]
-        regime, weights = (self.scope.regime, self.scope.fingerprint) if self.scope else ("", "")
+        regime, weights = (self.scope.regime, self.scope.weights) if self.scope else ("", "")
         weights = "" if self.asked.reuse == "off" else weights  # it keeps nothing, and goes on under whatever weights there are
         return Work(self.sequence, ids, regime, len(ids) == self.remaining and not self.asked.fill_only, weights, pieces)
 

@@ -33,6 +33,8 @@ class StockSequence:
     copied_tokens: int = 0
     cache: Any = None
     ahead_tokens: int = 0  # nothing lies ahead of a state that is no page table
+    adapter: Any = None
+    acts_from: int = 0
 
     def pieces(self, tokens: int) -> list[Piece]:
         """The next `tokens` positions."""
@@ -261,6 +263,7 @@ class Runner:
     def _stock(self, work: Work) -> Outcome:
         sequence = work.sequence
         assert isinstance(sequence, StockSequence)
-        logits, sequence.cache = self.model.stock(torch.tensor(work.ids), sequence.cache)
+        adapter = sequence.adapter, sequence.acts_from - sequence.length
+        logits, sequence.cache = self.model.stock(torch.tensor(work.ids), sequence.cache, *adapter)
         sequence.length += len(work.ids)
         return Outcome(logits if work.wanted else None)

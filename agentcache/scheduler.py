@@ -183,13 +183,13 @@ class Scheduler:
 
     def _waits(self, request: Running) -> bool:
         """Tell whether the request should not start yet: its pages are on their way from disk, or another process computes them."""
-        asked, scope = request.asked, self.lifecycle.scope(request)
+        asked, scope = request.asked, self.lifecycle.matching.scope(request)
         if not request.looked:
             request.looked = True
             spec, disk = self.runner.model.spec, self.store.disk
             if scope is not None and spec is not None and disk is not None and asked.reuse != "off":
                 wanted = replace(scope, precision=disk.precision if asked.reuse == "lossy" else "exact")
-                query = PageQuery(wanted, request.ids.array(), self.ms_per_token, spec, asked.layout.prefix_tokens)
+                query = PageQuery(wanted, request.covered_ids, self.ms_per_token, spec, asked.layout.prefix_tokens)
                 request.prefetch = self.store.prefetch(query, self.wake)
         if request.prefetch is not None and request.prefetch.pending():
             return True
@@ -198,10 +198,10 @@ class Scheduler:
     def _uncached(self, request: Running) -> int:
         """Count the tokens of a waiting prompt that would be computed if it started now."""
         if request.peeked[0] != self.store.changes:
-            scope, known = self.lifecycle.scope(request), 0
+            scope, known = self.lifecycle.matching.scope(request), 0
             if scope and request.asked.reuse != "off":
                 near = request.ranges
-                known = near.known_tokens(scope) if near else self.store.match(scope, request.ids.array(), peek=True).tokens
+                known = near.known_tokens(scope) if near else self.store.match(scope, request.covered_ids, peek=True).tokens
             request.peeked = (self.store.changes, known)
         return len(request.ids) - request.peeked[1]
 

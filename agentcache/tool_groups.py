@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from .errors import AgentCacheError, ConfigError, GenerationError
 from .events import Done
 from .kv import PAGE_TOKENS
+from .matching import fingerprint_of
+from .model.adapters import Adapter
 from .model.fingerprint import Fingerprint
 from .model.hf import HFModel
 from .request import Running
@@ -45,13 +47,14 @@ class ToolGroups:
         for group in self.all:
             self._store.record(group)
 
-    def tools(self, namespace: str, name: str) -> tuple[str, ...]:
+    def tools(self, namespace: str, name: str, adapter: Adapter | None = None) -> tuple[str, ...]:
         """The recorded tool order of a group, of this or an earlier process."""
         check_name("namespace", namespace)
         check_name("group", name)
         if (namespace, name) in self._held:
             return self._held[namespace, name].tools
-        kept = self._store.recorded(namespace, name, self._fingerprint.whole) if self._fingerprint else None
+        whole = self._fingerprint.whole if self._fingerprint else ""
+        kept = self._store.recorded(namespace, name, fingerprint_of(whole, adapter)) if whole else None
         if kept is None:
             raise ConfigError(f"group={name!r} is not warm in namespace {namespace!r}: call warm(name={name!r}) first")
         return kept.tools
@@ -112,7 +115,7 @@ class ToolGroups:
         """Unpin tool groups that were deleted on purpose."""
         with self._lock:
             for name, held in list(self._held.items()):
-                if deletion.forced and (deletion.names(*name) or deletion.covers(name[0], held.created)):
+                if deletion.forced and (deletion.names(*name) or deletion.covers(name[0], held.created) or deletion.about(held.scope)):
                     self._unpin(self._held.pop(name))
 
     def release(self, namespace: str, name: str) -> bool:

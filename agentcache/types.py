@@ -170,6 +170,7 @@ class Reason(str, Enum):
     NON_FINITE = "NON_FINITE"  # a computation produced NaN or infinity and was not kept
     PROBE = "PROBE"  # a segment's recomputed head differs too much from its stored one
     UNSURE = "UNSURE"  # a choice after moved text was closer than the calibrated margin: made again with everything computed
+    ADAPTER = "ADAPTER"  # the adapter computes these tokens, or their upper layers, otherwise than what is cached
     DRIFT = "DRIFT"  # segment reuse is switched off: sampled answers drifted beyond the calibrated bound
 
     __str__ = str.__str__

@@ -112,7 +112,7 @@ class Segments:
         if calibration is None:
             return None
         reuse, asked = SegmentReuse(self, running, calibration), running.asked
-        scope = self._lifecycle.scope(running)
+        scope = self._lifecycle.matching.scope(running)
         if scope is not None and self.text is not None:
             texts = partial(self._texts, namespace=asked.namespace)
             reuse.windows = windows(asked.layout, texts, reuse.known_tokens(scope))

@@ -124,6 +124,32 @@ def store(
 
 
 @app.command()
+def adapters(
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    tools: Annotated[int, typer.Option(min=1, help="Tools before the turn.")] = 20,
+    tail: Annotated[int, typer.Option(min=1, help="Tokens after the tools: user turn and generation prompt.")] = 70,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 3,
+    count: Annotated[int, typer.Option("--adapters", min=1, help="Adapters that take turns on one tool group.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Requests of each of them.")] = 5,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    isa: IsaOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Change of adapter at a long prompt: first tokens and computed tokens, against a base hit and a cold prompt."""
+    with report_errors():
+        from . import adapters as bench
+        from . import report
+
+        options = bench.Options(tools, tail, rank, repeats, count, steps)
+        with report.measuring("adapters", Loading(model, shape, dtype, threads), json_file) as run:
+            bench.run(run.engine, options, run.say, run.keep)
+            run.tables.append(report.adapters_table(run.found["rows"]))
+
+
+@app.command()
 def families(
     only: Annotated[str | None, typer.Option(help="Names of families, with commas; by default all.")] = None,
     dtype: DtypeOption = Dtype.float32,

@@ -103,6 +103,16 @@ def segments_table(title: str, rows: Sequence[Row]) -> Table:
     return drawn(title, columns, rows, caption)
 
 
+def adapters_table(rows: Sequence[Row]) -> Table:
+    """A line per kind of adapter, and the round robin."""
+    ways = {"base hit": "base_hit", "switch": "switch", "switch back": "back", "cold": "cold"}
+    filled = [{**dict.fromkeys(f"{way}_ttft_ms" for way in ways.values()), **row} for row in rows]
+    columns: dict[str, Cell] = {"adapter": lambda row: str(row["kind"]), "prompt": of("prompt_tokens")}
+    columns |= {f"{name} ms": of(f"{way}_ttft_ms") for name, way in ways.items()}
+    columns |= {"computed": of("computed_tokens"), "new": of("new_tokens"), "equal": _outcome("equal")}
+    return drawn("time to first token, ms (medians); tokens by layers", columns, filled, "new: what no cached layer could have spared")
+
+
 def families_table(found: Row) -> Table:
     """One line per family, and how many of each outcome."""
     columns: dict[str, Cell] = {"family": lambda row: str(row["family"]), "path": lambda row: str(row["path"])}

@@ -42,6 +42,7 @@ StoreOption = Annotated[Path | None, typer.Option("--store", metavar="DIR", help
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a tool group; never a path.")]
 NamespaceOption = Annotated[str | None, typer.Option(help="Only what is in this namespace.")]
+AdapterOption = Annotated[str | None, typer.Option(metavar="DIGEST", help="Only of this adapter: first characters of its digest.")]
 FingerprintOption = Annotated[str | None, typer.Option(help="First characters of the fingerprint, where several models have that group.")]
 
 
@@ -56,16 +57,23 @@ def opened(place: Path | None, create: bool = False) -> Iterator[tuple[Folder, I
         yield folder, index
 
 
-def one(index: Index, name: str, namespace: str | None, fingerprint: str | None) -> ToolGroup:
+def one(index: Index, name: str, namespace: str | None, fingerprint: str | None, adapter: str | None = None) -> ToolGroup:
     """The group of that name; ConfigError if there is none, or there are several."""
-    found = [group for group in index.groups(namespace, name) if group.fingerprint.startswith(fingerprint or "")]
+    found = [group for group in index.groups(namespace, name) if group.fingerprint.startswith(fingerprint or "") and of(group, adapter)]
     if not found:
         where = f" in namespace {namespace!r}" if namespace is not None else ""
         raise ConfigError(f"no tool group {name!r}{where}: `agentcache ls` shows which there are")
     if len(found) > 1:
-        all_of_them = "; ".join(f"namespace {g.namespace!r}, model {g.model!r}, fingerprint {g.fingerprint[:12]}" for g in found)
-        raise ConfigError(f"{len(found)} tool groups {name!r} ({all_of_them}): give --namespace or --fingerprint")
+        all_of_them = "; ".join(
+            f"namespace {g.namespace!r}, model {g.model!r}, fingerprint {g.fingerprint[:12]}, adapter {g.adapter or 'none'}" for g in found
+        )
+        raise ConfigError(f"{len(found)} tool groups {name!r} ({all_of_them}): give --namespace, --fingerprint or --adapter")
     return found[0]
+
+
+def of(group: ToolGroup, adapter: str | None) -> bool:
+    """Tell whether an adapter whose digest starts so computed the group; any did for None, the base for an empty start."""
+    return adapter is None or (group.adapter.startswith(adapter) if adapter else not group.adapter)
 
 
 def _about(index: Index, group: ToolGroup) -> dict[str, Any]:
@@ -78,6 +86,7 @@ def _about(index: Index, group: ToolGroup) -> dict[str, Any]:
         "namespace": group.namespace,
         "model": group.model,
         "fingerprint": group.fingerprint,
+        "adapter": group.adapter,
         "regime": group.regime,
         "prefix_tokens": group.prefix_tokens,
         "tools": list(group.tools),
@@ -188,18 +197,18 @@ def given_system(given: str | None) -> str | None:
 # -- looking -------------------------------------------------------------------------------------------------------
 
 
-def ls(namespace: NamespaceOption = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
+def ls(namespace: NamespaceOption = None, adapter: AdapterOption = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the tool groups in the store."""
     with report_errors(), opened(store) as (folder, index):
-        groups = [_about(index, group) for group in index.groups(namespace)]
+        groups = [_about(index, group) for group in index.groups(namespace) if of(group, adapter)]
         rows, total = index.total()
     if as_json:
         say_json({"store": str(folder.path), "groups": groups, "rows": rows, "bytes": total})
         return
     console = Console()
-    columns = ("name", "namespace", "model", "#tokens", "#tools", "#pages", "#size", "created")
+    columns = ("name", "namespace", "model", "adapter", "#tokens", "#tools", "#pages", "#size", "created")
     cells = [
-        (g["name"], g["namespace"], _short(g["model"]), g["prefix_tokens"], len(g["tools"]),
+        (g["name"], g["namespace"], _short(g["model"]), g["adapter"][:12], g["prefix_tokens"], len(g["tools"]),
          f"{g['pages']}" if g["complete"] else f"{g['pages_stored']} of {g['pages']}", size(g["bytes"]), g["created"][:10]) for g in groups
     ]  # fmt: skip
     console.print(listing(columns, cells) if cells else "no tool groups")
@@ -212,14 +221,14 @@ def _short(model: str) -> str:
 
 
 def inspect(
-    name: NameArgument, namespace: NamespaceOption = None, fingerprint: FingerprintOption = None, store: StoreOption = None,
-    as_json: JsonOption = False,
+    name: NameArgument, namespace: NamespaceOption = None, fingerprint: FingerprintOption = None, adapter: AdapterOption = None,
+    store: StoreOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Show one tool group: its manifest, and whether all its pages are still there."""
     from ..store.admin.check import pages_of
 
     with report_errors(), opened(store) as (_, index):
-        group = one(index, name, namespace, fingerprint)
+        group = one(index, name, namespace, fingerprint, adapter)
         about = _about(index, group)
         about["used_since"] = sum(row.used > about["last_use"] for row in index.rows())
         about["layers"] = len(group.layers)

@@ -14,10 +14,11 @@ import typer
 
 from ..errors import ConfigError, StoreError
 from ..terminal import bar, bytes_of, report_errors, say_json, seconds_of, shown, size
-from .store import FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, one, opened
+from .store import AdapterOption, FingerprintOption, JsonOption, NameArgument, NamespaceOption, StoreOption, count, one, opened
 
 if TYPE_CHECKING:
     from ..store.disk.folder import Folder
+    from ..store.disk.index import Index
 
 
 def verify(
@@ -53,6 +54,7 @@ def prune(
     namespace: Annotated[str | None, typer.Option(help="What is in this namespace.")] = None,
     group: Annotated[str | None, typer.Option(metavar="NAME", help="This tool group and what continues it.")] = None,
     fingerprint: FingerprintOption = None,
+    adapter: AdapterOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also what running processes have pinned.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
@@ -63,16 +65,17 @@ def prune(
     from ..store.admin.prune import prune as pruned
 
     with report_errors():
-        _one_purpose(max_size, group, everything, older_than, namespace)
+        _one_purpose(max_size, group, everything, older_than, namespace, adapter)
         if fingerprint is not None and group is None:
             raise ConfigError("--fingerprint says which of several groups of one name is meant: it goes with --group")
         most = None if max_size is None else bytes_of(max_size, "--max-size")
         age = None if older_than is None else seconds_of(older_than, "--older-than")
         with opened(store) as (folder, index):
-            which = None if group is None else one(index, group, namespace, fingerprint)
+            which = None if group is None else one(index, group, namespace, fingerprint, adapter)
             space = None if which else namespace
+            digest = None if adapter is None or which else _adapter(index, adapter)
             done = pruned(
-                folder, index, namespace=space, older_than=age, group=which, max_bytes=most, force=force, dry_run=dry_run
+                folder, index, namespace=space, older_than=age, group=which, max_bytes=most, adapter=digest, force=force, dry_run=dry_run
             )  # fmt: skip
             left = index.total()
     if as_json:
@@ -87,13 +90,27 @@ def prune(
     typer.echo(f"in the store: {count(left[0], 'page')}, {size(left[1])}")
 
 
-def _one_purpose(max_size: str | None, group: str | None, everything: bool, older_than: str | None, namespace: str | None) -> None:
-    alone = {"--max-size": max_size is not None, "--group": group is not None, "--all": everything}
+def _adapter(index: Index, start: str) -> str:
+    """The digest of the adapter that starts so; ConfigError if pages of none, or of several, are there."""
+    from ..store.keys import Scope
+
+    digests = {Scope(row.namespace, row.fingerprint).adapter for row in index.rows()} - {""}
+    found = sorted(digest for digest in digests if digest.startswith(start))
+    if len(found) != 1:
+        raise ConfigError(f"--adapter={start!r}: pages of {len(found)} such adapters are there; those with pages are {sorted(digests)}")
+    return found[0]
+
+
+def _one_purpose(
+    max_size: str | None, group: str | None, everything: bool, older_than: str | None, namespace: str | None, adapter: str | None
+) -> None:
+    adapter = adapter if group is None else None  # else it says which group is meant
+    alone = {"--max-size": max_size is not None, "--group": group is not None, "--all": everything, "--adapter": adapter is not None}
     given = [name for name, is_given in alone.items() if is_given]
-    together = {"--older-than": older_than is not None, "--namespace": namespace is not None and group is None}
+    together = {"--older-than": older_than is not None, "--namespace": namespace is not None and group is None and adapter is None}
     mixed = given + [name for name, is_given in together.items() if is_given]
     if not mixed:
-        raise ConfigError("nothing to prune: give --max-size, --older-than, --namespace, --group or --all")
+        raise ConfigError("nothing to prune: give --max-size, --older-than, --namespace, --group, --adapter or --all")
     if given and len(mixed) > 1:
         raise ConfigError(f"{' and '.join(mixed)}: {given[0]} goes alone; only --older-than and --namespace go together")
 
@@ -106,6 +123,7 @@ def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The archive to write; it must not be there yet.")],
     namespace: NamespaceOption = None,
     fingerprint: FingerprintOption = None,
+    adapter: AdapterOption = None,
     clear: Annotated[bool, typer.Option("--clear", help="Although the store is encrypted: an archive is not.")] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -114,11 +132,11 @@ def export(
     from ..store.admin.archive import export_group
 
     with report_errors(), opened(store) as (folder, index):
-        group = one(index, name, namespace, fingerprint)
+        group = one(index, name, namespace, fingerprint, adapter)
         with bar("exporting", as_json) as tell:
             written = export_group(folder, index, group, file, clear=clear, progress=tell)
     if as_json:
-        told = {"name": group.name, "namespace": group.namespace, "file": str(file), "pages": group.pages}
+        told = {"name": group.name, "namespace": group.namespace, "adapter": group.adapter, "file": str(file), "pages": group.pages}
         say_json({**told, "prefix_tokens": group.prefix_tokens, "bytes": written})
         return
     tokens = f"{group.prefix_tokens:,} tokens in {count(group.pages, 'page')}"
@@ -140,6 +158,7 @@ def import_(
     group = done.group
     if as_json:
         told = {"name": group.name, "namespace": group.namespace, "model": group.model, "fingerprint": group.fingerprint}
+        told["adapter"] = group.adapter
         say_json({**told, "prefix_tokens": group.prefix_tokens, "written": done.written, "known": done.known, "bytes": done.bytes})
         return
     where = f"{shown(group.name)} in namespace {shown(group.namespace)}, of model {shown(group.model)}"

@@ -36,5 +36,14 @@ def cut(whole: Layout, size: int) -> Layout:
     return Layout(whole.ids[:size], covered, shown, min(whole.prefix_tokens, size), whole.differences, 0, whole.tokenised_chars)
 
 
+def at_multiple(whole: Layout, unit: int) -> tuple[Layout, Layout]:
+    """The start of a prompt to compute and to pin, where nothing continues but from a multiple of `unit` tokens.
+
+    The first has one token more: of a prompt that is cached, the last token is computed.
+    """
+    size = len(whole.ids) // unit * unit
+    return cut(whole, size + 1), cut(whole, size)
+
+
 def _of(turn: Any, name: str) -> Any:
     return turn.get(name) if isinstance(turn, Mapping) else getattr(turn, name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -83,13 +84,37 @@ class Part:
 
 @dataclass(slots=True)
 class Batch:
-    """One packed forward. `rows` includes the padding rows at the end. later: parts that come in at a layer, in the order of rows."""
+    """One packed forward. `rows` includes the padding rows at the end. later: parts that come in at a layer, in the order of rows.
+
+    acting: adapters, and the rows of `parts` that each acts on.
+    """
 
     parts: list[Part]
     rows: int
     numerics: Numerics
     later: list[Part] = field(default_factory=list)
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    acting: list[tuple[Any, slice | torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.join([])
+
+    def join(self, parts: list[Part]) -> None:
+        """Take in parts that come in here."""
+        self.parts = [*self.parts, *parts]
+        spans: dict[Any, list[range]] = {}
+        for part in self.parts:
+            first = part.offset + max(0, part.sequence.acts_from - part.start)
+            if part.sequence.adapter is not None and first < part.offset + part.count:
+                spans.setdefault(part.sequence.adapter, []).append(range(first, part.offset + part.count))
+        self.acting = [(adapter, _rows(own)) for adapter, own in spans.items()]
+
+
+def _rows(spans: list[range]) -> slice | torch.Tensor:
+    """The rows of ascending spans, as an index."""
+    if all(one.stop == other.start for one, other in zip(spans, spans[1:])):
+        return slice(spans[0].start, spans[-1].stop)
+    return torch.tensor([row for span in spans for row in span])
 
 
 def _mask(batch: Batch, first: int, count: int, group: int, block: int, how: Attention) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import DynamicCache
 from ..kv import Sequence
 from ..kv_spec import KVSpec
 from . import experts, int8, steps
+from .adapters import Adapter, adapted
 from .attention import Attention, Batch, Part
 from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
@@ -31,7 +33,7 @@ from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .proof import MODEL_FAULTS, proven
 from .recurrent import Mixers, RecurrentState, layers_with_state
-from .rope import Rotary, changes_by_length, turn
+from .rope import Rotary, changes_by_length, rotary_of, unrotated
 
 __all__ = ["ATTENTION", "HFModel", "load"]
 
@@ -44,6 +46,7 @@ class HFModel:
     spec: shape of its KV, None if it cannot be paged, and so is fingerprint. rotary: tables of its angles, None where each layer makes its
     own. unrotated: layers whose keys have no position (NoPE), None if keys cannot be re-indexed. numerics: kernels and paddings in use.
     context_tokens: longest sequence. threads: how many compute, and how many were asked for. weights: "int8" if they are of `int8.py`.
+    adapters: those that were added, by digest.
     """
 
     def __init__(self, model: Any) -> None:
@@ -64,6 +67,8 @@ class HFModel:
         self.fingerprint: Fingerprint | None = None
         self.unrotated: tuple[int, ...] | None = None
         self.force_generic = False
+        self.adapters: dict[str, Adapter] = {}
+        self._boundaries: dict[str, tuple[int, ...]] = {}
         self._plain = True
         self._slots: tuple[int, ...] = ()  # of pages, by call of attention
         self._calls = 0  # of attention by the layers that are there while the model is shallow
@@ -136,8 +141,10 @@ class HFModel:
         plain = len(self._slots) == self.spec.layers and not self.spec.widths and not self.spec.recurrent
         return "" if plain else f"slots {self._slots}, widths {self.spec.widths}, joined {self.support.joins}"
 
-    def keep_boundaries(self, layers: tuple[int, ...]) -> None:
-        """Keep the inputs of these layers with pages computed from now on, if layers are stepped."""
+    def keep_boundaries(self, layers: tuple[int, ...], owner: str = "segments") -> None:
+        """Keep the inputs of these layers, and of those that other owners want, with pages computed from now on, if layers are stepped."""
+        self._boundaries[owner] = layers
+        layers = tuple(sorted(set().union(*self._boundaries.values())))
         if self.spec is not None and self.spec.boundaries != layers and self.stepped:
             self.spec = replace(self.spec, boundaries=layers, hidden=self.config.hidden_size if layers else 0)
 
@@ -187,7 +194,7 @@ class HFModel:
             return why
         if layers[0].dtype != self.dtype:
             return f"keys are {layers[0].dtype}, weights {self.dtype}"
-        self.rotary = self._tables(decoder)
+        self.rotary = rotary_of(decoder, self.config, self.dtype, self.device)
         if self.rotary is None and any(changes_by_length(getattr(module, "rope_type", None)) for module in decoder.modules()):
             return "rotary frequencies change with the length of the prompt, and differ by layer type"
         self._hook()
@@ -200,7 +207,7 @@ class HFModel:
         self.spec = KVSpec(len(owners), heads, dim, self.dtype, self.device, widths=() if even else widths, recurrent=recurrent)
         self._plain = even and all(layer.how.plain for layer in layers)
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
-            self.unrotated = self._unrotated([[place[at].page_keys for at in owners] for place in places])
+            self.unrotated = unrotated(self.rotary, _PLACES, [[place[at].page_keys for at in owners] for place in places])
         self.support = Support(self.support.name, True, "", True, bool(self.mixers and self.mixers.complete(self.config)))
         with self.shallow():
             verdict, found = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
@@ -219,34 +226,6 @@ class HFModel:
             return running.watched  # type: ignore[no-any-return]
         finally:
             running.watched = None
-
-    def _tables(self, decoder: Any) -> Rotary | None:
-        """Tables of the decoder's rotary angles, if one module makes them for all layers from positions alone."""
-        module: Any = getattr(decoder, "rotary_emb", None)
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        if module is None or not hasattr(module, "inv_freq") or any(isinstance(value, dict) for value in parameters.values()):
-            return None
-        if list(inspect.signature(type(module).forward).parameters) != ["self", "x", "position_ids"]:
-            return None
-        at = torch.arange(4, device=self.device)[None]
-        made = module(torch.empty(0, dtype=self.dtype, device=self.device), at)
-        if not isinstance(made, tuple) or [t.shape[:2] for t in made] != [at.shape] * 2:
-            return None
-        return Rotary(module, self.config, self.dtype, self.device)
-
-    def _unrotated(self, keys: list[list[torch.Tensor]]) -> tuple[int, ...] | None:
-        """Slots whose keys are the same at both `_PLACES`; None if others are not those of one place turned to the other."""
-        if self.rotary is None:
-            return None
-        regime = self.rotary.regime(_PLACES[1] + 1) or ""
-        cos, sin = self.rotary.turns(regime, *_PLACES, 1)
-        still = []
-        for slot, (before, after) in enumerate(zip(*keys, strict=True)):
-            if torch.equal(before, after):
-                still.append(slot)
-            elif 2 * len(cos) > before.shape[-2] or not torch.allclose(turn(before, cos, sin).float(), after.float(), 0.05, 0.02):
-                return None
-        return tuple(still)
 
     def _adopt(self) -> None:
         """Make transformers' modules call our attention; again if the owner has chosen another one since."""
@@ -292,6 +271,9 @@ class HFModel:
         tables = self.rotary.rows(spans, rows) if self.rotary is not None else None
         first, later = [p for p in parts if not p.entry], [p for p in parts if p.entry]
         batch = Batch(first, rows, numerics, later)
+        adapters = {p.sequence.adapter for p in parts} - {None}
+        for adapter in adapters:
+            adapter.refresh()
         if tables is not None and self.stepped:
             below = sum(p.count for p in first)
             hidden = steps.hidden_states(self.model, ids[: -(-below // numerics.rows) * numerics.rows], *tables, batch, wanted, layers)
@@ -304,7 +286,8 @@ class HFModel:
         running.config, running.slots = self.config, self._slots
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
-            with RowPureLinear(numerics.kernel, numerics.rows, head, token.glance if token is not None else None) as products:
+            glance, adapt = token.glance if token is not None else None, partial(adapted, batch) if adapters else None
+            with RowPureLinear(numerics.kernel, numerics.rows, head, glance, adapt) as products:
                 if isinstance(state, RecurrentState):
                     state.cut(products, *parts[0].cuts)
                 logits = self._generic(ids, positions, wanted, state)
@@ -312,6 +295,8 @@ class HFModel:
             running.batch = running.tables = None
         if self.spec is None or running.layers != (self._calls or len(self._slots)):
             raise RuntimeError(f"{running.layers} of the model's layers called our attention: its attention was exchanged while it ran")
+        for adapter, _ in batch.acting:
+            adapter.check_applied()
         return logits
 
     def _padded(self, wanted: Seq[int], weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -380,11 +365,22 @@ class HFModel:
             running.shadow = None
 
     @torch.inference_mode()
-    def stock(self, ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    def stock(self, ids: torch.Tensor, state: Any, adapter: Any = None, start: int = 0) -> tuple[torch.Tensor, Any]:
         """transformers' own forward for one sequence: new ids [tokens] behind `state` -> last logits [vocab] in fp32, grown state.
 
         state: None at first, then what was returned: transformers' cache, or all ids so far where a model's state has no such object.
+        adapter: it acts on tokens from position `start` of the sequence on.
         """
+        if adapter is None:
+            return self._stock(ids, state)
+        adapter.refresh()
+        start += len(state) if isinstance(state, torch.Tensor) else 0
+        with RowPureLinear("aten", adapt=partial(adapter.add_from, start)):
+            done = self._stock(ids, state)
+        adapter.check_applied()
+        return done
+
+    def _stock(self, ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         ids = ids.to(self.device)
         for rotary in self._growing:  # else the longest call so far, anyone's, decides the frequencies
             rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq.clone(), rotary.original_max_seq_len

@@ -85,6 +85,15 @@ def _safe_multiple(impure: set[int], tried: tuple[int, ...]) -> int | None:
     return None
 
 
+@functools.cache
+def safe_rows(outs: int, ins: int, threads: int) -> int:
+    """To which multiple rows of the library's fp32 products with weights [outs, ins] are padded; 0 if no padding makes them independent."""
+    weight, x = (pattern(rows, ins, torch.float32, torch.device("cpu"), salt) for salt, rows in enumerate((outs, MAX_ROWS)))
+    full = product_of_library(x, weight, None)
+    impure = _impure(lambda start, stop: product_of_library(x[start:stop].contiguous(), weight, None), full, _EVEN)
+    return _safe_multiple(impure, _EVEN) or 0
+
+
 def _probed_product(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """What decides the bits of this kernel, before a final rounding to 16 bits could hide a difference."""
     if kernel == "upcast":

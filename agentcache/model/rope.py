@@ -8,6 +8,7 @@ chunk of a long prompt; here the length of the whole sequence decides, and KV of
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -134,3 +135,32 @@ class Rotary:
         if short := rows - cos.shape[0]:
             cos, sin = (torch.cat([t, t.new_zeros(short, t.shape[1])]) for t in (cos, sin))
         return cos, sin
+
+
+def rotary_of(decoder: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Rotary | None:
+    """Tables of a decoder's rotary angles, if one module makes them for all layers from positions alone."""
+    module: Any = getattr(decoder, "rotary_emb", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if module is None or not hasattr(module, "inv_freq") or any(isinstance(value, dict) for value in parameters.values()):
+        return None
+    if list(inspect.signature(type(module).forward).parameters) != ["self", "x", "position_ids"]:
+        return None
+    at = torch.arange(4, device=device)[None]
+    made = module(torch.empty(0, dtype=dtype, device=device), at)
+    if not isinstance(made, tuple) or [t.shape[:2] for t in made] != [at.shape] * 2:
+        return None
+    return Rotary(module, config, dtype, device)
+
+
+def unrotated(rotary: Rotary | None, places: tuple[int, int], keys: list[list[torch.Tensor]]) -> tuple[int, ...] | None:
+    """Slots whose keys are the same at both places; None if others are not those of one place turned to the other."""
+    if rotary is None:
+        return None
+    cos, sin = rotary.turns(rotary.regime(places[1] + 1) or "", *places, 1)
+    still = []
+    for slot, (before, after) in enumerate(zip(*keys, strict=True)):
+        if torch.equal(before, after):
+            still.append(slot)
+        elif 2 * len(cos) > before.shape[-2] or not torch.allclose(turn(before, cos, sin).float(), after.float(), 0.05, 0.02):
+            return None
+    return tuple(still)

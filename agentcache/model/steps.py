@@ -23,6 +23,8 @@ from .kernels import dispatch
 from .kernels.dispatch import Kernel, linear, linears
 from .kernels.layer import Programs, programs
 
+Acting = Seq[tuple[Any, slice | torch.Tensor]]  # adapters, and the rows that each acts on
+
 
 def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     """A norm of rows by its module's weight."""
@@ -30,25 +32,32 @@ def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(block: Any, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
-    kernel = batch.numerics.kernel
-    query, key, value = _projected(kernel, block, x, cos, sin)
+    query, key, value = _projected(batch.numerics.kernel, block, x, cos, sin, batch.acting)
     out = mix(batch, layer, query, key, value, Attention(block.scaling, window(block)))
-    return linear(kernel, out.view(x.shape[0], -1), block.o_proj.weight, block.o_proj.bias)
+    return _products(batch.numerics.kernel, out.view(x.shape[0], -1), [block.o_proj], batch.acting)[0]
+
+
+def _products(kernel: Kernel, x: torch.Tensor, modules: Seq[Any], acting: Acting = ()) -> list[torch.Tensor]:
+    """Rows times the weights of linear layers, with what adapters add to them."""
+    outs, weights = linears(kernel, x, [(module.weight, module.bias) for module in modules]), [module.weight for module in modules]
+    for adapter, rows in acting:
+        adapter.add(rows, weights, x, outs)
+    return outs
 
 
 def _projected(
-    kernel: Kernel, block: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    kernel: Kernel, block: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, acting: Acting = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value [rows, heads, head_dim] of normalised rows."""
-    query, key, value = _heads(kernel, x, block, "qkv")
+    query, key, value = _heads(kernel, x, block, "qkv", acting)
     query = dispatch.heads(query, *_scale(block, "q_norm"), cos, sin)
     return query, dispatch.heads(key, *_scale(block, "k_norm"), cos, sin), value
 
 
-def _heads(kernel: Kernel, x: torch.Tensor, block: Any, names: str) -> list[torch.Tensor]:
+def _heads(kernel: Kernel, x: torch.Tensor, block: Any, names: str, acting: Acting) -> list[torch.Tensor]:
     """Some of the q, k and v projections of normalised rows, [rows, heads, head_dim] each."""
-    projections = [getattr(block, f"{name}_proj") for name in names]
-    return [part.view(len(x), -1, block.head_dim) for part in linears(kernel, x, [(p.weight, p.bias) for p in projections])]
+    parts = _products(kernel, x, [getattr(block, f"{name}_proj") for name in names], acting)
+    return [part.view(len(x), -1, block.head_dim) for part in parts]
 
 
 def _scale(block: Any, name: str) -> tuple[torch.Tensor | None, float]:
@@ -90,7 +99,7 @@ def attended(batch: Batch, layer: int, query: torch.Tensor, width: int, how: Att
 def _join(batch: Batch, layer: int, x: torch.Tensor) -> torch.Tensor:
     """The input of a layer with the rows of those who come in there, padded again; what has to be kept of it is kept."""
     if joining := [part for part in batch.later if part.entry == layer]:
-        batch.parts = [*batch.parts, *joining]
+        batch.join(joining)
         x = torch.cat([x[: joining[0].offset], *(part.states for part in joining if part.states is not None)])
         x = nn.functional.pad(x, (0, 0, 0, -len(x) % batch.numerics.rows))
     for part in batch.parts:
@@ -107,7 +116,7 @@ def hidden_states(
     ids: of the rows that start at the bottom, padded; the others follow behind them, layer by layer, as in `batch.later`.
     cos, sin [all rows, head_dim].
     """
-    decoder, kernel = model.model, batch.numerics.kernel
+    decoder = model.model
     if layers is None and (compiled := _compiled(model, batch)):
         return _few(decoder, ids, cos, sin, batch, compiled)[torch.tensor(wanted, dtype=torch.long)]
     chosen = torch.tensor(wanted, dtype=torch.long, device=ids.device)
@@ -123,31 +132,31 @@ def hidden_states(
         if index == last and 2 * len(wanted) < len(x):
             return rms_norm(decoder.norm, _top(layer, index, x, cos, sin, batch, chosen))
         x = _attention(layer.self_attn, index, rms_norm(layer.input_layernorm, x), cos, sin, batch).add_(x)
-        x = _mlp(layer, x, kernel)
+        x = _mlp(layer, x, batch)
     return rms_norm(decoder.norm, x[chosen])
 
 
-def _mlp(layer: Any, x: torch.Tensor, kernel: Kernel) -> torch.Tensor:
-    mlp, h = layer.mlp, rms_norm(layer.post_attention_layernorm, x)
-    gate, up = linears(kernel, h, [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
-    return linear(kernel, mlp.act_fn(gate).mul_(up), mlp.down_proj.weight, mlp.down_proj.bias).add_(x)
+def _mlp(layer: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    mlp, h, kernel = layer.mlp, rms_norm(layer.post_attention_layernorm, x), batch.numerics.kernel
+    gate, up = _products(kernel, h, [mlp.gate_proj, mlp.up_proj], batch.acting)
+    return _products(kernel, mlp.act_fn(gate).mul_(up), [mlp.down_proj], batch.acting)[0].add_(x)
 
 
 def _top(layer: Any, index: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
     """The last layer -> its output for the wanted rows. The others leave their keys and values: nobody reads what else they would be."""
     kernel, block, rows = batch.numerics.kernel, layer.self_attn, len(wanted)
     h = rms_norm(layer.input_layernorm, x)
-    key, value = _heads(kernel, h, block, "kv")
+    key, value = _heads(kernel, h, block, "kv", batch.acting)
     _write(batch, index, dispatch.heads(key, *_scale(block, "k_norm"), cos, sin), value)
     if not rows:
         return x[:0]
     chosen = torch.cat([wanted, wanted[-1:].expand(-rows % batch.numerics.rows)])
-    (query,) = _heads(kernel, h[chosen], block, "q")
+    few = Batch([_only(batch, row, at) for at, row in enumerate(wanted.tolist())], len(chosen), batch.numerics)
+    (query,) = _heads(kernel, h[chosen], block, "q", few.acting)
     query = dispatch.heads(query, *_scale(block, "q_norm"), cos[chosen], sin[chosen])
-    parts = [_only(batch, row, at) for at, row in enumerate(wanted.tolist())]
-    out = attended(Batch(parts, len(chosen), batch.numerics), index, query, value.shape[-1], Attention(block.scaling, window(block)))
-    x = linear(kernel, out.view(len(chosen), -1), block.o_proj.weight, block.o_proj.bias).add_(x[chosen])
-    return _mlp(layer, x, kernel)[:rows]
+    out = attended(few, index, query, value.shape[-1], Attention(block.scaling, window(block)))
+    x = _products(kernel, out.view(len(chosen), -1), [block.o_proj], few.acting)[0].add_(x[chosen])
+    return _mlp(layer, x, few)[:rows]
 
 
 def _only(batch: Batch, row: int, offset: int) -> Part:
@@ -160,7 +169,7 @@ def _compiled(model: Any, batch: Batch) -> Programs | None:
     """Compiled layers for these rows, if they are few, start at the bottom, and their operations have the bits of the ordinary ones."""
     kernel = batch.numerics.kernel
     pairs = dispatch.compiled(kernel, model.model.layers[0].self_attn.q_proj.weight, model.dtype)
-    if batch.later or pairs is None:
+    if batch.later or batch.acting or pairs is None:
         return None
     return programs(model, sum(part.count for part in batch.parts), pairs, partial(_agrees, kernel=kernel))
 

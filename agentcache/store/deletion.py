@@ -39,7 +39,7 @@ class Deletion:
     before: float | None = None  # only pages made earlier, by time.time(); None: all
     forced: bool = True  # pinned pages too
     group: str | None = None  # name of a tool group: only its pages and their continuations
-    fingerprint: str = ""
+    fingerprint: str = ""  # of the group; "+" and a digest, without a group: all that this adapter computed
     keys: tuple[bytes, ...] = ()  # the group's pages but for those that other groups share
     prefix_tokens: int = 0  # end of the last of them
     generation: int = 0  # its number in the store
@@ -53,7 +53,14 @@ class Deletion:
 
     def covers(self, namespace: str, made: float) -> bool:
         """Tell whether it is about everything of this namespace and age."""
-        return self.group is None and self.namespace in (None, namespace) and (self.before is None or made < self.before)
+        whole = self.group is None and not self.fingerprint
+        return whole and self.namespace in (None, namespace) and (self.before is None or made < self.before)
+
+    def about(self, scope: Scope) -> bool:
+        """Tell whether it is about everything that the adapter of this scope computed, in its namespace."""
+        if self.group is not None or not self.fingerprint:
+            return False
+        return scope.fingerprint.endswith(self.fingerprint) and self.namespace in (None, scope.namespace)
 
     def names(self, namespace: str, name: str) -> bool:
         """Tell whether it is about the tool group of this name."""
@@ -62,7 +69,7 @@ class Deletion:
     def meets(self, scope: Scope, ids: Ids, made: float) -> bool:
         """Tell whether a sequence of these ids holds deleted pages."""
         if self.group is None:
-            return self.covers(scope.namespace, made)
+            return self.covers(scope.namespace, made) or self.about(scope)
         if not self.keys or (scope.namespace, scope.fingerprint) != (self.namespace, self.fingerprint):
             return False
         pages = chain(scope.root, ids[: self.prefix_tokens])
@@ -73,7 +80,7 @@ class Deletion:
         if entry.parent is None or (entry.pins and not self.forced):
             return False
         if self.group is None:
-            return self.covers(entry.scope.namespace, entry.made)
+            return self.covers(entry.scope.namespace, entry.made) or self.about(entry.scope)
         if (entry.scope.namespace, entry.scope.fingerprint) != (self.namespace, self.fingerprint):
             return False
         if entry.key in self.keys:

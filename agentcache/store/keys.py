@@ -49,12 +49,25 @@ PinName = tuple["Scope", bytes]  # of a pinned prefix: its scope, and the key of
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Scope within which pages are shared: one namespace, the same weights and rotary regime, an equally exact source."""
+    """Scope within which pages are shared: one namespace, the same weights and rotary regime, an equally exact source.
+
+    fingerprint: of the weights, and behind "+" the digest of the adapter that acts on all tokens.
+    """
 
     namespace: str
     fingerprint: str
     regime: str = ""
     precision: Grade = "exact"
+
+    @property
+    def weights(self) -> str:
+        """The fingerprint of the base's weights."""
+        return self.fingerprint.partition("+")[0]
+
+    @property
+    def adapter(self) -> str:
+        """The digest of the adapter; "" of the base."""
+        return self.fingerprint.partition("+")[2]
 
     @property
     def root(self) -> bytes:

@@ -304,6 +304,14 @@ class Store:
         if grade is None:
             self._tell_cleared(namespace)
 
+    def drop_adapter(self, digest: str) -> None:
+        """Free the pages in memory that an adapter computed, pinned ones too; what is on disk stays."""
+        with self.deletions.lock:
+            gone = Deletion(fingerprint=f"+{digest}")
+            for listener in self._listeners:
+                listener(gone)
+            self.tree.remove(gone)
+
     def on_clear(self, listener: Callable[[str | None], None]) -> None:
         """Call `listener` when pages of a namespace, or of all, are deleted or freed."""
         self._clears.append(listener)

@@ -42,6 +42,11 @@ class ToolGroup:
         return bytes.fromhex(self.page_keys[-1])
 
     @property
+    def adapter(self) -> str:
+        """The digest of the adapter that computed it; "" if the base did."""
+        return self.scope.adapter
+
+    @property
     def scope(self) -> Scope:
         """Scope of its pages."""
         return Scope(self.namespace, self.fingerprint, self.regime)

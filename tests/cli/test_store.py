@@ -136,7 +136,7 @@ def test_a_name_that_several_groups_have_is_asked_about(place: Path) -> None:
         err = refused(*verb, "--store", place)
         assert "3 tool groups 'harbour/north'" in err
         assert "namespace 'tests'" in err
-        assert "give --namespace or --fingerprint" in err
+        assert "give --namespace, --fingerprint or --adapter" in err
         assert "2 tool groups" in refused(*verb, "--store", place, "--namespace", "alice")
     assert told("inspect", "harbour/north", "--store", place, "--namespace", "tests")["namespace"] == "tests"
     found = told("inspect", "harbour/north", "--store", place, "--namespace", "alice", "--fingerprint", "oth")

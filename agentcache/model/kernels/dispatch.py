@@ -145,14 +145,19 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
     such as a sigmoid, on whole vectors.
 
     rows: to a multiple of which products are padded that need it. head: the weight of the model's. glance: called with the weight of each
-    product.
+    product. adapt: called with weight, rows and product of each, which it may change in place.
     """
 
     def __init__(
-        self, kernel: Kernel, rows: int = 1, head: torch.Tensor | None = None, glance: Callable[[torch.Tensor], None] | None = None
+        self,
+        kernel: Kernel,
+        rows: int = 1,
+        head: torch.Tensor | None = None,
+        glance: Callable[[torch.Tensor], None] | None = None,
+        adapt: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
         super().__init__()
-        self.kernel, self.rows, self.head, self.glance = kernel, rows, head, glance
+        self.kernel, self.rows, self.head, self.glance, self.adapt = kernel, rows, head, glance, adapt
         self._cuts: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # by the id of a cut: it, the whole, where it starts
         self._products: dict[tuple[int, int], torch.Tensor] = {}  # of wholes, by the ids of one and a weight
 
@@ -177,6 +182,12 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
         return self._padded(x, weight, bias)
 
     def _padded(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        done = self._product(x, weight, bias)
+        if self.adapt is not None:
+            self.adapt(weight, x, done)
+        return done
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         head = weight is self.head
         rows = x.shape[-2] if x.ndim > 1 else 0
         if rows % self.rows == 0 or by_itself(self.kernel, weight, head):

@@ -18,7 +18,7 @@ from ..disk import blob_files
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
-from ..keys import page_key
+from ..keys import Scope, page_key
 from ..tool_group import ToolGroup
 from .check import delete, pages_of
 
@@ -56,18 +56,19 @@ class _Item:
 
 def prune(
     folder: Folder, index: Index, *, namespace: str | None = None, older_than: float | None = None, group: ToolGroup | None = None,
-    max_bytes: int | None = None, force: bool = False, dry_run: bool = False,
+    max_bytes: int | None = None, adapter: str | None = None, force: bool = False, dry_run: bool = False,
 ) -> Pruned:  # fmt: skip
     """Delete pages, with their groups and the model's own ids, of a namespace and an age (None: all); or one group; or down to a size.
 
     older_than: seconds since it was made. group: its pages and what continues them, but for what other groups share. max_bytes: in the
-    order in which the store makes room. force: also what running processes have pinned. Leftovers of dead processes go in any case.
+    order in which the store makes room. adapter: digest of the one whose pages and groups go, in the namespace. force: also what running
+    processes have pinned. Leftovers of dead processes go in any case.
     """
     if not folder.writable and not dry_run:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
     # first what frees room: on a full disk nothing can be written before
     left, _ = (blob_files.orphans if dry_run else blob_files.sweep)(folder, index.has_blobs)
-    untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, force)
+    untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, adapter, force)
     if untold is not None:
         with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
             index.record_deletion(untold)
@@ -78,6 +79,9 @@ def prune(
     elif group is not None:
         wanted = _continuing(index, group)
         names = [group]
+    elif adapter is not None:
+        wanted = [_item(row) for row in index.rows(namespace=namespace) if Scope(row.namespace, row.fingerprint).adapter == adapter]
+        names = [found for found in index.groups(namespace) if found.adapter == adapter]
     else:
         wanted = [_item(row) for row in index.rows(namespace=namespace, older_than=older_than)]
         before = time.time() - (older_than or 0.0)
@@ -95,7 +99,7 @@ def prune(
         index.record_deletion(untold)
     for found in names:
         index.drop_group(found.namespace, found.name, found.fingerprint)
-    if max_bytes is None and group is None:
+    if max_bytes is None and group is None and adapter is None:
         done.splices = index.drop_splices(namespace, older_than)
         index.drop_segments(namespace, older_than)
     if group is not None:
@@ -105,7 +109,11 @@ def prune(
     return done
 
 
-def _told(index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | None, force: bool) -> Deletion:
+def _told(
+    index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | None, adapter: str | None, force: bool
+) -> Deletion:
+    if adapter is not None:
+        return Deletion(namespace, forced=force, fingerprint=f"+{adapter}")
     if group is None:
         return Deletion(namespace, None if older_than is None else time.time() - older_than, force)
     return Deletion.of_group(group, (other for other in index.groups() if _name(other) != _name(group)), force)

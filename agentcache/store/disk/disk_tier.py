@@ -138,8 +138,8 @@ class DiskTier:
         """Reason for which others have removed a row since it was found, or its blob; None if they have not."""
         if self.index.present([row.id]) and self.index.has_blobs([row.blob]):
             return None
-        deleted = self.index.deletions(self.deletions.generation)
-        gone = any(one.covers(row.namespace, row.created) or row.page_key in one.keys for one in deleted)
+        deleted, scope = self.index.deletions(self.deletions.generation), Scope(row.namespace, row.fingerprint)
+        gone = any(one.covers(row.namespace, row.created) or one.about(scope) or row.page_key in one.keys for one in deleted)
         return Reason.DELETED if gone else Reason.EVICTED
 
     def quarantine(self, keys: Sequence[bytes], fingerprint: str, why: str) -> None:

@@ -147,7 +147,8 @@ class IndexMetadata:
 
         def put(connection: sqlite3.Connection) -> None:
             gone = self.deletions_in(connection, since) if since is not None else ()
-            if any(one.covers(group.namespace, group.created) or one.names(group.namespace, group.name) for one in gone):
+            about = (group.namespace, group.created), (group.namespace, group.name)
+            if any(one.covers(*about[0]) or one.names(*about[1]) or one.about(group.scope) for one in gone):
                 return
             values = (group.namespace, group.name, group.fingerprint, group.regime, sealed, group.tip, group.created or time.time())
             connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, tick(connection)))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import psutil
 import torch
 
-from ...kv import Page, Tier
+from ...page import Page, Tier
 from ..entry import Entry
 from ..keys import Role
 

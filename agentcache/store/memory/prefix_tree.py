@@ -160,9 +160,9 @@ class PrefixTree:
         for other in self._roots:
             same = (other.namespace, other.regime, other.precision) == (scope.namespace, scope.regime, scope.precision)
             if same and other != scope and self._walk(other, ids, len(ids) - 1)[1] > at:
-                gone = Reason.FINGERPRINT
+                gone = Reason.ADAPTER if other.weights == scope.weights else Reason.FINGERPRINT
         if gone is not None:
-            return gone, "kept under other weights, config or versions"
+            return gone, "kept under another adapter" if gone is Reason.ADAPTER else "kept under other weights, config or versions"
         if not at:
             return Reason.COLD, ""
         ended = len(path[-1].ids) == (inside or PAGE_TOKENS) and not path[-1].children

@@ -1,0 +1,122 @@
+"""Lookup of cached pages for a request: its scope, the longest exact prefix, layers that other adapters computed alike. Computes nothing.
+
+scope of the base, and of what an Activated LoRA does not act on      fingerprint of the weights
+scope of any other adapter                                            the same + digest of the adapter
+layers below the first one that differs                               equal in both: pages of one are attached to the other, up to there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .kv import last_checkpoint
+from .model.adapters import Adapter
+from .model.hf import HFModel
+from .page import states_until
+from .request import RENEWALS, Running
+from .store.entry import Match
+from .store.keys import Scope
+from .store.store import Store
+from .types import PAGE_TOKENS, Reason
+
+
+def fingerprint_of(weights: str, adapter: Adapter | None) -> str:
+    """The fingerprint under which pages lie that an adapter computed over these weights."""
+    return weights if adapter is None or adapter.invocation else f"{weights}+{adapter.digest}"
+
+
+def at_checkpoint(found: Match, cuts: tuple[int, ...]) -> Match:
+    """The part of a match up to the last checkpoint that serves a prompt of these pieces."""
+    tokens = last_checkpoint(found.pages, found.tokens, cuts)
+    if tokens == found.tokens:
+        return found
+    count = -(-tokens // PAGE_TOKENS)
+    numerics = frozenset[str]().union(*(entry.numerics for entry in found.entries[:count]))
+    detail = f"{found.tokens - tokens} tokens after the last checkpoint of recurrent layers are computed again"
+    return Match(tokens, found.pages[:count], Reason.CHECKPOINT, numerics, detail, found.entries[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayers:
+    """Pages whose lowest layers are those of a request."""
+
+    match: Match
+    # end of the tokens whose inputs of layer `layers` were kept
+    stop: int
+    layers: int
+
+
+class Matching:
+    """The lookups of all requests of one engine, on the device's thread."""
+
+    def __init__(self, model: HFModel, store: Store) -> None:
+        self.model, self.store = model, store
+
+    def scope(self, running: Running) -> Scope | None:
+        """Under which scope a sequence as long as the request finds its pages; None if its state cannot be paged."""
+        model = self.model
+        regime = model.regime(len(running.ids))
+        refused = model.fingerprint is not None and model.fingerprint.refusal
+        if regime is None or refused or running.restless:
+            return None
+        return Scope(running.asked.namespace, fingerprint_of(running.provenance.fingerprint, running.asked.adapter), regime)
+
+    def unpaged(self, running: Running) -> tuple[Reason, str]:
+        """The reason why a sequence cannot be paged."""
+        model = self.model
+        if running.restless:
+            return Reason.FINGERPRINT, f"weights, adapters or hooks changed {RENEWALS} times while it waited or was filled"
+        if model.fingerprint is not None and model.fingerprint.refusal:
+            return Reason.FINGERPRINT, model.fingerprint.refusal
+        if model.support.paged:
+            return Reason.ROPE_REGIME, f"no fixed frequencies beyond {model.rotary.original if model.rotary else 0} tokens"
+        return Reason.LAYER_KIND, model.support.why
+
+    def match(self, running: Running) -> Match:
+        """The longest prefix in memory: an exact one, unless the request allows for less and finds more there."""
+        scope = running.scope
+        assert scope is not None
+        if running.asked.reuse == "off":
+            return Match(0, (), Reason.REUSE_OFF)
+        if running.suspects is not None:
+            detail = f"NaN or infinity behind {running.suspects.tokens} tokens that were attached: computed again without reuse"
+            return Match(0, (), Reason.NON_FINITE, detail=detail)
+        found = self.store.match(scope, running.covered_ids)
+        if running.asked.reuse == "lossy" and (disk := self.store.disk):
+            lossy = replace(scope, precision=disk.precision)
+            other = self.store.match(lossy, running.covered_ids)
+            if other.tokens > found.tokens:
+                running.scope, found = lossy, other
+        elif running.ranges is not None:
+            found = running.ranges.match(scope, found.tokens) or found
+        adapter = running.asked.adapter
+        if adapter is not None and found.tokens == running.covered_tokens:
+            found = replace(found, missed=Reason.ADAPTER, detail="the adapter acts from here on")
+        return found
+
+    def shared_layers(self, running: Running, tokens: int) -> SharedLayers | None:
+        """Pages after the first `tokens` that others computed, and whose lowest layers are the same: those that spare the most layers."""
+        model, scope = self.model, running.scope
+        if scope is None or scope.precision != "exact" or running.asked.reuse == "off" or not model.adapters or not model.stepped:
+            return None
+        best: tuple[int, Scope, SharedLayers] | None = None
+        for layers, other in self._others(running, scope):
+            found = self.store.match(other, running.covered_ids, peek=True)
+            stop = states_until(found.pages, layers, tokens, found.tokens) if found.tokens > tokens else tokens
+            if stop > tokens and (best is None or (stop - tokens) * layers > best[0]):
+                best = (stop - tokens) * layers, other, SharedLayers(found, stop, layers)
+        if best is None:
+            return None
+        used = self.store.match(best[1], running.covered_ids)  # counted as used, and all of it on the device
+        return replace(best[2], match=used) if used.tokens >= best[2].stop else None
+
+    def _others(self, running: Running, scope: Scope) -> Iterator[tuple[int, Scope]]:
+        """Scopes under which others compute the same lowest layers as this request, and how many."""
+        whole = self.model.spec.layers if self.model.spec else 0
+        asked = running.asked.adapter
+        own = whole if asked is None or asked.invocation else asked.first_layer
+        firsts = {known.digest: known.first_layer for known in list(self.model.adapters.values()) if not known.invocation}
+        for first, other in [(whole, scope.weights), *((first, f"{scope.weights}+{digest}") for digest, first in firsts.items())]:
+            if other != scope.fingerprint and (layers := min(own, first)):
+                yield layers, replace(scope, fingerprint=other)

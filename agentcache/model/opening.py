@@ -1,0 +1,26 @@
+"""From a name, a folder or objects to a model that is ready for packed forwards. Knows no requests."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..errors import ReuseWarning
+from .hf import HFModel
+from .loading import Loading, load
+
+
+def open_model(model: Any, tokenizer: Any, loading: Loading) -> tuple[HFModel, Any]:
+    """A model ready for packed forwards, and its tokenizer, from what `load` takes."""
+    with ThreadPoolExecutor(1, "agentcache-loader") as loader:  # a thread that forked left its OpenMP team in the parent
+        opened, tokenizer = loader.submit(_opened, model, tokenizer, loading).result()
+    used, asked = opened.threads
+    if used < asked:
+        warnings.warn(f"{used} of {asked} threads are used: OMP_THREAD_LIMIT allows no more", ReuseWarning, stacklevel=3)
+    return opened, tokenizer
+
+
+def _opened(model: Any, tokenizer: Any, loading: Loading) -> tuple[HFModel, Any]:
+    loaded, tokenizer = load(model, tokenizer, **loading)
+    return HFModel(loaded), tokenizer

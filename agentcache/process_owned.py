@@ -1,0 +1,59 @@
+"""A resource of the process that made it: closed once, refused in a forked child, never copied. Knows not what it holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from .errors import ConfigError, EngineClosedError, EngineForkedError
+
+
+class ProcessOwned:
+    """Base of both kinds of engine. Close it, or use it as a context manager.
+
+    HOLDS: what no other process can have. _end: releases it, once; other calls do nothing.
+    """
+
+    HOLDS = ""
+    _end: Callable[[], Any]
+    _closed = False
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    @property
+    def _here(self) -> bool:
+        """Tell whether this process made it, and has its threads."""
+        return self._process == os.getpid()
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether requests are refused: it was closed, or this process was forked from the one that made it."""
+        return self._closed or not self._here
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError or EngineForkedError where a request would."""
+        if not self._here:
+            raise EngineForkedError.of(self._process)
+        if self._closed:
+            raise EngineClosedError("the engine is closed: create a new one")
+
+    def close(self) -> None:
+        """End running requests and release what it holds. Closing twice is fine."""
+        self._closed = True
+        self._end()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the engine itself: a copy of an object that uses it uses the same one."""
+        return self
+
+    def __reduce__(self) -> str:
+        name = getattr(self, "name", "")
+        raise ConfigError(f"{type(self).__name__}({name!r}) cannot be pickled: it holds {self.HOLDS}; make one in each process, by name")
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

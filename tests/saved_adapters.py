@@ -1,0 +1,54 @@
+"""Adapters as PEFT saves them, for tiny models, with large random weights so that a lost one shows. Holds no tests."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import models
+
+KINDS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "rsLoRA": {"use_rslora": True, "r": 8},
+    "DoRA": {"use_dora": True},
+    "patterns": {"rank_pattern": {"v_proj": 6}, "alpha_pattern": {"layers.1.self_attn.q_proj": 3}, "lora_alpha": 9},
+    "upper layers": {"layers_to_transform": [1, 2]},
+}
+INVOCATION = "<|im_start|>assistant\n"
+ACTIVATED: dict[str, Any] = {"alora_invocation_tokens": models.toy_tokenizer().encode(INVOCATION, add_special_tokens=False)}
+
+
+def save(folder: Path, family: str = "qwen3", seed: int = 0, **options: Any) -> Path:
+    """A folder with an adapter of a family's tiny model."""
+    from peft import LoraConfig, get_peft_model
+
+    given = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "o_proj"], "init_lora_weights": False,
+             "task_type": "CAUSAL_LM", **options}  # fmt: skip
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT reads what transformers deprecates
+        torch.manual_seed(seed)
+        get_peft_model(models.build(family), LoraConfig(**given)).save_pretrained(folder)
+    return folder
+
+
+def by_peft(folder: Path, family: str = "qwen3", **overrides: Any) -> Any:
+    """The tiny model with that adapter, as PEFT computes it."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(models.build(family, **overrides), str(folder)).eval()
+
+
+def generated(model: Any, ids: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens of PEFT and transformers, and the logits [tokens, vocab] of each."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate(
+            input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=tokens,
+            min_new_tokens=tokens, do_sample=False, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+    return out.sequences[0, len(ids) :].tolist(), torch.cat(out.logits)

@@ -1,0 +1,323 @@
+"""Several adapters on one base: each answers as PEFT does, a hit has the bits of reuse off, and none ever answers for another."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from agentcache import Engine, Reason, StoreOptions
+from agentcache.cli.app import app
+from agentcache.errors import ConfigError, ModelError
+from tests import models
+from tests.engines import Spy, chat, decode, engine, long_text
+from tests.saved_adapters import ACTIVATED, INVOCATION, KINDS, by_peft, generated, save
+
+Answer = tuple[tuple[int, ...], torch.Tensor]
+
+
+def answer(running: Engine, prompt: Any, adapter: str | None, reuse: Any = "exact", tokens: int = 4) -> tuple[Answer, Any]:
+    """Greedy tokens with the logits of each, and the receipt."""
+    logits: list[torch.Tensor] = []
+    done = running.generate(prompt, sampling=decode(tokens), adapter=adapter, reuse=reuse, on_logits=lambda row: logits.append(row.clone()))
+    return (done.ids, torch.stack(logits)), done.receipt
+
+
+def same(one: Answer, other: Answer) -> bool:
+    return one[0] == other[0] and torch.equal(one[1], other[1])
+
+
+def agrees_with_peft(folder: Path, family: str, prompts: int) -> None:
+    model, tokens = by_peft(folder, family), 6
+    with engine(family, store=None) as running:
+        running.add_adapter("one", folder)
+        for salt in range(prompts):
+            prompt = chat(long_text(3 + salt % 7, salt))
+            (ids, logits), receipt = answer(running, prompt, "one", tokens=tokens)
+            expected, rows = generated(model, list(running.renderer.render(prompt).ids), tokens)
+            assert list(ids) == expected
+            assert (logits - rows).abs().max() <= 1e-4
+            assert receipt.adapter == running.adapters["one"]
+        assert running.generate(prompt, sampling=decode(tokens)).ids != ids, "the adapter changes the answer"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+def test_answers_are_those_of_peft(kind: str, family: str, tmp_path: Path) -> None:
+    agrees_with_peft(save(tmp_path, family, **KINDS[kind]), family, prompts=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_hundred_answers_are_those_of_peft(kind: str, tmp_path: Path) -> None:
+    agrees_with_peft(save(tmp_path, **KINDS[kind]), "qwen3", prompts=200)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.float32), ("qwen3", torch.bfloat16), ("granite", torch.float32)])
+def test_a_hit_has_the_bits_of_reuse_off(kind: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save(tmp_path, family, **KINDS[kind])
+    text = long_text(180)
+    with engine(family, dtype, store=None) as running:
+        running.add_adapter("one", tmp_path)
+        for name in (None, "one", None, "one"):
+            for turns in ([text], [text, "Noted.", "And now?"]):
+                found, receipt = answer(running, chat(*turns), name)
+                expected, off = answer(running, chat(*turns), name, "off")
+                assert same(found, expected)
+                assert receipt.bitwise
+                assert off.computed_tokens == off.prompt_tokens
+        assert receipt.computed_tokens < 8, "the last round found all but its last tokens"
+
+
+def test_requests_of_several_adapters_share_a_forward(tmp_path: Path) -> None:
+    names: list[str | None] = [None, "LoRA", "DoRA", "upper layers"]
+    with engine(store=None) as running:
+        for seed, name in enumerate(filter(None, names)):
+            running.add_adapter(name, save(tmp_path / name, seed=seed, **KINDS[name]))
+        prompts = [chat(long_text(60, salt)) for salt in range(8)]
+        alone = [answer(running, prompt, names[at % 4], "off")[0] for at, prompt in enumerate(prompts)]
+        spy, found = Spy(running), [None] * len(prompts)
+        barrier = threading.Barrier(len(prompts))
+
+        def ask(at: int) -> None:
+            barrier.wait()
+            found[at] = answer(running, prompts[at], names[at % 4])[0]  # type: ignore[call-overload]
+
+        threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(map(len, spy.forwards)) > 1, "some ran together"
+        assert all(same(one, other) for one, other in zip(found, alone, strict=True))  # type: ignore[arg-type]
+
+
+def test_an_adapter_is_known_by_what_it_computes(tmp_path: Path) -> None:
+    first, second = save(tmp_path / "first"), save(tmp_path / "second", seed=1)
+    prompt = chat(long_text(140))
+    with engine(store=None) as running:
+        digest = running.add_adapter("judge", first)
+        before, _ = answer(running, prompt, "judge")
+        assert running.add_adapter("critic", first) == digest
+        _, receipt = answer(running, prompt, "critic")
+        assert receipt.computed_tokens == 1, "the same adapter under another name"
+        assert running.add_adapter("judge", second) != digest
+        other, receipt = answer(running, prompt, "judge")
+        assert not same(before, other)
+        assert receipt.cached_tokens == 0
+        assert same(other, answer(running, prompt, "judge", "off")[0])
+        scaled = running.add_adapter("judge", first, scale=2.0)
+        assert scaled not in (digest, running.adapters["critic"])
+        assert not same(before, answer(running, prompt, "judge")[0])
+        assert same(before, answer(running, prompt, "critic")[0])
+
+
+def test_removing_an_adapter_releases_its_pages(tmp_path: Path) -> None:
+    save(tmp_path)
+    prompt = chat(long_text(140))
+    with engine(store=None) as running:
+        running.add_adapter("one", tmp_path)
+        running.add_adapter("two", tmp_path)
+        answer(running, prompt, None)
+        pages = len(running.store)
+        running.warm("A keeper.", name="group", adapter="one")
+        answer(running, prompt, "one")
+        assert running.remove_adapter("one")
+        assert len(running.store) > pages, "another name stands for it"
+        assert running.remove_adapter("two")
+        assert not running.remove_adapter("two")
+        assert len(running.store) == pages
+        assert running.groups == ()
+        assert running.store.audit()["pins"] == 0
+        with pytest.raises(ConfigError, match=r"adapter='one': there is none of that name, only \[\]"):
+            answer(running, prompt, "one")
+
+
+def test_layers_below_an_adapter_are_the_base_s(tmp_path: Path) -> None:
+    save(tmp_path / "a", layers_to_transform=[1, 2])
+    save(tmp_path / "b", seed=1, layers_to_transform=[2])
+    prompt, more = chat(long_text(160)), chat(long_text(160), "Yes.", "Why?")
+    with engine(store=None) as running:
+        running.add_adapter("a", tmp_path / "a")
+        running.add_adapter("b", tmp_path / "b")
+        base, _ = answer(running, prompt, None)
+        found, receipt = answer(running, prompt, "a")
+        assert (receipt.shared_layers, receipt.cached_tokens) == (1, 0)
+        assert receipt.resumed_tokens > 512
+        assert receipt.exact_until == receipt.prompt_tokens + 3
+        assert same(found, answer(running, prompt, "a", "off")[0])
+        assert [r.reason for r in receipt.refusals] == [Reason.ADAPTER]
+        found, receipt = answer(running, prompt, "b")
+        assert (receipt.shared_layers, receipt.resumed_tokens) == (2, receipt.prompt_tokens - 1)
+        assert same(found, answer(running, prompt, "b", "off")[0])
+        for name in (None, "a", "b"):
+            assert same(answer(running, more, name)[0], answer(running, more, name, "off")[0])
+            assert answer(running, prompt, name)[1].computed_tokens == 1, "a switch back is a hit"
+        assert same(base, answer(running, prompt, None)[0]), "pages of the base are as they were"
+        pages = {id(e.page): e.page for e in running.store.tree.entries()}.values()
+        assert sorted({page.shared for page in pages}) == [0, 1, 2], "memory of sealed pages is shared layer by layer"
+        assert running.store.bytes == sum(page.bytes for page in pages)
+
+
+def test_the_base_takes_layers_that_an_adapter_computed(tmp_path: Path) -> None:
+    save(tmp_path, layers_to_transform=[2])
+    prompt = chat(long_text(160))
+    with engine(store=None) as running:
+        running.add_adapter("a", tmp_path)
+        answer(running, prompt, "a")
+        found, receipt = answer(running, prompt, None)
+        assert (receipt.shared_layers, receipt.resumed_tokens) == (2, receipt.prompt_tokens - 1)
+        assert same(found, answer(running, prompt, None, "off")[0])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "head": ({"target_modules": ["lm_head"]}, "lm_head"),
+    "saved modules": ({"modules_to_save": ["norm"]}, "which is no LoRA of a linear layer"),
+    "pissa": ({"init_lora_weights": "pissa"}, "changes the base's weights"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    options, why = REFUSED[case]
+    save(tmp_path, **options)
+    with engine(store=None) as running:
+        with pytest.raises((ConfigError, ModelError), match=why):
+            running.add_adapter("one", tmp_path)
+        with pytest.raises(ConfigError, match="cannot be loaded"):
+            running.add_adapter("one", tmp_path / "nothing")
+        assert running.adapters == {}
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    with engine("qwen3", store=None) as running, pytest.raises(ModelError, match="it is of another base"):
+        running.add_adapter("one", tmp_path)
+
+
+def test_an_unpaged_model_answers_under_its_adapter(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    beyond: dict[str, Any] = {"max_position_embeddings": 64, "rope_parameters": rope}
+    prompt = chat(long_text(8))
+    for options in ({"use_dora": True}, ACTIVATED):
+        save(tmp_path, "llama", **options)
+        with engine(model=models.build("llama", **beyond), store=None) as running:
+            running.add_adapter("one", tmp_path)
+            (ids, logits), receipt = answer(running, prompt, "one", tokens=1)
+            expected, rows = generated(by_peft(tmp_path, "llama", **beyond), list(running.renderer.render(prompt).ids), 1)
+            assert receipt.path == "stock"
+            assert list(ids) == expected
+            assert (logits - rows).abs().max() <= 1e-4
+
+
+# -- Activated LoRA --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+def test_an_activated_lora_answers_as_in_peft(family: str, tmp_path: Path) -> None:
+    agrees_with_peft(save(tmp_path, family, **ACTIVATED), family, prompts=3)
+
+
+@pytest.mark.slow
+def test_two_hundred_activated_answers_are_those_of_peft(tmp_path: Path) -> None:
+    agrees_with_peft(save(tmp_path, **ACTIVATED), "qwen3", prompts=200)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+@pytest.mark.parametrize("chunk_tokens", [512, 7])
+def test_pages_before_the_invocation_are_the_base_s(family: str, chunk_tokens: int, tmp_path: Path) -> None:
+    save(tmp_path, family, **ACTIVATED)
+    start, text, said = len(ACTIVATED["alora_invocation_tokens"]), long_text(140), f"Say {INVOCATION} twice: {INVOCATION}"
+    first, second = [text], [text, "Noted.", said]
+    with engine(family, store=None, chunk_tokens=chunk_tokens) as running:
+        running.add_adapter("acts", tmp_path)
+        base, _ = answer(running, chat(*first), None)
+        found, receipt = answer(running, chat(*first), "acts")
+        assert receipt.computed_tokens == start, "the base's pages are its own"
+        assert receipt.refusals[0].reason == Reason.ADAPTER
+        assert same(found, answer(running, chat(*first), "acts", "off")[0])
+        assert not same(found, base)
+        assert running.probe(chat(*first), adapter="acts").computed_tokens == start
+        found, receipt = answer(running, chat(*second), "acts")
+        assert same(found, answer(running, chat(*second), "acts", "off")[0])
+        _, receipt = answer(running, chat(*second), None)
+        assert receipt.computed_tokens == start, "and the base takes what was computed for the adapter"
+        assert same(base, answer(running, chat(*first), None)[0])
+
+
+def test_a_template_without_the_invocation_is_refused(tmp_path: Path) -> None:
+    tokenizer = models.toy_tokenizer()
+    save(tmp_path, alora_invocation_tokens=tokenizer.encode("<|im_start|>judge", add_special_tokens=False))
+    why = r"the chat template writes no invocation '<\|im_start\|>judge' before an answer"
+    with engine(store=None) as running, pytest.raises(ConfigError, match=why):
+        running.add_adapter("one", tmp_path)
+
+
+def test_a_raw_prompt_is_invoked_where_it_says_so(tmp_path: Path) -> None:
+    save(tmp_path, **ACTIVATED)
+    prompt = f"<|im_start|>user\nHello{INVOCATION}Yes{INVOCATION}"
+    with engine(store=None) as running:
+        running.add_adapter("one", tmp_path)
+        (ids, logits), _ = answer(running, prompt, "one")
+        expected, rows = generated(by_peft(tmp_path), list(running.renderer.render(prompt).ids), 4)
+        assert list(ids) == expected
+        assert (logits - rows).abs().max() <= 1e-4
+        with pytest.raises(ConfigError, match="this prompt does not end in"):
+            answer(running, "Hello", "one")
+
+
+# -- on disk ---------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_on_disk_name_their_adapter(tmp_path: Path) -> None:
+    save(tmp_path / "a", layers_to_transform=[2])
+    save(tmp_path / "b", seed=1)
+    store, text = tmp_path / "store", long_text(160)
+    prompt = chat("Why?", system=text)
+    for again in (False, True):
+        with engine(store=StoreOptions(store, refuse_slow=False)) as running:
+            digests = [running.add_adapter(name, tmp_path / name) for name in "ab"]
+            for name in (None, "a", "b"):
+                group = running.warm(text, name="keeper", adapter=name)
+                assert group.adapter == ("" if name is None else running.adapters[name])
+                assert (group.computed_tokens <= 1) == again, "a later process reads it"
+                found, receipt = answer(running, prompt, name)
+                assert receipt.cached_tokens >= group.prefix_tokens - 1
+                assert same(found, answer(running, prompt, name, "off")[0])
+            assert running.flush()
+
+    def told(*words: str) -> Any:
+        done = CliRunner().invoke(app, [*words, "--store", str(store), "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    assert sorted(group["adapter"] for group in told("ls")["groups"]) == sorted(["", *digests])
+    assert [group["adapter"] for group in told("ls", "--adapter", digests[1][:6])["groups"]] == [digests[1]]
+    assert told("inspect", "keeper", "--adapter", digests[0])["adapter"] == digests[0]
+    file = tmp_path / "keeper.tar"
+    assert told("export", "keeper", str(file), "--adapter", digests[0])["adapter"] == digests[0]
+    rows = told("ls")["rows"]
+    gone = told("prune", "--adapter", digests[0])
+    assert (gone["groups"], gone["left_pages"]) == (["keeper"], rows - gone["pages"])
+    assert sorted(group["adapter"] for group in told("ls")["groups"]) == sorted(["", digests[1]])
+    assert told("import", str(file))["adapter"] == digests[0]
+
+
+def test_a_running_engine_lets_go_of_a_pruned_adapter(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    store, prompt = tmp_path / "store", chat(long_text(160))
+    with engine(store=StoreOptions(store)) as running:
+        digest = running.add_adapter("a", tmp_path / "a")
+        for name in (None, "a"):
+            answer(running, prompt, name)
+        assert running.flush()
+        done = CliRunner().invoke(app, ["prune", "--adapter", digest, "--store", str(store)])
+        assert done.exit_code == 0, done.output
+        assert answer(running, prompt, "a")[1].cached_tokens == 0
+        assert answer(running, prompt, None)[1].computed_tokens == 1
