@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from agentcache import Engine, Stream, toy
 from agentcache.bench import baselines, catalog, engine_timing
 from agentcache.bench.engine_timing import common
-from agentcache.bench.environment import Samples, watch
+from agentcache.bench.environment import Samples, percentile, watch
 from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
 from agentcache.checkpoints import CHECKPOINT_TOKENS
 from agentcache.errors import CancelledError
@@ -27,7 +27,7 @@ from agentcache.store.keys import as_ids
 from agentcache.types import Message
 
 from . import disk, random_caches
-from .process_figures import peak_bytes, percentile
+from .process_figures import peak_bytes
 
 _TOOLS = 20
 ADMITTED_TOOLS = 10

@@ -101,6 +101,41 @@ def react(
 
 
 @app.command()
+def serve(
+    workload: Annotated[list[Path] | None, typer.Option(help="A recorded trace (.jsonl); by default one prompt again and again.")] = None,
+    tools_dir: ToolsDir = None,
+    agents: Annotated[str, typer.Option(help="How many at once, with commas.")] = "1,8,32",
+    tools: Annotated[int, typer.Option(min=0, help="Made-up tools of the repeated prompt.")] = 20,
+    calls: Annotated[int, typer.Option(min=1, help="Calls of each agent; of a trace, at most so many of an episode.")] = 8,
+    episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each trace.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 16,
+    model: Annotated[str, typer.Option(help="Folder or Hugging Face id of a model; or the project's own small one.")] = "embedded",
+    transformers: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Also ask transformers serve, with weights of this type: auto, bfloat16, float32.")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Many agents at one server: first tokens and tokens per second over HTTP, in process, and from transformers serve."""
+    with report_errors():
+        from .. import traces
+        from . import report
+        from . import serve as bench
+        from .environment import machine, versions
+
+        wanted = bench.Options(numbers(agents, "agents"), max_tokens, transformers)
+        found: dict[str, Any] = {"bench": "serve", "machine": machine(), "versions": versions(), "model": model}
+        recorded = [one for path in workload or () for one in traces.read(path, tools_dir, episodes=episodes, calls=calls)]
+
+        def keep(part: Mapping[str, Any]) -> None:
+            found.update(part)
+            report.save(found, json_file)
+
+        with report.Progress() as say:
+            bench.run(model, recorded or bench.repeated(tools, calls, max(wanted.agents)), wanted, say, keep)
+        report.finish(found, [report.serve_table(found["rows"])], json_file)
+
+
+@app.command()
 def store(
     shape: Annotated[Shape, typer.Option(help="A known shape: how large its pages are.")] = Shape.qwen3_06b,
     tokens: Annotated[int, typer.Option(min=1, help="How long the stored prompt is.")] = 2850,

@@ -6,13 +6,19 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the values lie, by the nearest rank."""
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, max(0, -(-int(share * 1000) * len(ranked) // 1000) - 1))]
 
 
 @dataclass(slots=True)

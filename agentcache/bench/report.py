@@ -77,6 +77,15 @@ def react_table(families: Mapping[str, Row]) -> Table:
     return drawn("recorded episodes, sums over all calls", columns, [{"family": name, **row} for name, row in families.items()])
 
 
+def serve_table(rows: Sequence[Row]) -> Table:
+    """One line per way to ask, and per number of agents."""
+    columns: dict[str, Cell] = {"way": lambda row: str(row["way"]), "agents": of("agents"), "calls": of("calls")}
+    columns |= {f"{what} {share} ms": of(f"{what}_{share}_ms", 1) for what in ("ttft", "gap") for share in ("p50", "p95")}
+    columns |= {"tokens/s": of("tokens_per_s", 1), "cached": of("cached_share", 3)}
+    columns["refused"] = lambda row: str(sum(row["refused"].values()))
+    return drawn("first chunks, gaps between chunks", columns, rows)
+
+
 def store_table(found: Mapping[str, Any]) -> Table:
     """One line per way to read and write."""
     raw = found["rows"][0]

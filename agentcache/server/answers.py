@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PING_S = 15.0  # how often a stream that has nothing to tell shows that it is alive
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # of routes that stream, for the schema
 ANSWER = "x_agentcache"  # the receipt's name in answers, and that of its event in streams
 
 

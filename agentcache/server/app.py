@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,10 +17,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .. import __version__
 from ..errors import AgentCacheError
 from . import cache_api, chat, engine_api, page, responses
-from .errors import ServerError
+from .errors import Problem, ServerError
 from .state import ServerState
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+ERRORS = {
+    400: "The body is no JSON, or a parameter cannot be honoured",
+    401: "No API key, or an unknown one",
+    403: "Not with this key, or not from this host",
+    404: "There is none of that name",
+    413: "The body is too large",
+    429: "Too many requests or tool groups; Retry-After says when to ask again",
+    503: "Not now: the model cannot be loaded, or the server ends",
+    504: "The answer took too long",
+    507: "The store is full",
+}
 OPEN = ("/health", "/ready", "/openapi.json", *page.FILES)  # without a key
 
 
@@ -35,8 +48,10 @@ def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
             await looking
         await state.models.close()
 
-    app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    problems: dict[int | str, dict[str, Any]] = {status: {"model": Problem, "description": said} for status, said in ERRORS.items()}
+    app = FastAPI(title="agentcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=problems)
     app.state.server = state
+    app.openapi = partial(_described, app, app.openapi)  # type: ignore[method-assign]
     for router in (chat.router, responses.router, cache_api.router, engine_api.router, page.router):
         app.include_router(router)
     app.add_exception_handler(HTTPException, _refused)
@@ -44,6 +59,16 @@ def create_app(state: ServerState, *, hosts: Sequence[str] = LOCAL) -> FastAPI:
     app.add_exception_handler(AgentCacheError, _failed)
     app.add_middleware(Gate, state=state, hosts=tuple(hosts))
     return app
+
+
+def _described(app: FastAPI, describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The OpenAPI document; FastAPI's own status of a wrong body is 400 here."""
+    if app.openapi_schema is None:
+        for methods in describe()["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+    assert app.openapi_schema is not None
+    return app.openapi_schema
 
 
 class Gate:

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
 from .. import __version__
 from ..errors import AgentCacheError
 from ..types import Reason
-from .answers import sse
+from .answers import EVENTS, sse
 from .chat import chat, with_role
 from .errors import ServerError
 from .registered_tools import Registered
-from .schemas import Body, ChatBody
+from .schemas import Body, ChatBody, Messages
 from .tenants import Tenant
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class QueryBody(Body):
 class ProbeBody(Body):
     """POST /v1/cache/probe: a conversation, as it would be sent."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     tools: list[dict[str, Any]] = Field(default_factory=list)
 
 
@@ -236,7 +236,7 @@ async def delete(name: str, request: Request) -> Response:
     return JSONResponse({"deleted": name, **forgotten})
 
 
-@router.post("/query", tags=["cache"])
+@router.post("/query", tags=["cache"], responses=EVENTS)
 async def query(body: QueryBody, request: Request) -> Response:
     """Ask a registered group a question."""
     state = _state(request)
@@ -350,7 +350,7 @@ async def receipt(identity: str, request: Request) -> Response:
     return JSONResponse(found.as_dict())
 
 
-@router.get("/events", tags=["cache"])
+@router.get("/events", tags=["cache"], responses=EVENTS)
 async def events(request: Request) -> Response:
     """The status again and again, as server-sent events: whenever a request begins or ends, and while a model loads."""
     state, tenant = _state(request), _tenant(request)
@@ -368,7 +368,7 @@ async def events(request: Request) -> Response:
     return StreamingResponse(told(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-@router.get("/metrics", tags=["server"])
+@router.get("/metrics", tags=["server"], response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Counters for Prometheus."""
     if not _tenant(request).admin:

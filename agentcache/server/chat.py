@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ..types import Logprob, Message
-from .answers import Answer, opened, sse, streamed, whole
+from .answers import EVENTS, Answer, opened, sse, streamed, whole
 from .errors import ServerError
 from .schemas import ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
 
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1")
 DONE = "data: [DONE]\n\n"
 
 
-@router.post("/chat/completions", tags=["openai"])
+@router.post("/chat/completions", tags=["openai"], responses=EVENTS)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer a conversation, with tools, a schema, or in words."""
     body.check_neutral()
@@ -149,7 +149,7 @@ def logprob_of(engine: Engine, one: Logprob) -> dict[str, Any]:
     return {**told(one.token, one.logprob), "top_logprobs": [told(*other) for other in one.top]}
 
 
-@router.post("/completions", tags=["openai"])
+@router.post("/completions", tags=["openai"], responses=EVENTS)
 async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue a text."""
     body.check_neutral()

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import ConfigError
 from ..types import Constraint, Rendering, Reuse, Sampling, ToolOrder
-from .answers import Answer, opened, sse, streamed
+from .answers import EVENTS, Answer, opened, sse, streamed
 from .cache_api import check_quota
 from .chat import failed_event
-from .schemas import Text
+from .schemas import Messages, Text
 from .tenants import Tenant
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class EngineBody(BaseModel):
 class PromptBody(EngineBody):
     """Parts of a prompt, as `Engine.stream` takes them."""
 
-    messages: Text | Objects
+    messages: Text | Messages
     tools: Objects = Field(default_factory=list)
     tools_order: ToolOrder = "given"
     group: str | None = None
@@ -61,7 +61,7 @@ class StreamBody(PromptBody):
 class PinBody(PromptBody):
     """POST /v1/engine/pin."""
 
-    messages: Objects
+    messages: Messages
     name: Annotated[str | None, Field(min_length=1, max_length=128)] = None
     ttl_s: Annotated[float | None, Field(gt=0)] = None
 
@@ -69,7 +69,7 @@ class PinBody(PromptBody):
 class RenderBody(EngineBody):
     """POST /v1/engine/render: a prompt, or a text without a template."""
 
-    messages: Objects | None = None
+    messages: Messages | None = None
     tools: Objects = Field(default_factory=list)
     template_kwargs: dict[str, Any] | None = None
     text: Text | None = None
@@ -94,7 +94,7 @@ class ForgetBody(EngineBody):
     older_than: float | None = None
 
 
-@router.post("/stream")
+@router.post("/stream", responses=EVENTS)
 async def stream(body: StreamBody, request: Request) -> Response:
     """Answer a prompt in events: chunks with their deltas, then the completion."""
     state: ServerState = request.app.state.server

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import HTTPException
+from pydantic import BaseModel
 
 from ..errors import (
     AgentCacheError,
@@ -30,6 +31,21 @@ _STATUS: tuple[tuple[type[AgentCacheError], int, str, str | None], ...] = (
     (StoreBusyError, 503, "server_error", "store_busy"),
     (StoreFullError, 507, "server_error", "store_full"),
 )
+
+
+class Cause(BaseModel):
+    """An error as OpenAI's clients read it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Problem(BaseModel):
+    """The body of a request that is refused."""
+
+    error: Cause
 
 
 class ServerError(HTTPException):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from .answers import Answer, opened, sse, streamed, whole
+from .answers import EVENTS, Answer, opened, sse, streamed, whole
 from .chat import DONE, logprob_of
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
@@ -28,7 +28,7 @@ INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 router = APIRouter(prefix="/v1")
 
 
-@router.post("/responses", tags=["openai"])
+@router.post("/responses", tags=["openai"], responses=EVENTS)
 async def respond(body: ResponseBody, request: Request) -> Response:
     """Answer in items: messages, function calls, reasoning."""
     body.check_neutral()

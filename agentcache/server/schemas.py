@@ -11,6 +11,7 @@ from ..types import Constraint, Sampling
 from .errors import refused
 
 Text = Annotated[str, Field(max_length=64 << 20)]
+Messages = Annotated[list[dict[str, Any]], Field(examples=[[{"role": "user", "content": "When is high water?"}]])]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TOKENS = 1024  # of an answer that names no bound
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # parameters that are taken in these values only
@@ -82,7 +83,7 @@ class StreamOptions(BaseModel):
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -12,7 +12,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from agentcache.bench import families, shapes
+from agentcache.bench import environment, families, shapes
 from agentcache.engine import Engine
 from agentcache.store.memory import prefix_tree
 from agentcache.types import StoreOptions
@@ -115,9 +115,9 @@ def test_filled_contexts_are_used(engine: Engine, monkeypatch: pytest.MonkeyPatc
 
 
 def test_percentile_by_nearest_rank() -> None:
-    assert process_figures.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert process_figures.percentile(list(range(1, 101)), 0.95) == 95
-    assert process_figures.percentile([7.0], 0.95) == 7.0
+    assert environment.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert environment.percentile(list(range(1, 101)), 0.95) == 95
+    assert environment.percentile([7.0], 0.95) == 7.0
 
 
 def test_peak_memory_is_seen() -> None:

@@ -1,0 +1,88 @@
+"""Servers in processes of their own, for load and for what they hold. Asks them nothing but whether they are ready."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO
+
+import httpx
+import psutil
+
+from ..errors import ConfigError
+
+START_S = 300.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    # where it listens
+    url: str
+    process: psutil.Process
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Its resident bytes and open file descriptors."""
+        return {"rss_bytes": self.process.memory_info().rss, "descriptors": self.process.num_fds()}
+
+
+@contextmanager
+def agentcache(model: str, store: str = "", options: Sequence[str] = ()) -> Iterator[Served]:
+    """Run `agentcache serve MODEL` until the block ends. store: a folder for its pages; none by default."""
+    command = [sys.executable, "-m", "agentcache", "serve", model, *options]
+    with _running(command, "/ready", {"AGENTCACHE_DIR": store}) as served:
+        yield served
+
+
+@contextmanager
+def transformers(model: str, dtype: str) -> Iterator[Served]:
+    """Run `transformers serve MODEL` until the block ends."""
+    command = [
+        sys.executable,
+        "-c",
+        "from transformers.cli.transformers import main; main()",
+        "serve",
+        model,
+        "--dtype",
+        dtype,
+        "--device",
+        "cpu",
+    ]
+    with _running(command, "/health", {}) as served:
+        yield served
+
+
+@contextmanager
+def _running(command: Sequence[str], ready: str, environment: dict[str, str]) -> Iterator[Served]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [*command, "--host", "127.0.0.1", "--port", str(port)]
+    with ExitStack() as stack:
+        said = stack.enter_context(tempfile.TemporaryFile())
+        process = stack.enter_context(subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **environment}))
+        stack.callback(process.terminate)
+        _wait(process, url + ready, said)
+        yield Served(url, psutil.Process(process.pid))
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            said.seek(0)
+            raise ConfigError(f"{process.args!r} ended: {said.read().decode(errors='replace')[-1000:]}")
+        with suppress(httpx.TransportError):
+            if httpx.get(url, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise ConfigError(f"{url!r} was not ready within {START_S:.0f} s")
