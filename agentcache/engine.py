@@ -22,6 +22,7 @@ import torch
 from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
 from .checkpoints import CHECKPOINT_TOKENS
+from .documents import Documents
 from .errors import ConfigError, EngineClosedError, EngineForkedError, ReuseWarning
 from .layout import Renderer, Volatile
 from .model.hf import HFModel
@@ -66,7 +67,7 @@ Messages = Seq[Message | Mapping[str, Any]] | str
 Tools = Seq[Tool | Mapping[str, Any]]
 
 
-class Engine:
+class Engine(Documents):
     """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager.
 
     In a forked child requests raise EngineForkedError, and `close` leaves the parent's pins and files alone: make another engine there.
