@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .caller_warnings import CallerWarnings
     from .client import RemoteEngine
+    from .documents import Document, Learnt
     from .engine import Engine
     from .events import Chunk
     from .layout.declared import volatile
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 from . import embedded, errors
 from .types import (
+    PASSAGES,
+    Arrangement,
     Constraint,
     Forgotten,
     Layout,
@@ -54,10 +57,12 @@ _LAZY = {
     "Chunk": "events",
     "Completion": "stream",
     "Delta": "answer.parser",
+    "Document": "documents",
     "Engine": "engine",
     "EngineLease": "shared_engines",
     "foreign_settings": "foreign_settings",
     "InvalidCall": "answer.parser",
+    "Learnt": "documents",
     "Loading": "model.loading",
     "MissWarnings": "miss_warnings",
     "ModelFacts": "model_facts",
@@ -70,18 +75,21 @@ _LAZY = {
 }
 
 __all__ = [
+    "Arrangement",
     "Calibration",
     "CallerWarnings",
     "Chunk",
     "Completion",
     "Constraint",
     "Delta",
+    "Document",
     "Engine",
     "EngineLease",
     "Forgotten",
     "InvalidCall",
     "Layout",
     "LayoutOptions",
+    "Learnt",
     "Loading",
     "Logprob",
     "Message",
@@ -89,6 +97,7 @@ __all__ = [
     "Missed",
     "ModelFacts",
     "Move",
+    "PASSAGES",
     "Reason",
     "Receipt",
     "Recorder",

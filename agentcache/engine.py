@@ -21,6 +21,7 @@ from .adapters import Adapters
 from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
 from .checkpoints import CHECKPOINT_TOKENS
+from .documents import Documents
 from .errors import ConfigError
 from .layout import Renderer, Volatile
 from .matching import fingerprint_of
@@ -68,7 +69,7 @@ Messages = Seq[Message | Mapping[str, Any]] | str
 Tools = Seq[Tool | Mapping[str, Any]]
 
 
-class Engine(ProcessOwned):
+class Engine(ProcessOwned, Documents):
     """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager: the model object is given
     back as it was.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from .errors import AgentCacheError, ConfigError, GenerationError
+from .errors import AgentCacheError, ConfigError, GenerationError, StoreFullError
 from .events import Done
 from .kv import PAGE_TOKENS
 from .matching import fingerprint_of
@@ -98,6 +98,31 @@ class ToolGroups:
                 self._held[group.namespace, name] = group
         self._unpin(before)
         return group
+
+    def settle(self, group: ToolGroup) -> None:
+        """Write a group, with the texts that it names now, and leave it to the disk: pinned there, evictable in memory."""
+        self.renew(group)
+        if self._store.disk is None:
+            return
+        if not self._store.flush():
+            raise StoreFullError(f"{group.name!r} was not written: {self._store.disk.writer.failure or 'the disk does not take it'}")
+        self._store.tree.release_pin((group.scope, group.tip))
+
+    def renew(self, group: ToolGroup) -> None:
+        """Record a group again, whose manifest names other texts now."""
+        with self._lock:
+            if (group.namespace, group.name) in self._held:
+                self._held[group.namespace, group.name] = group
+        self._store.record(group)
+
+    def packs(self) -> list[ToolGroup]:
+        """Those that hold documents, of this and earlier processes, all of whose pages are there."""
+        disk, found = self._store.disk, {(one.namespace, one.name): one for one in self.all if one.sources}
+        if disk is None:
+            return list(found.values())
+        whole = self._fingerprint.whole if self._fingerprint else ""
+        found = {(one.namespace, one.name): one for one in disk.index.groups() if one.sources and one.fingerprint == whole} | found
+        return [one for one in found.values() if disk.index.whole(one.page_keys, one.fingerprint)]
 
     def abandon(self, request: Running, layout: Layout) -> None:
         """The caller's callback failed, or the request did: nothing stays pinned."""

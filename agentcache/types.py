@@ -328,6 +328,31 @@ class Probe:
         return asdict(self)
 
 
+PASSAGES = "{passages}"  # stands in a message for the passages that `Engine.arrange` orders
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """An order of retrieved passages, along what is cached of them."""
+
+    # numbers of the passages as they are to be shown; of equal ones only the first
+    order: tuple[int, ...]
+    # given, with equal ones
+    passages: int
+    # of the passages, cached in this order
+    cached_tokens: int
+    # of the passages, cached in the order in which they came
+    given_tokens: int
+
+    @property
+    def ranks(self) -> str:
+        """The order in which the passages came, as text for the prompt; empty where they are shown in it."""
+        if list(self.order) == sorted(self.order):
+            return ""
+        places = sorted(range(len(self.order)), key=lambda place: self.order[place])
+        return f"Best passages first: {', '.join(str(place + 1) for place in places)}."
+
+
 @dataclass(frozen=True, slots=True)
 class Forgotten:
     """Pages and texts that `forget` deleted."""

@@ -32,6 +32,7 @@ from .tokenise import Encoded, Encoder, common_chars, common_ids
 __all__ = ["Renderer", "TemplateReport"]
 
 Volatile = str | Message | Mapping[str, Any] | Sequence[str | Message | Mapping[str, Any]]
+TEXTS = 4096  # remembered texts that stand in many prompts
 PREFIXES = 128  # remembered stable prefixes; each costs some small renderings to find again
 
 
@@ -61,6 +62,7 @@ class Renderer:
         self._declarations = Declarations(() if self._tail.rules is None else read_rules(self._tail.rules))
         self._leading_ids: list[int] | None = None
         self._prefixes: NamespaceLRU[bytes, list[int]] = NamespaceLRU(PREFIXES)
+        self._texts: NamespaceLRU[str, list[int]] = NamespaceLRU(TEXTS, 1 << 20, len)
 
     @property
     def report(self) -> TemplateReport:
@@ -148,7 +150,7 @@ class Renderer:
 
     def forget(self, deletion: Covering) -> None:
         """Forget texts and the model's own ids of messages that were deleted on purpose."""
-        for part in (self._memory, self._requests, self._declarations, self._prefixes):
+        for part in (self._memory, self._requests, self._declarations, self._prefixes, self._texts):
             part.forget(deletion)
 
     def _name(self, key: bytes) -> bytes:
@@ -209,6 +211,13 @@ class Renderer:
         from .opening import opening
 
         return opening(messages, lambda listed, asked: self.render(listed, tools, generation=asked, **options))
+
+    def ids(self, text: str, namespace: str) -> list[int]:
+        """The ids of a text alone, remembered: the same passages come in many prompts."""
+        if (known := self._texts.get(namespace, text)) is None:
+            known = self._encoder.encode(text)[0]
+            self._texts.put(namespace, text, known)
+        return known
 
     # --- text to ids -----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ..kv import Page
 from ..types import Forgotten, Grade, Reason, StoreOptions, check_name
 from .deletion import Deletion, Deletions, Moment
 from .entry import Entry, Match, PageQuery
-from .keys import Ids, PinName, Role, Scope, as_ids
+from .keys import Ids, PinName, Role, Scope, as_ids, chain
 from .memory.prefix_tree import PrefixTree
 from .tool_group import ToolGroup
 
@@ -111,6 +111,14 @@ class Store:
             except StoreError:  # as good as not there: a request says what is wrong
                 found = None
             return known, known.tokens if found is None else min(found.tokens, len(wanted.ids) - 1)
+
+    def continuations(self, scope: Scope, before: Ids, first: Ids) -> list[Ids]:
+        """The ids of each cached page, in memory or on disk, that continues the whole pages of `before` and begins with `first`."""
+        found: dict[bytes, Ids] = {}
+        with suppress(StoreError):  # as good as not there
+            above = chain(scope.root, before)[-1] if len(before) else scope.root
+            found |= self.disk.index.continuations(scope, above, first) if self.disk else {}
+        return list((found | self.tree.continuations(scope, before, first)).values())
 
     def prefetch(self, wanted: PageQuery, wake: Callable[[], None]) -> PagePrefetch | None:
         """Bring a prompt's pages into memory, if there is anything to wait for. wake: see PagePrefetch."""
@@ -272,7 +280,7 @@ class Store:
             raise ConfigError(f"older_than={shown(older_than)}: must be seconds as a number, at least 0, and no group beside it")
         namespace = "default" if group is not None and namespace is None else namespace
         known = {(one.name, one.namespace, one.fingerprint): one for one in (*(self.disk.index.groups() if self.disk else ()), *held)}
-        named = [one for one in known.values() if (one.namespace, one.name) == (namespace, group)]
+        named = [one for one in known.values() if one.namespace == namespace and group in (one.name, one.documents)]
         others = [one for one in known.values() if one not in named]
         before = None if older_than is None else time.time() - older_than
         wanted = [Deletion(namespace, before)] if group is None else [Deletion.of_group(one, others, forced=True) for one in named]

@@ -25,6 +25,8 @@ class ToolGroup:
     # cumulative fingerprint of each layer, so that other upper layers find shared lower ones
     layers: tuple[str, ...] = field(default=(), repr=False)
     created: float = 0.0
+    # of learnt documents: the caller's name, digest and tokens of each text
+    sources: tuple[tuple[str, str, int], ...] = field(default=(), repr=False)
     # of the call that made it, with its checkpoints; 0 in a manifest that was read
     kv_bytes: int = field(default=0, compare=False)
     checkpoint_bytes: int = field(default=0, compare=False)  # as kv_bytes
@@ -47,22 +49,29 @@ class ToolGroup:
         return self.scope.adapter
 
     @property
+    def documents(self) -> str:
+        """The name of the documents that it is a pack of, empty if it is none."""
+        return self.name.rpartition("/")[0] if self.sources else ""
+
+    @property
     def scope(self) -> Scope:
         """Scope of its pages."""
         return Scope(self.namespace, self.fingerprint, self.regime)
 
     def to_json(self) -> str:
         """Its manifest."""
-        return json.dumps({recorded: getattr(self, name) for name, recorded in MANIFEST.items()}, sort_keys=True)
+        recorded = {recorded: getattr(self, name) for name, recorded in MANIFEST.items()}
+        return json.dumps({**recorded, **({"sources": self.sources} if self.sources else {})}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> ToolGroup:
         """Checked for shape: a manifest may come from another store."""
         try:
             plain: dict[str, Any] = json.loads(text)
+            sources = tuple((str(source), str(digest), int(tokens)) for source, digest, tokens in plain.pop("sources", ()))
             known = {recorded: name for name, recorded in MANIFEST.items()}
             values: dict[str, Any] = {known[key]: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
-            group = cls(**values)
+            group = cls(**values, sources=sources)
             valid = (
                 all(isinstance(text, str) for text in (group.name, group.namespace, group.fingerprint, group.regime, group.model))
                 and all(isinstance(text, str) for text in (*group.tools, *group.layers))

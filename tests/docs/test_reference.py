@@ -54,7 +54,7 @@ def test_every_command_and_option_is_explained() -> None:
     ("title", "names"),
     [
         ("`agentcache`", set(agentcache.__all__)),
-        ("`Engine`", {name for name in vars(Engine) if not name.startswith("_")}),
+        ("`Engine`", {name for name in dir(Engine) if not name.startswith("_")}),
         ("`Stream`", {name for name in vars(Stream) if not name.startswith("_")}),
         ("`agentcache.errors`", {name for name, value in vars(agentcache.errors).items() if isinstance(value, type)}),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,20 @@ class Index(IndexMetadata):
         row = self._decoded(record[0] if record else None, scope, above, place)
         return [] if row is None else [(row, best)]
 
+    def continuations(self, scope: Scope, above: bytes, first: Ids) -> dict[bytes, Ids]:
+        """The ids of each page under `above` that begins with `first`, by key; quarantined ones never."""
+        sql = f"SELECT page_key, tokens, ids FROM pages WHERE {UNDER} AND namespace = ? AND regime = ? AND bad IS NULL"
+        values: list[object] = [above, scope.fingerprint, "exact", scope.namespace, scope.regime]
+        if len(first) >= schema.HEAD_TOKENS:
+            sql, values = f"{sql} AND head = ?", [*values, schema.head(self.folder, first)]
+        found: dict[bytes, Ids] = {}
+        for key, tokens, sealed in self._all(f"{sql} ORDER BY used DESC LIMIT {CHILDREN}", *values):
+            with suppress(BlobError):  # `check` finds it
+                ids = np.frombuffer(decode_ids(self.folder, key, tokens, sealed), dtype=np.uint32)
+                if common(ids, first) == len(first):
+                    found[key] = ids
+        return found
+
     def _decoded(self, record: tuple[Any, ...] | None, scope: Scope, above: bytes, place: int) -> Row | None:
         """A row, if it belongs where it was found."""
         if record is None:
@@ -144,6 +159,12 @@ class Index(IndexMetadata):
             some = [id for (id,) in ids[first : first + LISTED]]
             sql = f"SELECT {COLUMNS} FROM pages WHERE id IN ({', '.join('?' * len(some))}) ORDER BY id"
             yield from self._sound(self._all(sql, *some))
+
+    def whole(self, keys: Sequence[str], fingerprint: str) -> bool:
+        """Tell whether all these pages (keys in hexadecimal) are there, and not quarantined."""
+        sql = "SELECT 1 FROM pages WHERE page_key = ? AND fingerprint = ? AND bad IS NULL"
+        asked = [(bytes.fromhex(key), fingerprint) for key in keys]
+        return self._db.read(lambda connection: all(connection.execute(sql, one).fetchone() for one in asked))
 
     def total(self) -> tuple[int, int]:
         """Number of rows, and the bytes of their blobs."""

@@ -128,6 +128,16 @@ class PrefixTree:
         with self.lock:
             return self._walk(scope, ids, len(ids))[0]
 
+    def continuations(self, scope: Scope, before: Ids, first: Ids) -> dict[Key, Ids]:
+        """The ids of each page after the whole pages of `before` that begins with `first`, by key."""
+        with self.lock:
+            path, at = self._walk(scope, before, len(before))
+            above = path[-1] if path else self._roots.get(scope)
+            if above is None or at < len(before):
+                return {}
+            wanted, size = first.tobytes(), len(first)
+            return {key: child.ids for key, child in above.children.items() if child.ids[:size].tobytes() == wanted}
+
     def checkpoints(self, scope: Scope, ids: Ids) -> dict[int, Checkpoint]:
         """The checkpoints of a cached prompt, by position."""
         with self.lock:

@@ -1,0 +1,207 @@
+"""Documents of an engine: retrieved passages ordered along what is cached, and texts computed once for later prompts.
+
+learn      new texts --> packs, each the start of a prompt --> tool groups on disk, whose manifests name the texts
+arrange    passages of one prompt --> the order in which most of their tokens are cached
+
+Knows neither how a prompt is computed nor where pages lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from . import passage_order
+from .errors import ConfigError
+from .layout import Renderer
+from .layout.request import Rendered
+from .store.keys import Scope, as_ids
+from .store.store import Store
+from .types import PASSAGES, Arrangement, Forgotten, Message, check_name
+
+if TYPE_CHECKING:
+    from .model.hf import HFModel
+    from .store.tool_group import ToolGroup
+    from .tool_groups import ToolGroups
+
+PACK_TOKENS = 2048  # of the passages that are learnt as one prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text that `learn` has computed."""
+
+    # name of its documents, and the caller's name of this text
+    name: str
+    source: str
+    # of the text and all that stands before it in a prompt
+    digest: str
+    tokens: int
+    # on disk
+    bytes: int
+    # the tool group that holds it
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """Outcome of one call of `learn`."""
+
+    documents: tuple[Document, ...]
+    # of the prompts that this call computed
+    computed_tokens: int = 0
+    # texts that were there already
+    known: int = 0
+
+
+class Documents:
+    """The part of an engine that knows of documents; the engine has the attributes below."""
+
+    model: HFModel
+    store: Store
+    renderer: Renderer
+    check_open: Callable[[], None]
+    pin: Callable[..., ToolGroup]
+    forget: Callable[..., Forgotten]
+
+    if TYPE_CHECKING:
+
+        @property
+        def _groups(self) -> ToolGroups: ...
+
+    def arrange(
+        self, passages: Sequence[str], messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Any] = (), *,
+        namespace: str = "default", **rendered: Any,
+    ) -> Arrangement:  # fmt: skip
+        """Order retrieved passages, the best first, so that most of them are cached; as given where no order gains anything.
+
+        messages: the prompt, with PASSAGES in the place of all passages. Computes nothing; `rendered` as of `stream`.
+        """
+        self.check_open()
+        self.store.heed()
+        layout = self.renderer.render(messages, tools, namespace=namespace, **rendered)
+        at = layout.text.find(PASSAGES)
+        if at < 0 or isinstance(passages, str) or not all(isinstance(text, str) for text in passages):
+            raise ConfigError(f"arrange(): passages are a list of texts, and a message holds {PASSAGES!r} in their place")
+        first: dict[str, int] = {}
+        same = [first.setdefault(text, number) for number, text in enumerate(passages)]
+        known, regime = self.model.fingerprint, self.model.regime(len(layout.ids))
+        if regime is None or known is None or known.refusal or not isinstance(layout, Rendered):
+            return Arrangement(tuple(first.values()), len(passages), 0, 0)
+        head = as_ids(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)])  # its last token may be another before a passage
+        ids = [as_ids(self.renderer.ids(text, namespace)) for text in passages]
+        return passage_order.arrange(self.store, Scope(namespace, known.whole, regime), head, ids, same)
+
+    def learn(
+        self, texts: Mapping[str, str] | Sequence[str], *, system: str | None = None, tools: Sequence[Any] = (), name: str = "documents",
+        before: str = "", separator: str = "\n\n", namespace: str = "default", pack_tokens: int = PACK_TOKENS,
+        progress: Callable[[int, int], None] | bool = False,
+    ) -> Learnt:  # fmt: skip
+        """Compute texts once for later prompts, in packs: each is a prompt of `system`, then `before` and its texts as the user's message.
+
+        texts: by the caller's name of each, or a list. Those computed before, by any process, are not computed again; another text under a
+        known name takes its place. On disk packs are evicted last; in memory they are pinned only where there is no disk. progress: called
+        with tokens done and to do, True for a bar. `forget(group=name)` deletes all.
+        """
+        self.check_open()
+        check_name("name", name)
+        if type(pack_tokens) is not int or pack_tokens < 1:
+            raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
+        named = _named(texts)
+        above = hashlib.blake2b(repr((system, [*tools], before, separator)).encode("utf-8", "surrogatepass")).digest()
+        digests = {
+            source: hashlib.blake2b(above + text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+            for source, text in named.items()
+        }
+        held = {one.digest: one for one in self.documents(name, namespace=namespace)}
+        new = [source for source, digest in digests.items() if digest not in held]
+        sizes = {source: len(self.renderer.ids(named[source], namespace)) for source in new}
+        told, computed, done = _teller(progress), 0, 0
+        for pack in _packs(sizes, pack_tokens):
+            messages = [Message("system", system)] if system else []
+            messages.append(Message("user", before + separator.join(named[source] for source in pack)))
+            digest = hashlib.blake2b("".join(digests[source] for source in pack).encode(), digest_size=6).hexdigest()
+            group = self.pin(messages, tools, name=f"{name}/{digest}", namespace=namespace)
+            self._groups.settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
+            computed, done = computed + group.computed_tokens, done + sum(sizes[source] for source in pack)
+            told(done, sum(sizes.values()))
+        self._release(name, namespace, lambda source, digest: source in digests and digest != digests[source])
+        found = {one.source: one for one in self.documents(name, namespace=namespace)}
+        return Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(new))
+
+    def documents(self, name: str | None = None, *, namespace: str | None = None) -> tuple[Document, ...]:
+        """The texts that are learnt under this model's weights, of this and earlier processes; of one name or namespace."""
+        self.check_open()
+        token_bytes = self.model.spec.token_bytes if self.model.spec else 0
+        return tuple(
+            Document(group.documents, source, digest, tokens, tokens * token_bytes, group.name)
+            for group in self._packs_of(name, namespace)
+            for source, digest, tokens in group.sources
+        )
+
+    def unlearn(self, sources: Sequence[str], *, name: str = "documents", namespace: str = "default") -> int:
+        """Release texts by the caller's names; returns how many. A pack is deleted with the last of its texts."""
+        self.check_open()
+        gone = frozenset((sources,) if isinstance(sources, str) else sources)
+        return self._release(name, namespace, lambda source, digest: source in gone)
+
+    def _release(self, name: str, namespace: str, goes: Callable[[str, str], bool]) -> int:
+        released = 0
+        for group in self._packs_of(name, namespace):
+            left = tuple(one for one in group.sources if not goes(one[0], one[1]))
+            released += len(group.sources) - len(left)
+            if not left:
+                self.forget(group=group.name, namespace=namespace)
+            elif left != group.sources:
+                self._groups.renew(replace(group, sources=left))
+        return released
+
+    def _packs_of(self, name: str | None, namespace: str | None) -> list[ToolGroup]:
+        packs = self._groups.packs()
+        return [one for one in packs if namespace in (None, one.namespace) and name in (None, one.documents)]
+
+
+def _named(texts: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    """Texts by name; those of a list are named by their digest."""
+    if isinstance(texts, Mapping):
+        named = dict(texts)
+    elif isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"texts={texts!r:.200}: must be a list of texts, or a mapping of names to texts")
+    else:
+        named = {hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(): text for text in texts}
+    for source, text in named.items():
+        if not isinstance(source, str) or not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"texts[{source!r:.80}]={text!r:.80}: must be a text that is not empty")
+    return named
+
+
+def _packs(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Names of texts that are computed as one prompt, in order, of at most so many tokens unless one text alone has more."""
+    pack: list[str] = []
+    for source, size in sizes.items():
+        if pack and sum(sizes[one] for one in pack) + size > most:
+            yield pack
+            pack = []
+        pack.append(source)
+    if pack:
+        yield pack
+
+
+def _teller(progress: Callable[[int, int], None] | bool) -> Callable[[int, int], None]:
+    if callable(progress):
+        return progress
+    if not progress:
+        return lambda done, total: None
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    bar = tqdm(unit=" tokens", desc="learn")
+
+    def tell(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return tell

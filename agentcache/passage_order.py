@@ -1,0 +1,80 @@
+"""Order of retrieved passages: along the longest cached run of them, by the pages that requests find. Computes and renders nothing.
+
+head | passage separator passage separator ... | tail        the head is what the prompt has before its first passage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .store.keys import Ids, Scope
+from .store.store import Store
+from .types import PAGE_TOKENS, Arrangement
+
+LEAST = 32  # tokens that another order must gain
+SEAM = 8  # tokens between two passages at most, with the first of the next where they are tokenised together
+EDGE = 4  # ids by which a passage is recognised
+
+
+class Passages:
+    """The token ids of some passages, recognised in a cached run whatever their neighbours make of their first and last token."""
+
+    def __init__(self, ids: Sequence[Ids]) -> None:
+        self._inner = [each[1:-1] for each in ids]
+        self._starts: dict[bytes, list[int]] = {}
+        for number, inner in enumerate(self._inner):
+            if len(inner) >= EDGE:
+                self._starts.setdefault(inner[:EDGE].tobytes(), []).append(number)
+
+    def follow(self, run: Ids) -> tuple[list[int], list[int]]:
+        """Walk along a run from passage to passage: their numbers, and where each ends. The run may end in the last one."""
+        order: list[int] = []
+        ends: list[int] = []
+        at = 0
+        while (found := self._next(run, at, order)) is not None:
+            number, start = found
+            at = min(start + len(self._inner[number]), len(run))
+            order.append(number)
+            ends.append(at)
+        return order, ends
+
+    def _next(self, run: Ids, at: int, passed: Sequence[int]) -> tuple[int, int] | None:
+        """The passage that begins here or after a seam, and where."""
+        for start in range(at, min(at + SEAM, len(run) - EDGE + 1)):
+            for number in self._starts.get(run[start : start + EDGE].tobytes(), ()):
+                seen = run[start : start + len(self._inner[number])]
+                if number not in passed and np.array_equal(seen, self._inner[number][: len(seen)]):
+                    return number, start
+        return None
+
+
+def arrange(store: Store, scope: Scope, head: Ids, ids: Sequence[Ids], same: Sequence[int]) -> Arrangement:
+    """Put passages into the order in which most of their tokens are cached after `head`; as given where that gains nothing.
+
+    ids: of each passage alone, the best first. same: for each the number of the first one with the same text.
+    """
+    given = [number for number in range(len(ids)) if same[number] == number]
+    passages = Passages([ids[number] for number in given])
+    best: list[int] = []
+    most = kept = 0
+    left = [(head[: len(head) // PAGE_TOKENS * PAGE_TOKENS], head[:0])]
+    while left:
+        before, run = left.pop()
+        skip = max(0, len(head) - len(before))
+        for page in store.continuations(scope, before, head[len(before) :][:PAGE_TOKENS]):
+            longer = np.concatenate((run, page)) if len(run) else page[skip:]
+            order, ends = passages.follow(longer)
+            if not ends:
+                continue
+            if ends[-1] > most:
+                best, most = order, ends[-1]
+            alike = next((i for i, (one, other) in enumerate(zip(order, range(len(order)), strict=True)) if one != other), len(order))
+            kept = max(kept, ends[alike - 1] if alike else 0)
+            if len(page) == PAGE_TOKENS and len(longer) - ends[-1] < SEAM and len(order) < len(given) + 1:
+                left.append((np.concatenate((before, page)), longer))
+    if most - kept < LEAST:
+        return Arrangement(tuple(given), len(ids), kept, kept)
+    moved = [*best, *(number for number in range(len(given)) if number not in best)]
+    return Arrangement(tuple(given[number] for number in moved), len(ids), most, kept)

@@ -1,0 +1,175 @@
+"""Documents: retrieved passages in the order in which they are cached, and texts that are computed once, for later processes too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentcache import PASSAGES, Sampling
+from agentcache.errors import ConfigError
+from tests.checkout import ROOT
+from tests.engines import engine, long_text
+
+TEXTS = {f"text-{number}": f"Text {number}. {long_text(24, number)}." for number in range(8)}
+SHORT = Sampling(max_tokens=2, ignore_eos=True)
+
+
+def prompt(passages: str, question: str = "What is it?") -> list[dict[str, Any]]:
+    """A prompt with passages before the question."""
+    return [{"role": "system", "content": "Answer from the texts."}, {"role": "user", "content": f"Texts:\n{passages}\n\n{question}"}]
+
+
+def joined(texts: list[str], order: tuple[int, ...]) -> str:
+    """The passages as a prompt shows them."""
+    return "\n\n".join(texts[number] for number in order)
+
+
+def test_an_order_finds_what_the_probe_then_finds() -> None:
+    texts = list(TEXTS.values())
+    with engine(store=None) as running:
+        running.generate(prompt(joined(texts, (2, 0, 4, 1))), sampling=SHORT)
+        asked = [texts[number] for number in (0, 1, 2, 3)]
+        found = running.arrange(asked, prompt(PASSAGES))
+        assert found.order == (2, 0, 1, 3)
+        assert found.ranks == "Best passages first: 2, 3, 1, 4."
+        arranged = running.probe(prompt(joined(asked, found.order)))
+        given = running.probe(prompt(joined(asked, (0, 1, 2, 3))))
+        assert arranged.memory_tokens - given.memory_tokens >= found.cached_tokens - found.given_tokens - 2 > 200
+        receipt = running.generate(prompt(joined(asked, found.order)), sampling=SHORT).receipt
+        assert receipt.cached_tokens == arranged.memory_tokens
+
+
+def test_an_order_that_gains_nothing_stays_as_it_came() -> None:
+    texts = list(TEXTS.values())
+    with engine(store=None) as running:
+        assert running.arrange(texts, prompt(PASSAGES)).order == tuple(range(8))
+        running.generate(prompt(joined(texts, (1, 0, 2))), sampling=SHORT)
+        assert running.arrange([texts[1], texts[0], texts[5]], prompt(PASSAGES)).order == (0, 1, 2)
+        assert running.arrange([texts[4], texts[5]], prompt(PASSAGES)).ranks == ""
+        other = [{"role": "system", "content": "Another system prompt."}, *prompt(PASSAGES)[1:]]
+        assert running.arrange([texts[0], texts[1]], other).order == (0, 1)
+
+
+def test_equal_passages_are_shown_once() -> None:
+    texts = list(TEXTS.values())
+    with engine(store=None) as running:
+        running.generate(prompt(joined(texts, (3, 2))), sampling=SHORT)
+        found = running.arrange([texts[1], texts[2], texts[1], texts[3], texts[2]], prompt(PASSAGES))
+        assert (found.order, found.passages) == ((3, 1, 0), 5)
+
+
+def test_another_namespace_orders_by_its_own_pages() -> None:
+    texts = list(TEXTS.values())
+    with engine(store=None) as running:
+        running.generate(prompt(joined(texts, (1, 0))), sampling=SHORT, namespace="a")
+        assert running.arrange(texts[:2], prompt(PASSAGES), namespace="b").order == (0, 1)
+        assert running.arrange(texts[:2], prompt(PASSAGES), namespace="a").order == (1, 0)
+
+
+def test_passages_longer_than_a_page_are_followed() -> None:
+    texts = [f"Text {number}. {long_text(180, number)}." for number in range(4)]
+    with engine(store=None) as running:
+        running.generate(prompt(joined(texts, (3, 1, 2))), sampling=SHORT)
+        found = running.arrange(texts, prompt(PASSAGES))
+        assert found.order == (3, 1, 2, 0)
+        assert found.cached_tokens > 1536
+
+
+def test_a_prompt_without_a_place_for_passages_is_refused() -> None:
+    with engine(store=None) as running, pytest.raises(ConfigError, match="in their place"):
+        running.arrange(["a"], prompt("nothing"))
+
+
+def test_learnt_texts_are_computed_once_by_all_processes(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    options: dict[str, Any] = {"system": "Answer from the texts.", "before": "Texts:\n", "name": "log"}
+    with engine(store=tmp_path) as running:
+        made = running.learn(TEXTS, pack_tokens=300, progress=lambda *done: told.append(done), **options)
+        assert [one.source for one in made.documents] == list(TEXTS)
+        assert made.known == 0
+        assert made.computed_tokens > 800
+        assert told[-1][0] == told[-1][1] == sum(one.tokens for one in made.documents)
+        assert len({one.group for one in made.documents}) > 2
+    with engine(store=tmp_path) as running:
+        again = running.learn(TEXTS, pack_tokens=300, **options)
+        assert (again.computed_tokens, again.known) == (0, len(TEXTS))
+        assert running.documents() == again.documents == made.documents
+        last = again.documents[-1].group
+        inside = [TEXTS[one.source] for one in again.documents if one.group == last]
+        found = running.arrange([TEXTS["text-0"], *reversed(inside)], prompt(PASSAGES))
+        assert len(inside) < 2 or found.order[:2] == (len(inside), len(inside) - 1)
+        receipt = running.generate(prompt(joined(inside, tuple(range(len(inside))))), sampling=SHORT).receipt
+        assert receipt.cached_tokens > 0.8 * sum(one.tokens for one in again.documents if one.group == last)
+
+
+def test_learnt_texts_need_no_memory_once_they_are_written(tmp_path: Path) -> None:
+    with engine(store=tmp_path) as running:
+        running.learn(TEXTS, pack_tokens=300)
+        assert running.store.audit()["pins"] == 0
+        assert running.store.audit()["disk_pins"] > 0
+    with engine(store=None) as running:
+        running.learn(TEXTS, pack_tokens=300)
+        assert running.store.audit()["pins"] > 1
+        assert len(running.documents()) == len(TEXTS)
+
+
+def test_a_changed_text_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    with engine(store=tmp_path) as running:
+        running.learn(TEXTS, pack_tokens=150)
+        changed = running.learn({**TEXTS, "text-3": "Another text."}, pack_tokens=150)
+        assert changed.known == len(TEXTS) - 1
+        known = running.documents()
+        assert sorted(one.source for one in known) == sorted(TEXTS)
+        assert running.unlearn(["text-3", "text-4"]) == 2
+        assert {one.source for one in running.documents()} == TEXTS.keys() - {"text-3", "text-4"}
+        pages = running.store.audit()["disk_pages"]
+        assert running.forget(group="documents").pages == pages
+        assert running.documents() == ()
+        assert running.store.audit()["disk_pages"] == 0
+
+
+def test_another_system_prompt_learns_texts_anew(tmp_path: Path) -> None:
+    with engine(store=tmp_path) as running:
+        running.learn(TEXTS, system="One.")
+        assert running.learn(TEXTS, system="Two.").known == 0
+        assert len(running.documents()) == len(TEXTS)
+
+
+@pytest.mark.parametrize("texts", ["one text", {"a": ""}, {1: "text"}, [3]])
+def test_texts_that_cannot_be_learnt_are_refused(texts: Any) -> None:
+    with engine(store=None) as running, pytest.raises(ConfigError, match="text"):
+        running.learn(texts)
+
+
+CHILD = """
+import sys
+from tests.engines import engine
+from tests.test_documents import TEXTS
+with engine(store=sys.argv[1]) as running:
+    running.learn(TEXTS, pack_tokens=150, progress=lambda done, total: print(done, flush=True))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
+def test_learning_goes_on_after_a_kill(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, env=dict(os.environ))
+    assert child.stdout is not None
+    for _ in range(2):
+        assert child.stdout.readline().strip().isdigit()
+    time.sleep(0.01)
+    child.kill()
+    child.communicate()
+    with engine(store=tmp_path) as running:
+        kept = len(running.documents())
+        assert kept >= 2
+        finished = running.learn(TEXTS, pack_tokens=150)
+        assert finished.known == kept
+        assert len(finished.documents) == len(TEXTS)
+        assert running.learn(TEXTS, pack_tokens=150).computed_tokens == 0
