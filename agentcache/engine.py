@@ -70,8 +70,7 @@ Tools = Seq[Tool | Mapping[str, Any]]
 
 
 class Engine(ProcessOwned, Documents):
-    """A local chat model whose prompts are computed once. Thread safe; close it, or use it as a context manager: the model object is given
-    back as it was.
+    """A local chat model whose prompts are computed once. Thread safe. Close it, or use `with`: the model object is then as it was.
 
     In a forked child requests raise EngineForkedError, and `close` leaves the parent's pins and files alone: make another engine there.
 
