@@ -34,7 +34,7 @@ RENEWALS = 5  # a request begins anew so often because weights changed
 
 
 class Callbacks(TypedDict, total=False):
-    """What a request calls while it runs."""
+    """Functions of the caller that a request calls while it runs."""
 
     on_progress: Callable[[int, int], None] | None
     on_logits: Callable[[torch.Tensor], None] | None

@@ -81,7 +81,7 @@ def run(engine: Engine, options: Options, say: Say, keep: Keep) -> None:
         for seed, (kind, (first, invocation)) in enumerate(kinds.items()):
             engine.add_adapter(kind, random_adapter(engine, Path(place) / kind, options.rank, first, seed, invocation))
         engine.warm(catalog.SYSTEM, tools, name="bench", namespace="bench")
-        samples, rows = Samples(), []
+        samples, rows = Samples(), list[dict[str, Any]]()
         for kind, (first, invocation) in kinds.items():
             rows.append(_switches(engine, tools, kind, 5 * options.repeats * len(rows), options, samples, say))
             tail = rows[-1].pop("tail_tokens")
