@@ -130,7 +130,7 @@ class Engine(ProcessOwned, Documents):
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
         self._texts = (self.renderer, self.grammars, self._completions)  # the store listens to these, and holds no engine
         self.store.on_deletion(*(part.forget for part in self._texts))
-        self._adapters = Adapters(self.model, self.tokenizer, self.renderer.render, self.store.drop_adapter)
+        self._adapters = Adapters(self.model, self.tokenizer, self.renderer.render, self.store)
         for name, source in (adapters or {}).items():
             self.add_adapter(name, source)
 

@@ -17,6 +17,7 @@ import torch
 from ..engine import Engine
 from ..errors import ConfigError
 from ..receipt import Receipt
+from ..store.deletion import Deletion
 from . import catalog
 from .engine_timing import ask, greedy, prompt_of
 from .environment import Samples, watch
@@ -112,7 +113,7 @@ def _switches(engine: Engine, tools: Any, kind: str, first: int, options: Option
 
     for repeat in range(options.repeats):
         say(f"{kind}: repeat {repeat + 1} of {options.repeats}")
-        engine.store.drop_adapter(digest)
+        engine.store.let_go(Deletion(fingerprint=f"+{digest}"))
         asked = [prompt_of(engine, tools, first + 5 * repeat + at, options.tail)[0] for at in range(5)]  # none twice: all is new to all
         logits.clear()
         one("base_hit", asked[0], None)
