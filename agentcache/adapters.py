@@ -10,16 +10,18 @@ from typing import Any
 from .errors import ConfigError
 from .model import adapters
 from .model.hf import HFModel
+from .store.deletion import Deletion
+from .store.store import Store
 from .types import Layout, Message, check_name
 
 PROBE = [Message("user", "?")]  # shows what the template writes before an answer
 
 
 class Adapters:
-    """Names of adapters; safe to use from many threads. render: messages into a prompt. dropped: called with the digest of a gone one."""
+    """Names of adapters; safe to use from many threads. render: messages into a prompt. store: lets go of those that are removed."""
 
-    def __init__(self, model: HFModel, tokenizer: Any, render: Callable[..., Layout], dropped: Callable[[str], None]) -> None:
-        self._model, self._tokenizer, self._render, self._dropped = model, tokenizer, render, dropped
+    def __init__(self, model: HFModel, tokenizer: Any, render: Callable[..., Layout], store: Store) -> None:
+        self._model, self._tokenizer, self._render, self._store = model, tokenizer, render, store
         self._named: dict[str, adapters.Adapter] = {}
         self._lock = threading.Lock()
 
@@ -96,6 +98,7 @@ class Adapters:
         """Forget an adapter that no name stands for, keep the inputs of layers that the others start with."""
         if gone is not None and gone not in self._named.values():
             self._model.adapters.pop(gone.digest, None)
-            self._dropped(gone.digest)
+            with self._store.deletions.lock:
+                self._store.let_go(Deletion(fingerprint=f"+{gone.digest}"))
         firsts = {known.first_layer for known in self._named.values() if not known.invocation} - {0}
         self._model.keep_boundaries(tuple(sorted(firsts)), "adapters")

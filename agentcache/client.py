@@ -83,7 +83,7 @@ class RemoteEngine(ProcessOwned):
     the server's names, by default its first model. Thread safe; close it, or use it as a context manager: the server runs on.
     """
 
-    HOLDS = "connections"
+    _HOLDS = "connections"
 
     def __init__(self, base_url: str, api_key: str | None = None, *, model: str | None = None) -> None:
         super().__init__()
@@ -176,7 +176,8 @@ class RemoteEngine(ProcessOwned):
         lease: a timed pin ends by its time alone, as other programs may want it.
         """
         self._check_namespace(namespace)
-        body = {"messages": _plain(messages), "tools": plain_tools(tools), **options}
+        said = {option: value for option, value in options.items() if value is not None}
+        body = {"messages": _plain(messages), "tools": plain_tools(tools), **said}
         return _GROUPS.validate_python([self._call("POST", "/v1/engine/pin", body)])[0]
 
     def release(self, name: str, *, namespace: str = "default") -> bool:

@@ -15,8 +15,6 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from .adapters import Adapters
 from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
@@ -31,7 +29,7 @@ from .model.opening import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
 from .process_owned import ProcessOwned
 from .receipt import Account
-from .request import Asked, Decoding, Provenance, Running, TokenIds, fitted
+from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, fitted
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.deletion import Deletion
@@ -84,7 +82,7 @@ class Engine(ProcessOwned, Documents):
     `add_adapter`; a request names its own by adapter=.
     """
 
-    HOLDS = "weights and threads"
+    _HOLDS = "weights and threads"
 
     def __init__(
         self,
@@ -132,7 +130,7 @@ class Engine(ProcessOwned, Documents):
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
         self._texts = (self.renderer, self.grammars, self._completions)  # the store listens to these, and holds no engine
         self.store.on_deletion(*(part.forget for part in self._texts))
-        self._adapters = Adapters(self.model, self.tokenizer, self.renderer.render, self.store.drop_adapter)
+        self._adapters = Adapters(self.model, self.tokenizer, self.renderer.render, self.store)
         for name, source in (adapters or {}).items():
             self.add_adapter(name, source)
 
@@ -162,8 +160,7 @@ class Engine(ProcessOwned, Documents):
         group: str | None = None,
         adapter: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
-        on_logits: Callable[[torch.Tensor], None] | None = None,
+        **callbacks: Unpack[Callbacks],
     ) -> Stream:
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
@@ -199,12 +196,10 @@ class Engine(ProcessOwned, Documents):
             account.record_note(note)
         asked = Asked(
             layout, namespace, sampling, self._stop_ids, received, called, expected, accepted, turn,
-            on_progress=on_progress, on_logits=on_logits, adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout),
+            adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout), **callbacks,
         )  # fmt: skip
         running = self._running(asked, account, guide)
-        if accepted == "approximate" and chosen is not None:
-            account.record_note("reuse='approximate' takes no repeated text from other positions under an adapter: exact")
-        elif accepted == "approximate":
+        if accepted == "approximate" and chosen is None:
             running.ranges = self.approximate.begin(running, given)
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
@@ -320,8 +315,7 @@ class Engine(ProcessOwned, Documents):
         check_name("namespace", namespace)
         if name is not None:
             check_name("name", name)
-        shown: dict[str, Any] = {"tools_order": tools_order, "template_kwargs": template_kwargs}
-        chosen = self._adapters.find(adapter)
+        shown, chosen = {"tools_order": tools_order, "template_kwargs": template_kwargs}, self._adapters.find(adapter)
         if ttl_s is not None:
             asked_for = {"messages": messages, "tools": tools, "group": group, "adapter": adapter, **shown}
             weights = fingerprint_of(self.fingerprint.whole if self.fingerprint else "", chosen)

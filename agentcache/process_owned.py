@@ -12,10 +12,10 @@ from .errors import ConfigError, EngineClosedError, EngineForkedError
 class ProcessOwned:
     """Base of both kinds of engine. Close it, or use it as a context manager.
 
-    HOLDS: what no other process can have. _end: releases it, once; other calls do nothing.
+    _HOLDS: what no other process can have. _end: releases it, once; other calls do nothing.
     """
 
-    HOLDS = ""
+    _HOLDS = ""
     _end: Callable[[], Any]
     _closed = False
 
@@ -50,7 +50,7 @@ class ProcessOwned:
 
     def __reduce__(self) -> str:
         name = getattr(self, "name", "")
-        raise ConfigError(f"{type(self).__name__}({name!r}) cannot be pickled: it holds {self.HOLDS}; make one in each process, by name")
+        raise ConfigError(f"{type(self).__name__}({name!r}) cannot be pickled: it holds {self._HOLDS}; make one in each process, by name")
 
     def __enter__(self) -> Any:
         return self

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -31,6 +31,13 @@ if TYPE_CHECKING:  # of a request with a constraint, with repeated text, or over
     from .store.page_prefetch import PagePrefetch
 
 RENEWALS = 5  # a request begins anew so often because weights changed
+
+
+class Callbacks(TypedDict, total=False):
+    """Functions of the caller that a request calls while it runs."""
+
+    on_progress: Callable[[int, int], None] | None
+    on_logits: Callable[[torch.Tensor], None] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,6 +23,11 @@ ACTIVATED: dict[str, Any] = {"alora_invocation_tokens": models.toy_tokenizer().e
 
 def save(folder: Path, family: str = "qwen3", seed: int = 0, **options: Any) -> Path:
     """A folder with an adapter of a family's tiny model."""
+    return save_for(models.build(family), folder, seed, **options)
+
+
+def save_for(model: Any, folder: Path, seed: int = 0, **options: Any) -> Path:
+    """A folder with an adapter of this model, which PEFT wraps."""
     from peft import LoraConfig, get_peft_model
 
     given = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "o_proj"], "init_lora_weights": False,
@@ -30,7 +35,7 @@ def save(folder: Path, family: str = "qwen3", seed: int = 0, **options: Any) -> 
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT reads what transformers deprecates
         torch.manual_seed(seed)
-        get_peft_model(models.build(family), LoraConfig(**given)).save_pretrained(folder)
+        get_peft_model(model, LoraConfig(**given)).save_pretrained(folder)
     return folder
 
 

@@ -210,3 +210,29 @@ def test_layers_of_other_widths_lie_side_by_side() -> None:
             assert torch.equal(found[1], values[:kept])
             assert not any(t[kept:].any() for t in sequence.read(layer, 0, 300))
         assert all(t.is_contiguous() for t in (other.pages[0].layer_keys[layer], other.pages[0].layer_values[layer]))
+
+
+def test_layers_of_a_page_below_are_shared_and_never_written() -> None:
+    spec = KVSpec(3, 2, 8, torch.float32)
+    below, owner = Page(spec), object()
+    below.keys.normal_()
+    below.values.normal_()
+    below.filled = PAGE_TOKENS
+    before = below.keys.clone(), below.values.clone()
+    over = Page.over(spec, below, 2, owner)
+    assert over.layer_keys[1].data_ptr() == below.layer_keys[1].data_ptr()
+    assert over.bytes == below.bytes // 3
+    sequence = Sequence(spec, pages=[over])
+    sequence.write(2, 0, *torch.ones(2, 100, 2, 8))
+    with pytest.raises(AssertionError):
+        sequence.write(1, 0, *torch.ones(2, 100, 2, 8))
+    sequence.advance(100)
+    over.release(owner)
+    other = Sequence(spec)
+    other.attach([over], 100)
+    assert other.pages[0] is not over, "only its owner goes on in it, others copy"
+    assert torch.equal(other.pages[0].layer_keys[0][..., :100], below.layer_keys[0][..., :100])
+    sequence.withdraw(0)
+    assert not over.layer_keys[2].any()
+    assert torch.equal(below.keys, before[0])
+    assert torch.equal(below.values, before[1])

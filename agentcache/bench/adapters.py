@@ -17,12 +17,14 @@ import torch
 from ..engine import Engine
 from ..errors import ConfigError
 from ..receipt import Receipt
+from ..store.deletion import Deletion
 from . import catalog
-from .engine_timing import ask, prompt_of
+from .engine_timing import ask, greedy, prompt_of
 from .environment import Samples, watch
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ROBIN = "round robin"
+ANSWER = 8  # tokens of each answer of the round robin
 Say = Callable[[str], None]
 Keep = Callable[[Mapping[str, Any]], None]
 
@@ -80,9 +82,9 @@ def run(engine: Engine, options: Options, say: Say, keep: Keep) -> None:
         for seed, (kind, (first, invocation)) in enumerate(kinds.items()):
             engine.add_adapter(kind, random_adapter(engine, Path(place) / kind, options.rank, first, seed, invocation))
         engine.warm(catalog.SYSTEM, tools, name="bench", namespace="bench")
-        samples, rows = Samples(), []
+        samples, rows = Samples(), list[dict[str, Any]]()
         for kind, (first, invocation) in kinds.items():
-            rows.append(_switches(engine, tools, kind, options, samples, say))
+            rows.append(_switches(engine, tools, kind, 5 * options.repeats * len(rows), options, samples, say))
             tail = rows[-1].pop("tail_tokens")
             own = 0.0 if invocation else rows[-1]["prompt_tokens"] - tail
             rows[-1]["new_tokens"] = round(own * (layers - first) / layers + tail, 1)
@@ -93,8 +95,9 @@ def run(engine: Engine, options: Options, say: Say, keep: Keep) -> None:
     keep({"rows": rows, "load": samples.report(), "repeats": options.repeats})
 
 
-def _switches(engine: Engine, tools: Any, kind: str, options: Options, samples: Samples, say: Say) -> dict[str, Any]:
-    """Medians of interleaved first tokens: of a base hit, of a change to an adapter, of a change back to a known one, and without reuse."""
+def _switches(engine: Engine, tools: Any, kind: str, first: int, options: Options, samples: Samples, say: Say) -> dict[str, Any]:
+    """Medians of interleaved first tokens: of a base hit, a change to an adapter, a change back to a known one, a hit of it, and without
+    reuse. first: number of the first turn."""
     digest, rows, equal = engine.adapters[kind], Samples(), True
     prompt_tokens = tail_tokens = 0
     computed = 0.0
@@ -108,22 +111,23 @@ def _switches(engine: Engine, tools: Any, kind: str, options: Options, samples: 
         samples.note(f"{kind}, {way}", load)
         return done.ids, receipt
 
-    for repeat in range(1, options.repeats + 1):
-        say(f"{kind}: repeat {repeat} of {options.repeats}")
-        engine.store.drop_adapter(digest)
-        asked = [prompt_of(engine, tools, 3 * repeat + at, options.tail)[0] for at in range(3)]
+    for repeat in range(options.repeats):
+        say(f"{kind}: repeat {repeat + 1} of {options.repeats}")
+        engine.store.let_go(Deletion(fingerprint=f"+{digest}"))
+        asked = [prompt_of(engine, tools, first + 5 * repeat + at, options.tail)[0] for at in range(5)]  # none twice: all is new to all
         logits.clear()
         one("base_hit", asked[0], None)
         hashed = engine.fingerprint.hashed_bytes if engine.fingerprint else 0
         found, receipt = one("switch", asked[1], kind)
         one("base_hit", asked[2], None)
-        one("back", asked[2], kind)
+        one("back", asked[3], kind)
+        one("hit", asked[4], kind)
         assert engine.fingerprint is None or engine.fingerprint.hashed_bytes == hashed, "a change of adapter hashed weights"
         expected, _ = one("cold", asked[1], kind, "off")
         equal = equal and found == expected and all(torch.equal(a, b) for a, b in zip(logits[2:4], logits[-2:], strict=True))
         prompt_tokens, computed = receipt.prompt_tokens, by_layers(engine, receipt)
         tail_tokens = prompt_tokens - engine.renderer.render(asked[1], tools).prefix_tokens
-    ways = {f"{way}_ttft_ms": rows.median(f"{way}_ttft_ms") for way in ("switch", "base_hit", "back", "cold")}
+    ways = {f"{way}_ttft_ms": rows.median(f"{way}_ttft_ms") for way in ("switch", "base_hit", "back", "hit", "cold")}
     about = {"kind": kind, "prompt_tokens": prompt_tokens, "tail_tokens": tail_tokens}
     return {**about, **ways, "computed_tokens": round(computed, 1), "equal": equal}
 
@@ -144,7 +148,7 @@ def _round_robin(engine: Engine, tools: Any, place: Path, options: Options, say:
             say(f"{ROBIN}: step {step + 1} of {options.steps}, {name}")
             messages, _ = prompt_of(engine, tools, step * len(names) + number, options.tail)
             talks[name] += messages[bool(step) :]
-            done = engine.generate(talks[name], tools, namespace="robin", adapter=name)
+            done = engine.generate(talks[name], tools, namespace="robin", adapter=name, sampling=greedy(ANSWER))
             talks[name].append(done.message)
             receipt = done.receipt
             computed += by_layers(engine, receipt)

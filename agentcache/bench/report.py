@@ -114,7 +114,7 @@ def segments_table(title: str, rows: Sequence[Row]) -> Table:
 
 def adapters_table(rows: Sequence[Row]) -> Table:
     """A line per kind of adapter, and the round robin."""
-    ways = {"base hit": "base_hit", "switch": "switch", "switch back": "back", "cold": "cold"}
+    ways = {"base hit": "base_hit", "switch": "switch", "switch back": "back", "hit": "hit", "cold": "cold"}
     filled = [{**dict.fromkeys(f"{way}_ttft_ms" for way in ways.values()), **row} for row in rows]
     columns: dict[str, Cell] = {"adapter": lambda row: str(row["kind"]), "prompt": of("prompt_tokens")}
     columns |= {f"{name} ms": of(f"{way}_ttft_ms") for name, way in ways.items()}

@@ -206,9 +206,10 @@ def ls(namespace: NamespaceOption = None, adapter: AdapterOption = None, store: 
         say_json({"store": str(folder.path), "groups": groups, "rows": rows, "bytes": total})
         return
     console = Console()
-    columns = ("name", "namespace", "model", "adapter", "#tokens", "#tools", "#pages", "#size", "created")
+    shown_adapters = ["adapter"] if any(g["adapter"] for g in groups) else []
+    columns = ("name", "namespace", "model", *shown_adapters, "#tokens", "#tools", "#pages", "#size", "created")
     cells = [
-        (g["name"], g["namespace"], _short(g["model"]), g["adapter"][:12], g["prefix_tokens"], len(g["tools"]),
+        (g["name"], g["namespace"], _short(g["model"]), *(g["adapter"][:12] for _ in shown_adapters), g["prefix_tokens"], len(g["tools"]),
          f"{g['pages']}" if g["complete"] else f"{g['pages_stored']} of {g['pages']}", size(g["bytes"]), g["created"][:10]) for g in groups
     ]  # fmt: skip
     console.print(listing(columns, cells) if cells else "no tool groups")

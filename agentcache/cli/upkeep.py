@@ -19,6 +19,7 @@ from .store import AdapterOption, FingerprintOption, JsonOption, NameArgument, N
 if TYPE_CHECKING:
     from ..store.disk.folder import Folder
     from ..store.disk.index import Index
+    from ..store.tool_group import ToolGroup
 
 
 def verify(
@@ -71,12 +72,10 @@ def prune(
         most = None if max_size is None else bytes_of(max_size, "--max-size")
         age = None if older_than is None else seconds_of(older_than, "--older-than")
         with opened(store) as (folder, index):
-            which = None if group is None else one(index, group, namespace, fingerprint, adapter)
+            which: ToolGroup | str | None = None if group is None else one(index, group, namespace, fingerprint, adapter)
             space = None if which else namespace
-            digest = None if adapter is None or which else _adapter(index, adapter)
-            done = pruned(
-                folder, index, namespace=space, older_than=age, group=which, max_bytes=most, adapter=digest, force=force, dry_run=dry_run
-            )  # fmt: skip
+            which = _adapter(index, adapter) if adapter is not None and which is None else which
+            done = pruned(folder, index, namespace=space, older_than=age, group=which, max_bytes=most, force=force, dry_run=dry_run)
             left = index.total()
     if as_json:
         say_json({"store": str(folder.path), "dry_run": dry_run, **asdict(done), "left_pages": left[0], "left_bytes": left[1]})

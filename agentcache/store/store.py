@@ -223,7 +223,7 @@ class Store:
         seen = disk.folder.generation
         try:
             for done in disk.index.deletions(self.deletions.generation):
-                self._let_go(done)
+                self.let_go(done)
                 self.deletions.hear(done)
         except StoreLostError:
             self._lose(disk)
@@ -255,7 +255,7 @@ class Store:
             renewed()
         return "what is used from now on is written to a new one"
 
-    def _let_go(self, done: Deletion) -> tuple[int, int]:
+    def let_go(self, done: Deletion) -> tuple[int, int]:
         """Drop pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
         for listener in self._listeners:
             listener(done)
@@ -288,7 +288,7 @@ class Store:
             pages = size = 0
             for one in wanted:
                 with self.deletions.lock:
-                    more, bytes = self._let_go(one)
+                    more, bytes = self.let_go(one)
                     if self.disk is None:
                         self.deletions.hear(replace(one, generation=self.deletions.generation + 1))
                     else:  # until it is heard, what runs on pages that are gone would admit them anew
@@ -311,14 +311,6 @@ class Store:
         self.tree.clear(namespace, grade=grade)
         if grade is None:
             self._tell_cleared(namespace)
-
-    def drop_adapter(self, digest: str) -> None:
-        """Free the pages in memory that an adapter computed, pinned ones too; what is on disk stays."""
-        with self.deletions.lock:
-            gone = Deletion(fingerprint=f"+{digest}")
-            for listener in self._listeners:
-                listener(gone)
-            self.tree.remove(gone)
 
     def on_clear(self, listener: Callable[[str | None], None]) -> None:
         """Call `listener` when pages of a namespace, or of all, are deleted or freed."""

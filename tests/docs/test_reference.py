@@ -11,6 +11,7 @@ import pytest
 
 import agentcache
 from agentcache import Engine, LayoutOptions, Loading, Reason, Sampling, StoreOptions, Stream
+from agentcache.request import Callbacks
 from tests import commands_page
 from tests.checkout import ROOT
 
@@ -40,9 +41,8 @@ def test_every_field_is_explained(kind: Any) -> None:
     ids=["Engine", "stream"],
 )
 def test_every_parameter_is_explained(function: Any, title: str) -> None:
-    explained = set(inspect.signature(function).parameters) - {"self", "loading"}
-    if function is Engine:
-        explained |= Loading.__annotations__.keys()
+    explained = set(inspect.signature(function).parameters) - {"self", "loading", "callbacks"}
+    explained |= (Loading if function is Engine else Callbacks).__annotations__.keys()
     assert rows("configure.md", title) == explained
 
 

@@ -7,13 +7,25 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkout import ROOT
+from tests.saved_adapters import save_for
 
 EXAMPLES = {
+    "adapters.py": (["ROUTER", "CALLER", "JUDGE"], "judge: "),
     "agent_loop.py": (["What is 17 * 23?"], "step 0: "),
     "many_agents.py": ([], "shop: "),
 }
+
+
+def saved(role: str, model_folder: Path, folder: Path) -> str:
+    """An adapter of that model: a LoRA of the upper half, a DoRA, or one that acts from the answer on."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    invocation = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    upper = list(range(model.config.num_hidden_layers // 2, model.config.num_hidden_layers))
+    kinds = {"ROUTER": {"layers_to_transform": upper}, "CALLER": {"use_dora": True}, "JUDGE": {"alora_invocation_tokens": invocation}}
+    return str(save_for(model, folder, **kinds[role]))
 
 
 def test_every_example_is_run_here_or_by_its_integration() -> None:
@@ -25,8 +37,9 @@ def test_every_example_is_run_here_or_by_its_integration() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_example_runs(name: str, model_folder: Path) -> None:
+def test_example_runs(name: str, model_folder: Path, tmp_path: Path) -> None:
     arguments, said = EXAMPLES[name]
+    arguments = [saved(word, model_folder, tmp_path / word) if word.isupper() else word for word in arguments]
     command = [sys.executable, str(ROOT / "examples" / name), str(model_folder), *arguments]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

@@ -55,20 +55,20 @@ class _Item:
 
 
 def prune(
-    folder: Folder, index: Index, *, namespace: str | None = None, older_than: float | None = None, group: ToolGroup | None = None,
-    max_bytes: int | None = None, adapter: str | None = None, force: bool = False, dry_run: bool = False,
+    folder: Folder, index: Index, *, namespace: str | None = None, older_than: float | None = None, group: ToolGroup | str | None = None,
+    max_bytes: int | None = None, force: bool = False, dry_run: bool = False,
 ) -> Pruned:  # fmt: skip
     """Delete pages, with their groups and the model's own ids, of a namespace and an age (None: all); or one group; or down to a size.
 
-    older_than: seconds since it was made. group: its pages and what continues them, but for what other groups share. max_bytes: in the
-    order in which the store makes room. adapter: digest of the one whose pages and groups go, in the namespace. force: also what running
-    processes have pinned. Leftovers of dead processes go in any case.
+    older_than: seconds since it was made. group: its pages and what continues them, but for what other groups share; or the digest of an
+    adapter, whose pages and groups go. max_bytes: in the order in which the store makes room. force: also what running processes have
+    pinned. Leftovers of dead processes go in any case.
     """
     if not folder.writable and not dry_run:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
     # first what frees room: on a full disk nothing can be written before
     left, _ = (blob_files.orphans if dry_run else blob_files.sweep)(folder, index.has_blobs)
-    untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, adapter, force)
+    untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, force)
     if untold is not None:
         with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
             index.record_deletion(untold)
@@ -76,12 +76,12 @@ def prune(
     held = set() if force else _held(index)
     if max_bytes is not None:
         wanted, names = _surplus(index, max_bytes, force), []
+    elif isinstance(group, str):
+        wanted = [_item(row) for row in index.rows(namespace=namespace) if Scope(row.namespace, row.fingerprint).adapter == group]
+        names = [found for found in index.groups(namespace) if found.adapter == group]
     elif group is not None:
         wanted = _continuing(index, group)
         names = [group]
-    elif adapter is not None:
-        wanted = [_item(row) for row in index.rows(namespace=namespace) if Scope(row.namespace, row.fingerprint).adapter == adapter]
-        names = [found for found in index.groups(namespace) if found.adapter == adapter]
     else:
         wanted = [_item(row) for row in index.rows(namespace=namespace, older_than=older_than)]
         before = time.time() - (older_than or 0.0)
@@ -99,21 +99,19 @@ def prune(
         index.record_deletion(untold)
     for found in names:
         index.drop_group(found.namespace, found.name, found.fingerprint)
-    if max_bytes is None and group is None and adapter is None:
+    if max_bytes is None and group is None:
         done.splices = index.drop_splices(namespace, older_than)
         index.drop_segments(namespace, older_than)
-    if group is not None:
+    if isinstance(group, ToolGroup):
         index.drop_segments_under(group.namespace, group.fingerprint, {item.parent for item in going})
     index.drop_dead_pins()
     index.empty_log()
     return done
 
 
-def _told(
-    index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | None, adapter: str | None, force: bool
-) -> Deletion:
-    if adapter is not None:
-        return Deletion(namespace, forced=force, fingerprint=f"+{adapter}")
+def _told(index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | str | None, force: bool) -> Deletion:
+    if isinstance(group, str):
+        return Deletion(namespace, forced=force, fingerprint=f"+{group}")
     if group is None:
         return Deletion(namespace, None if older_than is None else time.time() - older_than, force)
     return Deletion.of_group(group, (other for other in index.groups() if _name(other) != _name(group)), force)

@@ -22,7 +22,7 @@ from ._settings import SAMPLING, Settings
 from ._tools import ToolLike, formatted, own_tools
 from .errors import ModelInvalidRequestError, translated
 
-_RENDERING = ("namespace", "group", "tools_order")
+_RENDERING = ("namespace", "group", "tools_order", "adapter")
 _show_names: weakref.WeakKeyDictionary[Engine, bool] = weakref.WeakKeyDictionary()
 
 

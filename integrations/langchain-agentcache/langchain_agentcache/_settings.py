@@ -26,7 +26,7 @@ from .errors import ModelInvalidRequestError, translated
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _LOADING = ("device", "dtype", "weights", "load_in_4bit", "load_in_8bit", "revision", "token", "trust_remote_code")
-_FOR_ENGINE = (*_LOADING, "chat_template", "memory_bytes", "layout", "reuse", "calibration")
+_FOR_ENGINE = (*_LOADING, "chat_template", "memory_bytes", "layout", "reuse", "calibration", "adapters")
 # What decides an answer besides the sampling, as far as the model is set to it; what a call says is added by LangChain.
 _DECIDES = (
     "model",
@@ -35,11 +35,12 @@ _DECIDES = (
     "namespace",
     "num_ctx",
     "format",
+    "adapter",
     *(n for n in _FOR_ENGINE if n not in ("memory_bytes", "token")),
 )
 # What a call may say: of LangChain itself, and of one completion.
 _OF_LANGCHAIN = {"stop", "stream", "ls_structured_output_format"}
-_OF_CALLS = {*SAMPLING, "model", "namespace", "timeout", "format", "response_format", "template_kwargs", "reasoning"}
+_OF_CALLS = {*SAMPLING, "model", "namespace", "timeout", "format", "response_format", "template_kwargs", "reasoning", "adapter"}
 
 _named: set[Engine] = set()  # engines by name stay loaded while no model uses them; closing the last model ends that
 _identities: weakref.WeakKeyDictionary[Engine, str] = weakref.WeakKeyDictionary()
@@ -85,6 +86,8 @@ class Settings(BaseLanguageModel):
     layout: Any = None
     reuse: Literal["exact", "lossy", "approximate", "off"] | None = None
     calibration: Any = None
+    adapters: dict[str, str] | None = None
+    adapter: str | None = None
     cache_dir: str | None = Field(default_factory=from_env("AGENTCACHE_DIR", default=None))
     namespace: str = "default"
     num_ctx: int | None = Field(default=None, gt=0)

@@ -179,6 +179,7 @@ class AgentCacheLLM(Settings, BaseLLM):
             "namespace": self.namespace,
             "template_kwargs": self._template_kwargs({}),
             "reuse": self.reuse,
+            "adapter": self.adapter,
         }
         with ExitStack() as opened:
             streams = [opened.enter_context(engine.stream(self._asked(prompt), **options)) for prompt in prompts]

@@ -29,7 +29,7 @@ def pin_points(host: Host, messages: Sequence[ChatMessage], ask: Ask, late_syste
     for index, point in cache_points(messages):
         end = max(index + 1, leading)
         ends[end] = max(ends.get(end, 0.0), seconds_of(point))
-    options = {key: ask.options[key] for key in ("namespace", "tools_order", "group", "template_kwargs") if key in ask.options}
+    options = {key: ask.options[key] for key in ("namespace", "tools_order", "group", "adapter", "template_kwargs") if key in ask.options}
     notes = []
     for end, seconds in sorted(ends.items()):
         try:

@@ -16,7 +16,7 @@ from .names import said as in_our_words
 from .tools import Offer, Schema
 
 SAMPLING = tuple(one.name for one in fields(Sampling))
-REQUEST = ("volatile", "namespace", "reuse", "rendering", "tools_order", "group", "template_kwargs")
+REQUEST = ("volatile", "namespace", "reuse", "rendering", "tools_order", "group", "adapter", "template_kwargs")
 FORMS = ("schema", "regex", "grammar")
 TOOLS = ("tools", "tool_choice", "tool_required", "allow_parallel_tool_calls")
 
