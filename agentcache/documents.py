@@ -96,40 +96,36 @@ class Documents:
 
     def learn(
         self, texts: Mapping[str, str] | Sequence[str], *, system: str | None = None, tools: Sequence[Any] = (), name: str = "documents",
-        before: str = "", separator: str = "\n\n", namespace: str = "default", pack_tokens: int = PACK_TOKENS,
-        progress: Callable[[int, int], None] | bool = False,
+        messages: Sequence[Message | Mapping[str, Any]] = (), separator: str = "\n\n", namespace: str = "default",
+        pack_tokens: int = PACK_TOKENS, progress: Callable[[int, int], None] | bool = False,
     ) -> Learnt:  # fmt: skip
-        """Compute texts once for later prompts, in packs: each is a prompt of `system`, then `before` and its texts as the user's message.
+        """Compute texts once for later prompts, in packs: each is a prompt of `system`, and its texts as the user's message.
 
         texts: by the caller's name of each, or a list. Those computed before, by any process, are not computed again; another text under a
-        known name takes its place. On disk packs are evicted last; in memory they are pinned only where there is no disk. progress: called
-        with tokens done and to do, True for a bar. `forget(group=name)` deletes all.
+        known name takes its place. messages: instead of `system`, the prompt with PASSAGES in their place. Packs on disk are evicted last;
+        in memory they are pinned only where there is no disk. progress: called with tokens done and to do, True for a bar.
+        `forget(group=name)` deletes all.
         """
         self.check_open()
         check_name("name", name)
         if type(pack_tokens) is not int or pack_tokens < 1:
             raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
-        named = _named(texts)
-        above = hashlib.blake2b(repr((system, [*tools], before, separator)).encode("utf-8", "surrogatepass")).digest()
-        digests = {
-            source: hashlib.blake2b(above + text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-            for source, text in named.items()
-        }
-        held = {one.digest: one for one in self.documents(name, namespace=namespace)}
-        new = [source for source, digest in digests.items() if digest not in held]
-        sizes = {source: len(self.renderer.ids(named[source], namespace)) for source in new}
+        named, prompt = _named(texts), _start(messages or [*([Message("system", system)] if system else []), Message("user", PASSAGES)])
+        above = repr((prompt, [*tools], separator)).encode("utf-8", "surrogatepass")
+        digests = {source: _digest(above, text.encode("utf-8", "surrogatepass")) for source, text in named.items()}
+        held = {one.digest for one in self.documents(name, namespace=namespace)}
+        sizes = {source: len(self.renderer.ids(named[source], namespace)) for source in named if digests[source] not in held}
         told, computed, done = _teller(progress), 0, 0
         for pack in _packs(sizes, pack_tokens):
-            messages = [Message("system", system)] if system else []
-            messages.append(Message("user", before + separator.join(named[source] for source in pack)))
-            digest = hashlib.blake2b("".join(digests[source] for source in pack).encode(), digest_size=6).hexdigest()
-            group = self.pin(messages, tools, name=f"{name}/{digest}", namespace=namespace)
+            shown = prompt[-1].content.replace(PASSAGES, separator.join(named[source] for source in pack))
+            digest = _digest(*(digests[source].encode() for source in pack))[:12]
+            group = self.pin([*prompt[:-1], replace(prompt[-1], content=shown)], tools, name=f"{name}/{digest}", namespace=namespace)
             self._groups.settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
             computed, done = computed + group.computed_tokens, done + sum(sizes[source] for source in pack)
             told(done, sum(sizes.values()))
         self._release(name, namespace, lambda source, digest: source in digests and digest != digests[source])
         found = {one.source: one for one in self.documents(name, namespace=namespace)}
-        return Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(new))
+        return Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))
 
     def documents(self, name: str | None = None, *, namespace: str | None = None) -> tuple[Document, ...]:
         """The texts that are learnt under this model's weights, of this and earlier processes; of one name or namespace."""
@@ -161,6 +157,21 @@ class Documents:
     def _packs_of(self, name: str | None, namespace: str | None) -> list[ToolGroup]:
         packs = self._groups.packs()
         return [one for one in packs if namespace in (None, one.namespace) and name in (None, one.documents)]
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"".join(hashlib.blake2b(part).digest() for part in parts), digest_size=16).hexdigest()
+
+
+def _start(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+    """The messages up to the place of passages."""
+    start: list[Message] = []
+    for message in messages:
+        start.append(message if isinstance(message, Message) else Message(str(message.get("role")), message.get("content")))  # type: ignore[arg-type]
+        content = start[-1].content
+        if isinstance(content, str) and PASSAGES in content:
+            return [*start[:-1], replace(start[-1], content=content[: content.index(PASSAGES) + len(PASSAGES)])]
+    raise ConfigError(f"learn(messages=): no message holds {PASSAGES!r}, the place of the texts")
 
 
 def _named(texts: Mapping[str, str] | Sequence[str]) -> dict[str, str]:

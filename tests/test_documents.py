@@ -89,7 +89,7 @@ def test_a_prompt_without_a_place_for_passages_is_refused() -> None:
 
 def test_learnt_texts_are_computed_once_by_all_processes(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    options: dict[str, Any] = {"system": "Answer from the texts.", "before": "Texts:\n", "name": "log"}
+    options: dict[str, Any] = {"messages": prompt(PASSAGES), "name": "log"}
     with engine(store=tmp_path) as running:
         made = running.learn(TEXTS, pack_tokens=300, progress=lambda *done: told.append(done), **options)
         assert [one.source for one in made.documents] == list(TEXTS)

@@ -29,6 +29,7 @@ OTHERS = {
     },
     "llama-index": {
         "_name_or_path": "what transformers calls a loaded model",
+        "_extend_messages": "where LlamaIndex puts a model's own system prompt",
         "_metadata": "a LlamaIndex tool's description, in a copy of the tool",
     },
 }

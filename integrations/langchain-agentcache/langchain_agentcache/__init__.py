@@ -15,6 +15,7 @@ agentcache_llm.check()  # a stranger's package of the same name is named before 
 from ._version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
+    from ._passages import CacheAwareOrder, LearnDocuments
     from ._recording import RequestRecorder
     from .chat_models import ChatAgentCache
     from .llms import AgentCacheLLM
@@ -24,10 +25,20 @@ _LAZY = {
     "ChatAgentCache": "chat_models",
     "AgentCacheLLM": "llms",
     "AgentCacheMiddleware": "middleware",
+    "CacheAwareOrder": "_passages",
+    "LearnDocuments": "_passages",
     "RequestRecorder": "_recording",
 }
 
-__all__ = ["AgentCacheLLM", "AgentCacheMiddleware", "ChatAgentCache", "RequestRecorder", "__version__"]
+__all__ = [
+    "AgentCacheLLM",
+    "AgentCacheMiddleware",
+    "CacheAwareOrder",
+    "ChatAgentCache",
+    "LearnDocuments",
+    "RequestRecorder",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -40,6 +40,10 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         ("office: ", "North quay 3, 36 crowns."),
     ),
+    "documents": (
+        ("At 12:40.", "With the flood.", "To Sorrel Bay.", "At 07:15.", call("search_log", input="the lamp"), "On 4 March.", "Yes."),
+        ("When did the Aurora come in with salt? At 12:40.", "Yes.", "learnt: ['log-0', 'log-1', 'log-2', 'log-3']"),
+    ),
     "rag": (
         ("At 12:40.", "To Sorrel Bay.", call("ask_log", input="Was the lamp cleaned?"), "On 4 March.", "Yes, on 4 March."),
         ("When did the Aurora come in? At 12:40.", "Yes, on 4 March.", "cached_tokens"),

@@ -20,6 +20,7 @@ IN_PROCESS = {
     "langchain_agent.py": [r"step 2: \d+ prompt tokens, [1-9]\d+ cached", r'tide\{"harbour": "Port Averil"'],
     "langchain_two_agents.py": [r"workshop: \d+ prompt tokens, [1-9]\d+ cached", r"counter: \d+ prompt tokens, [1-9]\d+ cached"],
     "langchain_supervisor.py": [r"\['ask_weather'\]", r"all agents: \d+ prompt tokens, [1-9]\d+ cached"],
+    "langchain_documents.py": [r"When did the Aurora come in with salt\?", r"\d+ tokens cached"],
     "langchain_summary.py": [r"(?m)^\d+ messages, \d+ prompt tokens, [1-9]\d\d cached: What will"],
 }
 

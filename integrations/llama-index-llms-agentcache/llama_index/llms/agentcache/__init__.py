@@ -5,6 +5,7 @@ from llama_index.llms.agentcache.canonical import canonical_tool
 from llama_index.llms.agentcache.errors import NoToolCallError, StructuredOutputError
 from llama_index.llms.agentcache.events import ReceiptEvent
 from llama_index.llms.agentcache.memory import AppendOnlyMemory
+from llama_index.llms.agentcache.passages import CacheAwareOrder, LearnNodes
 from llama_index.llms.agentcache.react import StableReActAgent, StableReActFormatter, StableReActOutputParser
 from llama_index.llms.agentcache.recording import RequestRecorder
 from llama_index.llms.agentcache.replay import ReplayLLM
@@ -13,6 +14,8 @@ from llama_index.llms.agentcache.workflow import SharedAgentWorkflow, answer_at_
 __all__ = [
     "AgentCacheLLM",
     "AppendOnlyMemory",
+    "CacheAwareOrder",
+    "LearnNodes",
     "NoToolCallError",
     "ReceiptEvent",
     "ReplayLLM",

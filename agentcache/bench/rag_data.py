@@ -1,0 +1,120 @@
+"""Texts and questions of `agentcache bench rag`: the ones that come with it, or files as of HotpotQA and MultihopRAG. Knows no model.
+
+A retriever by words (BM25) ranks the passages of each question, where the file does not say which they are.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+SHIPPED = Path(__file__).parent / "rag.json.gz"
+K1, B = 1.2, 0.75  # BM25 (Robertson and Zaragoza, 2009)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, and the passages that were found for it, the best first."""
+
+    text: str
+    # how its answer begins, given to the model; empty: it answers freely
+    begin: str
+    # right answers; none are known if empty
+    answers: tuple[str, ...]
+    found: tuple[str, ...]
+
+
+class Retriever:
+    """BM25 over words."""
+
+    def __init__(self, passages: Sequence[str]) -> None:
+        self.passages = passages
+        self._counts = [Counter(_words(text)) for text in passages]
+        self._mean = sum(sum(each.values()) for each in self._counts) / len(passages)
+        among = Counter(word for each in self._counts for word in each)
+        self._weight = {word: math.log(1 + (len(passages) - n + 0.5) / (n + 0.5)) for word, n in among.items()}
+
+    def best(self, query: str, top: int) -> tuple[str, ...]:
+        """The passages that fit best, the best first."""
+        asked = [word for word in _words(query) if word in self._weight]
+
+        def score(number: int) -> float:
+            counts = self._counts[number]
+            norm = K1 * (1 - B + B * sum(counts.values()) / self._mean)
+            return sum(self._weight[word] * counts[word] * (K1 + 1) / (counts[word] + norm) for word in asked)
+
+        ranked = sorted(range(len(self.passages)), key=lambda number: (-score(number), number))
+        return tuple(self.passages[number] for number in ranked[:top])
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def questions(corpus: Path | None, asked: Path | None, top: int) -> list[Question]:
+    """All questions in order. corpus: of asked questions without passages of their own; None for both: those that come with it."""
+    if corpus is None and asked is None:
+        return _shipped(top)
+    if asked is None:
+        raise ConfigError(f"corpus={str(corpus)!r}: name a file of questions with --questions too")
+    listed = _read(asked)
+    texts = [_text(one) for one in _read(corpus)] if corpus else []
+    if not texts and not all(isinstance(one, dict) and one.get("context") for one in listed):
+        raise ConfigError(f"questions={str(asked)!r}: they name no passages (context): name a file of them with --corpus")
+    retriever = Retriever(texts) if texts else None
+    return [_question(one, retriever, top) for one in listed]
+
+
+def _shipped(top: int) -> list[Question]:
+    """The conversations, each over the passages of one town: each question is searched for with the one before it."""
+    held, found = json.loads(gzip.decompress(SHIPPED.read_bytes())), []
+    for talk in held["conversations"]:
+        start, stop = talk["passages"]
+        retriever, before = Retriever(held["passages"][start:stop]), ""
+        for text, begin, answer, _ in talk["questions"]:
+            found.append(Question(text, begin, (answer,), retriever.best(f"{text} {before}", top)))
+            before = text
+    return found
+
+
+def _read(path: Path) -> list[Any]:
+    try:
+        text = path.read_text("utf-8")
+        found = [json.loads(line) for line in text.splitlines() if line.strip()] if path.suffix == ".jsonl" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as JSON: {error}") from error
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"{str(path)!r}: must hold a list that is not empty")
+    return found
+
+
+def _text(one: Any) -> str:
+    """A passage: a text, or an object with title and body (MultihopRAG) or text."""
+    if isinstance(one, str):
+        return one
+    body = one.get("body") or one.get("text") or one.get("content") if isinstance(one, dict) else None
+    if not isinstance(body, str):
+        raise ConfigError(f"passage {one!r:.100}: must be a text, or an object with `body` or `text`")
+    return f"{one['title']}\n{body}" if one.get("title") else body
+
+
+def _question(one: Any, retriever: Retriever | None, top: int) -> Question:
+    """A question of HotpotQA (question, answer, context of titles and sentences) or MultihopRAG (query, answer)."""
+    text = one.get("question") or one.get("query") if isinstance(one, dict) else None
+    if not isinstance(text, str):
+        raise ConfigError(f"question {one!r:.100}: must be an object with `question` or `query`")
+    answer = one.get("answer", ())
+    answers = (answer,) if isinstance(answer, str) else tuple(answer)
+    if context := one.get("context"):
+        return Question(text, "", answers, tuple(f"{title}\n{''.join(sentences)}" for title, sentences in context)[:top])
+    assert retriever is not None
+    return Question(text, "", answers, retriever.best(text, top))
