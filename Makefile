@@ -20,7 +20,7 @@ CHECK = echo "make: lint, and the tests of the integrations" && $(MAKE) -j$(WORK
 	echo "make: tests of the core, $(WORKERS) files at a time" && $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not alone" && \
 	echo "make: tests of the core that run alone" && $(PYTEST) -m $(2)
 
-.PHONY: help setup demo test test-all lint bench clean $(SUITES)
+.PHONY: help setup demo test test-all lint bench serve clean $(SUITES)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,6 +54,9 @@ lint: $(STAMP)  ## ruff, mypy, import-linter
 
 bench: $(STAMP)  ## time to first token against stock transformers (some minutes)
 	@$(BIN)/agentcache bench latency
+
+serve: $(STAMP)  ## serve the embedded model, and a page, on http://127.0.0.1:8787
+	@$(BIN)/agentcache serve embedded
 
 clean:  ## remove .venv and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

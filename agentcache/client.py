@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from collections.abc import Sequence as Seq
@@ -38,6 +39,7 @@ T = TypeVar("T")
 Messages = Seq[Message | Mapping[str, Any]] | str
 Tools = Seq[Tool | Mapping[str, Any]]
 CONNECT_S = 10.0
+RETRY_S = 30.0  # the longest wait for a server that has as many requests as it takes
 _GROUPS = TypeAdapter(tuple[ToolGroup, ...])
 
 
@@ -235,11 +237,19 @@ class RemoteEngine(ProcessOwned):
         return request
 
     async def _sent(self, request: httpx.Request) -> httpx.Response:
-        try:
-            return await self._http.send(request, stream=True)
-        except httpx.TransportError as error:
-            told = f"{self._url!r}: no server answers ({error or type(error).__name__}); start one with `agentcache serve MODEL`"
-            raise EngineClosedError(told) from error
+        """The response. A server that is full is asked again when it says, within RETRY_S."""
+        end = time.monotonic() + RETRY_S
+        while True:
+            try:
+                response = await self._http.send(request, stream=True)
+            except httpx.TransportError as error:
+                told = f"{self._url!r}: no server answers ({error or type(error).__name__}); start one with `agentcache serve MODEL`"
+                raise EngineClosedError(told) from error
+            pause = response.headers.get("retry-after", "")
+            if response.status_code != 429 or not pause.isdecimal() or time.monotonic() + int(pause) > end:
+                return response
+            await response.aclose()
+            await asyncio.sleep(int(pause))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine on the client's thread."""

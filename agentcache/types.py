@@ -149,29 +149,36 @@ class Layout:
 
 
 class Reason(str, Enum):
-    """The reason that tokens were not reused, or not as near to exact as they could be."""
+    """The reason that tokens were not reused, or not as near to exact as they could be. words: the same for people."""
 
-    REUSE_OFF = "REUSE_OFF"  # the caller asked for no reuse
-    COLD = "COLD"  # nothing of this prompt was known
-    DIVERGED = "DIVERGED"  # known up to here, other tokens from here on
-    LAST_TOKEN = "LAST_TOKEN"  # the last prompt token is always computed: its logits are needed
-    EVICTED = "EVICTED"  # cached once, then dropped for the byte budget
-    DELETED = "DELETED"  # cached once, then deleted on purpose: `Engine.forget`, `agentcache prune`
-    FINGERPRINT = "FINGERPRINT"  # cached under other weights, config or versions
-    NUMERICS = "NUMERICS"  # exact, but computed by kernels that round differently: not bitwise
-    LAYER_KIND = "LAYER_KIND"  # the model has layers whose state cannot be paged
-    CHECKPOINT = "CHECKPOINT"  # known, but after the last checkpoint of recurrent layers
-    ROPE_REGIME = "ROPE_REGIME"  # rotary frequencies change with the length of this prompt
-    NOT_ROW_PURE = "NOT_ROW_PURE"  # kernels here depend on the batch: tokens are promised, bits are not
-    APPROXIMATE = "APPROXIMATE"  # not lent to an exact request
-    BAD_BLOB = "BAD_BLOB"  # failed verification
-    SLOW_DISK = "SLOW_DISK"  # reading it would take longer than computing it
-    LOSSY = "LOSSY"  # stored with fewer bits than computed: not lent to an exact request
-    NON_FINITE = "NON_FINITE"  # a computation produced NaN or infinity and was not kept
-    PROBE = "PROBE"  # a segment's recomputed head differs too much from its stored one
-    UNSURE = "UNSURE"  # a choice after moved text was closer than the calibrated margin: made again with everything computed
-    ADAPTER = "ADAPTER"  # the adapter computes these tokens, or their upper layers, otherwise than what is cached
-    DRIFT = "DRIFT"  # segment reuse is switched off: sampled answers drifted beyond the calibrated bound
+    words: str
+
+    def __new__(cls, value: str, words: str) -> Reason:
+        reason = str.__new__(cls, value)
+        reason._value_, reason.words = value, words
+        return reason
+
+    REUSE_OFF = "REUSE_OFF", "the caller asked for no reuse"
+    COLD = "COLD", "nothing of this prompt was known"
+    DIVERGED = "DIVERGED", "known up to here, other tokens from here on"
+    LAST_TOKEN = "LAST_TOKEN", "the last prompt token is always computed: its logits are needed"
+    EVICTED = "EVICTED", "cached once, then dropped for the byte budget"
+    DELETED = "DELETED", "cached once, then deleted on purpose: `Engine.forget`, `agentcache prune`"
+    FINGERPRINT = "FINGERPRINT", "cached under other weights, config or versions"
+    NUMERICS = "NUMERICS", "exact, but computed by kernels that round differently: not bitwise"
+    LAYER_KIND = "LAYER_KIND", "the model has layers whose state cannot be paged"
+    CHECKPOINT = "CHECKPOINT", "known, but after the last checkpoint of recurrent layers"
+    ROPE_REGIME = "ROPE_REGIME", "rotary frequencies change with the length of this prompt"
+    NOT_ROW_PURE = "NOT_ROW_PURE", "kernels here depend on the batch: tokens are promised, bits are not"
+    APPROXIMATE = "APPROXIMATE", "not lent to an exact request"
+    BAD_BLOB = "BAD_BLOB", "failed verification"
+    SLOW_DISK = "SLOW_DISK", "reading it would take longer than computing it"
+    LOSSY = "LOSSY", "stored with fewer bits than computed: not lent to an exact request"
+    NON_FINITE = "NON_FINITE", "a computation produced NaN or infinity and was not kept"
+    PROBE = "PROBE", "a segment's recomputed head differs too much from its stored one"
+    UNSURE = "UNSURE", "a choice after moved text was closer than the calibrated margin: made again with everything computed"
+    ADAPTER = "ADAPTER", "the adapter computes these tokens, or their upper layers, otherwise than what is cached"
+    DRIFT = "DRIFT", "segment reuse is switched off: sampled answers drifted beyond the calibrated bound"
 
     __str__ = str.__str__
 

@@ -53,7 +53,7 @@ Ask = Callable[[Call], Awaitable[Told]]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked, and of whom."""
+    """Measurements to make."""
 
     # how many agents at once, one measurement each
     agents: tuple[int, ...]

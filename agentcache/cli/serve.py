@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.options import Dtype
+from ..bench.options import Dtype, WeightsOption
 from ..errors import ConfigError
 from ..terminal import report_errors
 from .store import StoreOption
@@ -30,6 +30,8 @@ def serve(
     requests: Annotated[int, typer.Option(help="Requests that may run at once.")] = 64,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time for one whole answer.")] = 600.0,
     dtype: Annotated[Dtype | None, typer.Option(help="Type of the weights; by default as they were saved.")] = None,
+    weights: WeightsOption = None,
+    bits: Annotated[int | None, typer.Option(help="Quantize the weights with bitsandbytes: 4 (NF4) or 8 (int8).")] = None,
     store: StoreOption = None,
 ) -> None:
     """Serve models over HTTP: OpenAI's API, the cache's own, and a page."""
@@ -48,7 +50,11 @@ def serve(
         tenants = Tenants.read(keys, requests)
         if host not in LOCAL and not tenants.asks_for_keys:
             raise ConfigError(f"--host={host!r}: others could reach it: give --keys FILE, or listen on {LOCAL[0]}")
-        served = [_served(said, dtype, store, warm if number == 0 else None, system) for number, said in enumerate(models)]
+        if bits not in (None, 4, 8):
+            raise ConfigError(f"--bits={bits!r}: must be 4 or 8")
+        loading = {"dtype": dtype and dtype.value, "weights": weights and weights.value}
+        options = {**loading, "load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
+        served = [_served(said, options, warm if number == 0 else None, system) for number, said in enumerate(models)]
         if len({model.name for model in served}) < len(served):
             raise ConfigError(f"models={models!r}: two have one name; give NAME=PATH")
         state = ServerState(ServedModels(served, idle), tenants, RegisteredTools(_folder(store)), Limits(answer_s=timeout))
@@ -71,8 +77,8 @@ def _folder(store: Path | None) -> Path | None:
     return Folder.open(place, create=True).path
 
 
-def _served(said: str, dtype: Dtype | None, store: Path | None, warm: Path | None, system: str | None) -> ServedModel:
-    """A model as the command line names it."""
+def _served(said: str, options: Mapping[str, Any], warm: Path | None, system: str | None) -> ServedModel:
+    """A model as the command line names it. options: of its engine."""
     from ..server.served_models import ServedModel
 
     name, sep, path = said.partition("=")
@@ -87,8 +93,7 @@ def _served(said: str, dtype: Dtype | None, store: Path | None, warm: Path | Non
         from .store import given_system, given_tools
 
         say("loading weights")
-        options: dict[str, Any] = {} if store is None else {"store": store}
-        engine = Opened(path, dtype=dtype.value if dtype else None, **options)
+        engine = Opened(path, **options)
         if warm is not None or system is not None:
             say("computing the tool group")
             try:

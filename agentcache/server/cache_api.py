@@ -131,8 +131,15 @@ async def register(body: ToolsBody, request: Request) -> Response:
 @router.patch("/tools/{name:path}", tags=["cache"])
 async def pin(name: str, body: PinBody, request: Request) -> Response:
     """Pin a tool group, and compute what is gone of it; or release its pin."""
-    known = _state(request).tools.find(_tenant(request).namespace, name)
-    return await _registered(replace(known, pinned=body.pinned), request)
+    state, namespace = _state(request), _tenant(request).namespace
+    known = state.group(namespace, name)
+    if known.registered:
+        return await _registered(replace(known, pinned=body.pinned), request)
+    async with state.models.use(known.model) as engine:  # a client pinned it: what it is computed from is not known here
+        if not body.pinned:
+            engine.release(name, namespace=namespace)
+        state.records.wake()
+        return JSONResponse(_about(known, None, body.pinned))
 
 
 async def _registered(group: Registered, request: Request) -> Response:
@@ -182,7 +189,10 @@ def _about(group: Registered, made: ToolGroup | None, held: bool) -> dict[str, A
         "ttl_s": group.ttl_s,
         "pinned": held and group.pinned,
     }
-    told |= {"status": "warm" if held else "registered", "tier": "memory" if held else "disk" if made else None}
+    told |= {
+        "status": "pinned" if not group.registered else "warm" if held else "registered",
+        "tier": "memory" if held else "disk" if made else None,
+    }
     if made is None:
         return {**told, "digest": None, "prefix_tokens": None, "pages": None, "bytes": None, "created": None}
     size = made.kv_bytes + made.checkpoint_bytes
@@ -207,7 +217,7 @@ def _groups(state: ServerState, namespace: str | None) -> list[dict[str, Any]]:
         if record.receipt and not any(refusal.reason == Reason.REUSE_OFF for refusal in record.receipt.refusals):
             asked.setdefault((record.namespace, record.group), []).append(record.receipt.cached_tokens)
     told = []
-    for group in state.tools.of(namespace):
+    for group in state.groups(namespace):
         made = pinned.get((group.model, group.namespace, group.name))
         stored = made or _stored(engines.get(group.model), group)
         cached = asked.get((group.namespace, group.name), [])
@@ -228,7 +238,7 @@ def _stored(engine: Engine | None, group: Registered) -> ToolGroup | None:
 async def delete(name: str, request: Request) -> Response:
     """Delete a tool group, in memory and on disk."""
     state, tenant = _state(request), _tenant(request)
-    group = state.tools.find(tenant.namespace, name)
+    group = state.group(tenant.namespace, name)
     async with state.models.use(group.model) as engine:
         forgotten = await _forget(engine, tenant.namespace, name, None)
     state.tools.drop(group)

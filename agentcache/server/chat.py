@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from ..types import Logprob, Message
 from .answers import EVENTS, Answer, opened, sse, streamed, whole
 from .errors import ServerError
-from .schemas import ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
+from .schemas import Body, ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
 
 if TYPE_CHECKING:
     from ..answer.parser import Delta
@@ -36,18 +36,9 @@ async def chat(body: ChatBody, request: Request) -> Response:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     kwargs = {**thinking_of(body.reasoning_effort), **(body.chat_template_kwargs or {})}
 
-    def ask(engine: Engine, namespace: str) -> Stream:
-        return engine.stream(
-            [with_role(message) for message in body.messages],
-            tools,
-            sampling=body.sampling(limit, body.stop, logprobs),
-            constraint=constraint,
-            volatile=tuple(body.volatile or ()),
-            namespace=namespace,
-            reuse=body.reuse,
-            template_kwargs=kwargs or None,
-        )
-
+    said = [with_role(message) for message in body.messages]
+    sampling = body.sampling(limit, body.stop, logprobs)
+    ask = asking(body, said, tools, sampling=sampling, constraint=constraint, template_kwargs=kwargs or None)
     async with AsyncExitStack() as stack:
         asked = getattr(request.state, "group", None)  # by POST /query
         group = asked or state.tools.shown(request.state.tenant.namespace, body.messages, tools)
@@ -57,6 +48,16 @@ async def chat(body: ChatBody, request: Request) -> Response:
         usage = bool(body.stream_options and body.stream_options.include_usage)
         events = _chat_events(answer, usage, logprobs is not None)
         return streamed(state, stack.pop_all(), answer, events, failed=failed_event, end=DONE)
+
+
+def asking(body: Body, prompt: str | list[dict[str, Any]], tools: Sequence[Any] = (), **options: Any) -> Callable[[Engine, str], Stream]:
+    """The call of an engine that answers a body, under a namespace."""
+
+    def ask(engine: Engine, namespace: str) -> Stream:
+        volatile = tuple(body.volatile or ())
+        return engine.stream(prompt, tools, volatile=volatile, namespace=namespace, reuse=body.reuse, **options)
+
+    return ask
 
 
 def with_role(message: dict[str, Any]) -> dict[str, Any]:
@@ -155,12 +156,9 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     body.check_neutral()
     state: ServerState = request.app.state.server
 
-    def ask(engine: Engine, namespace: str) -> Stream:
-        sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.stop, body.logprobs)
-        return engine.stream(body.prompt, sampling=sampling, volatile=tuple(body.volatile or ()), namespace=namespace, reuse=body.reuse)
-
+    sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.stop, body.logprobs)
     async with AsyncExitStack() as stack:
-        answer = await opened(state, request, stack, body.model, "cmpl", ask)
+        answer = await opened(state, request, stack, body.model, "cmpl", asking(body, body.prompt, sampling=sampling))
         if not body.stream:
             return await whole(state, request, answer, _text_whole(answer))
         usage = bool(body.stream_options and body.stream_options.include_usage)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import html
-import inspect
-import re
 from functools import cache, partial
 from importlib.resources import files
 
@@ -25,15 +23,10 @@ HEADERS = {
 router = APIRouter(include_in_schema=False)
 
 
-def reasons() -> dict[str, str]:
-    """Each reason in words, as its definition gives them."""
-    return dict(re.findall(r'^    ([A-Z_]+) = "\1"  # (.+)$', inspect.getsource(Reason), re.MULTILINE))
-
-
 @cache
 def _text(name: str) -> str:
     """A file of the page, with the reasons where they are wanted."""
-    told = [(html.escape(reason), html.escape(words)) for reason, words in reasons().items()]
+    told = [(html.escape(reason), html.escape(reason.words)) for reason in Reason]
     rows = "".join(f'<div id="{reason}"><dt>{reason}</dt><dd>{words}</dd></div>\n' for reason, words in told)
     return (files(__package__) / "page" / name).read_text(encoding="utf-8").replace("<!-- reasons -->", rows)
 

@@ -28,6 +28,8 @@ class Registered:
     # seconds that it stays pinned after its last use; None: until it is deleted
     ttl_s: float | None = None
     pinned: bool = True
+    # False for one that a client only pinned: it is listed, and not remembered
+    registered: bool = True
 
 
 class RegisteredTools:

@@ -12,15 +12,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from .answers import EVENTS, Answer, opened, sse, streamed, whole
-from .chat import DONE, logprob_of
+from .chat import DONE, asking, logprob_of
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
 from .stored_responses import Items, StoredResponse
 
 if TYPE_CHECKING:
     from ..answer.parser import Delta
-    from ..engine import Engine
-    from ..stream import Completion, Stream
+    from ..stream import Completion
     from .state import ServerState
 
 INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -49,18 +48,8 @@ async def respond(body: ResponseBody, request: Request) -> Response:
     logprobs = (body.top_logprobs or 0) if INCLUDED[0] in (body.include or ()) else None
     kwargs = thinking_of(body.reasoning.effort if body.reasoning else None)
 
-    def ask(engine: Engine, namespace: str) -> Stream:
-        return engine.stream(
-            messages,
-            tools,
-            sampling=body.sampling(body.max_output_tokens, None, logprobs),
-            constraint=constraint,
-            volatile=tuple(body.volatile or ()),
-            namespace=namespace,
-            reuse=body.reuse,
-            template_kwargs=kwargs or None,
-        )
-
+    sampling = body.sampling(body.max_output_tokens, None, logprobs)
+    ask = asking(body, messages, tools, sampling=sampling, constraint=constraint, template_kwargs=kwargs or None)
     async with AsyncExitStack() as stack:
         answer = await opened(state, request, stack, body.model, "resp", ask, state.tools.shown(namespace, messages, tools))
         writer = ResponseWriter(answer, body)

@@ -58,12 +58,10 @@ class ServedModel:
         """Close its engine; the next request loads it again."""
         if self._loading is not None:
             loading, self._loading = self._loading, None
-            try:
-                engine = await loading
-            except Exception:  # noqa: BLE001  # whatever made loading fail was told to those who asked
-                return
-            self.engine, self.state = None, "unloaded"
-            await asyncio.to_thread(engine.close)
+            await asyncio.wait([loading])
+            if loading.exception() is None:  # else `phase` tells of it
+                self.engine, self.state = None, "unloaded"
+                await asyncio.to_thread(loading.result().close)
 
     def about(self) -> dict[str, object]:
         """State, in words and seconds."""
@@ -108,16 +106,12 @@ class ServedModels:
             model.used = time.monotonic()
 
     async def _loaded(self, model: ServedModel) -> Engine:
-        try:
-            return await asyncio.shield(model.load())
-        except (ImportError, OSError, ValueError, RuntimeError) as error:
-            raise ServerError(
-                503,
-                f"model {model.name!r} could not be loaded: {error}",
-                kind="server_error",
-                code="model_failed",
-                headers={"Retry-After": "5"},
-            ) from error
+        loading = model.load()
+        await asyncio.wait([loading])  # which goes on for others, if this request ends
+        if (error := loading.exception()) is not None:
+            said = f"model {model.name!r} could not be loaded: {model.phase}"
+            raise ServerError(503, said, kind="server_error", code="model_failed", headers={"Retry-After": "5"}) from error
+        return loading.result()
 
     async def look_after(self) -> None:
         """Close models that are idle for too long, and call `keep`, for ever."""

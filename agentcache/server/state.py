@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import AgentCacheError
 from .metrics import Metrics
 from .records import Records
-from .registered_tools import RegisteredTools
+from .registered_tools import Registered, RegisteredTools
 from .served_models import ServedModel, ServedModels
 from .stored_responses import StoredResponses
 from .tenants import Tenants
@@ -61,6 +61,22 @@ class ServerState:
                 with suppress(AgentCacheError):  # a group that no longer fits is computed, and refused, when it is asked for
                     engine.warm(group.system or None, group.tools, name=group.name, namespace=group.namespace)
         return engine
+
+    def groups(self, namespace: str | None) -> list[Registered]:
+        """The tool groups of a namespace, None for all: those that are registered, then those that clients pinned through /v1/engine."""
+        registered = self.tools.of(namespace)
+        known = {(group.model, group.namespace, group.name) for group in registered}
+        held = [(model.name, group) for model in self.models.all if model.engine is not None for group in model.engine.groups]
+        pinned = [
+            Registered(group.name, group.namespace, model, "", [{"name": tool} for tool in group.tools], registered=False)
+            for model, group in held
+            if namespace in (None, group.namespace) and (model, group.namespace, group.name) not in known
+        ]
+        return registered + pinned
+
+    def group(self, namespace: str, name: str) -> Registered:
+        """The tool group of that name. ServerError 404: this namespace has none."""
+        return next((group for group in self.groups(namespace) if group.name == name), None) or self.tools.find(namespace, name)
 
     def _unpin_lapsed(self) -> None:
         for group in self.tools.lapsed():

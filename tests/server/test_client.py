@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from agentcache import Constraint, Engine, Message, RemoteEngine, Sampling
+from agentcache import Constraint, Engine, Message, RemoteEngine, Sampling, client
 from agentcache.errors import (
     CancelledError,
     ConfigError,
@@ -87,10 +88,18 @@ def test_errors_keep_their_classes(remote: RemoteEngine, local: Engine) -> None:
         nowhere.stream(ASKED)
 
 
-def test_tool_groups_are_pinned_and_released(remote: RemoteEngine) -> None:
+def test_tool_groups_are_pinned_and_released(served: Served, remote: RemoteEngine) -> None:
     group = remote.warm(SYSTEM, [TIDE], name="tides")
     assert group in remote.groups
     assert (group.name, group.tools) == ("tides", ("tide",))
+    with served.client() as http:
+        (listed,) = [one for one in http.get("/tools").json()["groups"] if one["name"] == "tides"]
+        told = {"status": "pinned", "pinned": True, "tools": ["tide"], "digest": group.page_keys[-1], "pages": group.pages}
+        assert told.items() <= listed.items()
+        assert http.patch("/tools/tides", json={"pinned": False}).json()["pinned"] is False
+        assert http.delete("/tools/tides").status_code == 404
+        assert group not in remote.groups
+    assert remote.warm(SYSTEM, [TIDE], name="tides").page_keys == group.page_keys
     answer = remote.generate(ASKED, [TIDE], tools_order="sticky", group="tides", sampling=SHORT)
     assert answer.receipt.cached_tokens >= group.prefix_tokens
     assert remote.release("tides")
@@ -142,7 +151,19 @@ def test_streams_are_read_in_a_loop(remote: RemoteEngine) -> None:
     assert first == second != ""
 
 
-def test_keys_decide_the_namespace(tmp_path: Path) -> None:
+def test_a_full_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(store=tmp_path, most=1) as one, RemoteEngine(ready(one).url) as engine:
+        stream = engine.stream("The keeper of the", sampling=Sampling(max_tokens=3000))
+        monkeypatch.setattr(client, "RETRY_S", 0.5)
+        with pytest.raises(GenerationError, match="1 requests running"):
+            engine.stream(ASKED)
+        monkeypatch.setattr(client, "RETRY_S", 30.0)
+        threading.Timer(0.1, stream.close).start()
+        assert engine.generate(ASKED, sampling=SHORT).text
+
+
+def test_keys_decide_the_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "RETRY_S", 0.0)
     (tmp_path / "keys.toml").write_text(KEYS)
     with serving(store=tmp_path / "store", keys=tmp_path / "keys.toml") as one:
         url = ready(one).url

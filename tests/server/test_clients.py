@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
 import pytest
@@ -78,3 +79,37 @@ def test_a_langchain_agent_calls_and_answers(served: Served, question: str, call
     assert called == [call]
     assert answer in last.text
     assert last.usage_metadata["input_token_details"]["cache_read"] > 0, "the second step goes on from the first"
+
+
+@pytest.mark.filterwarnings("ignore")  # its own, of pydantic
+def test_a_litellm_completion_calls_and_streams(served: Served) -> None:
+    litellm = pytest.importorskip("litellm", reason="litellm needs boto3 and openai<3, which are not in the extra dev")
+    asked = {"model": "openai/embedded", "api_base": f"{served.url}/v1", "api_key": "none", "messages": ASKED, "max_tokens": 96}
+    tool = {"type": "function", "function": {"name": "port", "parameters": Port.model_json_schema()}}
+    [call] = litellm.completion(**asked, tools=[tool], tool_choice="required").choices[0].message.tool_calls
+    assert call.function.name == "port"
+    assert Port.model_validate_json(call.function.arguments)
+    whole = litellm.completion(**asked)
+    *_, last = chunks = list(litellm.completion(**asked, stream=True, stream_options={"include_usage": True}))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert last.usage.prompt_tokens_details.cached_tokens == last.usage.prompt_tokens - 1
+
+
+@pytest.mark.filterwarnings("ignore")  # its own, of pydantic
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_llama_index_agent_calls_and_answers(served: Served, streaming: bool) -> None:
+    reason = "llama-index-llms-openai-like needs openai<3, which is not in the extra dev"
+    openai_like = pytest.importorskip("llama_index.llms.openai_like", reason=reason).OpenAILike
+    workflow = pytest.importorskip("llama_index.core.agent.workflow")
+    llm = openai_like(
+        model="embedded", api_base=f"{served.url}/v1", api_key="none", is_chat_model=True, is_function_calling_model=True, max_tokens=120
+    )
+    question, call, answer = QUESTIONS[0]
+
+    async def ask() -> str:
+        tools, system = [get_invoice, cancel_order], "You are a helpful assistant."
+        return str(await workflow.FunctionAgent(tools=tools, llm=llm, system_prompt=system, streaming=streaming).run(question))
+
+    assert answer in asyncio.run(ask())
+    assert called == [call]

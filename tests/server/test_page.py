@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import shutil
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentcache import Engine
-from agentcache.server.page import HEADERS, reasons
+from agentcache.server.page import HEADERS
 from agentcache.server.served_models import ServedModel
 from agentcache.types import Reason
 from tests.serving import ALICE, KEYS, TIDE, Served, serving
@@ -100,8 +101,8 @@ def ask(page: Any, question: str) -> None:
 
 
 def test_each_reason_is_told_in_words() -> None:
-    assert reasons().keys() == {str(reason) for reason in Reason}
-    assert all(len(words.split()) > 1 for words in reasons().values())
+    assert all(len(reason.words.split()) > 1 for reason in Reason)
+    assert Reason("COLD") is Reason.COLD is pickle.loads(pickle.dumps(Reason.COLD))
 
 
 def test_page_reaches_nothing_but_its_server(visit: Callable[..., Any], server: str) -> None:
@@ -144,7 +145,7 @@ def test_question_is_asked_with_and_without_reuse(visit: Callable[..., Any], ser
     assert re.match(r"\d+ prompt tokens: \d+ from memory, \d+ computed in the tail$", before.get_by_role("img").get_attribute("aria-label"))
     assert "first token after" in before.inner_text()
     last.get_by_role("link", name="REUSE_OFF").click()
-    assert page.locator("#reasons :target").inner_text().split() == ["REUSE_OFF", *reasons()["REUSE_OFF"].split()]
+    assert page.locator("#reasons :target").inner_text().split() == ["REUSE_OFF", *Reason.REUSE_OFF.words.split()]
     page.locator("#groups li", has_text="asked").get_by_text("1 of 1 request").wait_for()
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from agentcache import Engine
+from agentcache.cli import app as cli
+from agentcache.server.listening import EndingServer
 from agentcache.server.served_models import ServedModel
 from tests.serving import ASKED, ENDLESS, ready, serving
 
@@ -48,13 +52,15 @@ def test_a_model_that_cannot_be_loaded_says_why() -> None:
 
     def fail(say: Callable[[str], None]) -> Engine:
         tried.append(1)
-        raise OSError("no such folder")
+        raise KeyError("no such layer")
 
     with serving(ServedModel("broken", fail), embedded()) as served, served.client() as http:
         answer = http.post(CHAT, json=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_failed")
-        assert "no such folder" in answer.text
+        assert "no such layer" in answer.text
         assert http.get("/health").json()["status"] == "failed"
+        for told in ("/health", "/status"):
+            assert http.get(told).json()["models"][0]["phase"] == "KeyError: 'no such layer'"
         assert http.post(CHAT, json={**BODY, "model": "embedded"}).status_code == 200
         assert len(tried) > 1, "each request tries again"
 
@@ -94,3 +100,16 @@ def test_running_answers_are_told_when_the_server_ends(ends: str) -> None:
         asking.join()
         assert '"code":"shutting_down"' in said[0]
         assert http.post(CHAT, json=BODY).status_code == 503
+
+
+@pytest.mark.parametrize(("option", "loading"), [(["--weights", "int8"], {"weights": "int8"}), (["--bits", "4"], {"load_in_4bit": True})])
+def test_weights_are_quantized_as_the_command_says(monkeypatch: pytest.MonkeyPatch, option: list[str], loading: dict[str, Any]) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr("agentcache.engine.Engine", lambda path, **options: made.append(options))
+
+    monkeypatch.setattr(EndingServer, "run", lambda server, sockets: None)
+    monkeypatch.setattr("agentcache.server.app.create_app", lambda state: state.models.first.open(print))
+    done = CliRunner().invoke(cli.app, ["serve", "embedded", "--port", "0", *option])
+    assert done.exit_code == 0, done.output
+    assert loading.items() <= made[0].items()
+    assert "--bits=3: must be 4 or 8" in CliRunner().invoke(cli.app, ["serve", "embedded", "--bits", "3"]).output

@@ -177,7 +177,7 @@ function show() {
   ]);
   keyed($("groups"), status.groups, (group) => `${group.namespace}/${group.name}`, makeGroup, fillGroup);
   $("no-groups").hidden = status.groups.length > 0;
-  const mine = status.groups.filter((group) => group.namespace === status.namespace);
+  const mine = status.groups.filter((group) => group.namespace === status.namespace && group.status !== "pinned");
   keyed($("group"), [{ name: "" }, ...mine], (group) => group.name, (group) => make("option", { value: group.name }), (option, group) =>
     say(option, group.name || "none: the question alone"));
   keyed($("requests"), status.last, (record) => record.id, () => make("li"), fillRequest);
