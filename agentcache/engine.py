@@ -99,12 +99,16 @@ class Engine(ProcessOwned, Documents):
         redact: bool = False,
         strict: bool | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        receipts: str | os.PathLike[str] | None = None,
         **loading: Unpack[Loading],
     ) -> None:
         super().__init__()
         if type(chunk_tokens) is not int or chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens!r}: must be a whole number, at least 1")
         self.reuse: Reuse = check_reuse(reuse)
+        if receipts is not None:
+            from .receipt_log import ReceiptLog
+        log = ReceiptLog(receipts) if receipts is not None else None
         named = getattr(getattr(model, "config", None), "_name_or_path", "")
         self.name = model if isinstance(model, str) else str(named or type(model).__name__)
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
@@ -115,7 +119,7 @@ class Engine(ProcessOwned, Documents):
         except BaseException:
             self.model.close()
             raise
-        self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens)
+        self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens, log)
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
         self._end = weakref.finalize(self, _end, os.getpid(), self.scheduler, self.store, self.model)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
@@ -176,15 +180,9 @@ class Engine(ProcessOwned, Documents):
         called, received, chosen = time.perf_counter(), self.store.heed(), self._adapters.find(adapter)
         sampling = sampling or Sampling()
         layout = self.renderer.render(
-            messages,
-            tools,
-            rendering=rendering,
-            tools_order=tools_order,
-            sticky=() if group is None else self._groups.tools(namespace, group, chosen),
-            namespace=namespace,
-            template_kwargs=template_kwargs,
-            volatile=volatile,
-        )
+            messages, tools, rendering=rendering, tools_order=tools_order, namespace=namespace, template_kwargs=template_kwargs,
+            volatile=volatile, sticky=() if group is None else self._groups.tools(namespace, group, chosen),
+        )  # fmt: skip
         sampling = fitted(sampling, len(layout.ids), self.model.context_tokens)
         consent = reuse or self.reuse
         given = None if isinstance(consent, str) else consent

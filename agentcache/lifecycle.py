@@ -5,6 +5,7 @@ Its pages go into the store if they are finite and the weights hold; those that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ class Lifecycle:
     def __init__(self, runner: Runner, store: Store) -> None:
         self.runner, self.store = runner, store
         self.matching = Matching(runner.model, store)
+        self.ended: Callable[[Running], str] | None = None  # called once for each request; returns a note for its receipt
 
     def renew(self, running: Running) -> AgentCacheError | None:
         """Begin a request anew under the weights of now: without reuse, if they do not rest. The error instead, if some answer is out."""
@@ -348,6 +350,8 @@ class Lifecycle:
 
     def _leave(self, running: Running, reason: FinishReason | None) -> None:
         running.account.record_end(reason, running.sequence.exact_until if running.sequence else None)
+        if self.ended is not None and (note := self.ended(running)):
+            running.account.record_note(note)
         self._release(running)
 
     def _release(self, running: Running) -> None:

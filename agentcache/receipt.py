@@ -12,6 +12,7 @@ Times are milliseconds on a monotonic clock, read after the device has finished.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,6 +24,10 @@ from .types import FinishReason, Grade, Layout, Missed, Move, Reason, Refusal, S
 class Receipt:
     """The cost and the savings of one request. JSON-able by `as_dict`."""
 
+    # of its own
+    id: str = ""
+    # when its request came, by time.time()
+    began: float = 0.0
     namespace: str = "default"
     # name of the model, as the engine was given it
     model: str = ""
@@ -137,6 +142,8 @@ class Account:
     ) -> Account:
         """Begin the account of a prompt that was rendered just now. called: when its request came, by time.perf_counter()."""
         receipt = Receipt(
+            id=uuid.uuid4().hex,
+            began=time.time(),
             namespace=namespace,
             model=model,
             weights=weights,

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from .types import FinishReason
 
 if TYPE_CHECKING:
     from .hit_audit import HitAudit
+    from .receipt_log import ReceiptLog
 
 STEP_MS = 330.0  # a round that also decodes should take about this long: nineteen of twenty then stay below half a second
 POLL_S = 0.002  # between two looks at a request whose pages are on their way, while nothing else runs
@@ -56,10 +58,13 @@ class Scheduler:
     rounds: forwards so far. ms_per_token: cost of prefill, smoothed. idle: what else the device may do.
     """
 
-    def __init__(self, runner: Runner, store: Store, chunk_tokens: int) -> None:
+    def __init__(self, runner: Runner, store: Store, chunk_tokens: int, log: ReceiptLog | None = None) -> None:
         self.runner = runner
         self.store = store
         self.lifecycle = Lifecycle(runner, store)
+        self._log = log
+        if log is not None:
+            self.lifecycle.ended = partial(self._write, log)
         self.hit_audit: HitAudit | None = None
         if store.disk:
             from .hit_audit import HitAudit
@@ -114,6 +119,8 @@ class Scheduler:
             self._collect(0.0)
             for request in (*self._live, *self._waiting):
                 self._fail(request, EngineClosedError("the engine was closed while this request ran"))
+            if self._log is not None:
+                self._log.close()
 
     def _turn(self) -> None:
         """One round. Its own frame, so that nothing of it lives on while the thread waits for requests."""
@@ -215,6 +222,10 @@ class Scheduler:
     def _fail(self, request: Running, error: AgentCacheError, reason: FinishReason | None = None) -> None:
         self._remove(request)
         self.lifecycle.fail(request, error, reason)
+
+    def _write(self, log: ReceiptLog, request: Running) -> str:
+        receipt, saved_ms = request.receipt, request.receipt.cached_tokens * self.ms_per_token
+        return log.append(receipt, request.ids.array(receipt.prompt_tokens), request.provenance.fingerprint, saved_ms)
 
     def _remove(self, request: Running) -> None:
         for among in (self._live, self._waiting):

@@ -19,7 +19,7 @@ from ..approximate.calibrate.cli import calibrate, segments
 from ..bench.cli import app as bench_app
 from ..bench.options import to_write, write
 from ..terminal import facts, report_errors, say_json
-from . import lint, upkeep
+from . import lint, receipts, upkeep
 from . import store as stores
 from .serve import serve
 
@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 bench_app.command()(segments)
 app.add_typer(bench_app, name="bench")
+app.add_typer(receipts.app, name="receipts")
 
 for _verb in (
     stores.warm,

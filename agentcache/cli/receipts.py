@@ -1,0 +1,69 @@
+"""The verbs of evidence: verify, show and sum the receipts that engines wrote. Knows how to print, nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..terminal import report_errors, say_json
+from .store import JsonOption, count
+
+app = typer.Typer(help="Receipts that engines wrote with `receipts=FOLDER`.", no_args_is_help=True)
+FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder given as `Engine(receipts=...)`.")]
+
+
+@app.command()
+def verify(folder: FolderArgument, as_json: JsonOption = False) -> None:
+    """Check that no receipt was changed, left out, doubled or moved. Exit code 1 if one was."""
+    from .. import receipt_log
+
+    with report_errors():
+        held, faults = receipt_log.verify(folder)
+    if as_json:
+        say_json({"receipts": held, "faults": [asdict(fault) for fault in faults]})
+    else:
+        for fault in faults:
+            typer.echo(f"{fault.file}, line {fault.line}: {fault.why}")
+        typer.echo(f"{count(held, 'receipt')}: {'these hold' if faults else 'all hold'}")
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(folder: FolderArgument) -> None:
+    """Print all receipts as JSON lines, chain by chain."""
+    from .. import receipt_log
+
+    with report_errors():
+        for one in receipt_log.read(folder):
+            typer.echo(json.dumps(one))
+
+
+@app.command("sum")
+def sum_(
+    folder: FolderArgument,
+    by: Annotated[str, typer.Option(help="namespace, model, adapter, group (a digest of the tools) or role.")] = "namespace",
+    as_json: JsonOption = False,
+) -> None:
+    """Sum tokens, and the time that reuse saved."""
+    from .. import receipt_log
+
+    with report_errors():
+        found = receipt_log.totals(receipt_log.read(folder), by)
+    if as_json:
+        say_json({"by": by, "totals": found})
+        return
+    table = Table(by, "requests", "prompt tokens", "cached", "computed", "saved", box=None)
+    for name, one in found.items():
+        table.add_row(
+            name,
+            *(str(one[key]) for key in ("requests", "prompt_tokens", "cached_tokens", "computed_tokens")),
+            f"{one['saved_ms'] / 1e3:.1f} s",
+        )
+    Console().print(table)
