@@ -58,8 +58,8 @@ def corpus() -> dict[str, Any]:
         asked.append(told)
     talks = []
     for number in range(CONVERSATIONS):
-        town = number % TOWNS
-        talks.append({"passages": [town * PASSAGES, (town + 1) * PASSAGES], "questions": rng.sample(asked[town], QUESTIONS)})
+        at = number % TOWNS
+        talks.append({"passages": [at * PASSAGES, (at + 1) * PASSAGES], "questions": rng.sample(asked[at], QUESTIONS)})
     rng.shuffle(talks)
     return {"passages": passages, "conversations": talks}
 

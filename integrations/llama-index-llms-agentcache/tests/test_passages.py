@@ -94,7 +94,7 @@ def test_order_stays_where_nothing_is_cached(llm: AgentCacheLLM) -> None:
     assert shown == nodes[:4]
 
 
-def test_a_changed_node_is_learnt_anew_and_a_deleted_one_released(llm: AgentCacheLLM) -> None:
+def test_a_changed_node_is_learnt_anew(llm: AgentCacheLLM) -> None:
     learn = LearnNodes(llm=llm)
     nodes = [TextNode(text=text, id_=str(number)) for number, text in enumerate(recipes.LOG)]
     learn(nodes)
