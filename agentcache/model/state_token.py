@@ -26,6 +26,7 @@ from .rope import changes_by_length
 SAMPLED = 64  # values of each tensor; all of them change when an adapter is merged
 _SCALES = ("absmax", "code", "offset")  # of a bitsandbytes quantisation
 _HOLDERS = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 _version = operator.attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -74,11 +75,16 @@ class StateToken:
         owned = [module.__dict__ for module in self.modules]
         held = [(own[name], written.get(module, ())) for module, own in zip(self.modules, owned) for name in _HOLDERS if own[name]]
         holders = [holder for holder, names in held if not holder.keys() & names]
-        # Other tensors of many values cannot be compared, which `_Copies` takes for a change; one of a single value may equal another
-        self._held = _Copies([holder for holder in holders if not any(map(_is_number, holder.values()))])
-        self._numbers = [holder for holder in holders if any(map(_is_number, holder.values()))]
-        self._number_held = list(chain.from_iterable(map(dict.values, self._numbers)))
-        self._ids = list(map(id, self._number_held))
+        # Tensors of many values cannot be compared, which `_Copies` takes for a change; one of a single value may equal another. Nor does
+        # it see the order of a dictionary, in which layers run
+        ordered = {id(m._modules) for m in self.modules if isinstance(m, _CONTAINERS) and len(m._modules) > 1}
+        exact = [id(holder) in ordered or any(map(_is_number, holder.values())) for holder in holders]
+        self._held = _Copies([holder for holder, by_id in zip(holders, exact) if not by_id])
+        self._exact = [holder for holder, by_id in zip(holders, exact) if by_id]
+        self._exact_held = list(chain.from_iterable(map(dict.values, self._exact)))
+        self._ids = list(map(id, self._exact_held))
+        self._holders = holders
+        self._orders = list(map(list, holders))
         hooks = [own[name] for own in owned for name in ("_forward_hooks", "_forward_pre_hooks")]
         hooks += [getattr(torch_module, name) for name in behaviour.EVERY_MODULE]
         self._unhooked = [each for each in hooks if not each]
@@ -138,7 +144,7 @@ class StateToken:
             return self._strayed or not (
                 list(map(_version, self._counted)) == self._versions
                 and self._held.hold()
-                and list(map(id, chain.from_iterable(map(dict.values, self._numbers)))) == self._ids
+                and list(map(id, chain.from_iterable(map(dict.values, self._exact)))) == self._ids
                 and self._quick.hold()
             )
         except RuntimeError:  # a dictionary grows now
@@ -150,6 +156,7 @@ class StateToken:
             self.tensors_moved()
             or list(map(torch.Tensor.data_ptr, self._placed)) != self._pointers
             or any(self._unhooked)
+            or list(map(list, self._holders)) != self._orders
             or not self._settings.hold()
             or self.code_moved()
             or list(map(type, self.modules)) != self._kinds
