@@ -35,7 +35,11 @@ def save_for(model: Any, folder: Path, seed: int = 0, **options: Any) -> Path:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT reads what transformers deprecates
         torch.manual_seed(seed)
-        get_peft_model(model, LoraConfig(**given)).save_pretrained(folder)
+        wrapped = get_peft_model(model, LoraConfig(**given))
+        for name, parameter in wrapped.named_parameters():
+            if "magnitude" in name:  # a fresh one changes nothing
+                parameter.data.mul_(torch.rand_like(parameter) + 0.5)
+        wrapped.save_pretrained(folder)
     return folder
 
 

@@ -216,6 +216,17 @@ def test_an_unpaged_model_answers_under_its_adapter(tmp_path: Path) -> None:
             assert (logits - rows).abs().max() <= 1e-4
 
 
+def test_a_state_without_a_cache_starts_its_adapter_in_place(tmp_path: Path) -> None:
+    with engine("llama", store=None) as running:
+        running.add_adapter("one", save(tmp_path, "llama", **ACTIVATED))
+        held, adapter = running.model, next(iter(running.model.adapters.values()))
+        ids = torch.tensor(running.renderer.render(chat("Hello")).ids)
+        whole, _ = held.stock(ids, None, adapter, len(ids) - 6)
+        found, _ = held.stock(ids[-2:], ids[:-2], adapter, -4)  # six tokens are its own, four of them are in the state
+        assert torch.allclose(found, whole, atol=1e-5)
+        assert not torch.allclose(found, held.stock(ids, None)[0], atol=1e-2)
+
+
 # -- Activated LoRA --------------------------------------------------------------------------------------------------------
 
 
