@@ -76,8 +76,9 @@ def in_process(engine: Engine, max_tokens: int) -> Ask:
     async def ask(call: Call) -> Told:
         told = Told()
         stream = engine.stream(call.prompt, call.tools, sampling=Sampling(max_tokens=max_tokens))
-        async for _ in stream:
-            told.seen.append(time.perf_counter())
+        async for delta in stream.adeltas():
+            if delta.text:
+                told.seen.append(time.perf_counter())
         told.count(stream.completion.usage)
         return told
 

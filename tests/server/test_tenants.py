@@ -29,6 +29,8 @@ def test_a_key_is_asked_for(keyed: Served) -> None:
             assert said in answer.json()["error"]["message"]
             assert http.get("/status").status_code == http.get("/events").status_code == 401
             assert http.get("/health").status_code == 200
+    with keyed.client() as http:
+        assert http.get("/v1/models", headers={"X-API-Key": ALICE}).status_code == 200
 
 
 def test_what_is_someone_elses_is_not_there(keyed: Served) -> None:
