@@ -23,11 +23,8 @@ def test_a_model_and_a_call_name_their_adapter(tmp_path: Path) -> None:
     get_peft_model(toy.model(VOCAB, layers=1, hidden=128), config).save_pretrained(tmp_path / "judge")
     made = {"model": str(tmp_path / "model"), "adapters": {"judge": str(tmp_path / "judge")}, "max_tokens": 8, "store": None}
     with AgentCacheLLM(**made) as base, AgentCacheLLM(**made, adapter="judge") as other:
-        answers = [
-            base.chat([user("When is high water?")]),
-            other.chat([user("When is high water?")]),
-            base.chat([user("When is high water?")], adapter="judge"),
-        ]
+        asked = [user("When is high water?")]
+        answers = [base.chat(asked), other.chat(asked), base.chat(asked, adapter="judge")]
         texts = [answer.message.content for answer in answers]
         assert texts[0] != texts[1] == texts[2]
         assert base.engine is other.engine
