@@ -16,6 +16,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..approximate.calibrate.cli import calibrate, segments
+from ..approximate.rag.cli import rag
 from ..bench.cli import app as bench_app
 from ..bench.options import to_write, write
 from ..terminal import facts, report_errors, say_json
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench_app.command()(segments)
+bench_app.command()(rag)
 app.add_typer(bench_app, name="bench")
 app.add_typer(receipts.app, name="receipts")
 

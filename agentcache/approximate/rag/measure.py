@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ..calibration import Calibration
-from ..engine import Engine
-from ..types import PASSAGES, Message, Reuse, Sampling
-from .rag_data import Question
+from ...calibration import Calibration
+from ...engine import Engine
+from ...types import PASSAGES, Message, Reuse, Sampling
+from .questions import Question
 
 SYSTEM = "You are a helpful assistant."
 Row = dict[str, Any]

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
-SHIPPED = Path(__file__).parent / "rag.json.gz"
+SHIPPED = Path(__file__).parent / "towns.json.gz"
 K1, B = 1.2, 0.75  # BM25 (Robertson and Zaragoza, 2009)
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentcache.bench import rag, rag_data
-from agentcache.bench.cli import app
+from agentcache.approximate.rag import measure, questions
+from agentcache.cli.app import app
 from agentcache.errors import ConfigError
 
 
 def test_our_own_corpus_is_as_large_as_promised() -> None:
-    asked = rag_data.questions(None, None, 6)
+    asked = questions.questions(None, None, 6)
     texts = {text for one in asked for text in one.found}
     assert (len(asked), len(texts)) == (360, 235)
     assert all(any(right in text for text in one.found) for one in asked for right in one.answers)
@@ -26,24 +26,24 @@ def test_questions_of_hotpotqa_and_multihoprag_are_read(tmp_path: Path) -> None:
     hotpot.write_text(
         json.dumps([{"question": "Who?", "answer": "Ada", "context": [["Mill", ["Ada built it.", " It stands."]], ["Sea", []]]}])
     )
-    assert rag_data.questions(None, hotpot, 5) == [rag_data.Question("Who?", "", ("Ada",), ("Mill\nAda built it. It stands.", "Sea\n"))]
+    assert questions.questions(None, hotpot, 5) == [questions.Question("Who?", "", ("Ada",), ("Mill\nAda built it. It stands.", "Sea\n"))]
     corpus.write_text(json.dumps([{"title": "Mill", "body": "Ada built the mill."}, {"title": "Sea", "body": "Salt and wind."}]))
     multihop.write_text(json.dumps({"query": "Who built the mill?", "answer": "Ada", "evidence_list": []}) + "\n")
-    assert rag_data.questions(corpus, multihop, 1)[0].found == ("Mill\nAda built the mill.",)
+    assert questions.questions(corpus, multihop, 1)[0].found == ("Mill\nAda built the mill.",)
     with pytest.raises(ConfigError, match="name a file of them with --corpus"):
-        rag_data.questions(None, multihop, 1)
+        questions.questions(None, multihop, 1)
     with pytest.raises(ConfigError, match="--questions too"):
-        rag_data.questions(corpus, None, 1)
+        questions.questions(corpus, None, 1)
 
 
 def test_f1_counts_common_words() -> None:
-    assert rag.f1("the Ada Lerin", "Ada Lerin") == 1.0
-    assert rag.f1("Ada Kosler", "Ada Lerin") == pytest.approx(0.5)
-    assert rag.f1("", "Ada") == 0.0
+    assert measure.f1("the Ada Lerin", "Ada Lerin") == 1.0
+    assert measure.f1("Ada Kosler", "Ada Lerin") == pytest.approx(0.5)
+    assert measure.f1("", "Ada") == 0.0
 
 
 def test_rows_tell_what_order_and_repair_save(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["rag", "--limit", "12", "--halos", "0,4", "--json", str(tmp_path / "rag.json")])
+    done = CliRunner().invoke(app, ["bench", "rag", "--limit", "12", "--halos", "0,4", "--json", str(tmp_path / "rag.json")])
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "rag.json").read_text())["rows"]
     assert [(one["order"], one["reuse"], one["repair"]) for one in rows] == [
