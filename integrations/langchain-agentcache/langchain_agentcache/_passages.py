@@ -92,8 +92,9 @@ class LearnDocuments(_Passages):
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
         """The documents, each with the digest under which it is learnt in its metadata."""
         named = {_source(document): text for document, text in zip(documents, self._texts(documents), strict=True) if text.strip()}
-        settings = {"name": self._name, "separator": self._separator, "namespace": self._model.namespace}
-        learnt = self.engine.learn(named, messages=self._messages(), **settings)
+        learnt = self.engine.learn(
+            named, messages=self._messages(), name=self._name, separator=self._separator, namespace=self._model.namespace
+        )
         digests = {one.source: one.digest for one in learnt.documents}
         return [
             document.model_copy(update={"metadata": {**document.metadata, KEY: digests.get(_source(document), "")}})
