@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "agentcache" / "approximate" / "rag" / "towns.json.gz"
+FILE = ROOT / "agentcache" / "approximate" / "calibrate" / "towns.json.gz"
 TOWNS, PASSAGES, CONVERSATIONS, QUESTIONS = 30, 8, 60, 6
 
 

@@ -15,8 +15,7 @@ import typer
 from rich.console import Console
 
 from .. import __version__
-from ..approximate.calibrate.cli import calibrate, segments
-from ..approximate.rag.cli import rag
+from ..approximate.calibrate.cli import calibrate, rag, segments
 from ..bench.cli import app as bench_app
 from ..bench.options import to_write, write
 from ..terminal import facts, report_errors, say_json

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentcache.approximate.rag import measure, questions
+from agentcache.approximate.calibrate import passages, questions
 from agentcache.cli.app import app
 from agentcache.errors import ConfigError
 
@@ -37,9 +37,9 @@ def test_questions_of_hotpotqa_and_multihoprag_are_read(tmp_path: Path) -> None:
 
 
 def test_f1_counts_common_words() -> None:
-    assert measure.f1("the Ada Lerin", "Ada Lerin") == 1.0
-    assert measure.f1("Ada Kosler", "Ada Lerin") == pytest.approx(0.5)
-    assert measure.f1("", "Ada") == 0.0
+    assert passages.f1("the Ada Lerin", "Ada Lerin") == 1.0
+    assert passages.f1("Ada Kosler", "Ada Lerin") == pytest.approx(0.5)
+    assert passages.f1("", "Ada") == 0.0
 
 
 def test_rows_tell_what_order_and_repair_save(tmp_path: Path) -> None:
