@@ -60,6 +60,14 @@ def test_answers_are_those_of_an_engine(remote: RemoteEngine, local: Engine, ask
     assert remote.tokenizer.decode(there.ids) == local.tokenizer.decode(there.ids)
 
 
+def test_deltas_after_the_last_chunk_arrive(remote: RemoteEngine, local: Engine) -> None:
+    """What may begin a call is held back until the answer ends."""
+    forced = "It is lit. <tool_"
+    options = {"sampling": Sampling(max_tokens=len(local.tokenizer(forced, add_special_tokens=False)["input_ids"]), forced=forced)}
+    told = ["".join(d.text for d in engine.stream(ASKED, [TIDE], **options).deltas()) for engine in (remote, local)]
+    assert told == [forced, forced]
+
+
 def test_receipts_count_what_the_server_cached(remote: RemoteEngine) -> None:
     first, second = (remote.generate(ASKED, [TIDE], sampling=SHORT).receipt for _ in range(2))
     assert first.cached_tokens + first.computed_tokens == first.prompt_tokens
