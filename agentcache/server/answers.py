@@ -6,14 +6,18 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
+from anyio import CancelScope, create_task_group, current_time, sleep_until
+from anyio.abc import TaskGroup
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from ..errors import AgentCacheError, CancelledError
 from .errors import ServerError
@@ -26,8 +30,10 @@ if TYPE_CHECKING:
     from .state import ServerState
 
 T = TypeVar("T")
+Failed = Callable[[ServerError], str]
 PING_S = 15.0  # how often a stream that has nothing to tell shows that it is alive
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # of routes that stream, for the schema
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 ANSWER = "x_agentcache"  # the receipt's name in answers, and that of its event in streams
 
 
@@ -106,7 +112,8 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
 
 async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled if the client leaves or the server ends. TimeoutError: it takes longer than it may."""
-    task, gone, closing = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request)), asyncio.ensure_future(state.closing.wait())
+    task = asyncio.ensure_future(work)
+    gone, closing = asyncio.ensure_future(_gone(request.receive)), asyncio.ensure_future(state.closing.wait())
     try:
         waiting: tuple[asyncio.Future[Any], ...] = (task, gone, closing)
         done, _ = await asyncio.wait(waiting, timeout=state.limits.answer_s, return_when=asyncio.FIRST_COMPLETED)
@@ -120,70 +127,81 @@ async def _unless_gone(state: ServerState, request: Request, work: Awaitable[T])
             each.cancel()
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def streamed(
-    state: ServerState, stack: AsyncExitStack, answer: Answer, events: AsyncIterator[str], *, failed: Callable[[ServerError], str], end: str
-) -> Response:
-    """The answer as server-sent events. failed: the event that tells of an error. end: what follows the last event."""
+class EventStream(Response):
+    """An answer as server-sent events, with a comment where none comes for long.
 
-    async def told() -> AsyncIterator[str]:
-        async with stack:
+    failed: the event that tells of an error. end: what follows the last event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, state: ServerState, stack: AsyncExitStack, answer: Answer, events: AsyncIterator[str], *, failed: Failed, end: str
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+        self._state, self._stack, self._answer, self._events, self._failed, self._end = state, stack, answer, events, failed, end
+        self._sent = 0.0  # time of the last event
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the answer is whole, its client leaves, its time is over, or the server ends."""
+        async with self._stack, create_task_group() as group:
             try:
-                async with aclosing(_alive(state, events)) as alive:
-                    async for event in alive:
-                        yield event
-            except TimeoutError:
-                answer.record.fail("timeout")
-                yield failed(_late(state))
-            except (AgentCacheError, ServerError) as error:
-                answer.record.fail(str(error))
-                yield failed(ServerError.of(error) if isinstance(error, AgentCacheError) else error)
-            else:
-                answer.record.end(answer.stream.receipt)
+                group.start_soon(_cancel_after, partial(_gone, receive), group.cancel_scope)
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._sent = current_time()
+                group.start_soon(self._ping, send)
+                await self._tell(send, group)
+                await send({"type": "http.response.body", "body": b""})
             finally:
-                answer.record.leave()
-            yield end
-            yield sse(answer.record.as_dict(), ANSWER)
+                self._answer.record.leave()
+                group.cancel_scope.cancel()
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(told(), media_type="text/event-stream", headers=headers)
-
-
-async def _alive(state: ServerState, events: AsyncIterator[str]) -> AsyncGenerator[str, None]:
-    """The same events, with a comment where none comes for long. TimeoutError: they take longer than they may."""
-    end = time.monotonic() + state.limits.answer_s
-    closing = asyncio.ensure_future(state.closing.wait())
-    coming: asyncio.Future[str | None] | None = None
-    try:
-        while True:
-            coming = coming or asyncio.ensure_future(anext(events, None))
-            left = end - time.monotonic()
-            done, _ = await asyncio.wait((coming, closing), timeout=max(0.0, min(PING_S, left)), return_when=asyncio.FIRST_COMPLETED)
-            if coming in done:
-                event, coming = coming.result(), None
-                if event is None:
-                    return
-                yield event
-            elif closing in done:
-                raise _closing()
-            elif left <= PING_S:
-                raise TimeoutError
+    async def _tell(self, send: Send, group: TaskGroup) -> None:
+        """Send the answer or its error, then the receipt."""
+        state, record, error = self._state, self._answer.record, None
+        with CancelScope(deadline=current_time() + state.limits.answer_s) as bound:
+            group.start_soon(_cancel_after, state.closing.wait, bound)
+            try:
+                async for event in self._events:
+                    await self._send(send, event)
+            except (AgentCacheError, ServerError) as failure:
+                error = ServerError.of(failure) if isinstance(failure, AgentCacheError) else failure
             else:
-                yield ": waiting\n\n"
-    finally:
-        closing.cancel()
-        if coming is not None:
-            coming.cancel()
+                record.end(self._answer.stream.receipt)
+        if bound.cancelled_caught:
+            error = _closing() if state.closing.is_set() else _late(state)
+        if error is not None:
+            record.fail(error.detail)
+            await self._send(send, self._failed(error))
+        await self._send(send, self._end + sse(record.as_dict(), ANSWER))
+
+    async def _send(self, send: Send, event: str) -> None:
+        self._sent = current_time()
+        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+
+    async def _ping(self, send: Send) -> None:
+        """Show that the answer is alive where it has nothing to tell."""
+        while True:
+            await sleep_until(self._sent + PING_S)
+            if current_time() >= self._sent + PING_S:
+                await self._send(send, ": waiting\n\n")
+
+
+async def _cancel_after(wait: Callable[[], Awaitable[Any]], scope: CancelScope) -> None:
+    await wait()
+    scope.cancel()
 
 
 def sse(data: Any, event: str | None = None) -> str:
     """One server-sent event."""
     name = f"event: {event}\n" if event else ""
-    return f"{name}data: {data if isinstance(data, str) else json.dumps(data, separators=(',', ':'))}\n\n"
+    return f"{name}data: {data if isinstance(data, str) else _compact(data)}\n\n"
 
 
 def _late(state: ServerState) -> ServerError:

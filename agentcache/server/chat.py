@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ..types import Logprob, Message
-from .answers import EVENTS, Answer, opened, sse, streamed, whole
+from .answers import EVENTS, Answer, EventStream, opened, sse, whole
 from .errors import ServerError
 from .schemas import Body, ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
 
@@ -47,7 +47,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
             return await whole(state, request, answer, _chat_whole(answer))
         usage = bool(body.stream_options and body.stream_options.include_usage)
         events = _chat_events(answer, usage, logprobs is not None)
-        return streamed(state, stack.pop_all(), answer, events, failed=failed_event, end=DONE)
+        return EventStream(state, stack.pop_all(), answer, events, failed=failed_event, end=DONE)
 
 
 def asking(body: Body, prompt: str | list[dict[str, Any]], tools: Sequence[Any] = (), **options: Any) -> Callable[[Engine, str], Stream]:
@@ -162,7 +162,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
         if not body.stream:
             return await whole(state, request, answer, _text_whole(answer))
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return streamed(state, stack.pop_all(), answer, _text_events(answer, usage), failed=failed_event, end=DONE)
+        return EventStream(state, stack.pop_all(), answer, _text_events(answer, usage), failed=failed_event, end=DONE)
 
 
 async def _text_whole(answer: Answer) -> Mapping[str, Any]:

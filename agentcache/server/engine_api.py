@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import ConfigError
 from ..types import Constraint, Rendering, Reuse, Sampling, ToolOrder
-from .answers import EVENTS, Answer, opened, sse, streamed
+from .answers import EVENTS, Answer, EventStream, opened, sse
 from .cache_api import check_quota
 from .chat import failed_event
 from .schemas import Messages, Text
@@ -105,7 +105,7 @@ async def stream(body: StreamBody, request: Request) -> Response:
 
     async with AsyncExitStack() as stack:
         answer = await opened(state, request, stack, body.model, "engine", ask)
-        return streamed(state, stack.pop_all(), answer, _events(answer), failed=failed_event, end=": end\n\n")
+        return EventStream(state, stack.pop_all(), answer, _events(answer), failed=failed_event, end=": end\n\n")
 
 
 async def _events(answer: Answer) -> AsyncIterator[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from .answers import EVENTS, Answer, opened, sse, streamed, whole
+from .answers import EVENTS, Answer, EventStream, opened, sse, whole
 from .chat import DONE, asking, logprob_of
 from .errors import ServerError, refused
 from .schemas import ResponseBody, constraint_of, schema_of, thinking_of
@@ -59,7 +59,7 @@ async def respond(body: ResponseBody, request: Request) -> Response:
                 state.responses.put(namespace, answer.id, StoredResponse(writer.response, [_with_id(item) for item in given], before))
 
         if body.stream:
-            return streamed(state, stack.pop_all(), answer, _told(writer, keep), failed=writer.failed, end=DONE)
+            return EventStream(state, stack.pop_all(), answer, _told(writer, keep), failed=writer.failed, end=DONE)
         return await whole(state, request, answer, _finished(writer, keep))
 
 

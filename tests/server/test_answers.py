@@ -1,0 +1,72 @@
+"""Event streams: their comments while there is nothing to tell, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentcache.server import answers
+from agentcache.server.answers import Answer, EventStream
+from agentcache.server.records import Records
+from agentcache.server.state import Limits
+
+
+async def told(events: AsyncIterator[str], sent: list[Any], receive: Any, commented: asyncio.Event) -> Answer:
+    """Send these events, and collect their messages; `commented` is set by a comment."""
+    record = Records().open("chatcmpl-1", "default", "m", "/v1/chat/completions")
+    answer = Answer("chatcmpl-1", SimpleNamespace(receipt=None), SimpleNamespace(), record)  # type: ignore[arg-type]
+    state: Any = SimpleNamespace(limits=Limits(), closing=asyncio.Event())
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message.get("body") == b": waiting\n\n":
+            commented.set()
+
+    await EventStream(state, AsyncExitStack(), answer, events, failed=str, end="data: [DONE]\n\n")({}, receive, send)
+    return answer
+
+
+def test_a_stream_with_nothing_to_tell_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "PING_S", 0.01)
+    sent: list[Any] = []
+
+    async def run() -> Answer:
+        alive = asyncio.Event()
+
+        async def events() -> AsyncIterator[str]:
+            await alive.wait()
+            yield "data: 1\n\n"
+
+        return await told(events(), sent, asyncio.Event().wait, alive)
+
+    answer = asyncio.run(run())
+    bodies = [message["body"] for message in sent[1:]]
+    assert bodies[0] == b": waiting\n\n"
+    assert b"data: 1\n\n" in bodies
+    assert bodies[-2].startswith(b"data: [DONE]\n\nevent: x_agentcache\n")
+    assert sent[-1] == {"type": "http.response.body", "body": b""}
+    assert answer.record.state == "done"
+
+
+def test_a_client_that_leaves_ends_its_events() -> None:
+    sent: list[Any] = []
+
+    async def run() -> Answer:
+        never = asyncio.Event()
+
+        async def events() -> AsyncIterator[str]:
+            await never.wait()
+            yield "data: 1\n\n"
+
+        async def receive() -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+        return await told(events(), sent, receive, never)
+
+    assert asyncio.run(run()).record.state == "cancelled"
+    assert all(not message.get("body") for message in sent)
