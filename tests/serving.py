@@ -59,9 +59,8 @@ class Served:
     def client(self, key: str | None = None, **options: Any) -> httpx.Client:
         """A client with this API key."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(
-            base_url=self.url, headers=headers, timeout=120, trust_env=False, verify=False, **options
-        )  # no certificates to load
+        options = {"timeout": 120, "trust_env": False, "verify": False, **options}  # there are no certificates to load
+        return httpx.Client(base_url=self.url, headers=headers, **options)
 
 
 @contextmanager
