@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -326,13 +326,16 @@ class HFModel:
         logits = logits if len(logits) == len(kept) else logits[kept]  # models that compute all of them
         return logits[: len(wanted)].float()  # type: ignore[no-any-return]
 
+    @cached_property
+    def _layer_weights(self) -> int:
+        return sum(p.numel() for p in self.decoder.layers.parameters())
+
     def flops(self, tokens: int) -> float:
         """Of a prompt: 2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""
         if self.spec is None:
             return 0.0
-        weights = sum(p.numel() for p in self.decoder.layers.parameters())
         pairs = tokens * (tokens + 1)
-        return tokens * 2.0 * weights + 2.0 * self.spec.layers * self.config.num_attention_heads * self.spec.head_dim * pairs
+        return tokens * 2.0 * self._layer_weights + 2.0 * self.spec.layers * self.config.num_attention_heads * self.spec.head_dim * pairs
 
     @contextmanager
     def shallow(self) -> Iterator[None]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio
 import anyio.to_thread
-from anyio import CancelScope, create_task_group, current_time, sleep_until
+from anyio import CancelScope, create_task_group, current_time
 from anyio.abc import TaskGroup
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -49,9 +50,9 @@ class Answer:
 
     @property
     def fingerprint(self) -> str | None:
-        """Start of the fingerprint of the weights."""
-        known = self.engine.fingerprint
-        return f"fp_{known.whole[:12]}" if known else None
+        """Start of the fingerprint of the weights, as the engine found it when the request was made."""
+        found = self.engine.fingerprint
+        return f"fp_{found.known[:12]}" if found else None
 
     async def completion(self) -> Completion:
         """The whole result, without holding a thread."""
@@ -146,7 +147,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
         self._state, self._stack, self._answer, self._events, self._failed, self._end = state, stack, answer, events, failed, end
-        self._sent = 0.0  # time of the last event
+        self._sent = 0.0  # time.monotonic() at the last event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the answer is whole, its client leaves, its time is over, or the server ends."""
@@ -154,7 +155,7 @@ class EventStream(Response):
             try:
                 group.start_soon(_cancel_after, partial(_gone, receive), group.cancel_scope)
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                self._sent = current_time()
+                self._sent = time.monotonic()
                 group.start_soon(self._ping, send)
                 await self._tell(send, group)
                 await send({"type": "http.response.body", "body": b""})
@@ -182,14 +183,14 @@ class EventStream(Response):
         await self._send(send, self._end + sse(record.as_dict(), ANSWER))
 
     async def _send(self, send: Send, event: str) -> None:
-        self._sent = current_time()
+        self._sent = time.monotonic()
         await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
 
     async def _ping(self, send: Send) -> None:
         """Show that the answer is alive where it has nothing to tell."""
         while True:
-            await sleep_until(self._sent + PING_S)
-            if current_time() >= self._sent + PING_S:
+            await anyio.sleep(self._sent + PING_S - time.monotonic())
+            if time.monotonic() >= self._sent + PING_S:
                 await self._send(send, ": waiting\n\n")
 
 
