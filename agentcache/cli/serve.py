@@ -35,7 +35,7 @@ def serve(
     store: StoreOption = None,
 ) -> None:
     """Serve models over HTTP: OpenAI's API, the cache's own, and a page."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: a thread that spins while it waits takes a core from the clients
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # before torch: threads that spin for long take the cores from the clients
     with report_errors():
         try:
             import uvicorn
