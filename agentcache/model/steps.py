@@ -18,9 +18,8 @@ from torch.nn.modules import module as torch_module
 
 from .attention import Attention, Batch, Part, attend, write
 from .behaviour import EVERY_MODULE, forwards, namespaces
-from .int8 import Int8Linear
 from .kernels import dispatch
-from .kernels.dispatch import Kernel, linear, linears
+from .kernels.dispatch import Int8Linear, Kernel, linear, linears
 
 if TYPE_CHECKING:
     from .kernels.layer import Programs

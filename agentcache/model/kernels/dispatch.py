@@ -130,6 +130,14 @@ def _by_library(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: tor
     return linear_library.product_of_library(flat.contiguous(), weight, bias).view(*x.shape[:-1], outs)
 
 
+class Int8Linear(torch.nn.Linear):
+    """A linear layer whose weight is int8, with its scales as `weight.scale`. Made of an nn.Linear in its place, by `int8.quantize`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply input [..., in] by the weight, plus the bias."""
+        return linear("upcast", input, self.weight, self.bias)
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Root mean square norm of x [rows, n] times weight [n], as Llama's and Qwen's modules compute it."""
     if jit.compiler() is None:
