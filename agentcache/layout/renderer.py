@@ -61,7 +61,9 @@ class Renderer:
         self._requests = Requests(self._template, self._encoder)
         self._memory = Memory()
         self._kept = kept
-        self._declarations = None if self._tail.rules is None else self._declaring()
+        self._declarations: Declarations | None = None
+        if self._tail.rules is not None:  # a fault of theirs is told here
+            self._declaring()
         self._leading_ids: list[int] | None = None
         self._prefixes: NamespaceLRU[bytes, list[int]] = NamespaceLRU(PREFIXES)
         self._texts: NamespaceLRU[str, list[int]] = NamespaceLRU(TEXTS, 1 << 20, len)
