@@ -16,9 +16,13 @@ SUITES := $(addprefix tests-of/,$(INTEGRATIONS))
 PYTEST := "$(CURDIR)/$(BIN)/python" -m pytest
 WORKERS ?= 2
 # Beside each other: lint and the integrations, then the files of the core. What measures time or uses all cores is marked `alone`, and is.
-CHECK = echo "make: lint, and the tests of the integrations" && $(MAKE) -j$(WORKERS) --output-sync=target lint $(SUITES) KINDS=$(1) && \
-	echo "make: tests of the core, $(WORKERS) files at a time" && $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not alone" && \
-	echo "make: tests of the core that run alone" && $(PYTEST) -m $(2)
+# Processes that share cores do not spin where a thread waits: others would wait for it. That alone is most of the time of small models.
+SHARE := OMP_WAIT_POLICY=passive
+CHECK = echo "make: lint, and the tests of the integrations" && \
+	$(SHARE) $(MAKE) -j$(WORKERS) --output-sync=target lint $(SUITES) KINDS=$(1) && \
+	echo "make: tests of the core, $(WORKERS) files at a time" && \
+	$(SHARE) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not alone" && \
+	echo "make: tests of the core that run alone" && $(PYTEST) -m $(2) $$(grep -rlE "mark\.(alone|slow)" tests --include=*.py)
 
 .PHONY: help setup demo test test-all lint bench serve clean $(SUITES)
 

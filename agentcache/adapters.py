@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
-from .model import adapters
 from .model.hf import HFModel
 from .store.deletion import Deletion
 from .store.store import Store
 from .types import Layout, Message, check_name
+
+if TYPE_CHECKING:
+    from .model.adapters import Adapter
 
 PROBE = [Message("user", "?")]  # shows what the template writes before an answer
 
@@ -22,7 +24,7 @@ class Adapters:
 
     def __init__(self, model: HFModel, tokenizer: Any, render: Callable[..., Layout], store: Store) -> None:
         self._model, self._tokenizer, self._render, self._store = model, tokenizer, render, store
-        self._named: dict[str, adapters.Adapter] = {}
+        self._named: dict[str, Adapter] = {}
         self._lock = threading.Lock()
 
     @property
@@ -35,8 +37,10 @@ class Adapters:
         check_name("name", name)
         if not isinstance(scale, (int, float)) or not scale > 0:
             raise ConfigError(f"scale={scale!r}: must be a positive number; adapter=None asks the base")
+        from .model.adapters import load
+
         model = self._model
-        loaded = adapters.load(source, model.model, model.decoder.layers, scale)
+        loaded = load(source, model.model, model.decoder.layers, scale)
         if loaded.invocation:
             self._check_activated(name, loaded)
         if model.weights and not model.stepped:
@@ -55,21 +59,19 @@ class Adapters:
             self._settle(gone)
         return gone is not None
 
-    def find(self, name: str | None) -> adapters.Adapter | None:
-        """The adapter of that name; None for the base. ConfigError: there is none."""
-        if name is None:
-            return None
+    def find(self, name: str) -> Adapter:
+        """The adapter of that name. ConfigError: there is none."""
         if (found := self._named.get(name)) is None:
             raise ConfigError(f"adapter={name!r}: there is none of that name, only {sorted(self._named)}; call add_adapter first")
         return found
 
-    def acts_from(self, adapter: adapters.Adapter | None, layout: Layout, whole: bool = True) -> int:
+    def acts_from(self, adapter: Adapter, layout: Layout, whole: bool = True) -> int:
         """The position from which an adapter acts on a prompt. whole: an answer follows; else nothing has invoked an Activated LoRA yet.
 
         Only what the template writes before the answer invokes: text of users may say the same and moves nothing. Of a raw prompt the last
         occurrence counts, as in PEFT. ConfigError: there is none.
         """
-        if adapter is None or not adapter.invocation:
+        if not adapter.invocation:
             return 0
         if not whole:
             return len(layout.ids)
@@ -82,7 +84,7 @@ class Adapters:
         said = self._tokenizer.decode(wanted)
         raise ConfigError(f"this prompt does not end in {said!r}, which invokes its Activated LoRA: ask for an answer, or write it there")
 
-    def _check_activated(self, name: str, adapter: adapters.Adapter) -> None:
+    def _check_activated(self, name: str, adapter: Adapter) -> None:
         """ConfigError if the template cannot show the invocation, or the model cannot change to the adapter amid a prompt."""
         spec, said = self._model.spec, self._tokenizer.decode(list(adapter.invocation))
         if spec is not None and spec.recurrent:
@@ -94,7 +96,7 @@ class Adapters:
             shown = self._tokenizer.decode(list(layout.ids)[-16:])
             raise ConfigError(f"adapter {name!r}: the chat template writes no invocation {said!r} before an answer: {shown!r}") from error
 
-    def _settle(self, gone: adapters.Adapter | None) -> None:
+    def _settle(self, gone: Adapter | None) -> None:
         """Forget an adapter that no name stands for, keep the inputs of layers that the others start with."""
         if gone is not None and gone not in self._named.values():
             self._model.adapters.pop(gone.digest, None)

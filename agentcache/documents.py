@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from . import passage_order
 from .errors import ConfigError
 from .layout import Renderer
 from .layout.request import Rendered
@@ -79,6 +78,8 @@ class Documents:
 
         messages: the prompt, with PASSAGES in the place of all passages. Computes nothing; `rendered` as of `stream`.
         """
+        from . import passage_order
+
         self.check_open()
         self.store.heed()
         layout = self.renderer.render(messages, tools, namespace=namespace, **rendered)

@@ -15,10 +15,8 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .adapters import Adapters
 from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
-from .checkpoints import CHECKPOINT_TOKENS
 from .documents import Documents
 from .errors import ConfigError
 from .layout import Renderer, Volatile
@@ -35,7 +33,6 @@ from .scheduler import Scheduler
 from .store.deletion import Deletion
 from .store.memory.eviction import budgets
 from .store.store import DEFAULT, Store
-from .store.tool_group import ToolGroup
 from .stream import Completion, Completions, Stream
 from .types import (
     Constraint,
@@ -57,10 +54,12 @@ from .types import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .adapters import Adapters
     from .answer.guide import Guide
     from .approximate.segments import Segments
     from .calibration import Calibration
     from .shared_engines import EngineLease
+    from .store.tool_group import ToolGroup
     from .tool_groups import ToolGroups
 
 Messages = Seq[Message | Mapping[str, Any]] | str
@@ -134,7 +133,7 @@ class Engine(ProcessOwned, Documents):
         self.grammars = Grammars(self.tokenizer, self.model.vocab, self._stop_ids, self.renderer.render, self.model.strict_calls(strict))
         self._texts = (self.renderer, self.grammars, self._completions)  # the store listens to these, and holds no engine
         self.store.on_deletion(*(part.forget for part in self._texts))
-        self._adapters = Adapters(self.model, self.tokenizer, self.renderer.render, self.store)
+        self._named_adapters: Adapters | None = None
         for name, source in (adapters or {}).items():
             self.add_adapter(name, source)
 
@@ -177,13 +176,13 @@ class Engine(ProcessOwned, Documents):
         it must return soon and raise nothing.
         """
         self.check_open()
-        called, received, chosen = time.perf_counter(), self.store.heed(), self._adapters.find(adapter)
-        sampling = sampling or Sampling()
+        called, received = time.perf_counter(), self.store.heed()
+        chosen = None if adapter is None else self._adapters.find(adapter)
         layout = self.renderer.render(
             messages, tools, rendering=rendering, tools_order=tools_order, namespace=namespace, template_kwargs=template_kwargs,
             volatile=volatile, sticky=() if group is None else self._groups.tools(namespace, group, chosen),
         )  # fmt: skip
-        sampling = fitted(sampling, len(layout.ids), self.model.context_tokens)
+        sampling = fitted(sampling or Sampling(), len(layout.ids), self.model.context_tokens)
         consent = reuse or self.reuse
         given = None if isinstance(consent, str) else consent
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
@@ -194,7 +193,7 @@ class Engine(ProcessOwned, Documents):
             account.record_note(note)
         asked = Asked(
             layout, namespace, sampling, self._stop_ids, received, called, expected, accepted, turn,
-            adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout), **callbacks,
+            adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout) if chosen else 0, **callbacks,
         )  # fmt: skip
         running = self._running(asked, account, guide)
         if accepted == "approximate" and chosen is None:
@@ -227,6 +226,16 @@ class Engine(ProcessOwned, Documents):
             return self._approximate
 
     @property
+    def _adapters(self) -> Adapters:
+        """The adapters by name: loaded for the first caller who names one."""
+        with self._opening:
+            if self._named_adapters is None:
+                from .adapters import Adapters
+
+                self._named_adapters = Adapters(self.model, self.tokenizer, self.renderer.render, self.store)
+            return self._named_adapters
+
+    @property
     def _groups(self) -> ToolGroups:
         """The tool groups that it holds: loaded for the first caller who asks for one."""
         if self._tool_groups is None:
@@ -245,9 +254,9 @@ class Engine(ProcessOwned, Documents):
 
         self.check_open()
         self.store.heed()
-        chosen = self._adapters.find(adapter)
+        chosen = None if adapter is None else self._adapters.find(adapter)
         layout = self.renderer.render(messages, tools, volatile=volatile, namespace=namespace, **rendered)
-        acts_from = self._adapters.acts_from(chosen, layout)
+        acts_from = self._adapters.acts_from(chosen, layout) if chosen else 0
         return probe(self.model, self.store, layout, namespace, self.scheduler.ms_per_token, chosen, acts_from)
 
     # -- adapters --------------------------------------------------------------------------------------------------
@@ -285,8 +294,7 @@ class Engine(ProcessOwned, Documents):
     ) -> ToolGroup:
         """Compute the prefix of system prompt and tools, pin it, and name it. Warming a name again moves its pins to the new prefix."""
         messages = [Message("system", system)] if system else []
-        given: dict[str, Any] = {"name": name, "namespace": namespace, "tools_order": tools_order, "adapter": adapter}
-        return self.pin(messages, tools, **given, on_progress=on_progress)
+        return self.pin(messages, tools, name=name, namespace=namespace, tools_order=tools_order, adapter=adapter, on_progress=on_progress)
 
     def pin(
         self,
@@ -313,7 +321,8 @@ class Engine(ProcessOwned, Documents):
         check_name("namespace", namespace)
         if name is not None:
             check_name("name", name)
-        shown, chosen = {"tools_order": tools_order, "template_kwargs": template_kwargs}, self._adapters.find(adapter)
+        shown = {"tools_order": tools_order, "template_kwargs": template_kwargs}
+        chosen = None if adapter is None else self._adapters.find(adapter)
         if ttl_s is not None:
             asked_for = {"messages": messages, "tools": tools, "group": group, "adapter": adapter, **shown}
             weights = fingerprint_of(self.fingerprint.whole if self.fingerprint else "", chosen)
@@ -324,17 +333,16 @@ class Engine(ProcessOwned, Documents):
         layout = self.renderer.opening(messages, tools, sticky=sticky, namespace=namespace, **shown)
         filled = layout
         if self.model.spec is not None and self.model.spec.recurrent:
+            from .checkpoints import CHECKPOINT_TOKENS
             from .layout.opening import at_multiple
 
             filled, layout = at_multiple(layout, CHECKPOINT_TOKENS)
         if not layout.ids:
-            raise ConfigError(
-                "nothing to warm: messages and tools give no common prefix under this chat template, or one that is too short"
-            )
+            raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template, or too short a one")
         sampling = fitted(Sampling(max_tokens=1), len(filled.ids), self.model.context_tokens)
         asked = Asked(
             filled, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress,
-            adapter=chosen, acts_from=self._adapters.acts_from(chosen, filled, whole=False),
+            adapter=chosen, acts_from=self._adapters.acts_from(chosen, filled, whole=False) if chosen else 0,
         )  # fmt: skip
         opened = Account.open(filled, namespace, self.name, called, weights=self.model.weights, adapter=chosen.digest if chosen else "")
         running = self._running(asked, opened)

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .ahead import Ahead, Piece, pieces
-from .checkpoints import Checkpoint, LiveState
 from .kv_spec import KVSpec
 from .page import Page, last_checkpoint, stored_slots, stored_states
 from .types import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from .checkpoints import LiveState
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +168,8 @@ class Sequence:
     def _end_piece(self, at: int, states: Callable[[], tuple[torch.Tensor | None, ...]]) -> None:
         self.ended.append(at)
         if at in self.marks:
+            from .checkpoints import Checkpoint
+
             page, slots = self.pages[(at - 1) // PAGE_TOKENS], (at - 1) % PAGE_TOKENS + 1
             page.checkpoints = {**page.checkpoints, slots: Checkpoint(states(), tuple(self.ended))}
 

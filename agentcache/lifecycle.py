@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .checkpoints import cuts_of, in_text, marks_of
 from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, StoreError, WeightsChangedError
 from .events import Chunk, Done, Progress
 from .kv import Sequence
@@ -87,6 +86,8 @@ class Lifecycle:
         found, layout = self.matching.match(running), asked.layout
         running.sequence = sequence = Sequence(model.spec, state=model.begin(), adapter=asked.adapter, acts_from=asked.acts_from)
         if sequence.state is not None:
+            from .checkpoints import cuts_of, in_text, marks_of
+
             marks = marks_of(layout, whole=running.asked.fill_only)
             sequence.cuts = cuts_of(marks, length, in_text(layout))
             sequence.marks = frozenset(marks if running.asked.reuse != "off" else ())

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from .kv import last_checkpoint
-from .model.adapters import Adapter
 from .model.hf import HFModel
 from .page import states_until
 from .request import RENEWALS, Running
@@ -19,6 +19,9 @@ from .store.entry import Match
 from .store.keys import Scope
 from .store.store import Store
 from .types import PAGE_TOKENS, Reason
+
+if TYPE_CHECKING:
+    from .model.adapters import Adapter
 
 
 def fingerprint_of(weights: str, adapter: Adapter | None) -> str:

@@ -18,14 +18,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
-from .checkpoints import Checkpoint
 from .kv_spec import KVSpec
 from .page_memory import prepared, zeros
 from .types import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from .checkpoints import Checkpoint
 
 Tier = Literal["device", "host"]
 

@@ -15,7 +15,6 @@ from .answer.parser import AnswerParser
 from .errors import ConfigError, ContextOverflowError
 from .events import Events
 from .kv import Sequence
-from .model.adapters import Adapter
 from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Account, Receipt
@@ -25,9 +24,10 @@ from .store.entry import Entry, Match
 from .store.keys import Ids, Scope, as_ids
 from .types import Grade, Layout, Logprob, Reuse, Sampling
 
-if TYPE_CHECKING:  # of a request with a constraint, with repeated text, or over a store on disk
+if TYPE_CHECKING:  # of a request with a constraint, an adapter or repeated text, or over a store on disk
     from .answer.guide import Guide
     from .attached_ranges import AttachedRanges
+    from .model.adapters import Adapter
     from .store.page_prefetch import PagePrefetch
 
 RENEWALS = 5  # a request begins anew so often because weights changed

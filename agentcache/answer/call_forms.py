@@ -12,6 +12,7 @@ By its literal text a grammar holds a model to a form. By its response template,
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,6 +50,16 @@ _PLAIN: Fields = {
 
 
 @dataclass(frozen=True, slots=True)
+class CallKeys:
+    """The keys of a call's name and arguments. Without a name the JSON is the arguments alone."""
+
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    # whether a call may have no arguments
+    optional: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class CallForm:
     """One family's form of answers."""
 
@@ -82,3 +93,11 @@ class CallForm:
         """All literal text that a completion of this form may hold."""
         calls = (self.trigger, self.open, self.before, self.between, self.after, self.joint or "", self.close)
         return (*calls, *(self.argument or ()), *self.thought, *self.answer)
+
+
+def load(text: str) -> Any:
+    """The JSON value of a text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

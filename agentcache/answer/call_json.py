@@ -10,10 +10,10 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..types import ToolCall
+from .call_forms import CallKeys, load
 
 _SPACE = re.compile(r"\s*")
 _BREAK = re.compile(r"[^\s,:0-9.eE+\-trufalsnNIiy]")  # outside strings: quotes, brackets, and what JSON does not have
@@ -22,16 +22,6 @@ _TEXT = r'"(?:[^"\\]|\\.)*"'
 
 State = Literal["value", "element", "call", "next", "over", "text", "bad", "cut"]
 Told = tuple[Literal["call", "arguments"], str] | ToolCall
-
-
-@dataclass(frozen=True, slots=True)
-class CallKeys:
-    """The keys of a call's name and arguments. Without a name the JSON is the arguments alone."""
-
-    name: str = "name"
-    arguments: tuple[str, ...] = ("arguments", "parameters")
-    # whether a call may have no arguments
-    optional: bool = True
 
 
 @functools.lru_cache(maxsize=64)
@@ -67,6 +57,11 @@ class CallReader:
         self._depth, self._quoted = 0, False
         self._arguments = self._said = self._stop = -1  # where the arguments start, to where they are told, where they end
 
+    def after_space(self, text: str) -> int:
+        """The first place from `at` on that is no white space."""
+        found = _SPACE.match(text, self.at)
+        return found.end() if found else self.at
+
     def read(self, text: str, *, final: bool) -> list[Told]:
         """All that has become certain of the text. final: nothing follows."""
         out: list[Told] = []
@@ -75,7 +70,7 @@ class CallReader:
                 if not self._in_call(text, out):
                     break
                 continue
-            self.at = skip(text, self.at)
+            self.at = self.after_space(text)
             mark = text[self.at : self.at + 1]
             if not mark:
                 break
@@ -203,17 +198,3 @@ class CallReader:
 def whole(call: ToolCall) -> list[Told]:
     """A call that was not told of before."""
     return [("call", call.name), ("arguments", json.dumps(call.arguments, ensure_ascii=False)), call]
-
-
-def skip(text: str, at: int) -> int:
-    """The first place from `at` on that is no white space."""
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
-
-
-def load(text: str) -> Any:
-    """The JSON value of a text; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..types import Message, ToolCall
-from .call_json import CallReader, Told, skip, whole
 from .response_template import Kind, Mark, Region, ResponseTemplate, template_for
+
+if TYPE_CHECKING:  # of a completion that calls
+    from .call_json import CallReader, Told
 
 CUT, MALFORMED = "cut short: the completion ends inside it", "malformed: not an object with a name and arguments"
 DeltaKind = Literal["text", "reasoning", "call", "arguments", "cut"]
@@ -157,6 +159,8 @@ class AnswerParser:
         self._region, self._start, self._body = region, found.start(), found.end()
         self._named = found.groupdict().get("name") or ""
         if region.keys is not None:
+            from .call_json import CallReader
+
             unmarked = self._body == self._start
             self._calls = CallReader(region.keys, self._body, self._named, self._names if unmarked else None)
         elif region.join and region.kind != "call" and self._space[region.kind] is not None:
@@ -243,7 +247,7 @@ class AnswerParser:
         """Where a region of whole calls ends, half a mark at the end of all included; None if that is not known yet."""
         if region.close is None:
             return calls.at
-        found = region.close.pattern.match(self._text, skip(self._text, calls.at), partial=True)
+        found = region.close.pattern.match(self._text, calls.after_space(self._text), partial=True)
         if found is None:
             calls.state = "bad"
         elif final or not region.close.open_ended(found, self._text):
@@ -272,6 +276,8 @@ class AnswerParser:
 
     def _finish_calls(self, region: Region, stop: int, end: int, *, ended: bool) -> None:
         """Make calls of a region whose calls are no JSON, or text. ended: by the end of the completion."""
+        from .call_json import whole
+
         body = self._text[self._body : stop]
         half = region.close.pattern.search(body, partial=True) if ended and region.close else None
         opened = self._text[self._start : self._body]

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..types import ToolCall
-from .call_forms import MARKS, PYTHON_CALLS, CallForm
-from .call_json import CallKeys, load
+from .call_forms import MARKS, PYTHON_CALLS, CallForm, CallKeys, load
 
 CALLS, TEXT, THOUGHTS = "tool_calls", "content", frozenset({"reasoning_content", "reasoning", "thinking"})
 Kind = Literal["text", "reasoning", "call", "mark"]

@@ -28,9 +28,9 @@ from ..errors import ConfigError, MessageError
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Message, Role
 from .canonical import text_of
-from .plain import Plain, plain_message
+from .plain import VOLATILE, Plain, is_system, plain_message
 
-OPEN, CLOSE = "<agentcache:volatile>", "</agentcache:volatile>"
+OPEN, CLOSE = f"<{VOLATILE}", f"</{VOLATILE}"
 KNOWN = 64  # system texts taken apart before
 By = Literal["marker", "cache_control", "rule", "volatile"]
 
@@ -142,7 +142,7 @@ class Declarations:
         stable, whole, pieces = list(messages), list(messages), list[Piece]()
         texts = tuple(message.content for message in volatile)
         for index, message in enumerate(messages):
-            if (message.role if isinstance(message, Message) else isinstance(message, Mapping) and message.get("role")) != "system":
+            if not is_system(message):
                 break
             plain = plain_message(index, message)
             kept, shown, found = self._taken(plain, texts, namespace)

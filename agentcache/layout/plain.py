@@ -11,6 +11,7 @@ from ..types import Message, ToolCall
 from .json_values import fault
 
 ROLES = ("system", "user", "assistant", "tool")
+VOLATILE = "agentcache:volatile>"  # ends the marks before and after volatile text
 Plain = dict[str, Any]
 
 
@@ -20,6 +21,12 @@ def plain_messages(messages: Sequence[Message | Mapping[str, Any]]) -> list[Plai
     plain = [plain_message(index, message) for index, message in enumerate(messages)]
     pair_results(plain)
     return plain
+
+
+def is_system(message: Any) -> bool:
+    """Tell whether a message, which nobody has checked yet, speaks for the system."""
+    role = message.role if isinstance(message, Message) else isinstance(message, Mapping) and message.get("role")
+    return bool(role == "system")
 
 
 def check_list(messages: Any) -> None:

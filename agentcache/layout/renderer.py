@@ -15,19 +15,21 @@ import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MessageError, TemplateError, shown
 from ..namespace_lru import Covering, NamespaceLRU
 from ..types import Layout, LayoutOptions, Message, Span, Tool
-from .declared import Declarations, brought, read_rules
 from .memory import Generated, Kept, Memory, chain, link
-from .plain import check_list
+from .plain import VOLATILE, check_list, is_system
 from .request import Options, Rendered, Request, Requests
 from .spans import Frame
-from .splice import splice_notes, spliced
 from .template import SENTINEL, Template, TemplateReport
 from .tokenise import Encoded, Encoder, common_chars, common_ids
+
+if TYPE_CHECKING:
+    from .declared import Declarations
 
 __all__ = ["Renderer", "TemplateReport"]
 
@@ -59,7 +61,9 @@ class Renderer:
         self._requests = Requests(self._template, self._encoder)
         self._memory = Memory()
         self._kept = kept
-        self._declarations = Declarations(() if self._tail.rules is None else read_rules(self._tail.rules))
+        self._declarations: Declarations | None = None
+        if self._tail.rules is not None:  # a fault of theirs is told here
+            self._declaring()
         self._leading_ids: list[int] | None = None
         self._prefixes: NamespaceLRU[bytes, list[int]] = NamespaceLRU(PREFIXES)
         self._texts: NamespaceLRU[str, list[int]] = NamespaceLRU(TEXTS, 1 << 20, len)
@@ -82,7 +86,11 @@ class Renderer:
     ) -> Layout:
         """The prompt of `messages` (or of a raw string) as ids and spans, which must not be modified. given: as of `Options`."""
         options = Options(**given)
-        texts = brought(volatile)
+        texts: tuple[Message, ...] = ()
+        if volatile != ():
+            from .declared import brought
+
+            texts = brought(volatile)
         if texts and (options.rendering == "stock" or isinstance(messages, str)):
             raise MessageError(
                 f"volatile={shown(volatile)}: a string prompt and rendering='stock' are shown as given; write it there yourself"
@@ -96,12 +104,27 @@ class Renderer:
         if options.rendering == "stock":
             return render(messages)
         check_list(messages)
-        declared = self._declarations.split(messages, texts, options.namespace)
+        if not texts and not self._may_declare(messages):
+            return render(messages)
+        declared = self._declaring().split(messages, texts, options.namespace)
         if not declared.pieces:
             return render(declared.whole)
         from .tail import placed
 
         return placed(declared, self._tail, render)
+
+    def _may_declare(self, messages: Sequence[Message | Mapping[str, Any]]) -> bool:
+        """Tell whether volatile text may stand in the leading system messages."""
+        said = (m.content if isinstance(m, Message) else m.get("content") for m in takewhile(is_system, messages))
+        return self._tail.rules is not None or any(not isinstance(text, str) or VOLATILE in text for text in said)
+
+    def _declaring(self) -> Declarations:
+        """What takes requests apart: loaded for the first that may declare something."""
+        if self._declarations is None:
+            from .declared import Declarations, read_rules
+
+            self._declarations = Declarations(() if self._tail.rules is None else read_rules(self._tail.rules))
+        return self._declarations
 
     def _layout(self, request: Request, generation: bool) -> Rendered:
         text, frame = self._shown(request, generation)
@@ -112,12 +135,17 @@ class Renderer:
         encoded = replace(encoded, places=frame.places)
         self._keep(namespace, encoded)
         prefix, extra = self._prefix_tokens(encoded.ids, request)
+        notes: list[str] = []
+        if encoded.splices:
+            from .splice import splice_notes
+
+            notes = splice_notes(encoded)
         return Rendered(
             ids=encoded.ids,
             spans=frame.spans(encoded),
             text=text,
             prefix_tokens=prefix,
-            differences=(*request.notes, *splice_notes(encoded)),
+            differences=(*request.notes, *notes),
             spliced_tokens=sum(splice.last - splice.first for splice in encoded.splices),
             tokenised_chars=spent + extra,
             encoded=encoded,
@@ -151,7 +179,8 @@ class Renderer:
     def forget(self, deletion: Covering) -> None:
         """Forget texts and the model's own ids of messages that were deleted on purpose."""
         for part in (self._memory, self._requests, self._declarations, self._prefixes, self._texts):
-            part.forget(deletion)
+            if part is not None:
+                part.forget(deletion)
 
     def _name(self, key: bytes) -> bytes:
         """The key of a message beyond this process: other tokenizers and templates have other ids."""
@@ -190,9 +219,9 @@ class Renderer:
         from .opening import cut
 
         options = Options(**given)
-        leading = [m for m in messages or () if (m.role if isinstance(m, Message) else m.get("role")) == "system"]
+        leading = list(filter(is_system, messages or ()))
         if options.rendering != "stock":
-            declared = self._declarations.split(leading, (), options.namespace)
+            declared = self._declaring().split(leading, (), options.namespace)
             leading = declared.stable if self._tail.mode == "enforce" else declared.whole
         # A user message stands after the system text, as in every request to come; it is cut off again.
         whole = self._layout(self._requests.build([*leading, Message("user", SENTINEL)], tools, options), True)
@@ -206,7 +235,7 @@ class Renderer:
             raise MessageError(f"messages={shown(messages)}: the start of a conversation is a list of messages")
         if messages:
             check_list(messages)
-        if all((m.role if isinstance(m, Message) else m.get("role")) == "system" for m in messages):
+        if all(map(is_system, messages)):
             return self.prefix(messages, tools, **options)
         from .opening import opening
 
@@ -241,6 +270,8 @@ class Renderer:
             generated = self._memory.generated.get(namespace, key)
             if generated is None or not text.startswith(generated.prompt.text) or not frame.shows(number + 1):
                 continue
+            from .splice import spliced
+
             turn = request.turns[number]
             base, compared = spliced(
                 self._encoder,

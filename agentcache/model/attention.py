@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
-from .kernels import paged_attention
 from .kernels.scratch import scratch
 from .numerics import LEAST_WEIGHT, Numerics
 
@@ -217,6 +216,8 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Atten
     group = heads // kv_heads
     blocks = (part.start + count - 1) // PAGE_TOKENS + 1
     if batch.numerics.compiled:
+        from .kernels import paged_attention
+
         pages = part.sequence.pages[:blocks]
         keys, values = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
         room = partial(scratch, "scores")

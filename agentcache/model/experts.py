@@ -29,11 +29,6 @@ def adopt(model: Any, config: Any) -> str | None:
     return before
 
 
-def takes(module: Any) -> bool:
-    """Tell whether a module is experts that transformers calls by its interface."""
-    return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
-
-
 def _register(before: str) -> None:
     def experts(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         batch: Batch | None = getattr(running, "batch", None)

@@ -73,6 +73,11 @@ def watch(config: Any, module: Any, key: torch.Tensor, value: torch.Tensor, give
     return Layer(index, key.shape[1], key.shape[-1], value.shape[-1], key.dtype, how, key, value, page_keys, why)
 
 
+def has_experts(module: Any) -> bool:
+    """Tell whether a module is experts that transformers calls by its interface."""
+    return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+
+
 def first_use(stock: Callable[[torch.Tensor, Any], Any], name: str) -> None:
     """Run one token through quantised weights: bitsandbytes repacks them at their first use. ModelError if they do not run."""
     try:

@@ -6,34 +6,33 @@ transformers' own modules with our attention function, which finds the page tabl
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from ..kv import Sequence
 from ..kv_spec import KVSpec
-from . import experts, int8, steps
-from .adapters import Adapter, adapted
+from . import steps
 from .attention import Attention, Batch, Part
 from .attention_interface import ATTENTION, rotary_hook, running
 from .behaviour import foreign_hooks, refuse_activated
-from .family import STEPPED, Layer, Support, examine, first_use, obstacle, slots_of
+from .family import STEPPED, Layer, Support, examine, first_use, has_experts, obstacle, slots_of
 from .fingerprint import Fingerprint
-from .kernels.dispatch import SINGLE_ROW_OUTS, RowPureLinear, by_itself, linear
+from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear, by_itself, linear
 from .kernels.openmp import use_threads
 from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
-from .proof import MODEL_FAULTS, proven
-from .recurrent import Mixers, RecurrentState, layers_with_state
 from .rope import Rotary, changes_by_length, rotary_of, unrotated
+
+if TYPE_CHECKING:
+    from .adapters import Adapter
+    from .recurrent import Mixers, RecurrentState
 
 __all__ = ["ATTENTION", "HFModel", "load"]
 
@@ -58,7 +57,7 @@ class HFModel:
         self.device = one_device(self.model)
         self.dtype: torch.dtype = self.model.dtype
         self.quantized = getattr(self.model, "hf_quantizer", None) is not None or bool(getattr(self.model, "quantization_method", None))
-        self.weights = "int8" if any(type(module) is int8.Int8Linear for module in self.model.modules()) else ""
+        self.weights = "int8" if any(type(module) is Int8Linear for module in self.model.modules()) else ""
         self.context_tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
         self.support = Support(getattr(self.config, "model_type", "") or type(self.config).__name__, False)
         self.vocab = int(self.config.vocab_size)
@@ -74,7 +73,7 @@ class HFModel:
         self._calls = 0  # of attention by the layers that are there while the model is shallow
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
-        self._experts = [] if self.quantized else list(filter(experts.takes, self.model.modules()))
+        self._experts = [] if self.quantized else list(filter(has_experts, self.model.modules()))
         self.mixers: Mixers | None = None
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
         self._training = self.model.training
@@ -128,7 +127,11 @@ class HFModel:
     def begin(self) -> RecurrentState | None:
         """The state of recurrent layers before the first token; None if the model has no such layers."""
         joins = self.support.joins and not (self.fingerprint and self.fingerprint.foreign)
-        return RecurrentState(self.config, joins) if self.spec is not None and self.spec.recurrent else None
+        if self.spec is None or not self.spec.recurrent:
+            return None
+        from .recurrent import RecurrentState
+
+        return RecurrentState(self.config, joins)
 
     def ways(self) -> list[Attention]:
         """How each layer attends, of a model that runs transformers' own modules and is idle."""
@@ -176,6 +179,8 @@ class HFModel:
         self.fingerprint = Fingerprint(self.model, self.numerics.kernel, self._layout)
 
     def _refusal(self, decoder: Any) -> str:
+        from .proof import MODEL_FAULTS
+
         try:
             return self._discover(decoder)
         except MODEL_FAULTS as error:
@@ -183,6 +188,8 @@ class HFModel:
 
     def _discover(self, decoder: Any) -> str:
         """Find out what the layers keep, and prove that it can be reused; why not, if it cannot."""
+        from .proof import proven
+
         if any(m._compiled_call_impl is not None for m in self.model.modules()):
             return "it was compiled in place: pass the model before its compile()"
         if not hasattr(decoder, "layers"):
@@ -203,7 +210,7 @@ class HFModel:
         widths = tuple((layer.heads, layer.key_width, layer.value_width) for layer in map(layers.__getitem__, owners))
         heads, dim = max(width[0] for width in widths), max(max(width[1:]) for width in widths)
         even = set(widths) == {(heads, dim, dim)}
-        recurrent = bool(layers_with_state(self.config))
+        recurrent = self.mixers is not None
         self.spec = KVSpec(len(owners), heads, dim, self.dtype, self.device, widths=() if even else widths, recurrent=recurrent)
         self._plain = even and all(layer.how.plain for layer in layers)
         if not self.spec.recurrent:  # keys after a state cannot stand elsewhere
@@ -211,7 +218,7 @@ class HFModel:
         self.support = Support(self.support.name, True, "", True, bool(self.mixers and self.mixers.complete(self.config)))
         with self.shallow():
             verdict, found = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
-        others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not experts.takes(m))
+        others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not has_experts(m))
         pure = verdict.pure and next(others, None) is None  # each of those sees few rows, by chance alike
         self.support = Support(self.support.name, not verdict.why, verdict.why, pure, verdict.joins, "found" if found else "made")
         return verdict.why
@@ -232,10 +239,15 @@ class HFModel:
         if not (before := self.config._attn_implementation).startswith(f"{ATTENTION}_"):
             self.model.set_attn_implementation(f"{ATTENTION}_{'eager' if before == 'eager' else 'sdpa'}")
             self._restore.append(lambda: self.model.set_attn_implementation(before))
-        if self._experts and (chosen := experts.adopt(self.model, self.config)):
-            self._restore.append(lambda: self.model.set_experts_implementation(chosen))
+        if self._experts:
+            from .experts import adopt
+
+            if chosen := adopt(self.model, self.config):
+                self._restore.append(lambda: self.model.set_experts_implementation(chosen))
 
     def _hook(self) -> None:
+        from .recurrent import Mixers, layers_with_state
+
         if self.rotary is not None:
             self._restore.append(self.decoder.rotary_emb.register_forward_hook(rotary_hook).remove)
         if layers_with_state(self.config):
@@ -262,7 +274,7 @@ class HFModel:
         """
         numerics = self.numerics
         assert numerics is not None
-        state = parts[0].sequence.state
+        state: Any = parts[0].sequence.state
         even = numerics.rows if state is None and self.support.row_pure else 1  # padding would be part of a state, and see experts
         rows = -(-len(ids) // even) * even
         positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in parts])
@@ -286,9 +298,9 @@ class HFModel:
         running.config, running.slots = self.config, self._slots
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
-            glance, adapt = token.glance if token is not None else None, partial(adapted, batch) if adapters else None
+            glance, adapt = token.glance if token is not None else None, self._adapt(batch) if adapters else None
             with RowPureLinear(numerics.kernel, numerics.rows, head, glance, adapt) as products:
-                if isinstance(state, RecurrentState):
+                if state is not None:
                     state.cut(products, *parts[0].cuts)
                 logits = self._generic(ids, positions, wanted, state)
         finally:
@@ -298,6 +310,11 @@ class HFModel:
         for adapter, _ in batch.acting:
             adapter.check_applied()
         return logits
+
+    def _adapt(self, batch: Batch) -> Callable[..., None]:
+        from .adapters import adapted
+
+        return partial(adapted, batch)
 
     def _padded(self, wanted: Seq[int], weight: torch.Tensor | None = None) -> torch.Tensor:
         """The rows whose logits are asked for, padded unless the head (of this weight) computes each by itself."""
@@ -374,24 +391,6 @@ class HFModel:
         state: None at first, then what was returned: transformers' cache, or all ids so far where a model's state has no such object.
         adapter: it acts on tokens from position `start` of the sequence on.
         """
-        if adapter is None:
-            return self._stock(ids, state)
-        adapter.refresh()
-        start += len(state) if isinstance(state, torch.Tensor) else 0
-        with RowPureLinear("aten", adapt=partial(adapter.add_from, start)):
-            done = self._stock(ids, state)
-        adapter.check_applied()
-        return done
+        from .stock import run
 
-    def _stock(self, ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        ids = ids.to(self.device)
-        for rotary in self._growing:  # else the longest call so far, anyone's, decides the frequencies
-            rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq.clone(), rotary.original_max_seq_len
-        if not isinstance(state, torch.Tensor):
-            keyword = "cache_params" if "cache_params" in inspect.signature(type(self.model).forward).parameters else "past_key_values"
-            held = DynamicCache(config=self.config) if state is None and keyword == "past_key_values" else state
-            out = self.model(input_ids=ids[None], use_cache=True, logits_to_keep=1, **{keyword: held})
-            if getattr(out, keyword, None) is not None:
-                return out.logits[0, -1].float(), out[keyword]
-        ids = torch.cat([state, ids]) if isinstance(state, torch.Tensor) else ids
-        return self.model(input_ids=ids[None], use_cache=False).logits[0, -1].float(), ids
+        return run(self.model, self.config, self._growing, ids.to(self.device), state, adapter, start)

@@ -15,18 +15,11 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .kernels import dispatch, jit, linear_compiled
+from .kernels import jit, linear_compiled
+from .kernels.dispatch import Int8Linear
 
 BLOCK_ROWS = 1024  # of a weight quantized at a time
 _LEAST = 2.0**-100  # of a scale: a row of zeros has one, too
-
-
-class Int8Linear(nn.Linear):
-    """A linear layer whose weight is int8, with its scales as `weight.scale`. Made of an nn.Linear in its place, by `quantize`."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply input [..., in] by the weight, plus the bias."""
-        return dispatch.linear("upcast", input, self.weight, self.bias)
 
 
 def check() -> None:

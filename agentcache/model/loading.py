@@ -13,7 +13,6 @@ from transformers.utils import is_accelerate_available
 
 from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
-from . import int8
 from .kernels import linear_compiled
 
 
@@ -102,6 +101,8 @@ def _check_given(model: Any, tokenizer: Any, loading: Any) -> None:
 
 def quantize(model: Any) -> None:
     """Make the weights of a causal model's layers and head int8, in place."""
+    from . import int8
+
     int8.check()
     int8.quantize((*decoder_of(model).layers.modules(), model.get_output_embeddings()))
 
@@ -114,7 +115,9 @@ def _check_weights(weights: Any, bits: int | None, device: str | None) -> None:
         raise ConfigError(f"weights={weights!r} and load_in_{bits}bit=True: choose one")
     if device not in (None, "cpu"):
         raise ConfigError(f"weights={weights!r} with device={device!r}: its kernels run on a CPU; use load_in_8bit there")
-    int8.check()
+    from .int8 import check
+
+    check()
 
 
 def _loaded(model: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 
 from ..kv import PAGE_TOKENS
-from .kernels import choice, paged_attention
+from .kernels import choice, jit
 from .kernels.dispatch import Kernel, linear
 from .kernels.linear_library import UPCAST_BLOCK, product_of_library
 
@@ -144,6 +144,8 @@ def _probe_functions(dtype: torch.dtype, device: torch.device, seen: Any) -> Non
 
 
 def _probe_compiled(heads: int, head_dims: tuple[int, ...], dtype: torch.dtype, seen: Any) -> set[int]:
+    from .kernels import paged_attention
+
     cpu, (dim, width) = torch.device("cpu"), (head_dims[0], head_dims[-1])
     keys, values = (torch.stack([pattern(*shape, dtype, cpu, salt + h) for h in range(heads)])
                     for salt, shape in ((11, (dim, PAGE_TOKENS)), (31, (PAGE_TOKENS, width))))  # fmt: skip
@@ -166,7 +168,10 @@ def _probe(
     began = time.perf_counter()
     kernel = choose_kernel(dtype, device)
     widen = kernel == "upcast" or (not plain and dtype != torch.float32)
-    compiled = paged_attention.takes(dtype, device, head_dims)
+    if compiled := jit.compiler() is not None:
+        from .kernels import paged_attention
+
+        compiled = paged_attention.takes(dtype, device, head_dims)
     seen = blake3(f"{kernel} {widen} {compiled} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
     with torch.inference_mode():
         _probe_functions(dtype, device, seen)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +18,11 @@ from torch.nn.modules import module as torch_module
 
 from .attention import Attention, Batch, Part, attend, write
 from .behaviour import EVERY_MODULE, forwards, namespaces
-from .int8 import Int8Linear
 from .kernels import dispatch
-from .kernels.dispatch import Kernel, linear, linears
-from .kernels.layer import Programs, programs
+from .kernels.dispatch import Int8Linear, Kernel, linear, linears
+
+if TYPE_CHECKING:
+    from .kernels.layer import Programs
 
 Acting = Seq[tuple[Any, slice | torch.Tensor]]  # adapters, and the rows that each acts on
 
@@ -171,6 +172,8 @@ def _compiled(model: Any, batch: Batch) -> Programs | None:
     pairs = dispatch.compiled(kernel, model.model.layers[0].self_attn.q_proj.weight, model.dtype)
     if batch.later or batch.acting or pairs is None:
         return None
+    from .kernels.layer import programs
+
     return programs(model, sum(part.count for part in batch.parts), pairs, partial(_agrees, kernel=kernel))
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from .keys import Ids, Scope, chain, page_key
-from .tool_group import ToolGroup
 
 if TYPE_CHECKING:
     from .entry import Entry
+    from .tool_group import ToolGroup
 
 MOST = 1024  # deletions that are remembered; who has missed more lets go of everything
 

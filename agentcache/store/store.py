@@ -23,12 +23,12 @@ from .deletion import Deletion, Deletions, Moment
 from .entry import Entry, Match, PageQuery
 from .keys import Ids, PinName, Role, Scope, as_ids, chain
 from .memory.prefix_tree import PrefixTree
-from .tool_group import ToolGroup
 
 if TYPE_CHECKING:  # a store in memory only loads nothing of the disk
     from .disk.disk_tier import DiskTier
     from .disk.index import Row
     from .page_prefetch import PagePrefetch
+    from .tool_group import ToolGroup
 
 DEFAULT = StoreOptions()
 RENEW_S = 30.0  # how often a folder is opened in the place of a lost one, where that has failed

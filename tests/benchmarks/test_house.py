@@ -10,6 +10,8 @@ from benchmarks import house
 
 # what an exact request needs none of: loaded by the first request, page or caller that does
 UNUSED = (
+    "adapters",
+    "answer/call_json",
     "answer/call_python",
     "answer/grammar_compiler",
     "answer/grammar_rules",
@@ -17,18 +19,38 @@ UNUSED = (
     "answer/tag_values",
     "approximate",
     "attached_ranges",
+    "checkpoints",
     "foreign_settings",
     "hit_audit",
+    "layout/declared",
     "layout/opening",
     "layout/repairs",
+    "layout/splice",
     "layout/tail",
     "lint",
+    "model/adapters",
+    "model/experts",
+    "model/int8",
+    "model/kernels/ir",
+    "model/kernels/layer",
+    "model/kernels/linear_few",
+    "model/kernels/linear_many",
+    "model/kernels/norm_rope",
+    "model/kernels/object_cache",
+    "model/kernels/paged_attention",
+    "model/proof",
+    "model/recurrent",
+    "model/stock",
+    "passage_order",
+    "private",
     "shared_engines",
     "store/admin",
     "store/disk",
     "store/page_prefetch",
+    "store/tool_group",
     "tool_groups",
 )
+MOST_LINES = 12_500  # of the wheel, that an exact request loads
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +63,10 @@ def test_an_exact_request_loads_no_line_of(part: str, loaded: list[Path]) -> Non
     found = [str(path) for path in loaded if path.relative_to(house.WHEEL).with_suffix("").is_relative_to(part)]
     assert len(loaded) > 50
     assert not found
+
+
+def test_an_exact_request_loads_few_lines(loaded: list[Path]) -> None:
+    assert house.lines(loaded) <= MOST_LINES
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from . import jit
 from .dispatch import Kernel, compiled, linear
 from .instructions import has_16bit_units, level
 from .linear_library import onednn_takes
-from .object_cache import Objects
 
 REVISION = "2"  # of the measurement: raise it when kernels or what is timed change
 OUTS, INS, WEIGHTS = 2048, 1024, 8  # of weights that no second-level cache holds together
@@ -57,6 +56,8 @@ def times(dtype: torch.dtype, threads: int) -> dict[str, float]:
 
     Other candidates than the first as they compare with it where that favours them least: another process may disturb some repeats.
     """
+    from .object_cache import Objects
+
     verdicts, found = Objects(f"kernel {REVISION}"), candidates(dtype)
     versions = jit.binding and (jit.binding.llvm_version_info, jit.llvmlite.__version__)
     name = verdicts.name(f"{platform.processor()} {level()} {torch.__version__} {versions} {dtype} {threads} {found}")

@@ -29,8 +29,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn import functional
 
-from . import jit, linear_compiled, linear_library, norm_rope
+from . import jit, linear_compiled, linear_library
 from .linear_library import Projection
+from .norm_library import plain_heads, plain_norm
 
 Kernel = Literal["onednn", "library", "upcast", "aten"]
 SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone
@@ -129,15 +130,30 @@ def _by_library(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: tor
     return linear_library.product_of_library(flat.contiguous(), weight, bias).view(*x.shape[:-1], outs)
 
 
+class Int8Linear(torch.nn.Linear):
+    """A linear layer whose weight is int8, with its scales as `weight.scale`. Made of an nn.Linear in its place, by `int8.quantize`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply input [..., in] by the weight, plus the bias."""
+        return linear("upcast", input, self.weight, self.bias)
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Root mean square norm of x [rows, n] times weight [n], as Llama's and Qwen's modules compute it."""
-    return (norm_rope.norm if norm_rope.takes_norm(x, weight) else norm_rope.plain_norm)(x, weight, epsilon)
+    if jit.compiler() is None:
+        return plain_norm(x, weight, epsilon)
+    from . import norm_rope
+
+    return (norm_rope.norm if norm_rope.takes_norm(x, weight) else plain_norm)(x, weight, epsilon)
 
 
 def heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [rows, heads, dim], each head normalised if there is a weight [dim], and its halves rotated by cos and sin [rows, 1, dim]."""
-    run = norm_rope.heads if norm_rope.takes_heads(x, weight, cos, sin) else norm_rope.plain_heads
-    return run(x, weight, epsilon, cos, sin)
+    if jit.compiler() is None:
+        return plain_heads(x, weight, epsilon, cos, sin)
+    from . import norm_rope
+
+    return (norm_rope.heads if norm_rope.takes_heads(x, weight, cos, sin) else plain_heads)(x, weight, epsilon, cos, sin)
 
 
 class RowPureLinear(torch.overrides.TorchFunctionMode):

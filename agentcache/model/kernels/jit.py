@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from . import instructions, openmp
-from .ir import Code
-from .object_cache import Objects
 
 try:
     import llvmlite
@@ -40,6 +38,8 @@ class Compiler:
     """Compiled functions by writer, type and sizes; they live as long as the process."""
 
     def __init__(self, team: Any, lanes: int) -> None:
+        from .object_cache import Objects
+
         self.lanes = lanes
         self._team = team
         cpu, self._features = instructions.target(binding.get_host_cpu_name(), binding.get_host_cpu_features())
@@ -57,6 +57,8 @@ class Compiler:
         """The address of a function, compiled once, by whichever thread asks first; or by a process before this one."""
         key = (write, element, sizes)
         if key not in self._compiled:
+            from .ir import Code
+
             with _compiling:
                 if key not in self._compiled:
                     code = Code(self.lanes, element)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import jit, linear_few, linear_many
+from . import jit
 from .linear_library import Projection
 from .scratch import scratch
 
@@ -27,8 +27,10 @@ def takes(weight: torch.Tensor) -> bool:
 
 def fits(weight: torch.Tensor, lanes: int, itemsize: int) -> bool:
     """True if kernels of so many lanes take the shape [outs, ins] of this weight, with numbers of so many bytes."""
+    from .linear_many import TILES
+
     outs, ins = weight.shape
-    return outs % linear_many.TILES[lanes] == 0 and ins % max(4 * lanes, LINE // itemsize) == 0
+    return outs % TILES[lanes] == 0 and ins % max(4 * lanes, LINE // itemsize) == 0
 
 
 def scale_of(weight: torch.Tensor) -> torch.Tensor | None:
@@ -60,6 +62,8 @@ def in_pairs(dtype: torch.dtype) -> bool:
 
 
 def _few(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> list[torch.Tensor]:
+    from . import linear_few
+
     rows, found = len(x), jit.compiler()
     assert found is not None
     count = next((n for n in linear_few.ROWS if n >= rows), linear_few.ROWS[-1])
@@ -82,6 +86,8 @@ def _few(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> lis
 
 
 def _many(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> list[torch.Tensor]:
+    from . import linear_many
+
     (rows, ins), found, element = x.shape, jit.compiler(), jit.NUMBERS[x.dtype]
     assert found is not None
     passes, words = -(-rows // linear_many.ROWS), ins >> int(pairs)
@@ -107,6 +113,8 @@ def _many(x: torch.Tensor, projections: Sequence[Projection], pairs: bool) -> li
 def compile_products(int8: bool = False) -> None:
     """Have the products of rows in bf16 ready: they depend on the processor alone, so weights may load meanwhile."""
     if (found := jit.compiler()) is not None:
+        from . import linear_few, linear_many
+
         pairs = jit.multiplies_pairs()
         for rows in linear_few.ROWS:
             found.function(linear_few.product_code, "bfloat", rows, pairs, int8)

@@ -1,4 +1,4 @@
-"""Norms and rotary angles of rows: PyTorch's operations, or all of them in one compiled pass. Knows nothing of layers.
+"""Norms and rotary angles of rows, compiled: all of PyTorch's operations in one pass. Knows nothing of layers.
 
 PyTorch reads and writes all rows once for each of the ten or so operations that these are. A compiled function rounds once for each of
 them, and adds up a sum of squares as `Tensor.mean` does: four accumulators of whole vectors, sixteen steps at a time, then lane by lane.
@@ -15,6 +15,7 @@ import torch
 
 from . import jit
 from .ir import Code, Value, Values
+from .norm_library import plain_heads, plain_norm
 
 SUM_LANES = 8  # of PyTorch's reductions on x86, also where it has longer vectors
 _LONG = 64 * SUM_LANES  # numbers that are added up before their sum joins that of all before them
@@ -126,21 +127,6 @@ def _turned(code: Code, values: Values, cos: Value, sin: Value) -> Values:
         one, two = (code.load_numbers(angles.at(code.stored, number * code.lanes)) for angles in (cos, sin))
         turned.append(code.rounded(value * one) + code.rounded(other * two))
     return turned
-
-
-def plain_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Root mean square norm of x [.., n] times weight [n] by PyTorch's operations."""
-    wide = x.float()
-    wide = wide * wide.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
-    return weight * wide.to(x.dtype)
-
-
-def plain_heads(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Norms, if there is a weight, and rotation of x [rows, heads, dim] by PyTorch's operations."""
-    x = x if weight is None else plain_norm(x, weight, epsilon)
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos) + (turned * sin)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

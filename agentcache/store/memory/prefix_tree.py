@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
-from ...checkpoints import SHARE, Checkpoint
 from ...errors import ConfigError
 from ...kv import PAGE_TOKENS, Page
 from ...types import Grade, Reason
@@ -20,6 +20,9 @@ from ..keys import Ids, PinName, Role, Scope, page_key
 from .eviction import Eviction
 from .eviction_log import EvictionLog
 from .pins import Pins
+
+if TYPE_CHECKING:
+    from ...checkpoints import Checkpoint
 
 CHILDREN = 256  # continuations of one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the cached prompt ended
@@ -263,6 +266,10 @@ class PrefixTree:
                 for slots, known in sorted(entry.page.checkpoints.items(), reverse=True)
                 if slots <= len(entry.ids)
             ]
+            if not known:
+                return
+            from ...checkpoints import SHARE
+
             prefix = next((one for one in known if one[0].first + one[1] <= prefix_tokens), None)
             vital = [one for one in known if one in (known[0], prefix) or one[1] in self._pins.ends(one[0])]
             room = sum(entry.page.spec.page_bytes for entry in path if entry.page) * SHARE / (1 - SHARE)

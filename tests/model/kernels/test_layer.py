@@ -114,5 +114,5 @@ def test_hidden_states_do_not_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> N
             return [engine.generate(text, sampling=Sampling(max_tokens=24, ignore_eos=True)).text for text in prompts]
 
     compiled = answers()
-    monkeypatch.setattr(steps, "programs", lambda *_: None)
+    monkeypatch.setattr(layer, "programs", lambda *_: None)
     assert compiled == answers()

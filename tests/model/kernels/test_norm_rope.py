@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentcache.model.kernels import dispatch, jit, norm_rope
+from agentcache.model.kernels import dispatch, jit, norm_library, norm_rope
 
 pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="no compiler here")
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -26,8 +26,8 @@ def test_norms_have_pytorchs_bits(dtype: torch.dtype, n: int, rows: int) -> None
     if rows > 2:
         x[0], x[1] = 0, float("nan")
     assert norm_rope.norms_agree(dtype, n)
-    assert same(norm_rope.norm(x, weight, 1e-5), norm_rope.plain_norm(x, weight, 1e-5))
-    assert same(dispatch.norm(x, weight, 1e-5), norm_rope.plain_norm(x, weight, 1e-5))
+    assert same(norm_rope.norm(x, weight, 1e-5), norm_library.plain_norm(x, weight, 1e-5))
+    assert same(dispatch.norm(x, weight, 1e-5), norm_library.plain_norm(x, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -38,26 +38,26 @@ def test_heads_have_pytorchs_bits(dtype: torch.dtype, normed: bool, rows: int, c
     x, cos, sin = (torch.randn(rows, n, dim).to(dtype) for n in (count, 1, 1))
     weight = torch.randn(dim).to(dtype) if normed else None
     assert norm_rope.heads_agree(dtype, dim, normed)
-    assert torch.equal(norm_rope.heads(x, weight, 1e-6, cos, sin), norm_rope.plain_heads(x, weight, 1e-6, cos, sin))
+    assert torch.equal(norm_rope.heads(x, weight, 1e-6, cos, sin), norm_library.plain_heads(x, weight, 1e-6, cos, sin))
 
 
 def test_other_types_and_layouts_take_pytorchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "run", lambda *_: pytest.fail("compiled"))
     x, weight = torch.randn(3, 64).double(), torch.randn(64).double()
-    assert torch.equal(dispatch.norm(x, weight, 1e-6), norm_rope.plain_norm(x, weight, 1e-6))
+    assert torch.equal(dispatch.norm(x, weight, 1e-6), norm_library.plain_norm(x, weight, 1e-6))
     turned, half = torch.randn(64, 3).bfloat16().t(), weight.bfloat16()
-    assert torch.equal(dispatch.norm(turned, half, 1e-6), norm_rope.plain_norm(turned, half, 1e-6))
+    assert torch.equal(dispatch.norm(turned, half, 1e-6), norm_library.plain_norm(turned, half, 1e-6))
     odd = torch.randn(3, 24).bfloat16()
-    assert torch.equal(dispatch.norm(odd, half[:24], 1e-6), norm_rope.plain_norm(odd, half[:24], 1e-6))
+    assert torch.equal(dispatch.norm(odd, half[:24], 1e-6), norm_library.plain_norm(odd, half[:24], 1e-6))
     given = (torch.randn(3, 2, 64).bfloat16(), half, 1e-6, torch.randn(3, 1, 64), torch.randn(3, 1, 64))  # angles in fp32
-    assert torch.equal(dispatch.heads(*given), norm_rope.plain_heads(*given))
+    assert torch.equal(dispatch.heads(*given), norm_library.plain_heads(*given))
 
 
 def test_long_heads_take_pytorchs_operations() -> None:
     """Their squares are added up in more levels than a compiled head has."""
     x, weight, angles = torch.randn(3, 2, 512).bfloat16(), torch.randn(512).bfloat16(), torch.randn(3, 1, 512).bfloat16()
     given = (x, weight, 1e-6, angles, angles)
-    assert torch.equal(dispatch.heads(*given), norm_rope.plain_heads(*given))
+    assert torch.equal(dispatch.heads(*given), norm_library.plain_heads(*given))
 
 
 def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +75,6 @@ def test_another_order_of_additions_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         check.cache_clear()
     x, weight = torch.randn(64, 1024).bfloat16(), torch.randn(1024).bfloat16()
     assert not norm_rope.norms_agree(torch.bfloat16, 1024)
-    assert torch.equal(dispatch.norm(x, weight, 1e-6), norm_rope.plain_norm(x, weight, 1e-6))
+    assert torch.equal(dispatch.norm(x, weight, 1e-6), norm_library.plain_norm(x, weight, 1e-6))
     for check in checks:
         check.cache_clear()

@@ -1,0 +1,43 @@
+"""transformers' own forward for one sequence, token by token from its own cache. Knows no pages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from .kernels.dispatch import RowPureLinear
+
+
+def run(
+    model: Any, config: Any, growing: Sequence[Any], ids: torch.Tensor, state: Any, adapter: Any, start: int
+) -> tuple[torch.Tensor, Any]:
+    """New ids [tokens] after `state` -> last logits [vocab] in fp32, grown state; as of `HFModel.stock`.
+
+    growing: rotary modules whose frequencies grow with the longest call.
+    """
+    if adapter is None:
+        return _forward(model, config, growing, ids, state)
+    adapter.refresh()
+    start += len(state) if isinstance(state, torch.Tensor) else 0
+    with RowPureLinear("aten", adapt=partial(adapter.add_from, start)):
+        done = _forward(model, config, growing, ids, state)
+    adapter.check_applied()
+    return done
+
+
+def _forward(model: Any, config: Any, growing: Sequence[Any], ids: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    for rotary in growing:  # else the longest call so far, anyone's, decides the frequencies
+        rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq.clone(), rotary.original_max_seq_len
+    if not isinstance(state, torch.Tensor):
+        keyword = "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        held = DynamicCache(config=config) if state is None and keyword == "past_key_values" else state
+        out = model(input_ids=ids[None], use_cache=True, logits_to_keep=1, **{keyword: held})
+        if getattr(out, keyword, None) is not None:
+            return out.logits[0, -1].float(), out[keyword]
+    ids = torch.cat([state, ids]) if isinstance(state, torch.Tensor) else ids
+    return model(input_ids=ids[None], use_cache=False).logits[0, -1].float(), ids
