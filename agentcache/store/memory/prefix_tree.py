@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from ...checkpoints import SHARE, Checkpoint
 from ...errors import ConfigError
@@ -299,6 +300,12 @@ class PrefixTree:
                 return self._shorten(entry, max(0, since - start), Reason.NON_FINITE)
         return []
 
+    def akin(self, scope: Scope) -> list[Scope]:
+        """The scopes of all adapters over the same weights, and this one."""
+        with self.lock:
+            base = replace(scope, fingerprint=scope.weights)
+            return [scope, *(other for other in self._roots if other != scope and replace(other, fingerprint=other.weights) == base)]
+
     def drop(self, scope: Scope, ids: Ids, reason: Reason) -> list[Key]:
         """Drop the page in which `ids` end and what continues it, pinned or not; returns the keys of what is gone."""
         with self.lock:
@@ -374,6 +381,7 @@ class PrefixTree:
             below.extend(known.children.values())
         for gone in reversed(below):
             assert gone.page is not None and gone.parent is not None
+            gone.page.wrong |= reason is Reason.BAD_BLOB  # requests that run on it may admit it again
             if self.index is not None:
                 self.index.drop(gone)
             self._log.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
