@@ -92,14 +92,14 @@ class Lifecycle:
             sequence.cuts = cuts_of(marks, length, in_text(layout))
             sequence.marks = frozenset(marks if running.asked.reuse != "off" else ())
             found = at_checkpoint(found, sequence.cuts)
-        running.attached = found
-        running.provenance.attach(found.entries)
-        running.provenance.numerics = {*found.numerics, model.numerics.digest}
-        computed_once = running.completion_tokens > 0 or running.suspects is not None
+        computed_once = running.completion_tokens > 0 or bool(running.suspects)
         ranges = near.propose(found.tokens) if near is not None and not computed_once else ()
         below = None if computed_once or near is not None else self.matching.shared_layers(running, found.tokens)
+        running.attached = tuple(one for one in (found, below) if one is not None and one.tokens)
+        running.provenance.attach(entry for one in running.attached for entry in one.entries)
+        running.provenance.numerics = {model.numerics.digest}.union(*(one.numerics for one in running.attached))
         if below is not None:
-            ranges = (Attach(found.tokens, below.stop, layers=below.layers, run=0),)
+            ranges = (Attach(found.tokens, below.tokens, layers=below.layers, run=0),)
         running.plan = plan = make(length, found.tokens, found.missed, found.detail, ranges)
         running.admitted_tokens = 0 if near is not None and near.scope else found.tokens
         if found.tokens:
@@ -107,11 +107,9 @@ class Lifecycle:
         if running.grade != "exact":
             sequence.exact_until = 0
         resumed = (0, 0)
-        if below is not None:
-            resumed = below.stop - found.tokens, below.layers
-            running.provenance.attach(below.match.entries)
-            running.provenance.numerics |= below.match.numerics
-            sequence.attach_below(below.match.pages, below.stop, below.layers)
+        if below is not None and below.layers is not None:
+            resumed = below.tokens - found.tokens, below.layers
+            sequence.attach_below(below.pages, below.tokens, below.layers)
         running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens, resumed)
         if near is not None:
             near.attach()
@@ -248,7 +246,7 @@ class Lifecycle:
         if near is not None and near.scope is not None and not running.completion_tokens:
             self._compute(running, Reason.NON_FINITE, f"NaN or infinite {what} behind token {at}, computed behind moved text")
             return None
-        if running.attached and running.attached.tokens and not running.suspects and not running.completion_tokens:
+        if running.attached and not running.suspects and not running.completion_tokens:
             running.suspects = running.attached
             running.account.record_recompute(self._attach(running).refusals)
             return None
@@ -272,7 +270,7 @@ class Lifecycle:
     def _admit(self, running: Running, whole_only: bool = False) -> bool:
         """Give the store what the sequence has computed since; only whole pages while it is being filled. False: it is not finite."""
         sequence, scope, near = running.sequence, running.scope, running.ranges
-        if scope is None or not isinstance(sequence, Sequence) or running.asked.reuse == "off" or running.suspects is not None:
+        if scope is None or not isinstance(sequence, Sequence) or running.asked.reuse == "off" or running.suspects:
             return True
         rest = sequence.length % PAGE_TOKENS if whole_only else 0
         if near is not None and near.scope is not None and near.admissible:  # what follows attached segments, in memory only
@@ -318,11 +316,11 @@ class Lifecycle:
 
     def _quarantine_suspects(self, running: Running) -> None:
         """The prompt is computed without its suspects: if it is finite now, the first of them that differs is wrong, and quarantined."""
-        suspects, sequence, running.suspects = running.suspects, running.sequence, None
-        if suspects is None or not isinstance(sequence, Sequence) or not finite(sequence, 0, sequence.length):
+        suspects, sequence, running.suspects = running.suspects, running.sequence, ()
+        if not suspects or not isinstance(sequence, Sequence) or not finite(sequence, 0, sequence.length):
             return
-        entry = first_wrong(suspects, sequence)
-        if entry is None or running.scope is None or entry.scope.fingerprint != running.scope.fingerprint:
+        entry = next(filter(None, (first_wrong(one, sequence) for one in suspects)), None)
+        if entry is None or running.scope is None or entry.scope.weights != running.scope.weights:
             return  # where weights have changed since, nothing can be said
         ids, why = np.concatenate([running.ids.array(entry.first), entry.ids]), "what is computed after it is NaN or infinite"
         with suppress(StoreError):  # memory has dropped it

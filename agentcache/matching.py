@@ -8,7 +8,7 @@ layers below the first one that differs                               equal in b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .kv import last_checkpoint
@@ -38,16 +38,6 @@ def at_checkpoint(found: Match, cuts: tuple[int, ...]) -> Match:
     numerics = frozenset[str]().union(*(entry.numerics for entry in found.entries[:count]))
     detail = f"{found.tokens - tokens} tokens after the last checkpoint of recurrent layers are computed again"
     return Match(tokens, found.pages[:count], Reason.CHECKPOINT, numerics, detail, found.entries[:count])
-
-
-@dataclass(frozen=True, slots=True)
-class SharedLayers:
-    """Pages whose lowest layers are those of a request."""
-
-    match: Match
-    # end of the tokens whose inputs of layer `layers` were kept
-    stop: int
-    layers: int
 
 
 class Matching:
@@ -82,8 +72,9 @@ class Matching:
         assert scope is not None
         if running.asked.reuse == "off":
             return Match(0, (), Reason.REUSE_OFF)
-        if running.suspects is not None:
-            detail = f"NaN or infinity behind {running.suspects.tokens} tokens that were attached: computed again without reuse"
+        if running.suspects:
+            longest = max(one.tokens for one in running.suspects)
+            detail = f"NaN or infinity behind {longest} tokens that were attached: computed again without reuse"
             return Match(0, (), Reason.NON_FINITE, detail=detail)
         found = self.store.match(scope, running.covered_ids)
         if running.asked.reuse == "lossy" and (disk := self.store.disk):
@@ -98,21 +89,25 @@ class Matching:
             found = replace(found, missed=Reason.ADAPTER, detail="the adapter acts from here on")
         return found
 
-    def shared_layers(self, running: Running, tokens: int) -> SharedLayers | None:
-        """Pages after the first `tokens` that others computed, and whose lowest layers are the same: those that spare the most layers."""
+    def shared_layers(self, running: Running, tokens: int) -> Match | None:
+        """Pages after the first `tokens` that others computed, and whose lowest layers are the same: those that spare the most layers.
+
+        They end where no inputs of the next layer were kept.
+        """
         model, scope = self.model, running.scope
         if scope is None or scope.precision != "exact" or running.asked.reuse == "off" or not model.adapters or not model.stepped:
             return None
-        best: tuple[int, Scope, SharedLayers] | None = None
+        best: tuple[int, Scope, int, int] | None = None
         for layers, other in self._others(running, scope):
             found = self.store.match(other, running.covered_ids, peek=True)
             stop = states_until(found.pages, layers, tokens, found.tokens) if found.tokens > tokens else tokens
             if stop > tokens and (best is None or (stop - tokens) * layers > best[0]):
-                best = (stop - tokens) * layers, other, SharedLayers(found, stop, layers)
+                best = (stop - tokens) * layers, other, stop, layers
         if best is None:
             return None
-        used = self.store.match(best[1], running.covered_ids)  # counted as used, and all of it on the device
-        return replace(best[2], match=used) if used.tokens >= best[2].stop else None
+        _, other, stop, layers = best
+        used = self.store.match(other, running.covered_ids)  # counted as used, and all of it on the device
+        return replace(used, tokens=stop, layers=layers) if used.tokens >= stop else None
 
     def _others(self, running: Running, scope: Scope) -> Iterator[tuple[int, Scope]]:
         """Scopes under which others compute the same lowest layers as this request, and how many."""

@@ -47,18 +47,23 @@ class Page:
     spec: of the model; a page of tier "host" waits in the computer's own memory. whole: all its slots will be written, and soon.
     layer_keys, layer_values: one view per layer. file: whose mapped memory that is, None if it is the page's own.
     boundaries: hidden states [512, hidden] by layer, where they were kept. checkpoints: by the number of slots before them.
-    shared: number of the lowest layers whose memory is that of a sealed page with the same tokens, `below`.
+    shared: number of the lowest layers whose memory is that of `below`, a sealed page with the same tokens. wrong: its numbers are not
+    those that computing gives.
     """
 
     __slots__ = (
-        "__weakref__", "_claim", "_lock", "boundaries", "checkpoints", "file", "filled", "keys", "layer_keys", "layer_values",
-        "shared", "spec", "tier", "values",
+        "__weakref__", "_claim", "_lock", "below", "boundaries", "checkpoints", "file", "filled", "keys", "layer_keys", "layer_values",
+        "shared", "spec", "tier", "values", "wrong",
     )  # fmt: skip
 
     def __init__(self, spec: KVSpec, tier: Tier = "device", whole: bool = False, below: Page | None = None, shared: int = 0) -> None:
         self.spec = spec
         self.tier: Tier = tier
-        self.shared = shared
+        while below is not None and below.shared >= shared:
+            below = below.below
+        self.below: Page | None = below
+        self.shared: int = shared
+        self.wrong = False
         device = spec.device if tier == "device" else torch.device("cpu")
         shapes = tuple((shape[0] - shared, *shape[1:]) for shape in spec.shapes) if shared else spec.shapes
         kept = prepared.take(shapes, spec.dtype) if device.type == "cpu" and not whole and not shared else None
@@ -73,7 +78,6 @@ class Page:
             assert below.sealed and not spec.widths
             self.layer_keys = [*below.layer_keys[:shared], *self.layer_keys]
             self.layer_values = [*below.layer_values[:shared], *self.layer_values]
-            self.file = below.file
         self.boundaries: dict[int, torch.Tensor] = {}
         self.checkpoints: dict[int, Checkpoint] = {}
         self.filled = 0
@@ -120,13 +124,27 @@ class Page:
 
     @property
     def bytes(self) -> int:
-        """Bytes in memory, however full the page is, and those of its checkpoints."""
-        shared = PAGE_TOKENS * self.spec.token_bytes * self.shared // self.spec.layers
-        return self.spec.page_bytes - shared + sum(known.bytes for known in self.checkpoints.values())
+        """Bytes of its own in memory, however full the page is, and those of its checkpoints."""
+        return self.copy_bytes - PAGE_TOKENS * self.spec.token_bytes * self.shared // self.spec.layers
+
+    @property
+    def chain(self) -> Iterator[Page]:
+        """This page, and those whose memory it shares."""
+        at: Page | None = self
+        while at is not None:
+            yield at
+            at = at.below
+
+    @property
+    def copy_bytes(self) -> int:
+        """The same of a copy, which shares nothing."""
+        return self.spec.page_bytes + sum(known.bytes for known in self.checkpoints.values())
 
     @property
     def changed(self) -> bool:
-        """Tell whether the file that this page lies in was written to since it was verified."""
+        """Tell whether its memory is not to be used: it is wrong, or the file that it lies in was written to since it was verified."""
+        if self.wrong or (self.below is not None and self.below.changed):
+            return True
         return self.file is not None and self.file.changed()
 
     @property

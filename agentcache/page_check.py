@@ -25,13 +25,14 @@ def finite(sequence: Sequence, start: int, stop: int) -> bool:
     return True
 
 
-def alike(own: Page, kept: Page, tokens: int, close: float) -> bool:
-    """Tell whether a cached page equals the computed one, in its first tokens. close: relative error allowed, 0 for equal bits.
+def alike(own: Page, kept: Page, tokens: int, close: float, layers: int | None = None) -> bool:
+    """Tell whether a cached page equals the computed one, in its first tokens and lowest layers (None: all). close: relative error allowed,
+    0 for equal bits.
 
     Checkpoints that both have are compared, too.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for (keys, values), (kept_keys, kept_values) in zip(own.blocks, kept.blocks, strict=True):
+    for (keys, values), (kept_keys, kept_values) in zip(own.blocks[:layers], kept.blocks[:layers], strict=True):
         pairs.append((keys[..., :tokens], kept_keys[..., :tokens]))
         pairs.append((values[..., :tokens, :], kept_values[..., :tokens, :]))
     for slots in own.checkpoints.keys() & kept.checkpoints.keys():
@@ -47,6 +48,6 @@ def first_wrong(cached: Match, sequence: Sequence) -> Entry | None:
     """Find the first page of a cached prefix that differs from the computed one."""
     for entry, page, own in zip(cached.entries, cached.pages, sequence.pages, strict=False):
         tokens = min(cached.tokens - entry.first, PAGE_TOKENS)
-        if not alike(own, page, tokens, CLOSE if entry.scope.precision == "exact" else LOSSY_CLOSE):
+        if not alike(own, page, tokens, CLOSE if entry.scope.precision == "exact" else LOSSY_CLOSE, cached.layers):
             return entry
     return None

@@ -156,9 +156,9 @@ class Running:
     scope: Scope | None = None
     sequence: Sequence | StockSequence | None = None
     plan: Plan | None = None
-    # the prefix that the sequence started from; suspects: one whose continuation was not finite, computed now without reuse
-    attached: Match | None = None
-    suspects: Match | None = None
+    # prefixes that the sequence took layers from; suspects: those whose continuation was not finite, computed now without reuse
+    attached: tuple[Match, ...] = ()
+    suspects: tuple[Match, ...] = ()
     # tokens of this sequence that the store has or had
     admitted_tokens: int = 0
     # whether every prompt token is computed and the first choice made

@@ -32,7 +32,7 @@ class Entry:
     row: int = 0  # its row in the index of the store on disk, 0 if it is not there
     thinned: bool = False  # its row may have checkpoints that memory has dropped
     made: float = field(default_factory=time.time)  # time.time()
-    counted: tuple[str, int] = ("device", 0)  # tier and bytes that the budget counts for it
+    counted: tuple[Page, ...] = ()  # pages that the budget counts for it: its own, and those whose memory that shares
 
     @property
     def place(self) -> int:
@@ -65,7 +65,7 @@ class EntryIndex(Protocol):
 class Match:
     """The longest exact prefix: `pages` hold tokens [0, tokens). `missed` and `detail` say why it ends there.
 
-    numerics: digests of the kernels that computed the pages.
+    numerics: digests of the kernels that computed the pages. layers: number of the lowest layers that are those of the request; None: all.
     """
 
     tokens: int
@@ -74,6 +74,7 @@ class Match:
     numerics: frozenset[str] = frozenset()
     detail: str = ""
     entries: tuple[Entry, ...] = ()
+    layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

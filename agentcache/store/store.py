@@ -177,11 +177,11 @@ class Store:
                 disk.writer.after(lambda: disk.forget(gone, scope.fingerprint))
 
     def quarantine(self, scope: Scope, ids: Ids, key: Key, why: str) -> None:
-        """The page `key`, in which `ids` end, is wrong: never serve it again, nor what continues it. It may have left memory."""
-        gone = [key, *self.tree.drop(scope, ids, Reason.BAD_BLOB)]
+        """The page `key`, in which `ids` end, is wrong: no adapter is served it again, nor what continues it. It may have left memory."""
+        gone = [key, *(key for other in self.tree.akin(scope) for key in self.tree.drop(other, ids, Reason.BAD_BLOB))]
         if disk := self.disk:
             disk.writer.discard(frozenset(gone))
-            disk.quarantine(gone, scope.fingerprint, why)
+            disk.quarantine(gone, scope.weights, why)
 
     # -- deleting on purpose ---------------------------------------------------------------------------------------
 

@@ -142,21 +142,17 @@ class DiskTier:
         gone = any(one.covers(row.namespace, row.created) or one.about(scope) or row.page_key in one.keys for one in deleted)
         return Reason.DELETED if gone else Reason.EVICTED
 
-    def quarantine(self, keys: Sequence[bytes], fingerprint: str, why: str) -> None:
-        """Never serve these pages again, nor what continues them on disk; `agentcache verify` shows them."""
-        left, seen = self._rows(keys, fingerprint), set[int]()
+    def quarantine(self, keys: Sequence[bytes], weights: str, why: str) -> None:
+        """Never serve these pages of any adapter over these weights again, nor what continues them; `agentcache verify` shows them."""
+        found, seen = (row for key in keys for row in self.index.rows(key=key)), set[int]()
+        left = [row for row in found if Scope(row.namespace, row.fingerprint).weights == weights]
         while left:
             row = left.pop()
             if row.id not in seen:
                 seen.add(row.id)
                 self._bad.add(row.id)
                 self.index.quarantine(row.id, why)
-                left.extend(self.index.rows(parent=row.page_key, fingerprint=fingerprint))
-
-    def _rows(self, keys: Sequence[bytes], fingerprint: str) -> list[Row]:
-        """The rows of these pages, as exact as they were computed and as this process stores them."""
-        found = (self.index.row(key, fingerprint, precision) for key in keys for precision in {"exact", self.precision})
-        return [row for row in found if row is not None]
+                left.extend(self.index.rows(parent=row.page_key, fingerprint=row.fingerprint))
 
     def due_for_check(self) -> bool:
         """Tell whether this hit is the one in N that is recomputed."""
@@ -309,7 +305,8 @@ class DiskTier:
 
     def forget(self, keys: Sequence[bytes], fingerprint: str) -> None:
         """Remove pages that should never have been admitted."""
-        self._unlink(self.index.remove([row.id for row in self._rows(keys, fingerprint)], force=True))
+        found = (row for key in keys for row in self.index.rows(key=key, fingerprint=fingerprint))
+        self._unlink(self.index.remove([row.id for row in found if row.precision in ("exact", self.precision)], force=True))
 
     def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
         """Pin the pages of a path until `release_pin(name)` or the end of this process; those evicted meanwhile are written once more.

@@ -139,12 +139,12 @@ class Index(IndexMetadata):
 
     def rows(
         self, *, namespace: str | None = None, fingerprint: str | None = None, role: int | None = None, parent: bytes | None = None,
-        bad: bool | None = None, older_than: float | None = None,
+        key: bytes | None = None, bad: bool | None = None, older_than: float | None = None,
     ) -> Iterator[Row]:  # fmt: skip
         """All rows with these properties, in the order in which they came; damaged ones are left out (check). older_than: seconds."""
         where: list[str] = ["1"]
         values: list[object] = []
-        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role), ("parent", parent)):
+        for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role), ("parent", parent), ("page_key", key)):
             if value is not None:
                 where.append(f"{name} = ?")
                 values.append(value)

@@ -3,7 +3,8 @@
 over the device's budget    the page used longest ago moves to the host, where that is other memory; else such a leaf is dropped
 over the host's budget      such a leaf there is dropped
 
-Leaves of turns and prefixes go first, tool groups last, pinned pages never. Eviction writes nothing: the writer was offered each page when
+Leaves of turns and prefixes go first, tool groups last, pinned pages never, nor those whose memory another page shares: it would not be
+freed. Eviction writes nothing: the writer was offered each page when
 it was admitted (Store.admit), and holds those that still wait. The owner's lock guards it.
 """
 
@@ -27,6 +28,7 @@ class Eviction:
         self.budget_bytes, self.host_budget_bytes = budget_bytes, host_budget_bytes
         self.bytes = self.host_bytes = 0
         self._drop = drop
+        self._held: dict[int, tuple[int, Tier, int]] = {}  # by id of a page: how many entries hold it, where it lies, its bytes
         self._order: OrderedDict[int, Entry] = OrderedDict()  # least recently used first; a parent always after its children
 
     def __len__(self) -> int:
@@ -79,7 +81,7 @@ class Eviction:
         """Drop the least recently used leaf, one of a tool group only if there is no other; False if there is none."""
         group = None
         for entry in among:
-            if entry.children or entry.pins:
+            if entry.children or entry.pins or self._shared(entry):
                 continue
             if entry.role < Role.GROUP:
                 self._drop(entry)
@@ -93,10 +95,11 @@ class Eviction:
         """Copy the least recently used page that no sequence appends to from the device to the host, if there is room or can be made."""
         if not self.host_budget_bytes:
             return False
-        found = next((e for e in self if not e.pins and e.page and e.page.tier == "device" and not e.page.claimed), None)
+        on_device = (entry for entry in self if not entry.pins and entry.page and entry.page.tier == "device")
+        found = next((entry for entry in on_device if entry.page and not entry.page.claimed and not self._shared(entry)), None)
         if found is None or found.page is None:
             return False
-        need = found.page.bytes
+        need = found.page.copy_bytes
         while self.host_bytes + need > self.host_budget_bytes:
             if not self.drop_oldest([e for e in self if e.page and e.page.tier == "host"]):
                 return False
@@ -108,15 +111,22 @@ class Eviction:
         self.replace(entry, entry.page.copy(len(entry.ids), tier))
 
     def _count(self, entry: Entry, sign: int) -> None:
-        """Add the bytes of an entry's page as it is now, or take away what was added for it."""
+        """Add the bytes of an entry's page as it is now, and of those below it, each once; or take away what was added for it."""
         if sign > 0:
             assert entry.page is not None
-            entry.counted = (entry.page.tier, entry.page.bytes)
-        tier, size = entry.counted
-        if tier == "host":
-            self.host_bytes += sign * size
-        else:
-            self.bytes += sign * size
+            entry.counted = tuple(entry.page.chain)
+        for page in entry.counted:
+            count, tier, size = self._held.pop(id(page), (0, page.tier, page.bytes))
+            if count + sign:
+                self._held[id(page)] = count + sign, tier, size
+            if count + sign == (sign > 0):  # the first one, or none any more
+                self.bytes += 0 if tier == "host" else sign * size
+                self.host_bytes += sign * size if tier == "host" else 0
+        entry.counted = entry.counted if sign > 0 else ()
+
+    def _shared(self, entry: Entry) -> bool:
+        """Tell whether another page shares the memory of this one."""
+        return self._held[id(entry.page)][0] > 1
 
 
 def budgets(device: str | None, memory_bytes: int | None) -> tuple[int, int]:

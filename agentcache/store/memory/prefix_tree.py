@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
@@ -33,9 +34,8 @@ Key = bytes  # inside the class that name is a property
 class PrefixTree:
     """Cached pages in memory under a byte budget: least recently used leaves go first, tool groups last, pinned ones never. Thread safe.
 
-    A page counts with all its bytes, however full. changes: counts admissions and removals, so that a caller can tell whether a match may
-    have become longer. host_bytes: where pages lie on another device, how much of them may wait in the computer's own memory. lock: guards
-    pages and index. index: what else finds pages.
+    A page counts with all its bytes, however full. changes: counts admissions and removals: a match may have become longer. host_bytes:
+    bytes of pages of another device that may wait in the computer's own memory. lock: guards pages and index. index: also finds pages.
     """
 
     def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
@@ -306,6 +306,12 @@ class PrefixTree:
                 return self._shorten(entry, max(0, since - start), Reason.NON_FINITE)
         return []
 
+    def akin(self, scope: Scope) -> list[Scope]:
+        """The scopes of all adapters over the same weights, and this one."""
+        with self.lock:
+            base = replace(scope, fingerprint=scope.weights)
+            return [scope, *(other for other in self._roots if other != scope and replace(other, fingerprint=other.weights) == base)]
+
     def drop(self, scope: Scope, ids: Ids, reason: Reason) -> list[Key]:
         """Drop the page in which `ids` end and what continues it, pinned or not; returns the keys of what is gone."""
         with self.lock:
@@ -381,6 +387,7 @@ class PrefixTree:
             below.extend(known.children.values())
         for gone in reversed(below):
             assert gone.page is not None and gone.parent is not None
+            gone.page.wrong |= reason is Reason.BAD_BLOB  # requests that run on it may admit it again
             if self.index is not None:
                 self.index.drop(gone)
             self._log.add(gone.parent.key, gone.key, gone.ids, gone.scope.fingerprint, reason)
