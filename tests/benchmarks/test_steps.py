@@ -12,9 +12,9 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
+from agentcache import checkpoints
 from agentcache.bench import environment, families, shapes
 from agentcache.engine import Engine
-from agentcache.store.memory import prefix_tree
 from agentcache.types import StoreOptions
 from benchmarks import drift, llama_cpp, plots, process_figures, steps, steps_parts, store
 from tests import models
@@ -85,7 +85,7 @@ def test_extras_by_command() -> None:
 def test_bytes_of_checkpoints_after_some_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_TOOLS", 2), ("STEPS", 5)):
         monkeypatch.setattr(steps_parts, name, value)
-    monkeypatch.setattr(prefix_tree, "SHARE", 0.0)
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
     model = families.build("qwen3_5_text", max_position_embeddings=16384)
     with Engine(model, models.toy_tokenizer(), store=StoreOptions(tmp_path / "store", refuse_slow=False)) as engine:
         found = steps_parts.checkpoints(engine)

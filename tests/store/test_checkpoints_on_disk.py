@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from agentcache import StoreOptions
+from agentcache import StoreOptions, checkpoints
 from agentcache.checkpoints import Checkpoint
 from agentcache.cli.app import app
 from agentcache.errors import BlobError
@@ -26,7 +26,6 @@ from agentcache.store.disk import blob_format, blob_io, checkpoint_bytes
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Scope
-from agentcache.store.memory import prefix_tree
 from agentcache.store.tool_group import ToolGroup
 from agentcache.types import Reason
 from tests.asking import SYSTEM, TOOLS, Asking, user
@@ -142,7 +141,7 @@ def test_budgets_of_disk_and_writing_count_checkpoints(
 def test_checkpoints_that_memory_drops_leave_the_disk(
     asking: Callable[..., Asking], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_tree, "SHARE", 0.0)
+    monkeypatch.setattr(checkpoints, "SHARE", 0.0)
     first, messages = asking("qwen3_5_text", StoreOptions(tmp_path / "store")), [SYSTEM]
     for turn in range(8):  # in some of them the last checkpoint lies in a page that is full
         messages = [*messages, user(f"What is the tide at place {turn}? " * 15)]
