@@ -258,7 +258,8 @@ class HFModel:
         """Run packed ids [tokens] of `parts` and return logits [len(wanted), vocab] in fp32 of the wanted rows.
 
         Writes the keys and values of every token into the parts' pages; the caller advances the sequences. Parts that come in at a layer
-        stand behind the others, the lowest first; these, and stopping behind the first `layers`, need stepped layers.
+        stand behind the others, the lowest first; these need stepped layers. So does stopping behind the first `layers`, which returns the
+        normalised hidden states there, [len(wanted), hidden].
         """
         numerics = self.numerics
         assert numerics is not None
@@ -277,7 +278,7 @@ class HFModel:
         if tables is not None and self.stepped:
             below = sum(p.count for p in first)
             hidden = steps.hidden_states(self.model, ids[: -(-below // numerics.rows) * numerics.rows], *tables, batch, wanted, layers)
-            return self._head(hidden)
+            return hidden if layers is not None else self._head(hidden)
         if later or layers is not None:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
