@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .miss_warnings import MissWarnings
     from .model.loading import Loading
     from .model_facts import ModelFacts
+    from .prompt_schema import Part, Schema
     from .receipt import Receipt
     from .recorder import Recorder
     from .shared_engines import EngineLease
@@ -66,9 +67,11 @@ _LAZY = {
     "Loading": "model.loading",
     "MissWarnings": "miss_warnings",
     "ModelFacts": "model_facts",
+    "Part": "prompt_schema",
     "Receipt": "receipt",
     "Recorder": "recorder",
     "RemoteEngine": "client",
+    "Schema": "prompt_schema",
     "Stream": "stream",
     "ToolGroup": "store.tool_group",
     "volatile": "layout.declared",
@@ -98,12 +101,14 @@ __all__ = [
     "ModelFacts",
     "Move",
     "PASSAGES",
+    "Part",
     "Reason",
     "Receipt",
     "Recorder",
     "Refusal",
     "RemoteEngine",
     "Sampling",
+    "Schema",
     "Span",
     "StoreOptions",
     "Stream",

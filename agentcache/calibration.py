@@ -39,7 +39,8 @@ class Calibration:
     least: int  # tokens of the shortest run that is attached
     kl: float  # mean KL allowed, nats per token
     tail: int = 0  # tokens of the last turn and after it that are never attached, at most
-    share: float = 0.0  # of a run's whole tokens, computed again: those whose values differ most in layer 1
+    share: float = 0.0  # of whole tokens, computed again
+    choice: str = "deviation"  # which these are: those whose values differ most in layer 1, or "question": those it attends to most
     probe: float = 0.0  # largest relative difference of the halo's last keys, stored and computed, in the middle layer; 0: no probe
     margin: float = 0.0  # a greedy choice that is ahead by fewer nats is made with everything computed; 0: none is
     top1: float = 0.0  # share of equal first choices asked for
@@ -74,6 +75,8 @@ class Calibration:
                 refuse(name, f"a whole number of at least {low}")
         if self.share > 1 or self.top1 > 1:
             refuse("share" if self.share > 1 else "top1", "a share of at most 1")
+        if self.choice not in ("deviation", "question"):
+            refuse("choice", "'deviation' or 'question'")
         if self.precision not in PRECISIONS:
             refuse("precision", f"one of {', '.join(map(repr, PRECISIONS))}")
 
@@ -85,7 +88,7 @@ class Calibration:
     @property
     def repair(self) -> str:
         """The settings that decide how near to exact its pages are: calibrations that share this may share them."""
-        return repr((self.steps, self.least, self.tail, self.share, self.probe, self.precision))
+        return repr((self.steps, self.least, self.tail, self.share, self.choice, self.probe, self.precision))
 
     @property
     def doubt(self) -> str:
@@ -120,7 +123,8 @@ class Calibration:
             for (start, layer), (stop, _) in zip(self.steps, self.steps[1:], strict=False):
                 spared += min(left, stop - start) * layer / self.layers
                 left -= min(left, stop - start)
-            spared -= segment.whole_tokens * 2 / self.layers if self.share else 0.0
+            looked = segment.whole_tokens * 2 / self.layers if self.choice == "deviation" else segment.halo_tokens / 2
+            spared -= looked if self.share else 0.0
         return spared
 
     def save(self, path: str | os.PathLike[str]) -> None:

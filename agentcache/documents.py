@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError
+from .errors import ConfigError, SchemaError
 from .layout import Renderer
 from .layout.request import Rendered
 from .store.keys import Scope, as_ids
@@ -22,6 +23,7 @@ from .types import PASSAGES, Arrangement, Forgotten, Message, check_name
 
 if TYPE_CHECKING:
     from .model.hf import HFModel
+    from .prompt_schema import Schema
     from .store.tool_group import ToolGroup
     from .tool_groups import ToolGroups
 
@@ -96,18 +98,24 @@ class Documents:
         return passage_order.arrange(self.store, Scope(namespace, known.whole, regime), head, ids, same)
 
     def learn(
-        self, texts: Mapping[str, str] | Sequence[str], *, system: str | None = None, tools: Sequence[Any] = (), name: str = "documents",
-        messages: Sequence[Message | Mapping[str, Any]] = (), separator: str = "\n\n", namespace: str = "default",
-        pack_tokens: int = PACK_TOKENS, progress: Callable[[int, int], None] | bool = False,
+        self, texts: Mapping[str, str] | Sequence[str] | Schema, *, system: str | None = None, tools: Sequence[Any] = (),
+        name: str = "documents", messages: Sequence[Message | Mapping[str, Any]] = (), separator: str = "\n\n",
+        namespace: str = "default", pack_tokens: int = PACK_TOKENS, progress: Callable[[int, int], None] | bool = False,
     ) -> Learnt:  # fmt: skip
         """Compute texts once for later prompts, in packs: each is a prompt of `system`, and its texts as the user's message.
 
         texts: by the caller's name of each, or a list. Those computed before, by any process, are not computed again; another text under a
         known name takes its place. messages: instead of `system`, the prompt with PASSAGES in their place. Packs on disk are evicted last;
-        in memory they are pinned only where there is no disk. progress: called with tokens done and to do, True for a bar.
-        `forget(group=name)` deletes all.
+        in memory they are pinned only where there is no disk. progress: called with tokens done and to do, True for a bar. A schema's parts
+        are learnt under its name, each once, after the parts that begin every prompt: with tools, namespace and progress only.
         """
         self.check_open()
+        from .prompt_schema import Schema
+
+        if isinstance(texts, Schema):
+            if system or messages:
+                raise SchemaError(f"system={system!r:.80}, messages={messages!r:.80}: a schema's prompts begin with its own parts")
+            return self._learn_schema(texts, tools=tools, namespace=namespace, progress=progress)
         check_name("name", name)
         if type(pack_tokens) is not int or pack_tokens < 1:
             raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
@@ -127,6 +135,17 @@ class Documents:
         self._release(name, namespace, lambda source, digest: source in digests and digest != digests[source])
         found = {one.source: one for one in self.documents(name, namespace=namespace)}
         return Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))
+
+    def _learn_schema(self, schema: Schema, **given: Any) -> Learnt:
+        known = [
+            self.learn(texts, messages=[Message(schema.role, f"{before}{PASSAGES}")], name=schema.name, pack_tokens=1, **given)
+            for before, some in groupby(schema.modules(), lambda module: module.before)
+            for texts in [{module.source: module.text for module in some}]
+        ]
+        present = {module.source for module in schema.modules()}
+        self._release(schema.name, given["namespace"], lambda source, digest: source not in present)
+        documents = tuple(one for each in known for one in each.documents)
+        return Learnt(documents, sum(each.computed_tokens for each in known), sum(each.known for each in known))
 
     def documents(self, name: str | None = None, *, namespace: str | None = None) -> tuple[Document, ...]:
         """The texts that are learnt under this model's weights, of this and earlier processes; of one name or namespace."""

@@ -11,6 +11,7 @@
     │   ├── MessageError            messages, tool calls or tool results are malformed
     │   ├── ToolSchemaError         a tool is not a function schema
     │   ├── TemplateError           no chat template, or it raised
+    │   ├── SchemaError             a prompt schema, or what it was asked for, cannot be
     │   └── ContextOverflowError    prompt and one token longer than the model's context
     ├── GenerationError             the request failed while it ran
     │   ├── NonFiniteLogitsError    the model produced NaN or infinite logits
@@ -95,6 +96,10 @@ class ToolSchemaError(PromptError):
 
 class TemplateError(PromptError):
     """The tokenizer has no chat template, or the template raised."""
+
+
+class SchemaError(PromptError):
+    """A prompt schema is malformed, or has no such part, choice or hole, or is not the one that was learnt."""
 
 
 class ContextOverflowError(PromptError):

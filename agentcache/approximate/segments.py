@@ -33,6 +33,7 @@ from .drift_monitor import DriftMonitor
 from .minhash import TAU
 from .minhash_index import MinHashIndex
 from .ngram_index import Run, stored_repeats
+from .question_attention import asked_for
 from .segment_prefetch import SegmentPrefetch, SegmentQuery, prefetch
 from .windows import TokenTexts, Window, windows
 
@@ -136,6 +137,7 @@ class SegmentReuse:
         self._steps: list[Attach] = []
         self._kernels: list[frozenset[str]] = []
         self._segments: list[Segment] = []
+        self._asked: list[int] = []  # positions that the question attends to most
         self._prefetch: SegmentPrefetch | None = None
 
     @property
@@ -229,6 +231,9 @@ class SegmentReuse:
         assert isinstance(running.sequence, PageTable) and calibration is not None and running.scope is not None
         held = bool(calibration.probe or (calibration.share and self._runner.model.stepped))
         self._runner.attach(running.sequence, self._steps, running.scope.regime, held)
+        if calibration.choice == "question" and calibration.share and self._runner.model.stepped:
+            ids, regime = running.ids.all, running.scope.regime
+            self._asked = asked_for(self._runner, running.sequence, ids, self._steps, regime, calibration.share)
         running.account.record_segments(tuple(self._segments))
         self.scope = self._near(running.scope)
         self.advance()
@@ -247,7 +252,7 @@ class SegmentReuse:
                 running.account.record_refused_segment(segment, Refusal(Reason.PROBE, segment.start, segment.stop, why))
                 spans = []
             elif calibration is not None and calibration.share and self._runner.model.stepped:
-                spans = self._repair(sequence, spans, calibration.share)
+                spans = self._repair(sequence, spans, calibration)
             if not running.receipt.segments and sequence.exact_until == sequence.length:
                 self.scope, self._kernels = None, []
             sequence.resolve([replace(span, held=False) for span in spans])
@@ -262,24 +267,35 @@ class SegmentReuse:
         found = _difference(self._runner, sequence, step, junction.start - tokens, junction.start, regime)
         return "" if found <= bound else f"keys of its recomputed head differ by {found:.3f} from the stored ones, allowed are {bound:.3f}"
 
-    def _repair(self, sequence: PageTable, spans: list[Ahead], share: float) -> list[Ahead]:
-        """The spans without the share of their whole tokens that deviates most: these are left to be computed."""
+    def _repair(self, sequence: PageTable, spans: list[Ahead], calibration: Calibration) -> list[Ahead]:
+        """The spans without the whole tokens that are chosen to be computed again."""
         running = self._running
-        assert running.scope is not None
         left: list[Ahead] = []
         for span in spans:
-            if span.entry is not None or not (count := round(share * (span.stop - span.start))):
+            if span.entry is not None:
                 left.append(span)
                 continue
-            ids = running.ids.all[span.start : span.stop]
-            deviation = _deviations(self._runner, sequence, ids, span.start, running.scope.regime)
+            places = self._chosen(sequence, span, calibration)
             at = span.start
-            for place in sorted((deviation.topk(count).indices + span.start).tolist()):
+            for place in places:
                 left += [replace(span, start=at, stop=place)] if at < place else []
                 at = place + 1
             left += [replace(span, start=at)] if at < span.stop else []
-            running.account.record_recomputed(count)
+            if places:
+                running.account.record_recomputed(len(places))
         return left
+
+    def _chosen(self, sequence: PageTable, span: Ahead, calibration: Calibration) -> list[int]:
+        """Positions of a whole span that are computed again, in order."""
+        running = self._running
+        if calibration.choice == "question":
+            return [place for place in self._asked if span.start <= place < span.stop]
+        if not (count := round(calibration.share * (span.stop - span.start))):
+            return []
+        assert running.scope is not None
+        ids = running.ids.all[span.start : span.stop]
+        deviation = _deviations(self._runner, sequence, ids, span.start, running.scope.regime)
+        return sorted((deviation.topk(count).indices + span.start).tolist())
 
     # -- choosing and ending ---------------------------------------------------------------------------------------
 

@@ -270,7 +270,8 @@ class HFModel:
         """Run packed ids [tokens] of `parts` and return logits [len(wanted), vocab] in fp32 of the wanted rows.
 
         Writes the keys and values of every token into the parts' pages; the caller advances the sequences. Parts that come in at a layer
-        stand behind the others, the lowest first; these, and stopping behind the first `layers`, need stepped layers.
+        stand behind the others, the lowest first; these need stepped layers. So does stopping behind the first `layers`, which returns the
+        normalised hidden states there, [len(wanted), hidden].
         """
         numerics = self.numerics
         assert numerics is not None
@@ -289,7 +290,7 @@ class HFModel:
         if tables is not None and self.stepped:
             below = sum(p.count for p in first)
             hidden = steps.hidden_states(self.model, ids[: -(-below // numerics.rows) * numerics.rows], *tables, batch, wanted, layers)
-            return self._head(hidden)
+            return hidden if layers is not None else self._head(hidden)
         if later or layers is not None:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
@@ -343,9 +344,7 @@ class HFModel:
         logits = logits if len(logits) == len(kept) else logits[kept]  # models that compute all of them
         return logits[: len(wanted)].float()  # type: ignore[no-any-return]
 
-    @cached_property
-    def _layer_weights(self) -> int:
-        return sum(p.numel() for p in self.decoder.layers.parameters())
+    _layer_weights = cached_property(lambda self: sum(p.numel() for p in self.decoder.layers.parameters()))
 
     def flops(self, tokens: int) -> float:
         """Of a prompt: 2 per weight and token for the layers, 4·heads·head_dim per layer and pair of tokens for causal attention."""

@@ -38,6 +38,14 @@ def _attention(block: Any, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: 
     return _products(batch.numerics.kernel, out.view(x.shape[0], -1), [block.o_proj], batch.acting)[0]
 
 
+def queries(model: Any, index: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    """Queries [rows, heads, head_dim] of a layer, of what `hidden_states` returns for the layers below it; near, not bit by bit."""
+    layer = model.model.layers[index]
+    x = hidden / model.model.norm.weight * layer.input_layernorm.weight  # another norm of the same rows
+    (query,) = _heads(kernel, x, layer.self_attn, "q", ())
+    return dispatch.heads(query, *_scale(layer.self_attn, "q_norm"), cos[:, None], sin[:, None])
+
+
 def _products(kernel: Kernel, x: torch.Tensor, modules: Seq[Any], acting: Acting = ()) -> list[torch.Tensor]:
     """Rows times the weights of linear layers, with what adapters add to them."""
     outs, weights = linears(kernel, x, [(module.weight, module.bias) for module in modules]), [module.weight for module in modules]

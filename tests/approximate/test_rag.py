@@ -21,6 +21,14 @@ def test_our_own_corpus_is_as_large_as_promised() -> None:
     assert len({one.found for one in asked}) > 100
 
 
+def test_questions_are_asked_again_in_other_orders() -> None:
+    asked = questions.questions(None, None, 6)[:40]
+    thrice = questions.in_orders(asked, 3)
+    assert (len(thrice), thrice[:40]) == (120, asked)
+    assert [sorted(one.found) for one in thrice] == [sorted(one.found) for one in asked] * 3
+    assert sum(one.found != other.found for one, other in zip(thrice[40:], asked * 2)) > 70
+
+
 def test_questions_of_hotpotqa_and_multihoprag_are_read(tmp_path: Path) -> None:
     hotpot, multihop, corpus = tmp_path / "hotpot.json", tmp_path / "multihop.jsonl", tmp_path / "corpus.json"
     hotpot.write_text(
@@ -43,17 +51,24 @@ def test_f1_counts_common_words() -> None:
 
 
 def test_rows_tell_what_order_and_repair_save(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["bench", "rag", "--limit", "12", "--halos", "0,4", "--json", str(tmp_path / "rag.json")])
+    done = CliRunner().invoke(
+        app, ["bench", "rag", "--limit", "12", "--halos", "0,4", "--shares", "0.2", "--json", str(tmp_path / "rag.json")]
+    )
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "rag.json").read_text())["rows"]
     assert [(one["order"], one["reuse"], one["repair"]) for one in rows] == [
         ("retrieved", "off", ""),
         ("retrieved", "exact", ""),
         ("cache-aware", "exact", ""),
-        ("retrieved", "approximate", "halo 0"),
-        ("retrieved", "approximate", "halo 4"),
+        *(
+            ("retrieved", "approximate", f"halo {halo}{share}")
+            for halo in (0, 4)
+            for share in ("", ", 0.2 by question", ", 0.2 by deviation")
+        ),
     ]
-    off, retrieved, ordered, bare, halo = rows
+    off, retrieved, ordered, bare, asked, deviating, halo = rows[:7]
+    assert abs(asked["computed_tokens"] - deviating["computed_tokens"]) < 0.1 * asked["passage_tokens"]
+    assert bare["computed_tokens"] < asked["computed_tokens"] < retrieved["computed_tokens"]
     assert (off["computed_tokens"], off["agreement"], off["n"]) == (off["prompt_tokens"], 1.0, 12)
     assert (retrieved["agreement"], retrieved["kl"]) == (1.0, 0.0)
     assert ordered["computed_tokens"] < 0.6 * retrieved["computed_tokens"]

@@ -142,7 +142,9 @@ def rag(
     questions: Annotated[Path | None, typer.Option(help="Questions as of HotpotQA or MultihopRAG; by default our own.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Passages of a prompt.")] = 6,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many questions.")] = None,
+    orders: Annotated[int, typer.Option(min=1, help="Orders of the passages in which each question is asked, the retriever's first.")] = 1,
     halos: Annotated[str, typer.Option(help="Approximate reuse repaired by these halos, with commas; 0 is no repair.")] = "0,2,4,8",
+    shares: Annotated[str, typer.Option(help="Also with such shares of the other tokens computed again, with commas.")] = "",
     calibration: Annotated[Path | None, typer.Option(help="Approximate reuse under this calibration instead.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 24,
     dtype: DtypeOption = Dtype.bfloat16,
@@ -156,9 +158,13 @@ def rag(
         from . import passages
         from . import questions as files
 
-        asked = files.questions(corpus, questions, top)[:limit]
+        asked = files.in_orders(files.questions(corpus, questions, top)[:limit], orders)
         tried = tuple(int(each) for each in names(halos) if each.isdecimal())
         given = None if calibration is None else Calibration.load(calibration)
         with report.measuring("rag", Loading(model, None, dtype, threads), json_file) as run:
-            run.keep({"top": top, "rows": passages.run(run.engine, asked, passages.ways(run.engine, tried, given), run.say, tokens)})
-            run.tables.append(report.rag_table(run.found["rows"]))
+            chosen = passages.ways(run.engine, tried, [float(each) for each in names(shares)], given)
+            rows: list[passages.Row] = []
+            for found in passages.run(run.engine, asked, chosen, run.say, tokens):
+                rows.append(found)
+                run.keep({"top": top, "rows": rows})
+            run.tables.append(report.rag_table(rows))

@@ -10,9 +10,10 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -127,20 +128,19 @@ def row(way: Way, found: Tally, exact: Tally, n: int) -> Row:
     }
 
 
-def run(engine: Engine, asked: Sequence[Question], ways: Sequence[Way], say: Callable[[str], None], tokens: int = 24) -> list[Row]:
+def run(engine: Engine, asked: Sequence[Question], ways: Sequence[Way], say: Callable[[str], None], tokens: int = 24) -> Iterator[Row]:
     """A row for full prefill in the order of the retriever, then for each way."""
     full = Way("retrieved", "off")
     exact = ask(engine, asked, full, None, say, tokens)
-    rows = [row(full, exact, exact, len(asked))]
+    yield row(full, exact, exact, len(asked))
     for way in ways:
-        found = ask(engine, asked, way, exact, say, tokens)
-        rows.append(row(way, found, exact, len(asked)))
+        yield row(way, ask(engine, asked, way, exact, say, tokens), exact, len(asked))
         engine.forget(namespace=f"rag {way.order} {way.reuse} {way.repair}")
-    return rows
 
 
-def ways(engine: Engine, halos: Sequence[int], calibration: Calibration | None) -> list[Way]:
-    """Exact reuse in both orders; approximate reuse in both, with a halo each, or under a calibration."""
+def ways(engine: Engine, halos: Sequence[int], shares: Sequence[float], calibration: Calibration | None) -> list[Way]:
+    """Exact reuse in both orders; approximate reuse in both under a calibration, or repaired by each halo, alone and with each share of
+    the other tokens computed again: those that the question attends to most, and those that deviate most."""
     found = [Way("retrieved", "exact"), Way("cache-aware", "exact")]
     known, spec = engine.model.fingerprint, engine.model.spec
     if calibration is not None:
@@ -150,6 +150,8 @@ def ways(engine: Engine, halos: Sequence[int], calibration: Calibration | None) 
     for halo in halos:
         made = Calibration(known.whole, spec.layers, ((halo, spec.layers),), least=max(8, 2 * halo), kl=10.0, tail=16, watch_one_in=1 << 30)
         found.append(Way("retrieved", "approximate", made, f"halo {halo}"))
+        for choice, share in product(("question", "deviation"), shares if engine.model.stepped else ()):
+            found.append(Way("retrieved", "approximate", replace(made, share=share, choice=choice), f"halo {halo}, {share:g} by {choice}"))
     return found
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ def questions(corpus: Path | None, asked: Path | None, top: int) -> list[Questio
         raise ConfigError(f"questions={str(asked)!r}: they name no passages (context): name a file of them with --corpus")
     retriever = Retriever(texts) if texts else None
     return [_question(one, retriever, top) for one in listed]
+
+
+def in_orders(asked: Sequence[Question], orders: int) -> list[Question]:
+    """Each question with its passages as they were found, then all of them again with these in another order."""
+    rng = random.Random(0)
+    mixed = (replace(one, found=tuple(rng.sample(one.found, len(one.found)))) for _ in range(orders - 1) for one in asked)
+    return [*asked, *mixed]
 
 
 def _shipped(top: int) -> list[Question]:

@@ -27,7 +27,7 @@ Seen = tuple[Calibration, dict[str, Any]]  # a setting, and its row over all fam
 
 
 def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]:
-    """Settings to try: halos; some of them with pages stored with fewer bits, or with the most deviating tokens computed again; a probe;
+    """Settings to try: halos; some of them with pages stored with fewer bits, or with some tokens computed again; a probe;
     resuming at a quarter, half, three quarters of the layers. All of them with the given margin and tail, of which a mean over a few
     cases does not tell how seldom it is missed, and how badly. Not tau, by which text on disk is proposed: it moves no answer."""
     spec = trials.engine.model.spec
@@ -38,6 +38,8 @@ def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]
     found |= {f"halo 8, probe {bound:g}": trials.calibration(8, probe=bound) for bound in PROBES}
     if stepped and layers > 2:
         found |= {f"halo {halo}, share {share:g}": trials.calibration(halo, share=share) for halo in SHARED for share in SHARES}
+        most = SHARES[-1]
+        found |= {f"halo {halo}, share {most:g} by question": trials.calibration(halo, share=most, choice="question") for halo in SHARED}
         for layer in sorted({max(1, layers * part // 4) for part in (1, 2, 3)}):
             for window in WINDOWS:
                 steps = ((window // 4, layer), (window * 2, layers))

@@ -1,0 +1,144 @@
+"""`python -m benchmarks.documents`: the speed of learning passages, and first tokens over learnt passages in another order.
+
+Physics: learning is prefill, and its pages are written while the next ones are computed. A learnt passage costs a copy of its keys and
+values and the computation of its halo; the exact prefix ends where the first passage differs.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentcache.bench import engine_timing, report
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ModelOption, ShapeOption, ThreadsOption
+from agentcache.calibration import Calibration
+from agentcache.engine import Engine
+from agentcache.terminal import report_errors
+from agentcache.types import PASSAGES, Message, StoreOptions
+
+WORDS = "harbour quay mole lamp tide wind rope crane ferry pilot cargo anchor chart bell fog signal basin lock pier mast".split()
+SYSTEM = "Answer from the texts, in one sentence."
+app = typer.Typer(add_completion=False)
+
+
+def passage(number: int, tokens: int, count: Callable[[str], int]) -> str:
+    """A made-up text of about so many tokens; each number has its own."""
+    rng = random.Random(number)
+    text = f"Note {number}:"
+    while count(text) < tokens:
+        text += f" {rng.choice(WORDS)} {rng.randrange(1000)}"
+    return text
+
+
+def prompt(passages: str, question: str = "") -> list[Message]:
+    return [Message("system", SYSTEM), Message("user", f"{passages}\n\n{question}" if question else passages)]
+
+
+def bare(engine: Engine, prompts: Sequence[list[Message]]) -> tuple[int, float]:
+    """Tokens of these prompts, and seconds to compute them with nothing read or kept."""
+    began, tokens = time.perf_counter(), 0
+    for messages in prompts:
+        tokens += engine_timing.ask(engine, messages, (), 1, reuse="off")[1].computed_tokens
+    return tokens, time.perf_counter() - began
+
+
+def learnt(engine: Engine, texts: Sequence[str], pack_tokens: int) -> dict[str, Any]:
+    """The speed of learning against that of the bare prefill of the same prompts, before and after it."""
+    began = time.perf_counter()
+    done = engine.learn(texts, messages=prompt(PASSAGES), pack_tokens=pack_tokens)
+    seconds = time.perf_counter() - began
+    packs: dict[str, list[str]] = {}
+    for text, one in zip(texts, done.documents, strict=True):
+        packs.setdefault(one.group, []).append(text)
+    tokens, plain = bare(engine, [prompt("\n\n".join(pack)) for pack in packs.values()])
+    began = time.perf_counter()
+    again = engine.learn(texts, messages=prompt(PASSAGES), pack_tokens=pack_tokens)
+    speed = {"learn_tokens_per_s": done.computed_tokens / seconds, "bare_tokens_per_s": tokens / plain}
+    counted = {"passages": len(texts), "packs": len(packs), "computed_tokens": done.computed_tokens, "again_tokens": again.computed_tokens}
+    ratio = speed["learn_tokens_per_s"] / speed["bare_tokens_per_s"]
+    return {**counted, **speed, "of_bare": ratio, "again_ms": (time.perf_counter() - began) * 1e3}
+
+
+def attached(engine: Engine, texts: Sequence[str], top: int, halo: int, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """First tokens over learnt passages in random order: by the exact prefix, and attached with a halo. Nothing is kept of them."""
+    known, spec = engine.model.fingerprint, engine.model.spec
+    assert known is not None and spec is not None
+    engine.learn(texts, messages=prompt(PASSAGES), pack_tokens=1, namespace="attach")
+    by_hand = Calibration(known.whole, spec.layers, ((halo, spec.layers),), least=2 * halo, kl=1.0, tail=16, watch_one_in=1 << 30)
+    rng, rows = random.Random(0), dict[str, list[Any]](exact=[], approximate=[])
+    tree = engine.store.tree.eviction
+    budget, tree.budget_bytes = tree.budget_bytes, 0  # cached pages serve; none is added
+    for number in range(repeats):
+        say(f"order {number + 1} of {repeats}")
+        chosen = rng.sample(list(texts), top)
+        asked = prompt("\n\n".join(chosen), f"Question {number}: what does the pilot say?")
+        for name in sorted(rows, reverse=bool(number % 2)):
+            timed, receipt = engine_timing.ask(
+                engine, asked, (), 1, namespace="attach", reuse=by_hand if name == "approximate" else "exact"
+            )
+            rows[name].append((timed.ttft_ms, receipt))
+    tree.budget_bytes = budget
+    exact, near = ([ms for ms, _ in rows[name]] for name in ("exact", "approximate"))
+    passage_tokens = sum(len(engine.renderer.ids(text, "attach")) for text in chosen) * repeats
+    spared = sum(receipt.cached_tokens for _, receipt in rows["approximate"])
+    spared -= repeats * engine.probe(prompt("", "x"), namespace="attach").memory_tokens  # of what stands before the passages
+    return {
+        "top": top, "halo": halo, "passage_tokens": passage_tokens // repeats, "n": repeats,
+        "exact_ms": statistics.median(exact), "approximate_ms": statistics.median(near),
+        "speedup": statistics.median(one / other for one, other in zip(exact, near, strict=True)),
+        "not_computed": spared / passage_tokens,
+    }  # fmt: skip
+
+
+@app.command()
+def main(
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    passages: Annotated[int, typer.Option(min=1, help="Passages that are learnt; times are taken against the bare prefill.")] = 1000,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each of them.")] = 30,
+    pack_tokens: Annotated[int, typer.Option(min=1, help="Passages of a pack have at most so many.")] = 2048,
+    chunks: Annotated[int, typer.Option(min=0, help="Passages that are then learnt alone, to be asked for in other orders; 0: none.")] = 24,
+    chunk_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each of these.")] = 256,
+    top: Annotated[int, typer.Option(min=1, help="Passages of a prompt.")] = 8,
+    halo: Annotated[int, typer.Option(min=1, help="Tokens that are computed anew at the head of an attached passage.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Orders that are asked for; times are medians.")] = 10,
+    dtype: DtypeOption = Dtype.bfloat16,
+    threads: ThreadsOption = None,
+    store_dir: Annotated[Path | None, typer.Option(help="Where the store of this run is made and removed.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Learning against the bare prefill; first tokens over passages in random order, attached and by the exact prefix alone."""
+    with report_errors(), tempfile.TemporaryDirectory(dir=store_dir) as folder:
+        loading = Loading(model, shape, dtype, threads)
+        store = StoreOptions(Path(folder) / "store", refuse_slow=False)
+        with report.measuring("documents", loading, json_file, [passage(n, 99, len) for n in range(200)], store) as run:
+            engine: Engine = run.engine
+
+            def count(text: str) -> int:
+                return len(engine.renderer.ids(text, "count"))
+
+            bare(engine, [prompt(passage(-1, 600, count))])  # the first forwards find and compile kernels
+            run.say(f"learning {passages} passages")
+            found = learnt(engine, [passage(n, tokens, count) for n in range(passages)], pack_tokens)
+            run.keep({"learn": found})
+            columns = {name: report.of(name) for name in ("passages", "packs", "computed_tokens", "again_tokens")}
+            columns |= {name: report.of(name, 1) for name in ("learn_tokens_per_s", "bare_tokens_per_s", "again_ms")}
+            run.tables.append(report.drawn("learning", {**columns, "of bare": report.of("of_bare", 3)}, [found]))
+            if chunks:
+                texts = [passage(10**6 + n, chunk_tokens, count) for n in range(chunks)]
+                row = attached(engine, texts, top, halo, repeats, run.say)
+                run.keep({"attach": row})
+                columns = {name: report.of(name) for name in ("top", "halo", "passage_tokens", "n")}
+                columns |= {name: report.of(name, 1) for name in ("exact_ms", "approximate_ms", "speedup")}
+                run.tables.append(report.drawn("first token", {**columns, "not computed": report.of("not_computed", 3)}, [row]))
+
+
+if __name__ == "__main__":
+    app()
