@@ -59,7 +59,9 @@ class Page:
         self.tier: Tier = tier
         while below is not None and below.shared >= shared:
             below = below.below
-        self.below, self.shared, self.wrong = below, shared, False
+        self.below: Page | None = below
+        self.shared: int = shared
+        self.wrong = False
         device = spec.device if tier == "device" else torch.device("cpu")
         shapes = tuple((shape[0] - shared, *shape[1:]) for shape in spec.shapes) if shared else spec.shapes
         kept = prepared.take(shapes, spec.dtype) if device.type == "cpu" and not whole and not shared else None
