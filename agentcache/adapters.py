@@ -47,6 +47,7 @@ class Adapters:
             raise ConfigError(f"adapter {name!r}: weights={model.weights!r} with an adapter need layers that are stepped; load without")
         with self._lock:
             before = self._named.get(name)
+            loaded.name = name
             loaded = model.adapters.setdefault(loaded.digest, loaded)
             self._named[name] = loaded
             self._settle(before)

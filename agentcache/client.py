@@ -82,7 +82,8 @@ class RemoteEngine(ProcessOwned):
     """A model that `agentcache serve` runs, with the interface of Engine: the same answers, receipts, tool groups and errors.
 
     base_url: of the server, such as http://127.0.0.1:8787. api_key: decides the namespace, where the server asks for keys. model: one of
-    the server's names, by default its first model. Thread safe; close it, or use it as a context manager: the server runs on.
+    the server's names, of a model or an adapter, by default its first model. Thread safe; close it, or use it as a
+    context manager: the server runs on.
     """
 
     _HOLDS = "connections"
@@ -130,7 +131,7 @@ class RemoteEngine(ProcessOwned):
         namespace: str = "default",
         **options: Any,
     ) -> Stream:
-        """Answer messages, or continue a text, as `Engine.stream` does; options: turn, reuse, rendering, tools_order, group,
+        """Answer messages, or continue a text, as `Engine.stream` does; options: turn, reuse, rendering, tools_order, group, adapter,
         template_kwargs. ConfigError: on_logits, on_progress, a calibration, or a namespace other than the key's own."""
         self._check_namespace(namespace)
         body = {
@@ -152,10 +153,13 @@ class RemoteEngine(ProcessOwned):
         """The whole answer at once; options as of `stream`."""
         return self.stream(messages, tools, **options).completion
 
-    def probe(self, messages: Messages, tools: Tools = (), *, volatile: Seq[str] = (), namespace: str = "default") -> Probe:
+    def probe(
+        self, messages: Messages, tools: Tools = (), *, volatile: Seq[str] = (), namespace: str = "default",
+        adapter: str | None = None,
+    ) -> Probe:  # fmt: skip
         """Tell what of a prompt is cached on the server now, per tier, and why no more."""
         self._check_namespace(namespace)
-        body = {"messages": _plain(messages), "tools": plain_tools(tools), "volatile": list(volatile)}
+        body = {"messages": _plain(messages), "tools": plain_tools(tools), "volatile": list(volatile), "adapter": adapter}
         return Probe(**self._call("POST", "/v1/cache/probe", body))
 
     # -- tool groups -----------------------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ class RemoteEngine(ProcessOwned):
         lease: EngineLease | None = None,
         **options: Any,
     ) -> ToolGroup:
-        """Pin the start of a conversation on the server; options: name, tools_order, group, template_kwargs, ttl_s.
+        """Pin the start of a conversation on the server; options: name, tools_order, group, adapter, template_kwargs, ttl_s.
 
         lease: a timed pin ends by its time alone, as other programs may want it.
         """

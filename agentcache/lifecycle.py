@@ -5,7 +5,7 @@ Its pages go into the store if they are finite and the weights hold; those that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from .matching import Matching, at_checkpoint
 from .model.sampling import logprob_of
 from .page_check import finite, first_wrong
 from .plan import Attach, Plan, make
+from .receipt import Sealed
 from .request import Provenance, Running
 from .runner import Outcome, Runner, StockSequence
 from .store.keys import Scope
@@ -111,10 +112,20 @@ class Lifecycle:
             resumed = below.tokens - found.tokens, below.layers
             sequence.attach_below(below.pages, below.tokens, below.layers)
         running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens, resumed)
+        if model.adapters:
+            running.account.record_sealed(self._sealed(running))
         if near is not None:
             near.attach()
         self._record_grade(running)
         return plan
+
+    def _sealed(self, running: Running) -> Iterator[Sealed]:
+        """The attached parts of a prompt, each with the adapter that computed it."""
+        start, known = 0, self.runner.model.adapters
+        for one in running.attached:
+            stop, digest = min(one.tokens, len(running.ids) - 1), one.entries[0].scope.adapter
+            yield Sealed(start, stop, digest, known[digest].name if digest in known else "", one.layers)
+            start = stop
 
     def _record_grade(self, running: Running) -> None:
         """Tell the account how near the state is that the next token is read off."""

@@ -20,6 +20,19 @@ from typing import Any
 from .types import FinishReason, Grade, Layout, Missed, Move, Reason, Refusal, Segment, Span
 
 
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Prompt tokens [start, stop) that were attached, and the adapter that computed them."""
+
+    start: int
+    stop: int
+    # its digest and name; "" of the base
+    adapter: str
+    name: str
+    # only so many of the lowest layers are attached; None: all
+    layers: int | None = None
+
+
 @dataclass(slots=True)
 class Receipt:
     """The cost and the savings of one request. JSON-able by `as_dict`."""
@@ -77,6 +90,8 @@ class Receipt:
     # what became of text that was declared volatile
     moves: tuple[Move, ...] = ()
     segments: tuple[Segment, ...] = ()
+    # what was attached, by the adapter that computed it, where the engine has adapters
+    sealed: tuple[Sealed, ...] = ()
     # why the prompt did not go on from the one before it in its conversation, if it did not
     missed: Missed | None = None
     finish_reason: FinishReason | None = None
@@ -165,7 +180,7 @@ class Account:
         receipt.cached_tokens = receipt.computed_tokens = receipt.segment_tokens = receipt.halo_tokens = receipt.copied_tokens = 0
         receipt.disk_tokens = receipt.disk_bytes = receipt.exact_until = receipt.resumed_tokens = receipt.shared_layers = 0
         receipt.load_ms = receipt.queue_ms = receipt.match_ms = 0.0
-        receipt.refusals, receipt.segments, receipt.precision, receipt.bitwise = (), (), "exact", False
+        receipt.refusals, receipt.segments, receipt.sealed, receipt.precision, receipt.bitwise = (), (), (), "exact", False
 
     def record_note(self, note: str) -> None:
         """Add words for the caller."""
@@ -201,6 +216,11 @@ class Account:
         if not self.receipt.completion_tokens:
             self.receipt.cached_tokens, self.receipt.computed_tokens = cached_tokens, computed_tokens
             self.receipt.resumed_tokens, self.receipt.shared_layers = resumed
+
+    def record_sealed(self, sealed: Iterable[Sealed]) -> None:
+        """Name the adapters that computed what is attached to the prompt."""
+        if not self.receipt.completion_tokens:
+            self.receipt.sealed = tuple(sealed)
 
     def record_stock(self, tokens: int) -> None:
         """All of these tokens go through transformers' own cache."""

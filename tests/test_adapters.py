@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,8 @@ def test_layers_below_an_adapter_are_the_base_s(tmp_path: Path) -> None:
         base, _ = answer(running, prompt, None)
         found, receipt = answer(running, prompt, "a")
         assert (receipt.shared_layers, receipt.cached_tokens) == (1, 0)
+        sealed = [(one.start, one.stop, one.name, one.adapter, one.layers) for one in receipt.sealed]
+        assert sealed == [(0, receipt.prompt_tokens - 1, "", "", 1)]
         assert receipt.resumed_tokens > 512
         assert receipt.exact_until == receipt.prompt_tokens + 3
         assert same(found, answer(running, prompt, "a", "off")[0])
@@ -156,6 +159,9 @@ def test_layers_below_an_adapter_are_the_base_s(tmp_path: Path) -> None:
         found, receipt = answer(running, prompt, "b")
         assert (receipt.shared_layers, receipt.resumed_tokens) == (2, receipt.prompt_tokens - 1)
         assert same(found, answer(running, prompt, "b", "off")[0])
+        again = answer(running, prompt, "b")[1]
+        [one] = again.sealed
+        assert (one.name, one.adapter, one.layers, one.stop) == ("b", running.adapters["b"], None, again.cached_tokens)
         for name in (None, "a", "b"):
             assert same(answer(running, more, name)[0], answer(running, more, name, "off")[0])
             assert answer(running, prompt, name)[1].computed_tokens == 1, "a switch back is a hit"
@@ -193,6 +199,46 @@ def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -
         with pytest.raises(ConfigError, match="cannot be loaded"):
             running.add_adapter("one", tmp_path / "nothing")
         assert running.adapters == {}
+
+
+def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with engine(store=None) as running, pytest.raises(ConfigError, match=r"needs peft; pip install 'agentcache-llm\[adapters\]'"):
+        running.add_adapter("one", tmp_path)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "Activated LoRA"])
+def test_a_model_that_peft_wraps_is_right_or_refused(kind: str, tmp_path: Path) -> None:
+    model = by_peft(save(tmp_path, **{**KINDS, "Activated LoRA": ACTIVATED}[kind]))
+    if kind == "Activated LoRA":
+        with pytest.raises(ModelError, match="holds an Activated LoRA: pass the base model, and give it to add_adapter"):
+            engine(model=model, store=None).__enter__()
+        return
+    with engine(model=model, store=None) as running:
+        (ids, logits), _ = answer(running, chat("Hello"), None)
+        expected, rows = generated(model, list(running.renderer.render(chat("Hello")).ids), 4)
+        assert list(ids) == expected
+        assert (logits - rows).abs().max() <= 1e-4
+        with pytest.raises(ConfigError, match="the model holds adapters of PEFT already"):
+            running.add_adapter("one", tmp_path)
+
+
+def test_int8_weights_take_adapters_only_in_stepped_layers(tmp_path: Path) -> None:
+    for family in ("qwen3", "granite"):
+        models.build(family).save_pretrained(tmp_path / family)
+        models.toy_tokenizer().save_pretrained(tmp_path / family)
+        adapter = save(tmp_path / f"{family} adapter", family)
+        with Engine(str(tmp_path / family), store=None, weights="int8") as running:
+            if family == "granite":
+                with pytest.raises(ConfigError, match="weights='int8' with an adapter need layers that are stepped; load without"):
+                    running.add_adapter("one", adapter)
+                continue
+            running.add_adapter("one", adapter)
+            found, receipt = answer(running, chat("Hello"), "one")
+            assert receipt.weights == "int8"
+            assert same(found, answer(running, chat("Hello"), "one", "off")[0])
+            assert not same(found, answer(running, chat("Hello"), None)[0])
 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:

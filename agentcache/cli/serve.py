@@ -24,6 +24,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; one that others reach needs --keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for one that is free.")] = 8787,
     keys: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of API keys and their namespaces.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="An adapter of the first model, which answers under its name; repeatable.")
+    ] = None,
     warm: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON list of tools to compute before the first request.")] = None,
     system: Annotated[str | None, typer.Option(metavar="FILE|TEXT", help="System prompt of --warm.")] = None,
     idle: Annotated[float, typer.Option(metavar="SECONDS", help="Close a model that was not used for so long; 0: never.")] = 0.0,
@@ -55,14 +58,18 @@ def serve(
             raise ConfigError(f"--bits={bits!r}: must be 4 or 8")
         loading = {"dtype": dtype and dtype.value, "weights": weights and weights.value}
         options = {**loading, "load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
-        served = [_served(said, options, warm if number == 0 else None, system) for number, said in enumerate(models)]
-        if len({model.name for model in served}) < len(served):
-            raise ConfigError(f"models={models!r}: two have one name; give NAME=PATH")
+        adapters = dict(_adapter(said) for said in adapter or ())
+        served = [
+            _served(said, {**options, "adapters": {} if number else adapters}, None if number else warm, system)
+            for number, said in enumerate(models)
+        ]
+        if len({*adapters, *(model.name for model in served)}) < len(adapter or ()) + len(served):
+            raise ConfigError(f"models={models!r}, --adapter={adapter or []!r}: two have one name; give NAME=PATH")
         state = ServerState(ServedModels(served, idle), tenants, RegisteredTools(_folder(store)), Limits(answer_s=timeout))
         config = uvicorn.Config(create_app(state), log_level="warning", timeout_graceful_shutdown=3, access_log=False)
         with listening(host, port) as listener:
             address, bound = listener.getsockname()[:2]
-            typer.echo(f"agentcache serves {', '.join(model.name for model in served)} on http://{address}:{bound}")
+            typer.echo(f"agentcache serves {', '.join(state.models.names)} on http://{address}:{bound}")
             EndingServer(config, state.closing).run([listener])
 
 
@@ -104,4 +111,12 @@ def _served(said: str, options: Mapping[str, Any], warm: Path | None, system: st
                 raise
         return engine
 
-    return ServedModel(shown, open_engine)
+    return ServedModel(shown, open_engine, adapters=tuple(options["adapters"]))
+
+
+def _adapter(said: str) -> tuple[str, str]:
+    """Name and place of an adapter as the command line names it."""
+    name, _, path = said.partition("=")
+    if not name or not path:
+        raise ConfigError(f"--adapter={said!r}: give NAME=PATH, a folder that PEFT saved or a Hub id")
+    return name, path

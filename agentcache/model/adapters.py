@@ -87,10 +87,11 @@ class Adapter:
 
     digest: of weights and settings. first_layer: layers below compute what the base computes. invocation: token ids from which an
     Activated LoRA acts; empty: it acts on all tokens. bytes: of its weights. pure: each row is computed by itself.
+    name: the first one that it was added under.
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, low_ranks: Iterable[LowRank], invocation: Sequence[int] = ()) -> None:
-        self.invocation = tuple(invocation)
+        self.invocation, self.name = tuple(invocation), ""
         self._modules = [(low, _linear(model, low)) for low in low_ranks]
         if not self._modules:
             raise ConfigError("the adapter holds no LoRA weights: nothing to add")

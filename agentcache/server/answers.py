@@ -75,7 +75,7 @@ async def opened(
     group: the registered tool group that the prompt begins with.
     """
     tenant: Tenant = request.state.tenant
-    name = state.models.get(model).name
+    name = model if model is not None and state.models.get(model) else state.models.first.name
     if state.closing.is_set():
         raise _closing()
     stack.enter_context(state.tenants.admit(tenant))

@@ -21,6 +21,7 @@ from .chat import chat, with_role
 from .errors import ServerError
 from .registered_tools import Registered
 from .schemas import Body, ChatBody, Messages
+from .served_models import adapter_of
 from .tenants import Tenant
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class ProbeBody(Body):
 
     messages: Messages
     tools: list[dict[str, Any]] = Field(default_factory=list)
+    adapter: str | None = None
 
 
 class ForgetBody(Body):
@@ -104,14 +106,15 @@ async def ready(request: Request) -> Response:
 @router.get("/v1/models", tags=["openai"])
 async def models(request: Request) -> Response:
     """The models that can be named."""
-    listed = [_model(model.name) for model in _state(request).models.all]
+    listed = [_model(name) for name in _state(request).models.names]
     return JSONResponse({"object": "list", "data": listed})
 
 
 @router.get("/v1/models/{name:path}", tags=["openai"])
 async def model(name: str, request: Request) -> Response:
     """One of them."""
-    return JSONResponse(_model(_state(request).models.get(name).name))
+    _state(request).models.get(name)
+    return JSONResponse(_model(name))
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -124,7 +127,8 @@ def _model(name: str) -> dict[str, Any]:
 @router.post("/tools", tags=["cache"])
 async def register(body: ToolsBody, request: Request) -> Response:
     """Compute a tool group once, pin it, and remember it by name."""
-    model, namespace = _state(request).models.get(body.model).name, _tenant(request).namespace
+    models, namespace = _state(request).models, _tenant(request).namespace
+    model = body.model if body.model is not None and models.get(body.model) else models.first.name
     return await _registered(Registered(body.name, namespace, model, body.system, body.tools, body.ttl_s, body.pinned), request)
 
 
@@ -157,7 +161,8 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
     """The group's pages, pinned if it is. ServerError 403: the tenant would pin more than it may."""
 
     def warm() -> ToolGroup:
-        made = engine.warm(group.system or None, group.tools, name=group.name, namespace=group.namespace)
+        named = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
+        made = engine.warm(group.system or None, group.tools, **named)
         if group.pinned:
             check_quota(engine, made, tenant)
         else:
@@ -218,8 +223,9 @@ def _groups(state: ServerState, namespace: str | None) -> list[dict[str, Any]]:
             asked.setdefault((record.namespace, record.group), []).append(record.receipt.cached_tokens)
     told = []
     for group in state.groups(namespace):
-        made = pinned.get((group.model, group.namespace, group.name))
-        stored = made or _stored(engines.get(group.model), group)
+        owner = state.models.owner(group.model)
+        made = pinned.get((owner, group.namespace, group.name))
+        stored = made or _stored(engines.get(owner), group)
         cached = asked.get((group.namespace, group.name), [])
         hits = sum(tokens >= stored.prefix_tokens for tokens in cached) if stored else 0
         told.append({**_about(group, stored, made is not None), "requests": len(cached), "hits": hits})
@@ -277,7 +283,8 @@ async def probe(body: ProbeBody, request: Request) -> Response:
         volatile = tuple(body.volatile or ())
 
         def look() -> dict[str, Any]:
-            return engine.probe(messages, body.tools, namespace=tenant.namespace, volatile=volatile).as_dict()
+            adapter = body.adapter or adapter_of(engine, body.model)
+            return engine.probe(messages, body.tools, namespace=tenant.namespace, volatile=volatile, adapter=adapter).as_dict()
 
         try:
             return JSONResponse(await anyio.to_thread.run_sync(look))

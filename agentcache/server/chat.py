@@ -14,6 +14,7 @@ from ..types import Logprob, Message
 from .answers import EVENTS, Answer, EventStream, opened, sse, whole
 from .errors import ServerError
 from .schemas import Body, ChatBody, CompletionBody, constraint_of, schema_of, thinking_of
+from .served_models import adapter_of
 
 if TYPE_CHECKING:
     from ..answer.parser import Delta
@@ -55,7 +56,8 @@ def asking(body: Body, prompt: str | list[dict[str, Any]], tools: Sequence[Any] 
 
     def ask(engine: Engine, namespace: str) -> Stream:
         volatile = tuple(body.volatile or ())
-        return engine.stream(prompt, tools, volatile=volatile, namespace=namespace, reuse=body.reuse, **options)
+        adapter = adapter_of(engine, body.model)
+        return engine.stream(prompt, tools, volatile=volatile, namespace=namespace, reuse=body.reuse, adapter=adapter, **options)
 
     return ask
 

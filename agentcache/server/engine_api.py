@@ -18,6 +18,7 @@ from .answers import EVENTS, Answer, EventStream, opened, sse
 from .cache_api import check_quota
 from .chat import failed_event
 from .schemas import Messages, Text
+from .served_models import adapter_of
 from .tenants import Tenant
 
 if TYPE_CHECKING:
@@ -44,7 +45,13 @@ class PromptBody(EngineBody):
     tools: Objects = Field(default_factory=list)
     tools_order: ToolOrder = "given"
     group: str | None = None
+    adapter: str | None = None
     template_kwargs: dict[str, Any] | None = None
+
+    def options(self, engine: Engine) -> dict[str, Any]:
+        """Options of the engine's call: the fields beside messages and tools. A model's name may be that of an adapter."""
+        given = {name: getattr(self, name) for name in type(self).model_fields if name not in ("model", "messages", "tools")}
+        return {**given, "adapter": self.adapter or adapter_of(engine, self.model)}
 
 
 class StreamBody(PromptBody):
@@ -98,10 +105,9 @@ class ForgetBody(EngineBody):
 async def stream(body: StreamBody, request: Request) -> Response:
     """Answer a prompt in events: chunks with their deltas, then the completion."""
     state: ServerState = request.app.state.server
-    given = {name: getattr(body, name) for name in StreamBody.model_fields if name not in ("model", "messages", "tools")}
 
     def ask(engine: Engine, namespace: str) -> Stream:
-        return engine.stream(body.messages, body.tools, namespace=namespace, **given)
+        return engine.stream(body.messages, body.tools, namespace=namespace, **body.options(engine))
 
     async with AsyncExitStack() as stack:
         answer = await opened(state, request, stack, body.model, "engine", ask)
@@ -165,8 +171,7 @@ async def pin(body: PinBody, request: Request) -> Response:
     """Pin the start of a conversation."""
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        given = {name: getattr(body, name) for name in PinBody.model_fields if name not in ("model", "messages", "tools")}
-        made = engine.pin(body.messages, body.tools, namespace=tenant.namespace, **given)
+        made = engine.pin(body.messages, body.tools, namespace=tenant.namespace, **body.options(engine))
         check_quota(engine, made, tenant)
         return asdict(made)
 

@@ -20,7 +20,10 @@ LOOK_S = 1.0
 
 @dataclass(eq=False)
 class ServedModel:
-    """One model by name. open: makes its engine, on a thread of its own; it is told a function that says what is done."""
+    """One model by name. open: makes its engine, on a thread of its own; it is told a function that says what is done.
+
+    adapters: their names, which requests give as those of models.
+    """
 
     name: str
     open: Callable[[Callable[[str], None]], Engine]
@@ -33,6 +36,7 @@ class ServedModel:
     began: float = 0.0
     used: float = field(default_factory=time.monotonic)
     engine: Engine | None = None
+    adapters: tuple[str, ...] = ()
     _loading: asyncio.Task[Engine] | None = None
 
     def load(self) -> asyncio.Task[Engine]:
@@ -77,6 +81,7 @@ class ServedModels:
 
     def __init__(self, models: list[ServedModel], idle_s: float = 0.0) -> None:
         self._models = {model.name: model for model in models}
+        self._named = self._models | {name: model for model in models for name in model.adapters}
         self._idle_s = idle_s
         self.first = models[0]
         self.keep: Callable[[], None] = lambda: None
@@ -86,11 +91,20 @@ class ServedModels:
         """In the order in which they were named."""
         return list(self._models.values())
 
+    def owner(self, name: str) -> str:
+        """The name of the model that an adapter of this name belongs to; else the name."""
+        return found.name if (found := self._named.get(name)) else name
+
+    @property
+    def names(self) -> list[str]:
+        """All names that requests may give: of models, then of adapters."""
+        return list(self._named)
+
     def get(self, name: str | None) -> ServedModel:
-        """The model of that name, the first one for None. ServerError 404: there is none."""
-        found = self.first if name is None else self._models.get(name)
+        """The model of that name, or under the adapter of that name; the first one for None. ServerError 404: there is none."""
+        found = self.first if name is None else self._named.get(name)
         if found is None:
-            known = ", ".join(map(repr, self._models))
+            known = ", ".join(map(repr, self._named))
             raise ServerError(404, f"model={name!r}: there is no such model, only {known}", param="model", code="model_not_found")
         return found
 
@@ -126,3 +140,8 @@ class ServedModels:
     async def close(self) -> None:
         """Close all."""
         await asyncio.gather(*(model.unload() for model in self.all))
+
+
+def adapter_of(engine: Engine, name: str | None) -> str | None:
+    """The adapter that a request means by the name of a model; None: the model itself."""
+    return name if name in engine.adapters else None

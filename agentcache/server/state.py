@@ -13,7 +13,7 @@ from ..errors import AgentCacheError
 from .metrics import Metrics
 from .records import Records
 from .registered_tools import Registered, RegisteredTools
-from .served_models import ServedModel, ServedModels
+from .served_models import ServedModel, ServedModels, adapter_of
 from .stored_responses import StoredResponses
 from .tenants import Tenants
 
@@ -56,16 +56,17 @@ class ServerState:
         """An engine that holds the tool groups that were registered for it, in an earlier process too."""
         engine = open_engine(say)
         for group in self.tools.of(None):
-            if group.model == model.name and group.pinned:
+            if self.models.owner(group.model) == model.name and group.pinned:
                 say(f"tool group {group.name}")
                 with suppress(AgentCacheError):  # a group that no longer fits is computed, and refused, when it is asked for
-                    engine.warm(group.system or None, group.tools, name=group.name, namespace=group.namespace)
+                    named = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
+                    engine.warm(group.system or None, group.tools, **named)
         return engine
 
     def groups(self, namespace: str | None) -> list[Registered]:
         """The tool groups of a namespace, None for all: those that are registered, then those that clients pinned through /v1/engine."""
         registered = self.tools.of(namespace)
-        known = {(group.model, group.namespace, group.name) for group in registered}
+        known = {(self.models.owner(group.model), group.namespace, group.name) for group in registered}
         held = [(model.name, group) for model in self.models.all if model.engine is not None for group in model.engine.groups]
         pinned = [
             Registered(group.name, group.namespace, model, "", [{"name": tool} for tool in group.tools], registered=False)

@@ -1,0 +1,88 @@
+"""Adapters that a server serves: each under a model's name, from all clients, with the answers of an engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentcache import Engine, RemoteEngine
+from agentcache.cli.app import app
+from agentcache.errors import ConfigError
+from agentcache.server.served_models import ServedModel
+from tests import models
+from tests.engines import chat, decode
+from tests.saved_adapters import save
+from tests.serving import Served, ready, serving
+
+ASKED = chat("When is high water?")
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("judge"))
+
+
+def opened(judge: Path) -> Engine:
+    return Engine(models.build("qwen3"), models.toy_tokenizer(), store=None, adapters={"judge": judge})
+
+
+@pytest.fixture(scope="module")
+def local(judge: Path) -> Iterator[Engine]:
+    with opened(judge) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def adapted(judge: Path) -> Iterator[Served]:
+    with serving(ServedModel("base", lambda say: opened(judge), adapters=("judge",))) as served:
+        yield ready(served)
+
+
+@pytest.mark.parametrize(("path", "said"), [("chat/completions", {"messages": ASKED}), ("completions", {"prompt": "When"})])
+def test_an_adapter_answers_under_its_name(path: str, said: Any, adapted: Served, local: Engine) -> None:
+    prompt = said.get("messages", said.get("prompt"))
+    with adapted.client() as http:
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["base", "judge"]
+        for name, adapter in (("base", None), ("judge", "judge")):
+            assert http.get(f"/v1/models/{name}").json()["id"] == name
+            answer = http.post(f"/v1/{path}", json={**said, "model": name, "max_tokens": 6}).json()
+            expected = local.generate(prompt, sampling=decode(6), adapter=adapter)
+            assert answer["model"] == name
+            assert answer["x_agentcache"]["receipt"]["adapter"] == expected.receipt.adapter == local.adapters.get(name, "")
+
+
+def test_a_remote_engine_names_it_as_model_or_adapter(adapted: Served, local: Engine) -> None:
+    expected = local.generate(ASKED, sampling=decode(6), adapter="judge")
+    with RemoteEngine(adapted.url) as base, RemoteEngine(adapted.url, model="judge") as other:
+        asked = {"sampling": decode(6)}
+        assert base.generate(ASKED, **asked).ids == local.generate(ASKED, **asked).ids != expected.ids
+        for done in (base.generate(ASKED, **asked, adapter="judge"), other.generate(ASKED, **asked)):
+            assert (done.ids, done.receipt.adapter) == (expected.ids, local.adapters["judge"])
+        assert base.warm("A keeper.", name="keeper", adapter="judge").adapter == local.adapters["judge"]
+        assert other.probe(ASKED).computed_tokens == base.probe(ASKED, adapter="judge").computed_tokens == 1
+        with pytest.raises(ConfigError, match="adapter='critic': there is none of that name"):
+            base.generate(ASKED, adapter="critic")
+
+
+def test_a_tool_group_of_an_adapter_is_its_own(adapted: Served, local: Engine) -> None:
+    with adapted.client() as http:
+        made = http.post("/tools", json={"name": "desk", "system": "A desk. " * 20, "tools": [], "model": "judge"}).json()
+        assert made["model"] == "judge"
+        answer = http.post("/query", json={"group": "desk", "question": "Why?", "max_tokens": 2}).json()
+        assert answer["x_agentcache"]["receipt"]["adapter"] == local.adapters["judge"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
+        [told] = [group for group in http.get("/tools").json()["groups"] if group["name"] == "desk"]
+        assert (told["model"], told["hits"]) == ("judge", 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"), [(["judge"], "give NAME=PATH"), (["a=x", "a=y"], "two have one name"), (["m=x"], "two have one name")]
+)
+def test_a_wrong_adapter_option_is_refused(given: list[str], why: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "m=folder", *(word for one in given for word in ("--adapter", one))])
+    assert done.exit_code == 1
+    assert why in done.output
