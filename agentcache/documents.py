@@ -8,8 +8,7 @@ Knows neither how a prompt is computed nor where pages lie.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -110,6 +109,7 @@ class Documents:
         are learnt under its name, each once, after the parts that begin every prompt: with tools, namespace and progress only.
         """
         self.check_open()
+        from . import document_packs as packs
         from .prompt_schema import Schema
 
         if isinstance(texts, Schema):
@@ -119,15 +119,18 @@ class Documents:
         check_name("name", name)
         if type(pack_tokens) is not int or pack_tokens < 1:
             raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
-        named, prompt = _named(texts), _start(messages or [*([Message("system", system)] if system else []), Message("user", PASSAGES)])
+        named, prompt = (
+            packs.named(texts),
+            packs.opening(messages or [*([Message("system", system)] if system else []), Message("user", PASSAGES)]),
+        )
         above = repr((prompt, [*tools], separator)).encode("utf-8", "surrogatepass")
-        digests = {source: _digest(above, text.encode("utf-8", "surrogatepass")) for source, text in named.items()}
+        digests = {source: packs.digest(above, text.encode("utf-8", "surrogatepass")) for source, text in named.items()}
         held = {one.digest for one in self.documents(name, namespace=namespace)}
         sizes = {source: len(self.renderer.ids(named[source], namespace)) for source in named if digests[source] not in held}
-        told, computed, done = _teller(progress), 0, 0
-        for pack in _packs(sizes, pack_tokens):
+        told, computed, done = packs.teller(progress), 0, 0
+        for pack in packs.packs(sizes, pack_tokens):
             shown = prompt[-1].content.replace(PASSAGES, separator.join(named[source] for source in pack))
-            digest = _digest(*(digests[source].encode() for source in pack))[:12]
+            digest = packs.digest(*(digests[source].encode() for source in pack))[:12]
             group = self.pin([*prompt[:-1], replace(prompt[-1], content=shown)], tools, name=f"{name}/{digest}", namespace=namespace)
             self._groups.settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
             computed, done = computed + group.computed_tokens, done + sum(sizes[source] for source in pack)
@@ -177,62 +180,3 @@ class Documents:
     def _packs_of(self, name: str | None, namespace: str | None) -> list[ToolGroup]:
         packs = self._groups.packs()
         return [one for one in packs if namespace in (None, one.namespace) and name in (None, one.documents)]
-
-
-def _digest(*parts: bytes) -> str:
-    return hashlib.blake2b(b"".join(hashlib.blake2b(part).digest() for part in parts), digest_size=16).hexdigest()
-
-
-def _start(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
-    """The messages up to the place of passages."""
-    start: list[Message] = []
-    for message in messages:
-        start.append(message if isinstance(message, Message) else Message(str(message.get("role")), message.get("content")))  # type: ignore[arg-type]
-        content = start[-1].content
-        if isinstance(content, str) and PASSAGES in content:
-            return [*start[:-1], replace(start[-1], content=content[: content.index(PASSAGES) + len(PASSAGES)])]
-    raise ConfigError(f"learn(messages=): no message holds {PASSAGES!r}, the place of the texts")
-
-
-def _named(texts: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
-    """Texts by name; those of a list are named by their digest."""
-    if isinstance(texts, Mapping):
-        named = dict(texts)
-    elif isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"texts={texts!r:.200}: must be a list of texts, or a mapping of names to texts")
-    else:
-        named = {hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(): text for text in texts}
-    for source, text in named.items():
-        if not isinstance(source, str) or not isinstance(text, str) or not text.strip():
-            raise ConfigError(f"texts[{source!r:.80}]={text!r:.80}: must be a text that is not empty")
-    return named
-
-
-def _packs(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Names of texts that are computed as one prompt, in order, of at most so many tokens unless one text alone has more."""
-    pack: list[str] = []
-    for source, size in sizes.items():
-        if pack and sum(sizes[one] for one in pack) + size > most:
-            yield pack
-            pack = []
-        pack.append(source)
-    if pack:
-        yield pack
-
-
-def _teller(progress: Callable[[int, int], None] | bool) -> Callable[[int, int], None]:
-    if callable(progress):
-        return progress
-    if not progress:
-        return lambda done, total: None
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
-
-    bar = tqdm(unit=" tokens", desc="learn")
-
-    def tell(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
-
-    return tell

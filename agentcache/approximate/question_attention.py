@@ -59,7 +59,7 @@ def _attention(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _holes(start: int, steps: Sequence[Attach], stop: int) -> list[tuple[int, int]]:
-    """What is not attached of [start, stop)."""
+    """Parts of [start, stop) that are not attached."""
     edges: list[Any] = [start, *(edge for step in steps for edge in (step.start, step.stop)), stop]
     return [(one, other) for one, other in zip(edges[::2], edges[1::2], strict=True) if one < other]
 

@@ -119,7 +119,7 @@ class Renderer:
         return self._tail.rules is not None or any(not isinstance(text, str) or VOLATILE in text for text in said)
 
     def _declaring(self) -> Declarations:
-        """What takes requests apart: loaded for the first that may declare something."""
+        """Reader of declared text: loaded for the first request that may declare some."""
         if self._declarations is None:
             from .declared import Declarations, read_rules
 

@@ -161,7 +161,7 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
     """The group's pages, pinned if it is. ServerError 403: the tenant would pin more than it may."""
 
     def warm() -> ToolGroup:
-        named = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
+        named: dict[str, Any] = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
         made = engine.warm(group.system or None, group.tools, **named)
         if group.pinned:
             check_quota(engine, made, tenant)

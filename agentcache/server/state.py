@@ -59,8 +59,8 @@ class ServerState:
             if self.models.owner(group.model) == model.name and group.pinned:
                 say(f"tool group {group.name}")
                 with suppress(AgentCacheError):  # a group that no longer fits is computed, and refused, when it is asked for
-                    named = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
-                    engine.warm(group.system or None, group.tools, **named)
+                    adapter = adapter_of(engine, group.model)
+                    engine.warm(group.system or None, group.tools, name=group.name, namespace=group.namespace, adapter=adapter)
         return engine
 
     def groups(self, namespace: str | None) -> list[Registered]:

@@ -1,0 +1,72 @@
+"""Texts before they are learnt: their names, their digests, and the packs in which they are computed. Knows no engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .errors import ConfigError
+from .types import PASSAGES, Message
+
+
+def digest(*parts: bytes) -> str:
+    """A digest of byte strings, which are told apart."""
+    return hashlib.blake2b(b"".join(hashlib.blake2b(part).digest() for part in parts), digest_size=16).hexdigest()
+
+
+def opening(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+    """The messages up to the place of passages."""
+    start: list[Message] = []
+    for message in messages:
+        start.append(message if isinstance(message, Message) else Message(str(message.get("role")), message.get("content")))  # type: ignore[arg-type]
+        content = start[-1].content
+        if isinstance(content, str) and PASSAGES in content:
+            return [*start[:-1], replace(start[-1], content=content[: content.index(PASSAGES) + len(PASSAGES)])]
+    raise ConfigError(f"learn(messages=): no message holds {PASSAGES!r}, the place of the texts")
+
+
+def named(texts: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    """Texts by name; those of a list are named by their digest."""
+    if isinstance(texts, Mapping):
+        found = dict(texts)
+    elif isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"texts={texts!r:.200}: must be a list of texts, or a mapping of names to texts")
+    else:
+        found = {hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(): text for text in texts}
+    for source, text in found.items():
+        if not isinstance(source, str) or not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"texts[{source!r:.80}]={text!r:.80}: must be a text that is not empty")
+    return found
+
+
+def packs(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Names of texts that are computed as one prompt, in order, of at most so many tokens unless one text alone has more."""
+    pack: list[str] = []
+    for source, size in sizes.items():
+        if pack and sum(sizes[one] for one in pack) + size > most:
+            yield pack
+            pack = []
+        pack.append(source)
+    if pack:
+        yield pack
+
+
+def teller(progress: Callable[[int, int], None] | bool) -> Callable[[int, int], None]:
+    """The caller's own function of tokens done and to do, a bar, or nothing."""
+    if callable(progress):
+        return progress
+    if not progress:
+        return lambda done, total: None
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    bar = tqdm(unit=" tokens", desc="learn")
+
+    def tell(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return tell
