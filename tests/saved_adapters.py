@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
+from agentcache import Engine
 from tests import models
+from tests.engines import decode
+
+Answer = tuple[tuple[int, ...], torch.Tensor]
 
 KINDS: dict[str, dict[str, Any]] = {
     "LoRA": {},
@@ -61,3 +65,14 @@ def generated(model: Any, ids: list[int], tokens: int) -> tuple[list[int], torch
             min_new_tokens=tokens, do_sample=False, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
     return out.sequences[0, len(ids) :].tolist(), torch.cat(out.logits)
+
+
+def answer(running: Engine, prompt: Any, adapter: str | None, reuse: Any = "exact", tokens: int = 4) -> tuple[Answer, Any]:
+    """Greedy tokens with the logits of each, and the receipt."""
+    logits: list[torch.Tensor] = []
+    done = running.generate(prompt, sampling=decode(tokens), adapter=adapter, reuse=reuse, on_logits=lambda row: logits.append(row.clone()))
+    return (done.ids, torch.stack(logits)), done.receipt
+
+
+def same(one: Answer, other: Answer) -> bool:
+    return one[0] == other[0] and torch.equal(one[1], other[1])

@@ -17,20 +17,7 @@ from agentcache.cli.app import app
 from agentcache.errors import ConfigError, ModelError
 from tests import models
 from tests.engines import Spy, chat, decode, engine, long_text
-from tests.saved_adapters import ACTIVATED, INVOCATION, KINDS, by_peft, generated, save
-
-Answer = tuple[tuple[int, ...], torch.Tensor]
-
-
-def answer(running: Engine, prompt: Any, adapter: str | None, reuse: Any = "exact", tokens: int = 4) -> tuple[Answer, Any]:
-    """Greedy tokens with the logits of each, and the receipt."""
-    logits: list[torch.Tensor] = []
-    done = running.generate(prompt, sampling=decode(tokens), adapter=adapter, reuse=reuse, on_logits=lambda row: logits.append(row.clone()))
-    return (done.ids, torch.stack(logits)), done.receipt
-
-
-def same(one: Answer, other: Answer) -> bool:
-    return one[0] == other[0] and torch.equal(one[1], other[1])
+from tests.saved_adapters import ACTIVATED, INVOCATION, KINDS, answer, by_peft, generated, same, save
 
 
 def agrees_with_peft(folder: Path, family: str, prompts: int) -> None:
@@ -212,7 +199,7 @@ def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_model_that_peft_wraps_is_right_or_refused(kind: str, tmp_path: Path) -> None:
     model = by_peft(save(tmp_path, **{**KINDS, "Activated LoRA": ACTIVATED}[kind]))
     if kind == "Activated LoRA":
-        with pytest.raises(ModelError, match="holds an Activated LoRA: pass the base model, and give it to add_adapter"):
+        with pytest.raises(ModelError, match="acts from its invocation tokens on"):
             engine(model=model, store=None).__enter__()
         return
     with engine(model=model, store=None) as running:

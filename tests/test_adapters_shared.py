@@ -10,8 +10,7 @@ import torch
 
 from agentcache import Engine, Reason, StoreOptions
 from tests.engines import chat, decode, engine, long_text
-from tests.saved_adapters import save
-from tests.test_adapters import answer, same
+from tests.saved_adapters import answer, same, save
 
 PROMPT = chat(long_text(160))
 

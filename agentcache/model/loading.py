@@ -175,8 +175,6 @@ def unwrap(wrapper: Any) -> Any:
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
         if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
             raise ModelError(f"{type(model).__name__!r} with a prompt-learning adapter feeds vectors, not tokens: unload it")
-        if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
-            raise ModelError(f"{type(model).__name__!r} holds an Activated LoRA: pass the base model, and give it to add_adapter")
         model = model.get_base_model()
         model = getattr(model, "_orig_mod", model)
     if not all(hasattr(model, name) for name in ("generate", "config", "parameters")):

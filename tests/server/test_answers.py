@@ -31,7 +31,7 @@ async def told(events: AsyncIterator[str], sent: list[Any], receive: Any, commen
     return answer
 
 
-def test_a_stream_with_nothing_to_tell_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_stream_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "PING_S", 0.01)
     sent: list[Any] = []
 
