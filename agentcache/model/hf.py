@@ -73,7 +73,9 @@ class HFModel:
         self._calls = 0  # of attention by the layers that are there while the model is shallow
         self._shape: steps.Shape | None = None
         self._widths: tuple[int, ...] = ()
-        self._experts = [] if self.quantized else list(filter(has_experts, self.model.modules()))
+        if experts := list(filter(has_experts, self.model.modules())):
+            from . import experts as _  # noqa: F401  what it registers is part of fingerprints, in each process
+        self._experts = [] if self.quantized else experts
         self.mixers: Mixers | None = None
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
         self._training = self.model.training
