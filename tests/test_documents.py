@@ -158,7 +158,7 @@ with engine(store=sys.argv[1]) as running:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
-@pytest.mark.parametrize(("learnt", "pause"), [(1, 0.0), (3, 0.008)])
+@pytest.mark.parametrize(("learnt", "pause"), [(1, 0.0), (3, 0.008), (5, 0.02)])
 def test_a_kill_costs_the_passage_that_was_cut(tmp_path: Path, learnt: int, pause: float) -> None:
     with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, env=dict(os.environ)) as child:
         assert child.stdout is not None
@@ -172,6 +172,6 @@ def test_a_kill_costs_the_passage_that_was_cut(tmp_path: Path, learnt: int, paus
         finished = running.learn(TEXTS, pack_tokens=1)
         left = sum(one.tokens for one in finished.documents if one.source not in kept)
         assert (finished.known, len(finished.documents)) == (len(kept), len(TEXTS))
-        cut = max(one.tokens for one in finished.documents)
-        assert left <= finished.computed_tokens <= left + cut + 8 * (len(TEXTS) - len(kept))
+        cut = max(one.tokens for one in finished.documents)  # it may lie on disk, and not be named yet
+        assert left - cut <= finished.computed_tokens <= left + 8 * (len(TEXTS) - len(kept))
         assert running.learn(TEXTS, pack_tokens=1).computed_tokens == 0
