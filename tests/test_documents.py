@@ -50,11 +50,15 @@ def test_an_order_that_gains_nothing_stays_as_it_came() -> None:
     texts = list(TEXTS.values())
     with engine(store=None) as running:
         assert running.arrange(texts, prompt(PASSAGES)).order == tuple(range(8))
-        running.generate(prompt(joined(texts, (1, 0, 2))), sampling=SHORT)
-        assert running.arrange([texts[1], texts[0], texts[5]], prompt(PASSAGES)).order == (0, 1, 2)
-        assert running.arrange([texts[4], texts[5]], prompt(PASSAGES)).ranks == ""
-        other = [{"role": "system", "content": "Another system prompt."}, *prompt(PASSAGES)[1:]]
-        assert running.arrange([texts[0], texts[1]], other).order == (0, 1)
+        brief = ["The lamp is lit at dusk.", "The mole is closed."]  # together fewer tokens than another order must gain
+        for shown in (joined(texts, (1, 0)), joined(texts, (0, 1)), joined(brief, (1, 0)), joined(texts, (3, 2))):
+            running.generate(prompt(shown), sampling=SHORT)
+        for passages in (texts[:2], texts[1::-1], brief):
+            found = running.arrange(passages, prompt(PASSAGES))
+            assert (found.order, found.ranks) == ((0, 1), "")
+            assert found.cached_tokens == found.given_tokens
+        other = [{"role": "system", "content": "Answer from the tests."}, *prompt(PASSAGES)[1:]]
+        assert running.arrange(texts[2:4], other).order == (0, 1), "of a prompt that begins otherwise"
 
 
 def test_equal_passages_are_shown_once() -> None:
