@@ -15,12 +15,9 @@ import time
 import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .types import FinishReason, Grade, Layout, Missed, Move, Reason, Refusal, Segment, Span
-
-if TYPE_CHECKING:
-    from .model.routes import RouteCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +92,9 @@ class Receipt:
     segments: tuple[Segment, ...] = ()
     # what was attached, by the adapter that computed it, where the engine has adapters
     sealed: tuple[Sealed, ...] = ()
-    # of its tokens through experts, where the request asked for them
-    routes: RouteCheck | None = None
+    # where asked for: digests of the experts that its tokens chose, by layer, and the share of them that is another without reuse
+    routes: tuple[str, ...] = ()
+    routes_changed: float | None = None
     # why the prompt did not go on from the one before it in its conversation, if it did not
     missed: Missed | None = None
     finish_reason: FinishReason | None = None
@@ -227,9 +225,9 @@ class Account:
         if not self.receipt.completion_tokens:
             self.receipt.sealed = tuple(sealed)
 
-    def record_routes(self, routes: RouteCheck) -> None:
+    def record_routes(self, digests: tuple[str, ...], changed: float) -> None:
         """Say which experts the tokens chose, and how many others without reuse."""
-        self.receipt.routes = routes
+        self.receipt.routes, self.receipt.routes_changed = digests, changed
 
     def record_stock(self, tokens: int) -> None:
         """All of these tokens go through transformers' own cache."""

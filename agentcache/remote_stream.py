@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from . import errors
 from .answer.parser import Delta
-from .errors import AgentCacheError, CancelledError, ConfigError, EngineClosedError, GenerationError
+from .errors import FAULTS, AgentCacheError, CancelledError, ConfigError, EngineClosedError, GenerationError
 from .events import Chunk, Done, Events
 from .receipt import Receipt
 from .stream import Completion, Stream
@@ -95,10 +95,10 @@ async def read(response: httpx.Response, request: RemoteRequest) -> None:
         events.put(Done())
     except asyncio.CancelledError:
         events.put(CancelledError("the stream was closed by its caller"))
-    except (httpx.HTTPError, ValidationError, ValueError, KeyError) as error:
-        events.put(GenerationError(f"the server's answer broke off: {error or type(error).__name__}"))
     except AgentCacheError as error:
         events.put(error)
+    except FAULTS as error:  # the caller waits for it
+        events.put(GenerationError(f"the server's answer broke off: {error or type(error).__name__}"))
     finally:
         await response.aclose()
 

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .kv import Sequence
-from .model.routes import RouteCheck, Routes
+from .model.routes import Routes
 from .request import Running
 from .runner import Runner, Work
 
 
 def check_routes(runner: Runner, running: Running) -> None:
     """Put the routes of a request that is about to end into its receipt."""
-    if (found := _checked(runner, running)) is not None:
-        running.account.record_routes(found)
+    own, other = getattr(running.sequence, "routes", None), _without_reuse(runner, running)
+    if own is not None and other is not None:
+        running.account.record_routes(own.digests, own.changed(other))
     else:
         running.account.record_note("diagnose='routes': the model runs no experts that can be looked at, or its weights moved")
 
 
-def _checked(runner: Runner, running: Running) -> RouteCheck | None:
+def _without_reuse(runner: Runner, running: Running) -> Routes | None:
+    """Routes of the same tokens, all of them computed; None if that cannot be."""
     taken, model = running.sequence, runner.model
     if not isinstance(taken, Sequence) or taken.routes is None or running.scope is None:
         return None
     sequence = Sequence(taken.spec, state=model.begin(), cuts=taken.cuts, adapter=taken.adapter, acts_from=taken.acts_from)
-    sequence.routes = Routes(model.experts)
+    sequence.routes = routes = Routes(model.experts)
     ids = running.ids.all[: taken.length]
     try:
         for count in _pieces(sequence, len(ids)):
@@ -33,7 +35,7 @@ def _checked(runner: Runner, running: Running) -> RouteCheck | None:
                 return None
     finally:
         sequence.close()
-    return RouteCheck(taken.routes.digests, taken.routes.changed(sequence.routes))
+    return routes
 
 
 def _pieces(sequence: Sequence, tokens: int, most: int = 512) -> Iterator[int]:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,23 @@ def embedded(store: Path | None) -> ServedModel:
 class Served:
     """A running server. url: where it listens."""
 
-    def __init__(self, state: ServerState, port: int) -> None:
-        self.state, self.url = state, f"http://127.0.0.1:{port}"
+    def __init__(self, state: ServerState, port: int, end: ExitStack) -> None:
+        self.state, self.url, self._end = state, f"http://127.0.0.1:{port}", end
+        self._openai: dict[bool, Any] = {}
 
     def client(self, key: str | None = None, **options: Any) -> httpx.Client:
         """A client with this API key."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         options = {"timeout": 120, "trust_env": False, "verify": False, **options}  # there are no certificates to load
         return httpx.Client(base_url=self.url, headers=headers, **options)
+
+    def openai(self, *, strict: bool = False) -> Any:
+        """OpenAI's client, closed with the server: a collector may find its sockets before the client that would close them."""
+        openai = pytest.importorskip("openai")
+        if strict not in self._openai:
+            made = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, _strict_response_validation=strict)
+            self._openai[strict] = self._end.enter_context(made)
+        return self._openai[strict]
 
 
 @contextmanager
@@ -79,15 +88,13 @@ def serving(
     """Serve these models, by default the embedded one, until the block ends."""
     served = ServedModels(list(models) or [embedded(store)], idle_s)
     state = ServerState(served, Tenants.read(keys, most), RegisteredTools(store), limits or Limits())
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as end:
         server = uvicorn.Server(uvicorn.Config(create_app(state), log_level="warning", timeout_graceful_shutdown=3, access_log=False))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        try:
-            yield Served(state, listener.getsockname()[1])
-        finally:
-            server.should_exit = True
-            thread.join()
+        end.callback(thread.join)
+        end.callback(setattr, server, "should_exit", True)
+        yield Served(state, listener.getsockname()[1], end)
 
 
 def ready(served: Served) -> Served:

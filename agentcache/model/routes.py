@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from blake3 import blake3
-
-
-@dataclass(frozen=True, slots=True)
-class RouteCheck:
-    """Experts that the tokens of a request chose, as far as it ran them."""
-
-    # of each layer with experts: of positions and experts
-    digests: tuple[str, ...]
-    # share of its routes, one for each token and layer, that are others without reuse
-    changed: float
 
 
 class Routes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import anyio.to_thread
 from fastapi import APIRouter, Request
@@ -63,6 +63,7 @@ class StreamBody(PromptBody):
     turn: str = ""
     reuse: Reuse | None = None
     rendering: Rendering = "canonical"
+    diagnose: Literal["", "routes"] = ""
 
 
 class PinBody(PromptBody):

@@ -14,10 +14,6 @@ from tests.serving import ASKED, ENDLESS, SYSTEM, TIDE, Served
 openai = pytest.importorskip("openai")
 
 
-def client(served: Served, *, strict: bool = True) -> Any:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=strict)
-
-
 def events(text: str) -> list[tuple[str, Any]]:
     """(event, data) of a stream of server-sent events."""
     found = []
@@ -31,9 +27,9 @@ def events(text: str) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("choice", [None, "required", {"type": "function", "function": {"name": "tide"}}])
 def test_a_stream_says_what_a_whole_answer_says(served: Served, choice: Any) -> None:
     asked = {"model": "embedded", "messages": ASKED, "tools": [TIDE], "max_tokens": 64, **({"tool_choice": choice} if choice else {})}
-    whole = client(served).chat.completions.create(**asked)
+    whole = served.openai(strict=True).chat.completions.create(**asked)
     message, text, calls, finish = whole.choices[0].message, "", dict[int, list[str]](), None
-    for chunk in client(served).chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in served.openai(strict=True).chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
         for choice_ in chunk.choices:
             text += choice_.delta.content or ""
             finish = choice_.finish_reason or finish
@@ -69,14 +65,14 @@ def test_usage_and_receipt_tell_of_cached_tokens(served: Served) -> None:
 def test_an_answer_is_held_to_its_schema(served: Served) -> None:
     schema = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
     form = {"type": "json_schema", "json_schema": {"name": "port", "schema": schema}}
-    answer = client(served).chat.completions.create(model="embedded", messages=ASKED, response_format=form, max_tokens=64)
+    answer = served.openai(strict=True).chat.completions.create(model="embedded", messages=ASKED, response_format=form, max_tokens=64)
     assert json.loads(answer.choices[0].message.content).keys() == {"port"}
 
 
 def test_log_probabilities_come_with_each_token(served: Served) -> None:
     asked = {"model": "embedded", "messages": ASKED, "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 4}
-    told = client(served).chat.completions.create(**asked).choices[0].logprobs.content
-    *_, last = client(served).chat.completions.create(**asked, stream=True)
+    told = served.openai(strict=True).chat.completions.create(**asked).choices[0].logprobs.content
+    *_, last = served.openai(strict=True).chat.completions.create(**asked, stream=True)
     assert len(told) == 4
     assert [len(one.top_logprobs) for one in told] == [2] * 4
     assert [one.token for one in last.choices[0].logprobs.content] == [one.token for one in told]
@@ -84,9 +80,9 @@ def test_log_probabilities_come_with_each_token(served: Served) -> None:
 
 def test_a_text_completion_goes_on(served: Served) -> None:
     asked = {"model": "embedded", "prompt": "The keeper of the", "max_tokens": 6, "logprobs": 1}
-    whole = client(served).completions.create(**asked).choices[0]
+    whole = served.openai(strict=True).completions.create(**asked).choices[0]
     # as OpenAI's API, a stream says null until its end, which openai-python's own type of this older route does not know
-    streamed = [chunk.choices[0] for chunk in client(served, strict=False).completions.create(**asked, stream=True)]
+    streamed = [chunk.choices[0] for chunk in served.openai().completions.create(**asked, stream=True)]
     assert "".join(choice.text for choice in streamed) == whole.text
     assert {choice.finish_reason for choice in streamed[:-1]} == {None}
     assert whole.finish_reason == streamed[-1].finish_reason == "length"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache import Constraint, Engine, Message, RemoteEngine, Sampling, client
+from agentcache import Constraint, Engine, Message, RemoteEngine, Sampling, client, remote_stream
 from agentcache.errors import (
     CancelledError,
     ConfigError,
@@ -117,6 +117,17 @@ def test_tool_groups_are_pinned_and_released(served: Served, remote: RemoteEngin
     assert remote.probe(ASKED, [TIDE]).memory_tokens == 0
     with pytest.raises(ConfigError, match="name what is to be forgotten"):
         remote.forget()
+
+
+def test_a_diagnosis_is_asked_over_http(remote: RemoteEngine) -> None:
+    receipt = remote.generate(ASKED, sampling=SHORT, diagnose="routes").receipt
+    assert any("no experts" in note for note in receipt.notes)
+
+
+def test_a_fault_in_reading_an_answer_reaches_the_caller(remote: RemoteEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_stream, "_COMPLETION", None)
+    with pytest.raises(GenerationError, match="broke off: 'NoneType'"):
+        remote.generate(ASKED, sampling=SHORT)
 
 
 def test_leaving_early_frees_the_device(served: Served, remote: RemoteEngine) -> None:

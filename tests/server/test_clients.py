@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from pydantic import BaseModel
@@ -38,18 +38,13 @@ class Port(BaseModel):
     water: Literal["high", "low"]
 
 
-def openai_client(served: Served) -> Any:
-    openai = pytest.importorskip("openai")
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-
-
 def test_openai_parses_a_chat_into_a_model(served: Served) -> None:
-    said = openai_client(served).chat.completions.parse(model="embedded", messages=ASKED, response_format=Port, max_tokens=96)
+    said = served.openai().chat.completions.parse(model="embedded", messages=ASKED, response_format=Port, max_tokens=96)
     assert isinstance(said.choices[0].message.parsed, Port)
 
 
 def test_openai_parses_a_response_into_a_model(served: Served) -> None:
-    said = openai_client(served).responses.parse(model="embedded", input="Which port?", text_format=Port, max_output_tokens=96)
+    said = served.openai().responses.parse(model="embedded", input="Which port?", text_format=Port, max_output_tokens=96)
     assert isinstance(said.output_parsed, Port)
 
 
@@ -57,9 +52,9 @@ def test_openai_parses_the_arguments_of_a_call(served: Served) -> None:
     openai = pytest.importorskip("openai")
     tool = openai.pydantic_function_tool(Port)
     asked = {"model": "embedded", "messages": ASKED, "tools": [tool], "tool_choice": "required", "max_tokens": 96}
-    [call] = openai_client(served).chat.completions.parse(**asked).choices[0].message.tool_calls
+    [call] = served.openai().chat.completions.parse(**asked).choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Port)
-    with openai_client(served).chat.completions.stream(**asked) as stream:
+    with served.openai().chat.completions.stream(**asked) as stream:
         final = stream.get_final_completion().choices[0].message.tool_calls[0].function
     assert final.parsed_arguments == call.function.parsed_arguments
 

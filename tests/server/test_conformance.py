@@ -29,8 +29,7 @@ SAID = [{"role": "user", "content": "My name is Alice."}, {"role": "assistant", 
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_open_responses_cases_are_answered(served: Served, asked: dict[str, Any], kind: str, stream: bool) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True)
+    client = served.openai(strict=True)
     answer = client.responses.create(model="embedded", max_output_tokens=300, stream=stream, **asked)
     if stream:
         events = list(answer)

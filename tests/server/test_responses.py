@@ -16,10 +16,6 @@ ASKED: dict[str, Any] = {"model": "embedded", "instructions": SYSTEM, "input": "
 OWN = ("id", "created_at", "completed_at")
 
 
-def client(served: Served) -> Any:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True)
-
-
 def plain(response: Any) -> dict[str, Any]:
     """A response without what is its own: ids, times and the receipt."""
     said = copy.deepcopy(response.model_dump())
@@ -30,7 +26,7 @@ def plain(response: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "tide"}])
 def test_a_streamed_response_is_stored_as_a_whole_one(served: Served, choice: Any) -> None:
-    api = client(served)
+    api = served.openai(strict=True)
     whole = api.responses.create(**ASKED, tool_choice=choice)
     told = list(api.responses.create(**ASKED, tool_choice=choice, stream=True))
     assert [event.sequence_number for event in told] == list(range(len(told)))
@@ -50,7 +46,7 @@ def test_a_streamed_response_is_stored_as_a_whole_one(served: Served, choice: An
 
 
 def test_a_response_goes_on_from_a_stored_one(served: Served) -> None:
-    api = client(served)
+    api = served.openai(strict=True)
     first = api.responses.create(**ASKED, tool_choice="required")
     call = first.output[-1]
     given = [{"type": "function_call_output", "call_id": call.call_id, "output": "High water in Port Averil at 11."}]
@@ -67,7 +63,7 @@ def test_a_response_goes_on_from_a_stored_one(served: Served) -> None:
 
 
 def test_a_response_is_stored_only_if_it_may_be(served: Served) -> None:
-    api = client(served)
+    api = served.openai(strict=True)
     response = api.responses.create(**ASKED, store=False)
     with pytest.raises(openai.NotFoundError, match="not stored"):
         api.responses.retrieve(response.id)
@@ -76,10 +72,10 @@ def test_a_response_is_stored_only_if_it_may_be(served: Served) -> None:
 
 
 def test_a_response_out_of_tokens_is_incomplete(served: Served) -> None:
-    response = client(served).responses.create(**ASKED, max_output_tokens=3)
+    response = served.openai(strict=True).responses.create(**ASKED, max_output_tokens=3)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.output[-1].status == "incomplete"
-    *_, last = client(served).responses.create(**ASKED, max_output_tokens=3, stream=True)
+    *_, last = served.openai(strict=True).responses.create(**ASKED, max_output_tokens=3, stream=True)
     assert last.type == "response.incomplete"
     assert plain(last.response) == plain(response)
 
@@ -87,7 +83,9 @@ def test_a_response_out_of_tokens_is_incomplete(served: Served) -> None:
 def test_a_response_is_held_to_its_schema(served: Served) -> None:
     schema = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
     form = {"format": {"type": "json_schema", "name": "port", "schema": schema}}
-    said = client(served).responses.create(model="embedded", input="Which port?", text=form, include=["message.output_text.logprobs"])
+    said = served.openai(strict=True).responses.create(
+        model="embedded", input="Which port?", text=form, include=["message.output_text.logprobs"]
+    )
     assert said.output_text.startswith('{"port":')
     assert said.output[0].content[0].logprobs
 
