@@ -92,6 +92,8 @@ class Receipt:
     segments: tuple[Segment, ...] = ()
     # what was attached, by the adapter that computed it, where the engine has adapters
     sealed: tuple[Sealed, ...] = ()
+    # what the prompt is to its session: "exact" its last prompt again, "extend" after its answer, "diverge" another; "" it begins one
+    resumed: str = ""
     # why the prompt did not go on from the one before it in its conversation, if it did not
     missed: Missed | None = None
     finish_reason: FinishReason | None = None
@@ -185,6 +187,10 @@ class Account:
     def record_note(self, note: str) -> None:
         """Add words for the caller."""
         self.receipt.notes.append(note)
+
+    def record_resumed(self, word: str) -> None:
+        """Say what the prompt is to its session."""
+        self.receipt.resumed = word
 
     def record_refusals(self, refusals: Iterable[Refusal]) -> None:
         """Add reasons why something is not reused."""

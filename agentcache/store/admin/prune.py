@@ -14,7 +14,7 @@ from itertools import islice
 from ...errors import StoreFullError, StorePermissionError
 from ...types import PAGE_TOKENS
 from ..deletion import Deletion
-from ..disk import blob_files
+from ..disk import blob_files, session_rows
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
@@ -68,6 +68,8 @@ def prune(
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
     # first what frees room: on a full disk nothing can be written before
     left, _ = (blob_files.orphans if dry_run else blob_files.sweep)(folder, index.has_blobs)
+    if not dry_run:
+        session_rows.end_leases(index)
     untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, force)
     if untold is not None:
         with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
@@ -158,7 +160,7 @@ def _continuing(index: Index, group: ToolGroup) -> list[_Item]:
     below: dict[tuple[tuple[str, str], bytes], list[_Item]] = {}
     for item in map(_item, index.rows(fingerprint=group.fingerprint)):
         below.setdefault((item.kind, item.parent), []).append(item)
-    own = {bytes.fromhex(key) for key in group.page_keys}
+    own = {bytes.fromhex(key) for key in (*group.page_keys, *group.superseded)}
     found: dict[int, _Item] = {}
     due = [item for items in below.values() for item in items if item.key in own and item.id not in shared]
     above = bytes.fromhex(group.page_keys[-2]) if group.pages > 1 else group.scope.root
