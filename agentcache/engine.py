@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .answer.guide import Guide
     from .approximate.segments import Segments
     from .calibration import Calibration
-    from .sessions import Session
+    from .session import Session
     from .shared_engines import EngineLease
     from .store.tool_group import ToolGroup
     from .tool_groups import ToolGroups
@@ -288,8 +288,10 @@ class Engine(ProcessOwned, Documents):
 
     def session(self, name: str, *, namespace: str = "default", lease_s: float = 86_400.0) -> Session:
         """The session of that name, new or of any earlier process: the page chain of a conversation, kept so long after each answer."""
+        from .session import Session
+
         self.check_open()
-        return self._groups.sessions.open(self, self.stream, name, namespace, lease_s)
+        return Session(self, self.stream, self._groups.sessions, name, namespace, lease_s)
 
     def warm(
         self, system: str | None = None, tools: Tools = (), *, name: str | None = None, namespace: str = "default",

@@ -7,6 +7,7 @@ diverge    it leaves the chain before its end
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -14,21 +15,18 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from .errors import ConfigError, StoreError, shown
+from .errors import ConfigError, StoreError
 from .matching import fingerprint_of
 from .model.fingerprint import Fingerprint
 from .model.hf import HFModel
-from .process_owned import ProcessOwned
 from .request import Running
 from .store.deletion import Deletion
 from .store.entry import Entry
 from .store.keys import Ids, Role, Scope, chain
 from .store.store import Store
 from .store.tool_group import SESSION, ToolGroup
-from .stream import Completion, Stream
 from .types import check_name
 
 if TYPE_CHECKING:
@@ -38,9 +36,9 @@ LEASE_S = 86_400.0  # after the last answer
 IDLE_S = 600.0  # pages of a session that was not asked for so long are evictable
 SHARE = 2  # one part in so many of the memory's budget is pinned at most
 HELD = 1024  # sessions that one engine remembers; others are on disk
-SUPERSEDED = 4096  # pages of branches that a session remembers; the oldest are deleted
+SUPERSEDED = 512  # pages of branches that a session remembers; the oldest are deleted
 
-Finish = Callable[[Running], Completion]
+T = TypeVar("T")
 Key = tuple[str, str, str]  # namespace, name and fingerprint
 
 
@@ -55,75 +53,14 @@ class _Held:
     pinned: bool = False
 
 
-class Session:
-    """The name of a conversation, by which any process finds its last turn; `Engine.session` gives it. Never keys and values of its own.
+@dataclass(slots=True, eq=False)
+class SessionName:
+    """A session as a request asks for it."""
 
-    lease_s: seconds for which it is kept after each answer. Its methods may be called from any thread; of answers to one session that run
-    at once, the last one that is read to its end is the session's.
-    """
-
-    def __init__(
-        self, engine: ProcessOwned, ask: Callable[..., Stream], sessions: Sessions, name: str, namespace: str, lease_s: float
-    ) -> None:
-        self.name, self.namespace, self.lease_s = name, namespace, lease_s
-        self._engine, self._ask, self._sessions = engine, ask, sessions
-
-    def stream(self, messages: Any, tools: Any = (), **options: Any) -> Stream:
-        """`Engine.stream` for this session and in its namespace; the session goes on from the answer once that is read to its end."""
-        return self._ask(messages, tools, session=self, namespace=self.namespace, **options)
-
-    def generate(self, messages: Any, tools: Any = (), **options: Any) -> Completion:
-        """The whole answer at once; options as of `stream`."""
-        return self.stream(messages, tools, **options).completion
-
-    @property
-    def tokens(self) -> int:
-        """Length of its chain, under the weights of now; 0 before the first answer, and once its lease is over."""
-        known = self._known
-        return known.prefix_tokens if known else 0
-
-    @property
-    def _known(self) -> ToolGroup | None:
-        self._engine.check_open()
-        return self._sessions.last(self.namespace, self.name)
-
-    def fork(self, name: str) -> Session:
-        """Begin another session where this one is: both share its pages. ConfigError: it has no answer, or the name is taken."""
-        self._sessions.copy([replace(self._last(), superseded=())], name, self.lease_s)
-        return Session(self._engine, self._ask, self._sessions, name, self.namespace, self.lease_s)
-
-    def rename(self, name: str) -> None:
-        """Give it another name. ConfigError: it has no answer, or the name is taken."""
-        self._last()
-        self._sessions.rename(self.namespace, self.name, name, self.lease_s)
-        self.name = name
-
-    def export(self, file: str | Path, *, clear: bool = False) -> int:
-        """Write it to a new file, its tokens in clear; returns the bytes. clear: although the store is encrypted. StoreError: it cannot."""
-        from .store.admin.archive import export_group
-
-        known, disk = self._last(), self._sessions.flushed()
-        if disk is None:
-            raise ConfigError(f"session {self.name!r}: only a session in a store on disk can be exported; give the engine a store")
-        return export_group(disk.folder, disk.index, known, Path(file), clear=clear)
-
-    def import_archive(self, file: str | Path) -> int:
-        """Begin it with a session that was exported; returns its tokens. ConfigError: it has an answer of its own, or there is no disk."""
-        from .store.admin.archive import import_group
-
-        if self.tokens or (disk := self._sessions.flushed()) is None:
-            raise ConfigError(f"session {self.name!r}: an archive is imported under a name without answers, into a store on disk")
-        done = import_group(disk.folder, disk.index, Path(file), name=SESSION + self.name, namespace=self.namespace)
-        return done.group.prefix_tokens
-
-    def close(self) -> None:
-        """End it: its name and its pins go, and its pages are the first to be evicted. An answer that still runs begins it anew."""
-        self._sessions.close(self.namespace, self.name)
-
-    def _last(self) -> ToolGroup:
-        if (known := self._known) is None:
-            raise ConfigError(f"session {self.name!r} in namespace {self.namespace!r} has no answer, or its lease is over: ask first")
-        return known
+    name: str
+    namespace: str
+    # seconds for which it is kept after each answer
+    lease_s: float = LEASE_S
 
 
 class Sessions:
@@ -131,31 +68,23 @@ class Sessions:
 
     def __init__(self, store: Store, model: HFModel, name: str, fingerprint: Fingerprint | None) -> None:
         self._store, self._model, self._name, self._fingerprint = store, model, name, fingerprint
+        self._process = os.getpid()
         self._held: OrderedDict[Key, _Held] = OrderedDict()  # the longest unused first
         self._lock = threading.RLock()
         store.on_renewal(self._record)
         store.on_deletion(self.let_go)
         self._end_leases()
 
-    def open(self, engine: ProcessOwned, ask: Callable[..., Stream], name: str, namespace: str, lease_s: float) -> Session:
-        """The session of that name, which may have answers already."""
-        check_name("name", name)
-        check_name("namespace", namespace)
-        if not isinstance(lease_s, (int, float)) or isinstance(lease_s, bool) or not 0 < lease_s < float("inf"):
-            raise ConfigError(f"lease_s={shown(lease_s)}: must be a positive number of seconds")
-        return Session(engine, ask, self, name, namespace, float(lease_s))
-
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def follow(self, running: Running, session: Session | str, finish: Finish) -> Finish:
+    def follow(self, running: Running, session: SessionName | str, finish: Callable[[Running], T]) -> Callable[[Running], T]:
         """Tell the account what the prompt is to its session; returns what ends the request, and moves the session to the answer."""
-        asked, lease_s = running.asked, LEASE_S
-        name = session.name if isinstance(session, Session) else session
+        asked = running.asked
+        named = session if isinstance(session, SessionName) else SessionName(session, asked.namespace)
+        name = named.name
         check_name("session", name)
-        if isinstance(session, Session):
-            lease_s = session.lease_s
-            if session.namespace != asked.namespace:
-                raise ConfigError(f"session {name!r} is of namespace {session.namespace!r}, the request of {asked.namespace!r}")
+        if named.namespace != asked.namespace:
+            raise ConfigError(f"session {name!r} is of namespace {named.namespace!r}, the request of {asked.namespace!r}")
         regime, weights = self._model.regime(len(running.ids)), running.provenance.fingerprint
         if asked.reuse == "off" or regime is None or not weights:
             return finish
@@ -166,9 +95,9 @@ class Sessions:
             running.account.record_resumed(word)
         elif self._records(asked.namespace, name):
             running.account.record_note(f"session {name!r} was recorded under other weights or another adapter: it begins anew")
-        return partial(self._answered, name, lease_s, prompt_key, finish)
+        return partial(self._answered, name, named.lease_s, prompt_key, finish)
 
-    def _answered(self, name: str, lease_s: float, prompt_key: str, finish: Finish, running: Running) -> Completion:
+    def _answered(self, name: str, lease_s: float, prompt_key: str, finish: Callable[[Running], T], running: Running) -> T:
         completion, scope, count = finish(running), running.scope, running.admitted_tokens
         if scope is None or scope.precision != "exact" or not count:
             running.account.record_note(f"session {name!r} stays where it was: nothing exact of this answer is kept")
@@ -257,10 +186,17 @@ class Sessions:
 
             disk.writer.after(retire)
 
-    def _delete(self, keys: Iterable[str], group: ToolGroup) -> None:
-        gone = [bytes.fromhex(key) for key in keys]
-        if gone and (disk := self._store.disk):
-            disk.writer.after(lambda: disk.forget(gone, group.fingerprint))
+    def _delete(self, keys: tuple[str, ...], group: ToolGroup) -> None:
+        """Delete pages of branches too old to be remembered: forgetting the session could not find them."""
+        if keys and (disk := self._store.disk):
+            from .store.disk import session_rows
+
+            def delete() -> None:
+                gone = session_rows.retire(disk.index, keys, group.fingerprint)
+                self._store.tree.remove(Deletion(group.namespace, group="", fingerprint=group.fingerprint, keys=tuple(gone)))
+                disk.forget(list(gone), group.fingerprint)
+
+            disk.writer.after(delete)
 
     def _unpin(self, held: _Held) -> None:
         if held.pinned:
@@ -283,6 +219,7 @@ class Sessions:
 
     def last(self, namespace: str, name: str) -> ToolGroup | None:
         """The session's last answer under the weights of now, of any adapter; None if there is none."""
+        self._store.heed()
         weights = self._fingerprint.whole if self._fingerprint else ""
         known = [one for one in self._records(namespace, name).values() if one.scope.weights == weights]
         return max(known, key=_created, default=None)
@@ -336,6 +273,8 @@ class Sessions:
 
     def lapse(self) -> None:
         """End sessions whose lease is over, and unpin those that were not used for long."""
+        if self._process != os.getpid():  # in a forked child pins, and locks, are the parent's
+            return
         now = time.time()
         with self._lock:
             over = [self._held.pop(key) for key, held in list(self._held.items()) if held.group.lease_end < now]
