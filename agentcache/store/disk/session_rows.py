@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 
 from ..keys import Role
 from ..tool_group import ToolGroup
-from . import blob_io
+from . import blob_files
 from .index import Index
 
 
 def keep(index: Index, keys: Iterable[str], fingerprint: str) -> None:
     """Let pages (keys in hexadecimal) be evicted after all turns."""
     for shorter in index.promote(_ids(index, keys, fingerprint), Role.PREFIX):
-        blob_io.remove(index.folder, shorter)
+        blob_files.unlink(index.folder, shorter.blob)
 
 
 def retire(index: Index, keys: Iterable[str], fingerprint: str) -> frozenset[bytes]:
