@@ -63,7 +63,7 @@ def test_the_receipt_says_what_a_prompt_is_to_its_session(running: Engine) -> No
         assert running.generate(messages, sampling=decode(4)).receipt.resumed == ""
 
 
-def test_a_name_in_a_request_is_the_session_of_its_namespace(running: Engine) -> None:
+def test_a_request_names_the_session_of_its_namespace(running: Engine) -> None:
     said, first = talk(running.session("alice", namespace="a"), FIRST)
     for namespace, word in (("b", ""), ("a", "extend")):
         done = running.generate([*said, user(SECOND)], session="alice", namespace=namespace, sampling=decode(4))
@@ -362,7 +362,7 @@ def _ids(running: Engine) -> Any:
     return as_ids(layout.ids)
 
 
-def test_a_memory_too_small_for_a_session_answers_all_the_same(model: Any, tmp_path: Path) -> None:
+def test_a_memory_too_small_for_a_session_still_answers(model: Any, tmp_path: Path) -> None:
     size = page_bytes(model)
     for pages, store in ((0, None), (1, None), (3, tmp_path / "store")):
         with engine(model=model, store=store, memory_bytes=pages * size) as running:

@@ -312,7 +312,8 @@ def test_prune_spares_what_is_pinned_unless_forced(place: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ([], "nothing to prune"), (["--group", "x", "--session", "x"], "give one of them"), (["--all", "--max-size", "1GB"], "goes alone"), (["--max-size", "1GB", "--namespace", "x"], "goes alone"),
+        (["--group", "x", "--session", "x"], "give one of them"),
+        ([], "nothing to prune"), (["--all", "--max-size", "1GB"], "goes alone"), (["--max-size", "1GB", "--namespace", "x"], "goes alone"),
         (["--group", "x", "--older-than", "1d"], "goes alone"), (["--all", "--namespace", "x"], "goes alone"),
         (["--max-size", "big"], "5GB"), (["--all", "--fingerprint", "ab"], "with --group"),
         (["--namespace", "default", "--fingerprint", "ab"], "with --group"),

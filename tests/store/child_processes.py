@@ -87,6 +87,7 @@ def answer_in_session(store: str, talk: str, turns: str) -> None:
             said += [asdict(done.message), {"role": "user", "content": f"And at noon of day {number}?"}]
             Path(talk).write_text(json.dumps(said))
             running.flush()
-            print(json.dumps({**known, "tokens": session.tokens, "same": len(own) == len(off) and all(map(torch.equal, own, off))}), flush=True)
+            same = len(own) == len(off) and all(map(torch.equal, own, off))
+            print(json.dumps({**known, "tokens": session.tokens, "same": same}), flush=True)
             if number == int(turns):
                 return
