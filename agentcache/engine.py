@@ -315,8 +315,7 @@ class Engine(ProcessOwned, Documents):
         """
         self.check_open()
         check_name("namespace", namespace)
-        if name is not None:
-            check_name("name", name)
+        self._groups.check(name)
         shown = {"tools_order": tools_order, "template_kwargs": template_kwargs}
         chosen = None if adapter is None else self._adapters.find(adapter)
         if ttl_s is not None:

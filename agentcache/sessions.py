@@ -90,10 +90,11 @@ class Sessions:
             return finish
         scope, ids = Scope(asked.namespace, fingerprint_of(weights, asked.adapter), regime), running.ids.array()
         prompt_key = chain(scope.root, ids)[-1].hex()
-        if (known := self._find((asked.namespace, name, scope.fingerprint))) is not None:
+        records = self._records(asked.namespace, name)
+        if (known := records.get(scope.fingerprint)) is not None:
             word = "exact" if known.prompt_key == prompt_key else "extend" if _begins(scope, ids, known) else "diverge"
             running.account.record_resumed(word)
-        elif self._records(asked.namespace, name):
+        elif records:
             running.account.record_note(f"session {name!r} was recorded under other weights or another adapter: it begins anew")
         return partial(self._answered, name, named.lease_s, prompt_key, finish)
 
@@ -129,14 +130,14 @@ class Sessions:
             held = self._held.get(key)
             answers = [one for one in (told, held.group if held else None) if one is not None]
             before = max(answers, key=_created, default=None)
-            own, left = frozenset(group.page_keys), tuple[str, ...]()
+            pinned, path = self._keep(group, ids, frozenset(before.page_keys) if before else frozenset())
+            own, left = {*group.page_keys, *(entry.key.hex() for entry in path)}, tuple[str, ...]()
             if before is not None:
-                grown = _begins(group.scope, ids, before)
-                left = tuple(one for one in before.page_keys if one not in own) if not grown else ()
+                if not _begins(group.scope, ids, before):
+                    left = tuple(one for one in before.page_keys if one not in own)
                 known = (*(one for one in before.superseded if one not in own), *left)
                 group = replace(group, superseded=known[-SUPERSEDED:])
                 self._delete(known[:-SUPERSEDED], group)
-            pinned = self._keep(group, ids, frozenset(before.page_keys) if before else frozenset())
             if held is not None:
                 self._unpin(held)
             self._held[key] = _Held(group, time.monotonic(), pinned)
@@ -147,8 +148,8 @@ class Sessions:
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
-    def _keep(self, group: ToolGroup, ids: Ids, known: frozenset[str]) -> bool:
-        """Pin a chain in memory, and let what is new of it be a prefix on disk; whether memory has all of it."""
+    def _keep(self, group: ToolGroup, ids: Ids, known: frozenset[str]) -> tuple[bool, list[Entry]]:
+        """Pin a chain in memory, and let what is new of it be a prefix on disk; whether memory has all of it, and what it has."""
         tree = self._store.tree
         with tree.lock:
             path = tree.path(group.scope, ids)
@@ -161,7 +162,7 @@ class Sessions:
             new = [key for key in group.page_keys if key not in known]
             disk.writer.offer(path)
             disk.writer.after(lambda: session_rows.keep(disk.index, new, group.fingerprint))
-        return pinned
+        return pinned, path
 
     def _retire(self, group: ToolGroup, keys: Iterable[str]) -> None:
         """Let pages of a chain that was left be the first that go, but for those that others name."""
@@ -210,7 +211,7 @@ class Sessions:
             while len(self._held) > HELD:
                 self._unpin(self._held.popitem(last=False)[1])
             pages, now = set[tuple[str, str]](), time.monotonic()
-            for held in reversed(self._held.values()):
+            for held in [one for one in reversed(self._held.values()) if one.pinned]:
                 pages |= {(held.group.fingerprint, key) for key in held.group.page_keys}
                 if len(pages) * page_bytes * SHARE > self._store.budget_bytes or now - held.used > IDLE_S:
                     self._unpin(held)
@@ -299,9 +300,12 @@ class Sessions:
         """Let go of sessions that were deleted on purpose."""
         with self._lock:
             for key, held in list(self._held.items()):
-                named = deletion.names(held.group.namespace, held.group.name)
-                if deletion.forced and (named or deletion.covers(key[0], held.group.created) or deletion.about(held.group.scope)):
+                group = held.group
+                gone = deletion.names(group.namespace, group.name) or deletion.covers(key[0], group.created) or deletion.about(group.scope)
+                if deletion.forced and gone:
                     self._unpin(self._held.pop(key))
+                elif deletion.group is not None and not deletion.group.startswith(SESSION):  # a tool group goes with what continues it
+                    self._unpin(held)
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:

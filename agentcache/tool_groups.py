@@ -89,11 +89,17 @@ class ToolGroups:
             raise ConfigError(f"group={name!r} is not warm in namespace {namespace!r}: call warm(name={name!r}) first")
         return kept.tools
 
+    @staticmethod
+    def check(name: str | None) -> None:
+        """Refuse what no tool group can be called: ConfigError."""
+        if name is not None:
+            check_name("name", name)
+            if name.startswith(SESSION):
+                raise ConfigError(f"name={name!r}: names that begin with {SESSION!r} are those of sessions")
+
     def hold(self, request: Running, layout: Layout, name: str | None, tools: tuple[str, ...], called: float) -> ToolGroup:
         """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go."""
         scope, ids, spec = request.scope, tuple(layout.ids), self._model.spec
-        if (name or "").startswith(SESSION):
-            raise ConfigError(f"name={name!r}: names that begin with {SESSION!r} are those of sessions")
         if scope is None:
             refused = request.receipt.refusals[0]
             raise ConfigError(f"this model's state cannot be kept ({refused.detail or refused.reason}): nothing to warm")

@@ -323,6 +323,17 @@ def test_forgetting_a_session_leaves_what_others_name(running: Engine) -> None:
         running.forget(session="alice", group="alice")
 
 
+def test_a_tool_group_is_forgotten_with_sessions_on_it(running: Engine) -> None:
+    running.warm(LONG, name="tools")
+    session = running.session("alice")
+    said, _ = talk(session, FIRST)
+    assert session.generate(said[:-1], sampling=decode(4)).receipt.cached_tokens > 0
+    running.flush()
+    assert running.forget(group="tools").memory_pages >= 3
+    assert (len(running.store), running.store.audit().get("disk_pages", 0)) == (0, 0)
+    assert session.generate(said[:-1], sampling=decode(4)).receipt.cached_tokens == 0
+
+
 def test_a_session_forgotten_elsewhere_is_not_held_any_more(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=tmp_path / "store") as one, engine(model=models.build("qwen3", num_hidden_layers=2),
         store=tmp_path / "store") as other:  # fmt: skip
@@ -360,6 +371,18 @@ def _ids(running: Engine) -> Any:
     from agentcache.store.keys import as_ids
 
     return as_ids(layout.ids)
+
+
+def test_a_shorter_answer_supersedes_no_page_that_holds_it(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        session = running.session("alice")
+        for tokens in (8, 4):
+            session.generate(chat(FIRST, system=LONG), sampling=decode(tokens))
+        running.flush()
+        assert running.store.disk
+        [known] = running.store.disk.index.groups()
+        assert known.superseded == ()
+        assert {row.role for row in running.store.disk.index.rows()} == {Role.PREFIX}
 
 
 def test_a_memory_too_small_for_a_session_still_answers(model: Any, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Deletion:
     @classmethod
     def of_group(cls, group: ToolGroup, others: Iterable[ToolGroup], forced: bool) -> Deletion:
         """Deletion of one tool group. others: the groups that stay."""
-        shared = {key for other in others if other.fingerprint == group.fingerprint for key in other.page_keys}
+        shared = {key for other in others if other.fingerprint == group.fingerprint and group.spares(other) for key in other.page_keys}
         keys = tuple(bytes.fromhex(key) for key in (*group.page_keys, *group.superseded) if key not in shared)
         return cls(group.namespace, None, forced, group.name, group.fingerprint, keys, group.prefix_tokens)
 

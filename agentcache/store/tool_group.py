@@ -59,6 +59,10 @@ class ToolGroup:
         """The name of the documents that it is a pack of, empty if it is none."""
         return self.name.rpartition("/")[0] if self.sources else ""
 
+    def spares(self, other: ToolGroup) -> bool:
+        """Tell whether pages that another one names stay when this is deleted: not those of sessions that continue a tool group."""
+        return bool(self.lease_end) or not other.lease_end
+
     @property
     def scope(self) -> Scope:
         """Scope of its pages."""

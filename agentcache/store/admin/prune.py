@@ -154,7 +154,7 @@ def _held(index: Index) -> set[int]:
 
 def _continuing(index: Index, group: ToolGroup) -> list[_Item]:
     """A group's pages and all that continues them, but for what other groups are made of."""
-    others = [other for other in index.groups() if (other.namespace, other.name, other.fingerprint) != _name(group)]
+    others = [other for other in index.groups() if _name(other) != _name(group) and group.spares(other)]
     kept = {key for other in others for key in other.page_keys}  # not what another group's last page has become
     shared = {row.id for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept}
     below: dict[tuple[tuple[str, str], bytes], list[_Item]] = {}
