@@ -153,8 +153,6 @@ class Sessions:
         tree = self._store.tree
         with tree.lock:
             path = tree.path(group.scope, ids)
-            for entry in path:
-                entry.role = max(entry.role, Role.PREFIX)
             pinned = tree.pin(group.scope, ids, Role.PREFIX) > 0
         if disk := self._store.disk:
             from .store.disk import session_rows

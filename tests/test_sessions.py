@@ -334,6 +334,18 @@ def test_a_tool_group_is_forgotten_with_sessions_on_it(running: Engine) -> None:
     assert session.generate(said[:-1], sampling=decode(4)).receipt.cached_tokens == 0
 
 
+def test_an_answer_forgotten_while_it_ran_moves_no_session(running: Engine) -> None:
+    session = running.session("alice")
+    talk(session, FIRST)
+    stream = session.stream(chat(SECOND, system=LONG), sampling=decode(16))
+    next(stream)
+    running.forget(namespace="default")
+    assert len(stream.completion.ids) == 16
+    running.flush()
+    assert (session.tokens, *pinned(running)) == (0, 0, 0)
+    assert running.store.audit().get("groups", 0) == 0
+
+
 def test_a_session_forgotten_elsewhere_is_not_held_any_more(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=tmp_path / "store") as one, engine(model=models.build("qwen3", num_hidden_layers=2),
         store=tmp_path / "store") as other:  # fmt: skip
@@ -371,6 +383,18 @@ def _ids(running: Engine) -> Any:
     from agentcache.store.keys import as_ids
 
     return as_ids(layout.ids)
+
+
+def test_pages_that_were_there_serve_a_session_as_prefixes(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        asked = chat(FIRST, "Noted.", SECOND, system="Hi.")
+        running.generate(asked, sampling=decode(4))
+        running.flush()
+        assert running.store.disk
+        assert Role.TURN in {row.role for row in running.store.disk.index.rows()}
+        running.session("alice").generate(asked, sampling=decode(4))
+        running.flush()
+        assert {row.role for row in running.store.disk.index.rows()} == {Role.PREFIX}
 
 
 def test_a_shorter_answer_supersedes_no_page_that_holds_it(model: Any, tmp_path: Path) -> None:
