@@ -149,24 +149,12 @@ class Engine(ProcessOwned, Documents):
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def stream(
-        self,
-        messages: Messages,
-        tools: Tools = (),
-        *,
-        sampling: Sampling | None = None,
-        constraint: Constraint | None = None,
-        volatile: Volatile = (),
-        turn: str = "",
-        namespace: str = "default",
-        reuse: Reuse | Calibration | None = None,
-        rendering: Rendering = "canonical",
-        tools_order: ToolOrder = "given",
-        group: str | None = None,
-        session: Session | str | None = None,
-        adapter: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Messages, tools: Tools = (), *, sampling: Sampling | None = None, constraint: Constraint | None = None,
+        volatile: Volatile = (), turn: str = "", namespace: str = "default", reuse: Reuse | Calibration | None = None,
+        rendering: Rendering = "canonical", tools_order: ToolOrder = "given", group: str | None = None,
+        session: Session | str | None = None, adapter: str | None = None, template_kwargs: Mapping[str, Any] | None = None,
         **callbacks: Unpack[Callbacks],
-    ) -> Stream:
+    ) -> Stream:  # fmt: skip
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it

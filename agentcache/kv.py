@@ -27,6 +27,7 @@ class Sequence:
     copied_tokens: slots copied by branching when the sequence was attached. ahead: ranges after `length`, in order. state: of recurrent
     layers after `length` tokens. cuts: where a piece has to end. marks: where a checkpoint is made. ended: where pieces ended.
     adapter: of the request, None for the base (model/adapters.py); it acts on tokens from position acts_from on.
+    routes: through experts, where they are asked for (model/routes.py).
     """
 
     spec: KVSpec
@@ -41,6 +42,7 @@ class Sequence:
     ended: list[int] = field(default_factory=list)
     adapter: Any = None
     acts_from: int = 0
+    routes: Any = None
 
     def attach(self, pages: list[Page], tokens: int) -> None:
         """Start from shared pages that hold positions [0, tokens): sealed ones by reference, the last one claimed or branched."""

@@ -86,6 +86,10 @@ class Lifecycle:
         assert model.spec is not None and model.numerics is not None
         found, layout = self.matching.match(running), asked.layout
         running.sequence = sequence = Sequence(model.spec, state=model.begin(), adapter=asked.adapter, acts_from=asked.acts_from)
+        if asked.diagnose and model.experts:
+            from .model.routes import Routes
+
+            sequence.routes = Routes(model.experts)
         if sequence.state is not None:
             from .checkpoints import cuts_of, in_text, marks_of
 
@@ -359,6 +363,10 @@ class Lifecycle:
         running.events.put(error)
 
     def _leave(self, running: Running, reason: FinishReason | None) -> None:
+        if running.asked.diagnose and reason is not None:
+            from .route_check import check_routes
+
+            check_routes(self.runner, running)
         running.account.record_end(reason, running.sequence.exact_until if running.sequence else None)
         if self.ended is not None and (note := self.ended(running)):
             running.account.record_note(note)

@@ -15,9 +15,12 @@ import time
 import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .types import FinishReason, Grade, Layout, Missed, Move, Reason, Refusal, Segment, Span
+
+if TYPE_CHECKING:
+    from .model.routes import RouteCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class Receipt:
     sealed: tuple[Sealed, ...] = ()
     # what the prompt is to its session: "exact" its last prompt again, "extend" after its answer, "diverge" another; "" it begins one
     resumed: str = ""
+    # of its tokens through experts, where the request asked for them
+    routes: RouteCheck | None = None
     # why the prompt did not go on from the one before it in its conversation, if it did not
     missed: Missed | None = None
     finish_reason: FinishReason | None = None
@@ -227,6 +232,10 @@ class Account:
         """Name the adapters that computed what is attached to the prompt."""
         if not self.receipt.completion_tokens:
             self.receipt.sealed = tuple(sealed)
+
+    def record_routes(self, routes: RouteCheck) -> None:
+        """Say which experts the tokens chose, and how many others without reuse."""
+        self.receipt.routes = routes
 
     def record_stock(self, tokens: int) -> None:
         """All of these tokens go through transformers' own cache."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 
@@ -34,10 +34,11 @@ RENEWALS = 5  # a request begins anew so often because weights changed
 
 
 class Callbacks(TypedDict, total=False):
-    """Functions of the caller that a request calls while it runs."""
+    """Functions of the caller that a request calls while it runs, and what is to be found out about it."""
 
     on_progress: Callable[[int, int], None] | None
     on_logits: Callable[[torch.Tensor], None] | None
+    diagnose: Literal["", "routes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,10 +66,13 @@ class Asked:
     acts_from: int = 0
     on_progress: Callable[[int, int], None] | None = None
     on_logits: Callable[[torch.Tensor], None] | None = None
+    diagnose: Literal["", "routes"] = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.turn, str):
             raise ConfigError(f"turn={self.turn!r:.200}: must be a text that names this turn of its conversation")
+        if self.diagnose not in ("", "routes"):
+            raise ConfigError(f"diagnose={self.diagnose!r:.200}: can be 'routes', those of a mixture of experts")
 
     @property
     def prompt_tokens(self) -> int:

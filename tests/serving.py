@@ -1,4 +1,4 @@
-"""A server of the embedded model on a loopback port, with tools, keys and a store of the test's own."""
+"""Servers on a loopback port, with tools, keys and a store of the test's own; and the one that a command would run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
+from typer.testing import CliRunner
 
 from agentcache import Engine
+from agentcache.cli.app import app
 from agentcache.server.app import create_app
+from agentcache.server.listening import EndingServer
 from agentcache.server.registered_tools import RegisteredTools
 from agentcache.server.served_models import ServedModel, ServedModels
 from agentcache.server.state import Limits, ServerState
@@ -92,3 +96,13 @@ def ready(served: Served) -> Served:
         while client.get("/ready").status_code != 200:
             time.sleep(0.02)
     return served
+
+
+def commanded(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[ServerState | None, str]:
+    """The server that `agentcache serve` would run with these words, None if it is refused, and what the command says."""
+    made: list[ServerState] = []
+    monkeypatch.setattr(EndingServer, "run", lambda server, sockets: None)
+    monkeypatch.setattr("agentcache.server.app.create_app", made.append)
+    done = CliRunner().invoke(app, ["serve", "--port", "0", *words])
+    assert done.exit_code == (0 if made else 1), done.output
+    return made[0] if made else None, done.output

@@ -50,11 +50,15 @@ def test_an_order_that_gains_nothing_stays_as_it_came() -> None:
     texts = list(TEXTS.values())
     with engine(store=None) as running:
         assert running.arrange(texts, prompt(PASSAGES)).order == tuple(range(8))
-        running.generate(prompt(joined(texts, (1, 0, 2))), sampling=SHORT)
-        assert running.arrange([texts[1], texts[0], texts[5]], prompt(PASSAGES)).order == (0, 1, 2)
-        assert running.arrange([texts[4], texts[5]], prompt(PASSAGES)).ranks == ""
-        other = [{"role": "system", "content": "Another system prompt."}, *prompt(PASSAGES)[1:]]
-        assert running.arrange([texts[0], texts[1]], other).order == (0, 1)
+        brief = ["The lamp is lit at dusk.", "The mole is closed."]  # together fewer tokens than another order must gain
+        for shown in (joined(texts, (1, 0)), joined(texts, (0, 1)), joined(brief, (1, 0)), joined(texts, (3, 2))):
+            running.generate(prompt(shown), sampling=SHORT)
+        for passages in (texts[:2], texts[1::-1], brief):
+            found = running.arrange(passages, prompt(PASSAGES))
+            assert (found.order, found.ranks) == ((0, 1), "")
+            assert found.cached_tokens == found.given_tokens
+        other = [{"role": "system", "content": "Answer from the tests."}, *prompt(PASSAGES)[1:]]
+        assert running.arrange(texts[2:4], other).order == (0, 1), "of a prompt that begins otherwise"
 
 
 def test_equal_passages_are_shown_once() -> None:
@@ -158,7 +162,7 @@ with engine(store=sys.argv[1]) as running:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
-@pytest.mark.parametrize(("learnt", "pause"), [(1, 0.0), (3, 0.008)])
+@pytest.mark.parametrize(("learnt", "pause"), [(1, 0.0), (3, 0.008), (5, 0.02)])
 def test_a_kill_costs_the_passage_that_was_cut(tmp_path: Path, learnt: int, pause: float) -> None:
     with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, env=dict(os.environ)) as child:
         assert child.stdout is not None
@@ -172,6 +176,6 @@ def test_a_kill_costs_the_passage_that_was_cut(tmp_path: Path, learnt: int, paus
         finished = running.learn(TEXTS, pack_tokens=1)
         left = sum(one.tokens for one in finished.documents if one.source not in kept)
         assert (finished.known, len(finished.documents)) == (len(kept), len(TEXTS))
-        cut = max(one.tokens for one in finished.documents)
-        assert left <= finished.computed_tokens <= left + cut + 8 * (len(TEXTS) - len(kept))
+        cut = max(one.tokens for one in finished.documents)  # it may lie on disk, and not be named yet
+        assert left - cut <= finished.computed_tokens <= left + 8 * (len(TEXTS) - len(kept))
         assert running.learn(TEXTS, pack_tokens=1).computed_tokens == 0

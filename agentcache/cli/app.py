@@ -28,6 +28,7 @@ app = typer.Typer(
     help="Agents on your own models: a step pays only for its new tokens.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # help in boxes costs 200 ms of imports
     pretty_exceptions_enable=False,
 )
 bench_app.command()(segments)

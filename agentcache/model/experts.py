@@ -32,6 +32,9 @@ def adopt(model: Any, config: Any) -> str | None:
 def _register(before: str) -> None:
     def experts(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         batch: Batch | None = getattr(running, "batch", None)
+        for part in batch.parts if batch is not None else ():
+            if part.sequence.routes is not None:
+                part.sequence.routes.record(module, part.start, top_k_index[part.offset : part.offset + part.count])
         if batch is None or hidden_states.device.type != "cpu":
             stock = ALL_EXPERTS_FUNCTIONS.get_interface(before, type(module).forward.__wrapped__)
             return stock(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]

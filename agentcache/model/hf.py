@@ -75,7 +75,7 @@ class HFModel:
         self._widths: tuple[int, ...] = ()
         if experts := list(filter(has_experts, self.model.modules())):
             from . import experts as _  # noqa: F401  what it registers is part of fingerprints, in each process
-        self._experts = [] if self.quantized else experts
+        self.experts = [] if self.quantized else experts
         self.mixers: Mixers | None = None
         self._growing = [m for m in self.model.modules() if getattr(m, "rope_type", "") == "dynamic"]
         self._training = self.model.training
@@ -159,7 +159,7 @@ class HFModel:
             first_use(self.stock, name)  # before weights are hashed
         layers = getattr(decoder, "layers", decoder)
         widths = {p.shape[1] for p in layers.parameters() if p.ndim == 2 and p.is_floating_point()}
-        self._widths = tuple(widths.union(*(m.down_proj.shape[1:] for m in self._experts))) or (config.hidden_size,)
+        self._widths = tuple(widths.union(*(m.down_proj.shape[1:] for m in self.experts))) or (config.hidden_size,)
         stepped = (
             name in STEPPED and getattr(self.model, "model", None) is decoder and not self.quantized and not examine(self.model, decoder)
         )
@@ -241,7 +241,7 @@ class HFModel:
         if not (before := self.config._attn_implementation).startswith(f"{ATTENTION}_"):
             self.model.set_attn_implementation(f"{ATTENTION}_{'eager' if before == 'eager' else 'sdpa'}")
             self._restore.append(lambda: self.model.set_attn_implementation(before))
-        if self._experts:
+        if self.experts:
             from .experts import adopt
 
             if chosen := adopt(self.model, self.config):

@@ -236,7 +236,11 @@ def _stored(engine: Engine | None, group: Registered) -> ToolGroup | None:
     """Its manifest on disk, with the size of its pages."""
     if engine is None or engine.closed or engine.fingerprint is None:
         return None
-    found, spec = engine.store.recorded(group.namespace, group.name, engine.fingerprint.whole), engine.model.spec
+    from ..matching import fingerprint_of  # loads torch, as the engine has
+
+    adapter = engine.model.adapters.get(engine.adapters.get(group.model, ""))
+    fingerprint, spec = fingerprint_of(engine.fingerprint.whole, adapter), engine.model.spec
+    found = engine.store.recorded(group.namespace, group.name, fingerprint)
     return replace(found, kv_bytes=found.prefix_tokens * spec.token_bytes) if found and spec else found
 
 

@@ -72,6 +72,10 @@ def test_rows_tell_what_order_and_repair_save(tmp_path: Path) -> None:
     assert (off["computed_tokens"], off["agreement"], off["n"]) == (off["prompt_tokens"], 1.0, 12)
     assert (retrieved["agreement"], retrieved["kl"]) == (1.0, 0.0)
     assert ordered["computed_tokens"] < 0.6 * retrieved["computed_tokens"]
+    assert ordered["prompt_tokens"] > retrieved["prompt_tokens"], "the retriever's ranks are shown"
+    assert bare["cached_tokens"] > 0.95 * bare["passage_tokens"], "each passage was learnt"
     assert bare["segment_tokens"] > halo["segment_tokens"] > 0.5 * halo["passage_tokens"]
     assert bare["computed_tokens"] < halo["computed_tokens"] < retrieved["computed_tokens"]
     assert all(one["right"] > 0.5 for one in (off, retrieved, ordered))
+    assert all(one["right_less_full"] == pytest.approx(one["right"] - off["right"]) for one in rows)
+    assert len({0.0, bare["kl"], asked["kl"], deviating["kl"], halo["kl"]}) == 5

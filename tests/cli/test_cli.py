@@ -29,16 +29,16 @@ def _run(*arguments: str) -> tuple[int, str]:
 def test_help_names_every_verb() -> None:
     code, said = _run("--help")
     assert code == 0
-    assert {"demo", "doctor", "bench"} <= set(said.replace("│", " ").split())
+    assert {"demo", "doctor", "bench"} <= set(said.split())
 
 
-def test_help_loads_no_torch() -> None:
+def test_help_loads_little() -> None:
     program = (
         "import sys; sys.argv = ['agentcache', '--help']\n"
         "import agentcache_llm\n"
         "try: agentcache_llm.main()\n"
         "except SystemExit as end: assert not end.code\n"
-        "print(*({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+        "print(*({'torch', 'transformers', 'numpy', 'rich.markdown'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "demo" in done.stdout

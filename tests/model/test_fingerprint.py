@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from agentcache.bench import families
 from agentcache.model import behaviour, fingerprint
 from agentcache.model.fingerprint import Fingerprint
 from agentcache.model.hf import HFModel
 from tests import models
 from tests.families import Run, greedy, tokens
 
+ROOT = Path(__file__).parents[2]
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 
 
@@ -230,3 +236,31 @@ def test_a_replaced_tensor_is_noticed() -> None:
     before = known.layers
     model.model.layers[2].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(128, 64))
     assert first_difference(before, known.layers) == 2
+
+
+LOADED = "gpt_oss gemma3_text qwen3_5_text youtu mixtral qwen3".split()  # of each kind of layers one
+OTHER_ORDER = """
+import json, sys
+from tests.model.test_fingerprint import fingerprints
+print(json.dumps(fingerprints(sys.argv[1:])))
+"""
+
+
+def fingerprints(names: list[str]) -> dict[str, str]:
+    """Of tiny models that are loaded one after another; experts in fewer bits are transformers' own."""
+    found = {}
+    for name in names:
+        model = families.build(name)
+        model.quantization_method = "none" if name == "gpt_oss" else None
+        held = HFModel(model)
+        found[name] = held.fingerprint.whole if held.fingerprint else ""
+        held.close()
+    return found
+
+
+def test_models_loaded_before_change_no_fingerprint() -> None:
+    command = [sys.executable, "-c", OTHER_ORDER, *LOADED[::-1]]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
+        own, other = fingerprints(LOADED), json.loads(child.communicate()[0])
+    assert all(own.values())
+    assert own == other

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from agentcache import Engine, RemoteEngine
-from agentcache.cli.app import app
 from agentcache.errors import ConfigError
 from agentcache.server.served_models import ServedModel
 from tests import models
 from tests.engines import chat, decode
 from tests.saved_adapters import save
-from tests.serving import Served, ready, serving
+from tests.serving import Served, commanded, ready, serving
 
 ASKED = chat("When is high water?")
 
@@ -26,8 +24,12 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("judge"))
 
 
-def opened(judge: Path) -> Engine:
-    return Engine(models.build("qwen3"), models.toy_tokenizer(), store=None, adapters={"judge": judge})
+def opened(judge: Path, store: Path | None = None) -> Engine:
+    return Engine(models.build("qwen3"), models.toy_tokenizer(), store=store, adapters={"judge": judge})
+
+
+def model(judge: Path, store: Path | None = None) -> ServedModel:
+    return ServedModel("base", lambda say: opened(judge, store), adapters=("judge",))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def local(judge: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def adapted(judge: Path) -> Iterator[Served]:
-    with serving(ServedModel("base", lambda say: opened(judge), adapters=("judge",))) as served:
+    with serving(model(judge)) as served:
         yield ready(served)
 
 
@@ -46,7 +48,7 @@ def adapted(judge: Path) -> Iterator[Served]:
 def test_an_adapter_answers_under_its_name(path: str, said: Any, adapted: Served, local: Engine) -> None:
     prompt = said.get("messages", said.get("prompt"))
     with adapted.client() as http:
-        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["base", "judge"]
+        assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["base", "judge"]
         for name, adapter in (("base", None), ("judge", "judge")):
             assert http.get(f"/v1/models/{name}").json()["id"] == name
             answer = http.post(f"/v1/{path}", json={**said, "model": name, "max_tokens": 6}).json()
@@ -63,7 +65,10 @@ def test_a_remote_engine_names_it_as_model_or_adapter(adapted: Served, local: En
         for done in (base.generate(ASKED, **asked, adapter="judge"), other.generate(ASKED, **asked)):
             assert (done.ids, done.receipt.adapter) == (expected.ids, local.adapters["judge"])
         assert base.warm("A keeper.", name="keeper", adapter="judge").adapter == local.adapters["judge"]
-        assert other.probe(ASKED).computed_tokens == base.probe(ASKED, adapter="judge").computed_tokens == 1
+        only = chat("Who keeps the light?")
+        other.generate(only, **asked)
+        assert other.probe(only).computed_tokens == base.probe(only, adapter="judge").computed_tokens == 1
+        assert base.probe(only).computed_tokens > 1
         with pytest.raises(ConfigError, match="adapter='critic': there is none of that name"):
             base.generate(ASKED, adapter="critic")
 
@@ -79,10 +84,49 @@ def test_a_tool_group_of_an_adapter_is_its_own(adapted: Served, local: Engine) -
         assert (told["model"], told["hits"]) == ("judge", 1)
 
 
+def test_an_unpinned_tool_group_of_an_adapter_has_its_own_size(tmp_path: Path, judge: Path) -> None:
+    with serving(model(judge, tmp_path), store=tmp_path) as served, ready(served).client() as http:
+        base, made = (
+            http.post("/tools", json={"name": "desk", "system": "A desk. " * count, "model": name}).json()
+            for name, count in (("base", 40), ("judge", 20))
+        )
+        assert http.patch("/tools/desk", json={"pinned": False}).json()["pinned"] is False
+        served.state.models.first.engine.flush()  # type: ignore[union-attr]
+        [told] = http.get("/tools").json()["groups"]
+        assert (told["tier"], told["digest"], told["bytes"]) == ("disk", made["digest"], made["bytes"])
+        assert told["bytes"] < base["bytes"]
+
+
+def test_a_restarted_server_pins_tool_groups_of_adapters(tmp_path: Path, judge: Path, local: Engine) -> None:
+    with serving(model(judge, tmp_path), store=tmp_path) as served, ready(served).client() as http:
+        http.post("/tools", json={"name": "desk", "system": "A desk. " * 20, "model": "judge"})
+    with serving(model(judge, tmp_path), store=tmp_path) as served:
+        [group] = ready(served).state.models.first.engine.groups  # type: ignore[union-attr]
+        assert (group.name, group.adapter) == ("desk", local.adapters["judge"])
+        assert group.computed_tokens < 2 < group.prefix_tokens
+
+
+def test_the_command_gives_adapters_to_the_first_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[tuple[str, Any]] = []
+    monkeypatch.setattr("agentcache.engine.Engine", lambda path, adapters, **options: engines.append((path, adapters)))
+    state, _ = commanded(monkeypatch, "m=base", "n=other", "--adapter", "judge=a=b", "--adapter", "critic=hub/id")
+    assert state is not None
+    for model in state.models.all:
+        model.open(print)
+    assert engines == [("base", {"judge": "a=b", "critic": "hub/id"}), ("other", {})]
+    assert {name: state.models.owner(name) for name in state.models.names} == {"m": "m", "n": "n", "judge": "m", "critic": "m"}
+
+
 @pytest.mark.parametrize(
-    ("given", "why"), [(["judge"], "give NAME=PATH"), (["a=x", "a=y"], "two have one name"), (["m=x"], "two have one name")]
+    ("given", "why"),
+    [
+        (["judge"], "give NAME=PATH"),
+        (["=folder"], "give NAME=PATH"),
+        (["a=x", "a=y"], "two have one name"),
+        (["m=x"], "two have one name"),
+    ],
 )
-def test_a_wrong_adapter_option_is_refused(given: list[str], why: str) -> None:
-    done = CliRunner().invoke(app, ["serve", "m=folder", *(word for one in given for word in ("--adapter", one))])
-    assert done.exit_code == 1
-    assert why in done.output
+def test_a_wrong_adapter_option_is_refused(monkeypatch: pytest.MonkeyPatch, given: list[str], why: str) -> None:
+    state, said = commanded(monkeypatch, "m=folder", *(word for one in given for word in ("--adapter", one)))
+    assert state is None
+    assert why in said

@@ -8,13 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from agentcache import Engine
-from agentcache.cli import app as cli
-from agentcache.server.listening import EndingServer
 from agentcache.server.served_models import ServedModel
-from tests.serving import ASKED, ENDLESS, ready, serving
+from tests.serving import ASKED, ENDLESS, commanded, ready, serving
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": ASKED, "max_tokens": 1}
@@ -106,10 +103,8 @@ def test_running_answers_are_told_when_the_server_ends(ends: str) -> None:
 def test_weights_are_quantized_as_the_command_says(monkeypatch: pytest.MonkeyPatch, option: list[str], loading: dict[str, Any]) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr("agentcache.engine.Engine", lambda path, **options: made.append(options))
-
-    monkeypatch.setattr(EndingServer, "run", lambda server, sockets: None)
-    monkeypatch.setattr("agentcache.server.app.create_app", lambda state: state.models.first.open(print))
-    done = CliRunner().invoke(cli.app, ["serve", "embedded", "--port", "0", *option])
-    assert done.exit_code == 0, done.output
+    state, _ = commanded(monkeypatch, "embedded", *option)
+    assert state is not None
+    state.models.first.open(print)
     assert loading.items() <= made[0].items()
-    assert "--bits=3: must be 4 or 8" in CliRunner().invoke(cli.app, ["serve", "embedded", "--bits", "3"]).output
+    assert "--bits=3: must be 4 or 8" in commanded(monkeypatch, "embedded", "--bits", "3")[1]

@@ -1,0 +1,42 @@
+"""Routes of a request through its experts, held against those of the same tokens without reuse. Computes all of them once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .kv import Sequence
+from .model.routes import RouteCheck, Routes
+from .request import Running
+from .runner import Runner, Work
+
+
+def check_routes(runner: Runner, running: Running) -> None:
+    """Put the routes of a request that is about to end into its receipt."""
+    if (found := _checked(runner, running)) is not None:
+        running.account.record_routes(found)
+    else:
+        running.account.record_note("diagnose='routes': the model runs no experts that can be looked at, or its weights moved")
+
+
+def _checked(runner: Runner, running: Running) -> RouteCheck | None:
+    taken, model = running.sequence, runner.model
+    if not isinstance(taken, Sequence) or taken.routes is None or running.scope is None:
+        return None
+    sequence = Sequence(taken.spec, state=model.begin(), cuts=taken.cuts, adapter=taken.adapter, acts_from=taken.acts_from)
+    sequence.routes = Routes(model.experts)
+    ids = running.ids.all[: taken.length]
+    try:
+        for count in _pieces(sequence, len(ids)):
+            some = ids[sequence.length : sequence.length + count]
+            [outcome] = runner.run([Work(sequence, some, running.scope.regime, False, running.scope.weights)])
+            if outcome.error is not None or outcome.moved:
+                return None
+    finally:
+        sequence.close()
+    return RouteCheck(taken.routes.digests, taken.routes.changed(sequence.routes))
+
+
+def _pieces(sequence: Sequence, tokens: int, most: int = 512) -> Iterator[int]:
+    while sequence.length < tokens:
+        stop = min(tokens, sequence.length + most)
+        yield (stop if sequence.state is None else min(stop, sequence.next_cut() or stop)) - sequence.length
