@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .prompt_schema import Part, Schema
     from .receipt import Receipt
     from .recorder import Recorder
+    from .session import Session
     from .shared_engines import EngineLease
     from .store.tool_group import ToolGroup
     from .stream import Completion, Stream
@@ -72,6 +73,7 @@ _LAZY = {
     "Recorder": "recorder",
     "RemoteEngine": "client",
     "Schema": "prompt_schema",
+    "Session": "session",
     "Stream": "stream",
     "ToolGroup": "store.tool_group",
     "volatile": "layout.declared",
@@ -109,6 +111,7 @@ __all__ = [
     "RemoteEngine",
     "Sampling",
     "Schema",
+    "Session",
     "Span",
     "StoreOptions",
     "Stream",

@@ -131,8 +131,8 @@ class RemoteEngine(ProcessOwned):
         namespace: str = "default",
         **options: Any,
     ) -> Stream:
-        """Answer messages, or continue a text, as `Engine.stream` does; options: turn, reuse, rendering, tools_order, group, adapter,
-        template_kwargs. ConfigError: on_logits, on_progress, a calibration, or a namespace other than the key's own."""
+        """Answer messages, or continue a text, as `Engine.stream` does; options: turn, reuse, rendering, tools_order, group,
+        session, adapter, template_kwargs. ConfigError: on_logits, on_progress, a calibration, or a namespace other than the key's own."""
         self._check_namespace(namespace)
         body = {
             **{name: value for name, value in options.items() if value is not None},
@@ -196,12 +196,14 @@ class RemoteEngine(ProcessOwned):
         """The tool groups of this key that are pinned now."""
         return _GROUPS.validate_python(self._call("GET", "/v1/engine/groups", {})["groups"])
 
-    def forget(self, *, namespace: str | None = None, group: str | None = None, older_than: float | None = None) -> Forgotten:
+    def forget(
+        self, *, namespace: str | None = None, group: str | None = None, session: str | None = None, older_than: float | None = None
+    ) -> Forgotten:
         """Delete pages of this key's namespace on the server, as `Engine.forget` does."""
-        if namespace is None and group is None and older_than is None:
-            raise ConfigError("forget(): name what is to be forgotten: namespace=, group= or older_than= (0 for everything)")
+        if namespace is None and group is None and session is None and older_than is None:
+            raise ConfigError("forget(): name what is to be forgotten: namespace=, group=, session= or older_than= (0 for everything)")
         self._check_namespace(namespace or "default")
-        said = self._call("POST", "/v1/engine/forget", {"group": group, "older_than": older_than})
+        said = self._call("POST", "/v1/engine/forget", {"group": group, "session": session, "older_than": older_than})
         return Forgotten(**{**said, "groups": tuple(said["groups"])})
 
     # -- requests --------------------------------------------------------------------------------------------------

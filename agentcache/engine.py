@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .answer.guide import Guide
     from .approximate.segments import Segments
     from .calibration import Calibration
+    from .session import Session
     from .shared_engines import EngineLease
     from .store.tool_group import ToolGroup
     from .tool_groups import ToolGroups
@@ -148,32 +149,21 @@ class Engine(ProcessOwned, Documents):
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def stream(
-        self,
-        messages: Messages,
-        tools: Tools = (),
-        *,
-        sampling: Sampling | None = None,
-        constraint: Constraint | None = None,
-        volatile: Volatile = (),
-        turn: str = "",
-        namespace: str = "default",
-        reuse: Reuse | Calibration | None = None,
-        rendering: Rendering = "canonical",
-        tools_order: ToolOrder = "given",
-        group: str | None = None,
-        adapter: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Messages, tools: Tools = (), *, sampling: Sampling | None = None, constraint: Constraint | None = None,
+        volatile: Volatile = (), turn: str = "", namespace: str = "default", reuse: Reuse | Calibration | None = None,
+        rendering: Rendering = "canonical", tools_order: ToolOrder = "given", group: str | None = None,
+        session: Session | str | None = None, adapter: str | None = None, template_kwargs: Mapping[str, Any] | None = None,
         **callbacks: Unpack[Callbacks],
-    ) -> Stream:
+    ) -> Stream:  # fmt: skip
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
         stands at the tail, and is taken out of the system prompt if it stands there. turn: names this turn of its conversation: the calls'
         ids depend on it, where a shortened history makes one prompt of two turns. reuse: as of the engine; a calibration means
-        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. adapter: the name of one that
-        was added; None asks the base. on_progress(done, total): prompt tokens so far, called in the thread that reads the stream, while it
-        waits for the first chunk. on_logits: called on the device's thread with the logits that each token is drawn from, [vocab] in fp32;
-        it must return soon and raise nothing.
+        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. session: the conversation that
+        this goes on, by name or as `session()` gives it. adapter: the name of one that was added; None asks the base. on_progress(done,
+        total): prompt tokens so far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on
+        the device's thread with the logits that each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
         """
         self.check_open()
         called, received = time.perf_counter(), self.store.heed()
@@ -196,11 +186,14 @@ class Engine(ProcessOwned, Documents):
             adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout) if chosen else 0, **callbacks,
         )  # fmt: skip
         running = self._running(asked, account, guide)
+        finish: Callable[[Running], Completion] = self._completions.finish
+        if session is not None:
+            finish = self._groups.sessions.follow(running, session, finish)
         if accepted == "approximate" and chosen is None:
             running.ranges = self.approximate.begin(running, given)
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
-        return Stream(running, self._completions.finish)
+        return Stream(running, finish)
 
     def generate(self, messages: Messages, tools: Tools = (), **options: Any) -> Completion:
         """The whole answer at once; options as of `stream`."""
@@ -208,7 +201,7 @@ class Engine(ProcessOwned, Documents):
 
     def _running(self, asked: Asked, account: Account, guide: Guide | None = None) -> Running:
         if self._tool_groups is not None:
-            self._tool_groups.timed.lapse()
+            self._tool_groups.lapse()
         text = TextStream(self.tokenizer, asked.sampling.stop, self._stop_ids)
         forced = deque(forced_ids(asked.sampling, self.tokenizer, self.model.vocab))
         decoding = Decoding(Sampler(asked.sampling, self.model.device), text, guide, forced)
@@ -279,38 +272,29 @@ class Engine(ProcessOwned, Documents):
         """The digests of adapters, by name."""
         return self._adapters.digests
 
-    # -- tool groups -----------------------------------------------------------------------------------------------
+    # -- tool groups and sessions -----------------------------------------------------------------------------------
+
+    def session(self, name: str, *, namespace: str = "default", lease_s: float = 86_400.0) -> Session:
+        """The session of that name, new or of any earlier process: the page chain of a conversation, kept so long after each answer."""
+        from .session import Session
+
+        self.check_open()
+        return Session(self, self.stream, self._groups.sessions, name, namespace, lease_s)
 
     def warm(
-        self,
-        system: str | None = None,
-        tools: Tools = (),
-        *,
-        name: str | None = None,
-        namespace: str = "default",
-        tools_order: ToolOrder = "given",
-        adapter: str | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> ToolGroup:
+        self, system: str | None = None, tools: Tools = (), *, name: str | None = None, namespace: str = "default",
+        tools_order: ToolOrder = "given", adapter: str | None = None, on_progress: Callable[[int, int], None] | None = None,
+    ) -> ToolGroup:  # fmt: skip
         """Compute the prefix of system prompt and tools, pin it, and name it. Warming a name again moves its pins to the new prefix."""
         messages = [Message("system", system)] if system else []
         return self.pin(messages, tools, name=name, namespace=namespace, tools_order=tools_order, adapter=adapter, on_progress=on_progress)
 
     def pin(
-        self,
-        messages: Seq[Message | Mapping[str, Any]],
-        tools: Tools = (),
-        *,
-        name: str | None = None,
-        namespace: str = "default",
-        tools_order: ToolOrder = "given",
-        group: str | None = None,
-        adapter: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        ttl_s: float | None = None,
-        lease: EngineLease | None = None,
+        self, messages: Seq[Message | Mapping[str, Any]], tools: Tools = (), *, name: str | None = None, namespace: str = "default",
+        tools_order: ToolOrder = "given", group: str | None = None, adapter: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, ttl_s: float | None = None, lease: EngineLease | None = None,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> ToolGroup:
+    ) -> ToolGroup:  # fmt: skip
         """The same for the start of a conversation: what every continuation of these messages begins with, but for what the
         template writes otherwise once more follows. Options as of `stream`. `release` ends it.
 
@@ -319,8 +303,7 @@ class Engine(ProcessOwned, Documents):
         """
         self.check_open()
         check_name("namespace", namespace)
-        if name is not None:
-            check_name("name", name)
+        self._groups.check(name)
         shown = {"tools_order": tools_order, "template_kwargs": template_kwargs}
         chosen = None if adapter is None else self._adapters.find(adapter)
         if ttl_s is not None:
@@ -366,7 +349,7 @@ class Engine(ProcessOwned, Documents):
     @property
     def groups(self) -> tuple[ToolGroup, ...]:
         """The tool groups pinned now, of all namespaces."""
-        self._groups.timed.lapse()
+        self._groups.lapse()
         return self._groups.all
 
     # -- keeping in order ------------------------------------------------------------------------------------------
@@ -376,12 +359,14 @@ class Engine(ProcessOwned, Documents):
         if self.fingerprint:
             self.fingerprint.invalidate()
 
-    def forget(self, *, namespace: str | None = None, group: str | None = None, older_than: float | None = None) -> Forgotten:
+    def forget(
+        self, *, namespace: str | None = None, group: str | None = None, session: str | None = None, older_than: float | None = None
+    ) -> Forgotten:
         """Delete pages in memory and on disk, pinned or not: of a namespace, made more than `older_than` seconds ago (0: all), or both;
-        or the tool group of that name, in `namespace` or "default", and its continuations that no other group shares. Every engine
+        or the tool group or session of that name, in `namespace` or "default", and its continuations that no other shares. Every engine
         over the store lets go by its next request; running requests cache none of them. StoreError: the disk's part cannot be deleted."""
         self.check_open()
-        return self.store.delete(namespace, group, older_than, self._groups.all)
+        return self._groups.forget(namespace, group, session, older_than)
 
     def _forget_texts(self, deletion: Deletion) -> None:
         """Forget prompts, and what became of them."""

@@ -95,6 +95,8 @@ class Receipt:
     # where asked for: digests of the experts that its tokens chose, by layer, and the share of them that is another without reuse
     routes: tuple[str, ...] = ()
     routes_changed: float | None = None
+    # what the prompt is to its session: "exact" its last prompt again, "extend" after its answer, "diverge" another; "" it begins one
+    resumed: str = ""
     # why the prompt did not go on from the one before it in its conversation, if it did not
     missed: Missed | None = None
     finish_reason: FinishReason | None = None
@@ -188,6 +190,10 @@ class Account:
     def record_note(self, note: str) -> None:
         """Add words for the caller."""
         self.receipt.notes.append(note)
+
+    def record_resumed(self, word: str) -> None:
+        """Say what the prompt is to its session."""
+        self.receipt.resumed = word
 
     def record_refusals(self, refusals: Iterable[Refusal]) -> None:
         """Add reasons why something is not reused."""

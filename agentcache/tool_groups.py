@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from .errors import AgentCacheError, ConfigError, GenerationError, StoreFullError
@@ -26,8 +26,11 @@ from .shared_engines import EngineLease
 from .store.deletion import Deletion
 from .store.keys import Scope, as_ids, chain
 from .store.store import Store
-from .store.tool_group import ToolGroup
-from .types import Layout, check_name
+from .store.tool_group import SESSION, ToolGroup
+from .types import Forgotten, Layout, check_name
+
+if TYPE_CHECKING:
+    from .sessions import Sessions
 
 Key = tuple[str, str]  # namespace and name
 
@@ -40,12 +43,39 @@ class ToolGroups:
         self._held: dict[tuple[str, str], ToolGroup] = {}
         self._lock = threading.Lock()
         self.timed = TimedPins(self)
+        self._sessions: Sessions | None = None
         store.on_renewal(self._record)
         store.on_deletion(self.let_go)
 
     def _record(self) -> None:
         for group in self.all:
             self._store.record(group)
+
+    @property
+    def sessions(self) -> Sessions:
+        """The sessions of the engine: loaded for the first caller who names one."""
+        from .sessions import Sessions
+
+        with self._lock:
+            if self._sessions is None:
+                self._sessions = Sessions(self._store, self._model, self._name, self._fingerprint)
+            return self._sessions
+
+    def lapse(self) -> None:
+        """End timed pins and sessions whose time is over."""
+        self.timed.lapse()
+        if self._sessions is not None:
+            self._sessions.lapse()
+
+    def forget(self, namespace: str | None, group: str | None, session: str | None, older_than: float | None) -> Forgotten:
+        """Delete what is named: see `Engine.forget`."""
+        if session is not None:
+            check_name("session", session)
+            if group is not None:
+                raise ConfigError(f"session={session!r}, group={group!r}: give one of them")
+            group = SESSION + session
+        held = (*self.all, *(self._sessions.all if self._sessions else ()))
+        return self._store.delete(namespace, group, older_than, held)
 
     def tools(self, namespace: str, name: str, adapter: Adapter | None = None) -> tuple[str, ...]:
         """The recorded tool order of a group, of this or an earlier process."""
@@ -58,6 +88,14 @@ class ToolGroups:
         if kept is None:
             raise ConfigError(f"group={name!r} is not warm in namespace {namespace!r}: call warm(name={name!r}) first")
         return kept.tools
+
+    @staticmethod
+    def check(name: str | None) -> None:
+        """Refuse what no tool group can be called: ConfigError."""
+        if name is not None:
+            check_name("name", name)
+            if name.startswith(SESSION):
+                raise ConfigError(f"name={name!r}: names that begin with {SESSION!r} are those of sessions")
 
     def hold(self, request: Running, layout: Layout, name: str | None, tools: tuple[str, ...], called: float) -> ToolGroup:
         """Name and record a prefix that was computed and pinned; the pins of an earlier group of that name go."""

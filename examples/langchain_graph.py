@@ -49,7 +49,8 @@ def main(model: str, folder: str, question: str) -> None:
     answer = state["messages"][-1]
     receipt = answer.response_metadata["agentcache"]
     print(answer.text)
-    print(f"{len(state['messages'])} messages, {receipt['cached_tokens']} tokens cached, {receipt['disk_tokens']} of them read from disk")
+    read = f"{receipt['cached_tokens']} tokens cached, {receipt['disk_tokens']} of them read from disk"
+    print(f"{len(state['messages'])} messages, {read}; the thread's session: {receipt['resumed'] or 'new'}")
 
 
 if __name__ == "__main__":

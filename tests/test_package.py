@@ -33,7 +33,7 @@ def test_public_names() -> None:
         "Arrangement Calibration CallerWarnings Chunk Completion Constraint Delta Document Engine EngineLease Forgotten InvalidCall "
         "Layout LayoutOptions Learnt Loading Logprob Message MissWarnings Missed ModelFacts Move PASSAGES Part Reason Receipt Recorder "
         "Refusal RemoteEngine "
-        "Sampling Schema Span StoreOptions Stream Tool ToolCall ToolGroup __version__ embedded errors foreign_settings volatile"
+        "Sampling Schema Session Span StoreOptions Stream Tool ToolCall ToolGroup __version__ embedded errors foreign_settings volatile"
     )
     assert agentcache.__all__ == names.split()
     assert dir(agentcache) == sorted(agentcache.__all__)

@@ -40,7 +40,7 @@ class Order(str, Enum):
 
 StoreOption = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="The store's folder; by default AGENTCACHE_DIR, else the user's cache folder.")]  # fmt: skip # noqa: E501
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a tool group; never a path.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a tool group, or session:NAME; never a path.")]
 NamespaceOption = Annotated[str | None, typer.Option(help="Only what is in this namespace.")]
 AdapterOption = Annotated[str | None, typer.Option(metavar="DIGEST", help="Only of this adapter: first characters of its digest.")]
 FingerprintOption = Annotated[str | None, typer.Option(help="First characters of the fingerprint, where several models have that group.")]
@@ -97,6 +97,7 @@ def _about(index: Index, group: ToolGroup) -> dict[str, Any]:
         "precision": rows[0].precision if rows else None,
         "hits": max((row.hits for row in rows), default=0),
         "created": _time(group.created),
+        "leased_until": _time(group.lease_end) if group.lease_end else None,
         "last_use": max((row.used for row in rows), default=0),
     }
 
@@ -198,7 +199,7 @@ def given_system(given: str | None) -> str | None:
 
 
 def ls(namespace: NamespaceOption = None, adapter: AdapterOption = None, store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """List the tool groups in the store."""
+    """List the tool groups and sessions in the store."""
     with report_errors(), opened(store) as (folder, index):
         groups = [_about(index, group) for group in index.groups(namespace) if of(group, adapter)]
         rows, total = index.total()
@@ -207,10 +208,12 @@ def ls(namespace: NamespaceOption = None, adapter: AdapterOption = None, store: 
         return
     console = Console()
     shown_adapters = ["adapter"] if any(g["adapter"] for g in groups) else []
-    columns = ("name", "namespace", "model", *shown_adapters, "#tokens", "#tools", "#pages", "#size", "created")
+    shown_leases = ["leased until"] if any(g["leased_until"] for g in groups) else []
+    columns = ("name", "namespace", "model", *shown_adapters, "#tokens", "#tools", "#pages", "#size", "created", *shown_leases)
     cells = [
         (g["name"], g["namespace"], _short(g["model"]), *(g["adapter"][:12] for _ in shown_adapters), g["prefix_tokens"], len(g["tools"]),
-         f"{g['pages']}" if g["complete"] else f"{g['pages_stored']} of {g['pages']}", size(g["bytes"]), g["created"][:10]) for g in groups
+         f"{g['pages']}" if g["complete"] else f"{g['pages_stored']} of {g['pages']}", size(g["bytes"]), g["created"][:10],
+         *((g["leased_until"] or "")[:16] for _ in shown_leases)) for g in groups
     ]  # fmt: skip
     console.print(listing(columns, cells) if cells else "no tool groups")
     console.print(f"{count(rows, 'page')}, {size(total)} in {shown(str(folder.path))}", markup=False, highlight=False, soft_wrap=True)

@@ -54,6 +54,7 @@ def prune(
     older_than: Annotated[str | None, typer.Option(metavar="AGE", help="What was made longer ago than this (30d, 12h).")] = None,
     namespace: Annotated[str | None, typer.Option(help="What is in this namespace.")] = None,
     group: Annotated[str | None, typer.Option(metavar="NAME", help="This tool group and what continues it.")] = None,
+    session: Annotated[str | None, typer.Option(metavar="NAME", help="This session, its branches and what continues it.")] = None,
     fingerprint: FingerprintOption = None,
     adapter: AdapterOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
@@ -62,10 +63,14 @@ def prune(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete from the store: down to a size, by age, by namespace, one tool group, or all."""
+    """Delete from the store: down to a size, by age, by namespace, one tool group or session, or all."""
     from ..store.admin.prune import prune as pruned
+    from ..store.tool_group import SESSION
 
     with report_errors():
+        if group is not None and session is not None:
+            raise ConfigError("--group and --session: give one of them")
+        group = SESSION + session if session is not None else group
         _one_purpose(max_size, group, everything, older_than, namespace, adapter)
         if fingerprint is not None and group is None:
             raise ConfigError("--fingerprint says which of several groups of one name is meant: it goes with --group")
@@ -109,7 +114,7 @@ def _one_purpose(
     together = {"--older-than": older_than is not None, "--namespace": namespace is not None and group is None and adapter is None}
     mixed = given + [name for name, is_given in together.items() if is_given]
     if not mixed:
-        raise ConfigError("nothing to prune: give --max-size, --older-than, --namespace, --group, --adapter or --all")
+        raise ConfigError("nothing to prune: give --max-size, --older-than, --namespace, --group, --session, --adapter or --all")
     if given and len(mixed) > 1:
         raise ConfigError(f"{' and '.join(mixed)}: {given[0]} goes alone; only --older-than and --namespace go together")
 
@@ -127,7 +132,7 @@ def export(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a tool group to one file. It holds the prompt in clear."""
+    """Write a tool group or session to one file. It holds the prompt in clear."""
     from ..store.admin.archive import export_group
 
     with report_errors(), opened(store) as (folder, index):
@@ -144,12 +149,12 @@ def export(
 
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An archive that `agentcache export` wrote. Only from people you trust.")],
-    name: Annotated[str | None, typer.Option(help="Name of the tool group here; by default the one it had.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the tool group or session here; by default the one it had.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Who may use it; by default the namespace it had.")] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a tool group from one file into the store. It works with the model it was made with."""
+    """Take a tool group or session from one file into the store. It works with the model it was made with."""
     from ..store.admin.archive import import_group
 
     with report_errors(), opened(store, create=True) as (folder, index), bar("importing", as_json) as tell:

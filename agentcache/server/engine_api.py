@@ -61,6 +61,7 @@ class StreamBody(PromptBody):
     constraint: Constraint | None = None
     volatile: Text | dict[str, Any] | list[Text | dict[str, Any]] = Field(default_factory=list)
     turn: str = ""
+    session: str | None = None
     reuse: Reuse | None = None
     rendering: Rendering = "canonical"
     diagnose: Literal["", "routes"] = ""
@@ -99,6 +100,7 @@ class ForgetBody(EngineBody):
     """POST /v1/engine/forget, as `Engine.forget` takes it."""
 
     group: str | None = None
+    session: str | None = None
     older_than: float | None = None
 
 
@@ -202,6 +204,6 @@ async def forget(body: ForgetBody, request: Request) -> Response:
     """Delete pages of the caller, in memory and on disk."""
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
-        return asdict(engine.forget(namespace=tenant.namespace, group=body.group, older_than=body.older_than))
+        return asdict(engine.forget(namespace=tenant.namespace, **body.model_dump(exclude={"model"})))
 
     return JSONResponse(await _run(request, body.model, work))

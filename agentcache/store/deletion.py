@@ -47,8 +47,8 @@ class Deletion:
     @classmethod
     def of_group(cls, group: ToolGroup, others: Iterable[ToolGroup], forced: bool) -> Deletion:
         """Deletion of one tool group. others: the groups that stay."""
-        shared = {key for other in others if other.fingerprint == group.fingerprint for key in other.page_keys}
-        keys = tuple(bytes.fromhex(key) for key in group.page_keys if key not in shared)
+        shared = {key for other in others if other.fingerprint == group.fingerprint and group.spares(other) for key in other.page_keys}
+        keys = tuple(bytes.fromhex(key) for key in (*group.page_keys, *group.superseded) if key not in shared)
         return cls(group.namespace, None, forced, group.name, group.fingerprint, keys, group.prefix_tokens)
 
     def covers(self, namespace: str, made: float) -> bool:
@@ -72,8 +72,8 @@ class Deletion:
             return self.covers(scope.namespace, made) or self.about(scope)
         if not self.keys or (scope.namespace, scope.fingerprint) != (self.namespace, self.fingerprint):
             return False
-        pages = chain(scope.root, ids[: self.prefix_tokens])
-        return any(key in self.keys for key in pages)
+        pages = {*chain(scope.root, ids[: self.prefix_tokens]), *chain(scope.root, ids)}
+        return not pages.isdisjoint(self.keys)
 
     def takes(self, entry: Entry) -> bool:
         """Tell whether it is about this very page in memory; what continues one that it takes goes too."""

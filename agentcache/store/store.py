@@ -271,7 +271,7 @@ class Store:
         could be deleted on disk.
         """
         if namespace is None and group is None and older_than is None:
-            raise ConfigError("forget(): name what is to be forgotten: namespace=, group= or older_than= (0 for everything)")
+            raise ConfigError("forget(): name what is to be forgotten: namespace=, group=, session= or older_than= (0 for everything)")
         for setting, value in (("namespace", namespace), ("group", group)):
             if value is not None:
                 check_name(setting, value)

@@ -1,4 +1,4 @@
-"""A tool group: a named prefix over a chain of pages, with what finds it again. Knows no pages' contents."""
+"""A tool group: a named prefix over a chain of pages, with what finds it again; a session is recorded as one. Knows no pages' contents."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from ..errors import StoreCorruptError
 from .keys import Scope
+
+SESSION = "session:"  # begins the names under which sessions are recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class ToolGroup:
     created: float = 0.0
     # of learnt documents: the caller's name, digest and tokens of each text
     sources: tuple[tuple[str, str, int], ...] = field(default=(), repr=False)
+    # of a session: the end of its lease by time.time(), the key of its last prompt, pages of branches that it left (docs/sessions.md)
+    lease_end: float = 0.0
+    prompt_key: str = field(default="", repr=False)
+    superseded: tuple[str, ...] = field(default=(), repr=False)
     # of the call that made it, with its checkpoints; 0 in a manifest that was read
     kv_bytes: int = field(default=0, compare=False)
     checkpoint_bytes: int = field(default=0, compare=False)  # as kv_bytes
@@ -53,6 +59,10 @@ class ToolGroup:
         """The name of the documents that it is a pack of, empty if it is none."""
         return self.name.rpartition("/")[0] if self.sources else ""
 
+    def spares(self, other: ToolGroup) -> bool:
+        """Tell whether pages that another one names stay when this is deleted: not those of sessions that continue a tool group."""
+        return bool(self.lease_end) or not other.lease_end
+
     @property
     def scope(self) -> Scope:
         """Scope of its pages."""
@@ -61,7 +71,7 @@ class ToolGroup:
     def to_json(self) -> str:
         """Its manifest."""
         recorded = {recorded: getattr(self, name) for name, recorded in MANIFEST.items()}
-        return json.dumps({**recorded, **({"sources": self.sources} if self.sources else {})}, sort_keys=True)
+        return json.dumps(recorded | {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name)}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> ToolGroup:
@@ -69,16 +79,18 @@ class ToolGroup:
         try:
             plain: dict[str, Any] = json.loads(text)
             sources = tuple((str(source), str(digest), int(tokens)) for source, digest, tokens in plain.pop("sources", ()))
-            known = {recorded: name for name, recorded in MANIFEST.items()}
+            known = {recorded: name for name, recorded in MANIFEST.items()} | {name: name for name in _OPTIONAL}
             values: dict[str, Any] = {known[key]: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
             group = cls(**values, sources=sources)
             valid = (
                 all(isinstance(text, str) for text in (group.name, group.namespace, group.fingerprint, group.regime, group.model))
                 and all(isinstance(text, str) for text in (*group.tools, *group.layers))
+                and isinstance(group.prompt_key, str)
                 and isinstance(group.prefix_tokens, int)
+                and isinstance(group.lease_end, (int, float))
                 and group.prefix_tokens > 0
                 and bool(group.page_keys)
-                and all(len(bytes.fromhex(key)) == 32 for key in group.page_keys)
+                and all(len(bytes.fromhex(key)) == 32 for key in (*group.page_keys, *group.superseded))
             )
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise StoreCorruptError(f"the manifest {text[:80]!r} is not one of a tool group: {error}") from error
@@ -89,3 +101,4 @@ class ToolGroup:
 
 _RECORDED = ("name", "namespace", "fingerprint", "regime", "prefix_tokens", "tools", "model", "layers", "created")
 MANIFEST = {**{name: name for name in _RECORDED}, "page_keys": "pages"}  # fields of a tool group, and their names in its manifest
+_OPTIONAL = ("sources", "lease_end", "prompt_key", "superseded")  # those that most have not: left out where they are empty

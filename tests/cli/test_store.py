@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,42 @@ def test_ls_lists_groups(place: Path) -> None:
     (group,) = found["groups"]
     assert (group["name"], group["prefix_tokens"], group["complete"], group["tools"]) == ("harbour/north", 1200, True, ["tide", "wind"])
     assert told("ls", "--store", place, "--namespace", "alice")["groups"] == []
+
+
+def name_session(place: Path, name: str, lease_s: float) -> None:
+    """Record the group's pages as those of a session too."""
+    with Index(Folder.open(place)) as index:
+        (group,) = index.groups("tests", "harbour/north")
+        index.put_group(replace(group, name=f"session:{name}", tools=(), lease_end=group.created + lease_s))
+
+
+def test_ls_shows_sessions_and_their_leases(place: Path) -> None:
+    assert "leased" not in said("ls", "--store", place)
+    name_session(place, "keeper", 3.2e9)
+    out = said("ls", "--store", place)
+    assert "session:keeper" in out
+    assert "leased until" in out
+    leases = {group["name"]: group["leased_until"] for group in told("ls", "--store", place)["groups"]}
+    assert leases["harbour/north"] is None
+    assert leases["session:keeper"] > "2070"
+
+
+def test_a_session_is_exported_pruned_and_imported(place: Path, tmp_path: Path) -> None:
+    name_session(place, "keeper", 3.2e9)
+    assert told("export", "session:keeper", tmp_path / "file", "--store", place)["prefix_tokens"] == 1200
+    assert told("prune", "--session", "keeper", "--store", place)["groups"] == ["session:keeper"]
+    assert told("ls", "--store", place)["rows"] == 5, "the tool group has the same pages"
+    found = told("import", tmp_path / "file", "--name", "mate", "--store", tmp_path / "other")
+    assert (found["name"], found["written"]) == ("session:mate", 3)
+    assert told("prune", "--session", "mate", "--store", tmp_path / "other")["pages"] == 3
+    told("export", "harbour/north", tmp_path / "group", "--store", place)
+    assert "no session" in refused("import", tmp_path / "group", "--name", "session:mate", "--store", tmp_path / "other")
+
+
+def test_prune_ends_leases_that_are_over(place: Path) -> None:
+    name_session(place, "keeper", 1e-6)
+    told("prune", "--max-size", "1GB", "--store", place)
+    assert [group["name"] for group in told("ls", "--store", place)["groups"]] == ["harbour/north"]
 
 
 def test_ls_of_an_empty_store(tmp_path: Path) -> None:
@@ -275,6 +312,7 @@ def test_prune_spares_what_is_pinned_unless_forced(place: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        (["--group", "x", "--session", "x"], "give one of them"),
         ([], "nothing to prune"), (["--all", "--max-size", "1GB"], "goes alone"), (["--max-size", "1GB", "--namespace", "x"], "goes alone"),
         (["--group", "x", "--older-than", "1d"], "goes alone"), (["--all", "--namespace", "x"], "goes alone"),
         (["--max-size", "big"], "5GB"), (["--all", "--fingerprint", "ab"], "with --group"),

@@ -130,6 +130,14 @@ def test_a_fault_in_reading_an_answer_reaches_the_caller(remote: RemoteEngine, m
         remote.generate(ASKED, sampling=SHORT)
 
 
+def test_a_session_is_named_and_forgotten(remote: RemoteEngine) -> None:
+    first = remote.generate(ASKED, [TIDE], sampling=SHORT, session="keeper")
+    asked = [*ASKED, first.message, Message("user", "And tomorrow?")]
+    assert remote.generate(asked, [TIDE], sampling=SHORT, session="keeper").receipt.resumed == "extend"
+    assert remote.forget(session="keeper").groups == ("session:keeper",)
+    assert remote.generate(asked, [TIDE], sampling=SHORT, session="keeper").receipt.resumed == ""
+
+
 def test_leaving_early_frees_the_device(served: Served, remote: RemoteEngine) -> None:
     with remote.stream("The keeper of the", sampling=Sampling(max_tokens=3000)) as stream:
         next(stream)

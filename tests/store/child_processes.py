@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from agentcache import Engine
 from agentcache.types import StoreOptions
@@ -67,3 +71,23 @@ def ask_for_a_while(model: str, store: str, seed: str, seconds: str, expected: s
             if asked % 7 == 0:
                 running.store.clear()  # so that the next ones ask the disk
     print(json.dumps({"asked": asked, "wrong": wrong, "disk_tokens": disk_tokens}))
+
+
+def answer_in_session(store: str, talk: str, turns: str) -> None:
+    """In a process of its own: go on with the session "alice" of the embedded model, so many turns; 0: until it is killed."""
+    said = json.loads(Path(talk).read_text())
+    with Engine("embedded", store=StoreOptions(store, check_one_in=0)) as running:
+        session = running.session("alice")
+        for number in itertools.count(1):
+            own, off = list[torch.Tensor](), list[torch.Tensor]()
+            done = session.generate(said, sampling=decode(8), on_logits=own.append)
+            known = {name: getattr(done.receipt, name) for name in ("resumed", "prompt_tokens", "cached_tokens", "disk_tokens", "bitwise")}
+            if number == int(turns):
+                running.generate(said, sampling=decode(8), reuse="off", on_logits=off.append)
+            said += [asdict(done.message), {"role": "user", "content": f"And at noon of day {number}?"}]
+            Path(talk).write_text(json.dumps(said))
+            running.flush()
+            same = len(own) == len(off) and all(map(torch.equal, own, off))
+            print(json.dumps({**known, "tokens": session.tokens, "same": same}), flush=True)
+            if number == int(turns):
+                return

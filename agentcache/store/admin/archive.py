@@ -34,7 +34,7 @@ from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
 from ..keys import Role, page_key
-from ..tool_group import ToolGroup
+from ..tool_group import SESSION, ToolGroup
 from .check import Progress, pages_of
 
 FORMAT = "2"
@@ -174,8 +174,13 @@ def import_group(
         now = time.time()
         for text in (name, namespace, told.name, told.namespace, told.fingerprint, told.regime):
             _speakable(text or "")
-        group = replace(told, name=name or told.name, namespace=namespace or told.namespace, created=now)
-        rows = [replace(row, created=now, role=int(Role.GROUP)) for row in _chained([page.row for page in pages], group)]
+        group = replace(told, name=_renamed(told, name), namespace=namespace or told.namespace, created=now)
+        role = Role.GROUP
+        if told.lease_end:
+            prompt_key = told.prompt_key if group.namespace == told.namespace else ""
+            group = replace(group, lease_end=now + told.lease_end - told.created, superseded=(), prompt_key=prompt_key)
+            role = Role.PREFIX
+        rows = [replace(row, created=now, role=int(role)) for row in _chained([page.row for page in pages], group)]
         group = replace(group, page_keys=tuple(row.page_key.hex() for row in rows))
         for other in index.groups(group.namespace, group.name):
             if other.fingerprint == group.fingerprint and other.tip != group.tip:
@@ -183,7 +188,7 @@ def import_group(
         found = pages_of(index, group, rows[0].precision)
         missing = [(row, page) for row, page, known in zip(rows, pages, found, strict=True) if known is None]
         written = _take(folder, index, missing, progress)
-        for shorter in index.promote([row.id for row in found if row is not None], Role.GROUP):
+        for shorter in index.promote([row.id for row in found if row is not None], role):
             blob_io.remove(folder, shorter)
         index.put_group(group)
         return Imported(group, len(written), len(rows) - len(written), sum(row.bytes for row in written))
@@ -253,6 +258,16 @@ def _chained(rows: Sequence[Row], group: ToolGroup) -> list[Row]:
         found.append(replace(row, parent=parent, page_key=key, namespace=group.namespace))
         parent = key
     return found
+
+
+def _renamed(told: ToolGroup, name: str | None) -> str:
+    """The name under which an archive is recorded. ConfigError: that of a session, where it holds none."""
+    named = name or told.name
+    if told.lease_end:
+        return SESSION + named.removeprefix(SESSION)
+    if named.startswith(SESSION):
+        raise ConfigError(f"name={named!r}: the archive holds a tool group, no session; give another --name")
+    return named
 
 
 def _speakable(text: str) -> None:

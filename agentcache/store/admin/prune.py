@@ -14,7 +14,7 @@ from itertools import islice
 from ...errors import StoreFullError, StorePermissionError
 from ...types import PAGE_TOKENS
 from ..deletion import Deletion
-from ..disk import blob_files
+from ..disk import blob_files, session_rows
 from ..disk.folder import Folder
 from ..disk.index import Index
 from ..disk.schema import Row
@@ -68,6 +68,8 @@ def prune(
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
     # first what frees room: on a full disk nothing can be written before
     left, _ = (blob_files.orphans if dry_run else blob_files.sweep)(folder, index.has_blobs)
+    if not dry_run:
+        session_rows.end_leases(index)
     untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, force)
     if untold is not None:
         with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
@@ -152,13 +154,13 @@ def _held(index: Index) -> set[int]:
 
 def _continuing(index: Index, group: ToolGroup) -> list[_Item]:
     """A group's pages and all that continues them, but for what other groups are made of."""
-    others = [other for other in index.groups() if (other.namespace, other.name, other.fingerprint) != _name(group)]
+    others = [other for other in index.groups() if _name(other) != _name(group) and group.spares(other)]
     kept = {key for other in others for key in other.page_keys}  # not what another group's last page has become
     shared = {row.id for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept}
     below: dict[tuple[tuple[str, str], bytes], list[_Item]] = {}
     for item in map(_item, index.rows(fingerprint=group.fingerprint)):
         below.setdefault((item.kind, item.parent), []).append(item)
-    own = {bytes.fromhex(key) for key in group.page_keys}
+    own = {bytes.fromhex(key) for key in (*group.page_keys, *group.superseded)}
     found: dict[int, _Item] = {}
     due = [item for items in below.values() for item in items if item.key in own and item.id not in shared]
     above = bytes.fromhex(group.page_keys[-2]) if group.pages > 1 else group.scope.root

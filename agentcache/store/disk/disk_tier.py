@@ -24,7 +24,7 @@ from ..deletion import Deletions
 from ..entry import Entry, Match
 from ..keys import Ids, Role, Scope, as_ids
 from ..policy import Rate, WriteBudget
-from . import blob_files, blob_io, process_identity
+from . import blob_files, blob_io, process_identity, session_rows
 from .blob_format import plan
 from .folder import Folder
 from .index import Index, Row
@@ -283,6 +283,7 @@ class DiskTier:
             left = f", files that no row of the index names take {self._unnamed_bytes}" if self._unnamed_bytes else ""
             self.writer.failure = f"{full}: one page takes {need} bytes{left}"
             return False
+        session_rows.end_leases(self.index)
         self.writer.tell_uses()  # else pages used a moment ago may look old
         above: set[int] = set()
         at: Entry | None = parent

@@ -111,7 +111,8 @@ class Writer:
                     self._used[entry.row] = entry
                     continue
                 page, ids, key, numerics = entry.page, entry.ids, entry.key, entry.numerics  # others may drop the page meanwhile
-                known = self._pending.get((entry.scope.fingerprint, key))
+                if (known := self._pending.get((entry.scope.fingerprint, key))) is not None:
+                    known.role = max(known.role, entry.role)
                 if page is None or (known is not None and not settled):
                     continue
                 for shorter in [p for p in self._pending.values() if p.entry is entry and not p.settled]:

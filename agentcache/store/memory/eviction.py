@@ -64,6 +64,11 @@ class Eviction:
         for entry in reversed(path):  # parents last: the oldest is always a leaf
             self._order.move_to_end(id(entry))
 
+    def retire(self, path: Sequence[Entry]) -> None:
+        """Count pages, root first, as the ones used longest ago."""
+        for entry in path:
+            self._order.move_to_end(id(entry), last=False)
+
     def promote(self, path: Iterable[Entry]) -> None:
         """Move pages that wait on the host to the device."""
         waiting = [entry for entry in path if entry.page is not None and entry.page.tier == "host"]

@@ -6,7 +6,7 @@ from ...types import Grade
 from ..entry import Entry
 from ..keys import PinName, Role
 
-Pin = tuple[list[Entry], int]  # the pages, and how many tokens of them
+Pin = tuple[list[Entry], int, Role]  # the pages, how many tokens of them, and their role while they are pinned
 
 
 class Pins:
@@ -20,21 +20,21 @@ class Pins:
 
     @property
     def paths(self) -> list[tuple[PinName, list[Entry]]]:
-        """The pages of each pin."""
-        return [(name, list(path)) for name, pins in self._pins.items() for path, _ in pins]
+        """The pages of each pin that holds on disk, too."""
+        return [(name, list(path)) for name, pins in self._pins.items() for path, _, role in pins if role is Role.GROUP]
 
-    def add(self, name: PinName, path: list[Entry], tokens: int) -> None:
+    def add(self, name: PinName, path: list[Entry], tokens: int, role: Role) -> None:
         """Pin the first `tokens` tokens that these pages hold."""
-        self._pins.setdefault(name, []).append((path, tokens))
+        self._pins.setdefault(name, []).append((path, tokens, role))
         for entry in path:
             entry.pins += 1
-            entry.role = Role.GROUP
+            entry.role = max(entry.role, role)
 
-    def release(self, name: PinName) -> bool:
-        """Take back one pin of that name; False if there is none."""
-        if not (pins := self._pins.get(name)):
+    def release(self, name: PinName, role: Role) -> bool:
+        """Take back one pin of that name and role; False if there is none."""
+        if (pin := next((pin for pin in reversed(self._pins.get(name, ())) if pin[2] is role), None)) is None:
             return False
-        self._drop(name, pins[-1])
+        self._drop(name, pin)
         return True
 
     def release_evicted(self) -> None:
@@ -59,9 +59,9 @@ class Pins:
 
     def ends(self, entry: Entry) -> set[int]:
         """After how many tokens of a page pinned prefixes end."""
-        return {tokens - entry.first for pins in self._pins.values() for path, tokens in pins if path[-1] is entry}
+        return {tokens - entry.first for pins in self._pins.values() for path, tokens, _ in pins if path[-1] is entry}
 
     def tokens(self, entry: Entry) -> int:
         """Number of tokens of a page that are pinned."""
-        lengths = (tokens for pins in self._pins.values() for path, tokens in pins if entry in path)
+        lengths = (tokens for pins in self._pins.values() for path, tokens, _ in pins if entry in path)
         return max(0, max(lengths, default=0) - entry.first)

@@ -362,21 +362,21 @@ class PrefixTree:
 
     # -- pins and the budget ---------------------------------------------------------------------------------------
 
-    def pin(self, scope: Scope, ids: Ids) -> int:
+    def pin(self, scope: Scope, ids: Ids, role: Role = Role.GROUP) -> int:
         """Pin the pages that hold all of `ids`; returns how many. Pinned pages are never evicted. 0: some of `ids` are not cached."""
         with self.lock:
             path, at = self._walk(scope, ids, len(ids))
             if at < len(ids):
                 return 0
             self.eviction.touch(path)
-            self._pins.add(scope.pin_name(ids), path, len(ids))
+            self._pins.add(scope.pin_name(ids), path, len(ids), role)
             self.eviction.make_room()
             return len(path)
 
-    def release_pin(self, name: PinName) -> bool:
-        """Take back one pin of that name; False if there is none."""
+    def release_pin(self, name: PinName, role: Role = Role.GROUP) -> bool:
+        """Take back one pin of that name and role; False if there is none."""
         with self.lock:
-            released = self._pins.release(name)
+            released = self._pins.release(name, role)
             self.eviction.make_room()
             return released
 

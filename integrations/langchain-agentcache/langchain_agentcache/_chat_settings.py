@@ -37,7 +37,7 @@ class ChatSettings(Settings, BaseChatModel):
     of_calls: ClassVar[set[str]] = {
         *Settings.of_calls,
         *("tools", "tool_choice", "strict", "parallel_tool_calls", "forbidden_tools", "volatile", "group", "tools_order"),
-        *("cache_control", "prompt_cache_key", "show_schema", "warn_missed"),
+        *("cache_control", "prompt_cache_key", "session", "show_schema", "warn_missed"),
     }
 
     @classmethod

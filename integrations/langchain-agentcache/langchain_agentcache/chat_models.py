@@ -22,6 +22,7 @@ from ._chat_settings import ChatSettings, tell_names
 from ._limits import arepeated, limited, repeated
 from ._messages import converted, marked, turn
 from ._output import chunk_of, last_chunk, message_of
+from ._sessions import session
 from ._structured import structured
 from ._tools import ToolLike, constraint, form_of, formatted, may_call, own_tools
 from .errors import ModelInvalidRequestError, translated
@@ -171,6 +172,7 @@ class ChatAgentCache(ChatSettings):
                 "volatile": kwargs.get("volatile") or (),
                 "turn": turn(messages),
                 "reuse": self.reuse,
+                "session": kwargs.get("session", session()) or None,
             }
             pins = [
                 _pins.PinRequest(engine, said[:end], shown, _pins.seconds(control), _label(kwargs), self._rendering(kwargs))

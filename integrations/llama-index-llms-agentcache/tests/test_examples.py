@@ -31,6 +31,10 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         ("And Sorrel Mole? Fixed red.", "cached_tokens"),
     ),
+    "sessions": (
+        (call("last_ship"), "The Aurora.", "At 12:40."),
+        ("  new: 0 tokens cached", "  extend: ", "Which ship passed last? The Aurora.", "When was that? At 12:40."),
+    ),
     "workflow": (
         (
             call("find_berth", length_m=32),

@@ -14,8 +14,8 @@ from typing import Any
 
 from langchain.agents.middleware.types import ModelRequest
 from langchain_core.messages import BaseMessage
-from langchain_core.runnables.config import ensure_config
 
+from .._sessions import place
 from .call_site import PromptState
 
 CONVERSATIONS = 256  # remembered; of one that is older, the next step is like its first
@@ -82,11 +82,8 @@ class Conversations:
         """Agent, place in the graph and thread. Without a thread: those, and a number; a request goes on from the conversation that gave
         one of its answers, however it was trimmed. Other messages say nothing: examples that an application shows to everybody have one id.
         """
-        config = ensure_config()
-        said, about = config.get("configurable") or {}, config.get("metadata") or {}
-        nodes = [part.partition(":")[0] for part in str(said.get("checkpoint_ns") or "").split("|")]  # after the ":", the run
-        place = str(about.get("lc_agent_name") or ""), "|".join(nodes), str(said.get("thread_id") or "")
-        if place[2]:
-            return place
-        known = (key for key in reversed(self._known) if key[:3] == place and not ids.isdisjoint(self._known[key].answers))
-        return next(known, None) or (*place, str(next(self._numbers)))
+        here = place()
+        if here[2]:
+            return here
+        known = (key for key in reversed(self._known) if key[:3] == here and not ids.isdisjoint(self._known[key].answers))
+        return next(known, None) or (*here, str(next(self._numbers)))

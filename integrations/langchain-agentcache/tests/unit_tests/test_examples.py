@@ -56,3 +56,4 @@ def test_a_conversation_goes_on_in_another_process(model_folder: str, tmp_path: 
         said.append(done.stdout.splitlines()[-1])
     cached, read = map(int, re.search(r"^4 messages, (\d+) tokens cached, (\d+) of them", said[1]).groups())  # type: ignore[union-attr]
     assert cached >= read > 100, said
+    assert [line.rpartition(": ")[2] for line in said] == ["new", "extend"]

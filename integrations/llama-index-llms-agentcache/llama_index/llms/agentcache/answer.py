@@ -106,7 +106,7 @@ def raw(receipt: Receipt, notes: tuple[str, ...] = ()) -> dict[str, Any]:
         "model": receipt.model,
         "finish_reason": receipt.finish_reason,
         "usage": receipt.usage,
-        "receipt": {**figures, "notes": told} if told else figures,
+        "receipt": {**figures, **{name: value for name, value in (("resumed", receipt.resumed), ("notes", told)) if value}},
     }
 
 

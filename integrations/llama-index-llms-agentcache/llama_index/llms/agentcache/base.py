@@ -40,6 +40,7 @@ from agentcache.errors import ConfigError, MessageError
 from . import prompts, requests
 from .answer import Answer, alast, check_called, last
 from .cache_points import pin_points
+from .contexts import with_session
 from .events import ReceiptEvent
 from .host import Host, count
 from .requests import Ask
@@ -218,6 +219,7 @@ class AgentCacheLLM(ObjectLLM):
 
     async def _aresponses(self, messages: Sequence[ChatMessage] | str, given: Mapping[str, Any]) -> ChatResponseAsyncGen:
         await self._host.hints.look()
+        given = await with_session(given, self.additional_kwargs)
         ask, answer = self._ask(messages, given)
         pieces = self._host.pieces(lambda: self._open(ask, messages, answer))
         try:

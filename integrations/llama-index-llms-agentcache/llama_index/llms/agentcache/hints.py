@@ -11,10 +11,12 @@ from typing import Any
 
 from llama_index.core.agent.workflow.prompts import DEFAULT_EARLY_STOPPING_PROMPT
 from llama_index.core.memory.types import BaseMemory
-from llama_index.core.workflow import Context, JsonSerializer, WorkflowRuntimeError
+from llama_index.core.workflow import JsonSerializer
 
 from agentcache import CallerWarnings, Message, MissWarnings
 from agentcache.errors import ReuseWarning
+
+from . import contexts
 
 SELDOM = ("truncated history",)  # AppendOnlyMemory leaves out turns as well, but not twice in a row: one is not worth a warning
 LEAST = 32  # tokens, as in the engine's `missed`
@@ -106,11 +108,7 @@ async def _forgotten() -> str | None:
 
     A run's first request finds what earlier runs have left: their tool calls, and, where it could be saved, the memory.
     """
-    if not hasattr(Context, "get_step_context"):
-        return None
-    try:
-        store = Context.get_step_context().store
-    except WorkflowRuntimeError:  # no workflow asks
+    if (store := contexts.state()) is None:
         return None
     missing = object()
     memory = await store.get("memory", default=None)

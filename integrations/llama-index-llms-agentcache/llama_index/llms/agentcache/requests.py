@@ -16,7 +16,7 @@ from .names import said as in_our_words
 from .tools import Offer, Schema
 
 SAMPLING = tuple(one.name for one in fields(Sampling))
-REQUEST = ("volatile", "namespace", "reuse", "rendering", "tools_order", "group", "adapter", "template_kwargs")
+REQUEST = ("volatile", "namespace", "reuse", "rendering", "tools_order", "group", "session", "adapter", "template_kwargs")
 FORMS = ("schema", "regex", "grammar")
 TOOLS = ("tools", "tool_choice", "tool_required", "allow_parallel_tool_calls")
 
@@ -41,7 +41,7 @@ class Ask:
 
     def open(self, engine: Engine) -> Stream:
         """Hand it to the engine; raises before anything is computed if it cannot work."""
-        options = dict(self.options)
+        options = {**self.options, "session": self.options.get("session") or None}
         constraint = self._constraint()
         if constraint is not None:
             options["constraint"] = constraint

@@ -1,0 +1,324 @@
+"""Sessions of an engine: names of conversations, each over the page chain of its last answer. Knows neither messages nor how to compute.
+
+exact      the prompt of the last turn once more         memory    pinned while used, within SHARE of the budget, for IDLE_S
+extend     it goes on from the last answer               disk      as a prefix is, until the lease ends; branches that were left go first
+diverge    it leaves the chain before its end
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from .errors import ConfigError, StoreError
+from .matching import fingerprint_of
+from .model.fingerprint import Fingerprint
+from .model.hf import HFModel
+from .request import Running
+from .store.deletion import Deletion
+from .store.entry import Entry
+from .store.keys import Ids, Role, Scope, chain
+from .store.store import Store
+from .store.tool_group import SESSION, ToolGroup
+from .types import check_name
+
+if TYPE_CHECKING:
+    from .store.disk.disk_tier import DiskTier
+
+LEASE_S = 86_400.0  # after the last answer
+IDLE_S = 600.0  # pages of a session that was not asked for so long are evictable
+SHARE = 2  # one part in so many of the memory's budget is pinned at most
+HELD = 1024  # sessions that one engine remembers; others are on disk
+SUPERSEDED = 512  # pages of branches that a session remembers; the oldest are deleted
+
+T = TypeVar("T")
+Key = tuple[str, str, str]  # namespace, name and fingerprint
+
+
+@dataclass(slots=True)
+class _Held:
+    """A session that this engine has answered."""
+
+    group: ToolGroup
+    # by time.monotonic()
+    used: float
+    # whether its pages are pinned in memory
+    pinned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SessionName:
+    """A session as a request asks for it."""
+
+    name: str
+    namespace: str
+    # seconds for which it is kept after each answer
+    lease_s: float = LEASE_S
+
+
+class Sessions:
+    """Those of one engine. Safe to use from many threads."""
+
+    def __init__(self, store: Store, model: HFModel, name: str, fingerprint: Fingerprint | None) -> None:
+        self._store, self._model, self._name, self._fingerprint = store, model, name, fingerprint
+        self._process = os.getpid()
+        self._held: OrderedDict[Key, _Held] = OrderedDict()  # the longest unused first
+        self._lock = threading.RLock()
+        store.on_renewal(self._record)
+        store.on_deletion(self.let_go)
+        self._end_leases()
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def follow(self, running: Running, session: SessionName | str, finish: Callable[[Running], T]) -> Callable[[Running], T]:
+        """Tell the account what the prompt is to its session; returns what ends the request, and moves the session to the answer."""
+        asked = running.asked
+        named = session if isinstance(session, SessionName) else SessionName(session, asked.namespace)
+        name = named.name
+        check_name("session", name)
+        if named.namespace != asked.namespace:
+            raise ConfigError(f"session {name!r} is of namespace {named.namespace!r}, the request of {asked.namespace!r}")
+        regime, weights = self._model.regime(len(running.ids)), running.provenance.fingerprint
+        if asked.reuse == "off" or regime is None or not weights:
+            return finish
+        scope, ids = Scope(asked.namespace, fingerprint_of(weights, asked.adapter), regime), running.ids.array()
+        prompt_key = chain(scope.root, ids)[-1].hex()
+        records = self._records(asked.namespace, name)
+        if (known := records.get(scope.fingerprint)) is not None:
+            word = "exact" if known.prompt_key == prompt_key else "extend" if _begins(scope, ids, known) else "diverge"
+            running.account.record_resumed(word)
+        elif records:
+            running.account.record_note(f"session {name!r} was recorded under other weights or another adapter: it begins anew")
+        return partial(self._answered, name, named.lease_s, prompt_key, finish)
+
+    def _answered(self, name: str, lease_s: float, prompt_key: str, finish: Callable[[Running], T], running: Running) -> T:
+        completion, scope, count = finish(running), running.scope, running.admitted_tokens
+        if scope is None or scope.precision != "exact" or not count:
+            running.account.record_note(f"session {name!r} stays where it was: nothing exact of this answer is kept")
+            return completion
+        ids = running.ids.array(count)
+        group = ToolGroup(
+            name=SESSION + name,
+            namespace=scope.namespace,
+            fingerprint=scope.fingerprint,
+            regime=scope.regime,
+            prefix_tokens=count,
+            page_keys=tuple(key.hex() for key in chain(scope.root, ids)),
+            tools=(),
+            model=self._name,
+            created=time.time(),
+            lease_end=time.time() + lease_s,
+            prompt_key=prompt_key,
+        )
+        told = self._find(_key(group))
+        with suppress(StoreError), self._store.deletions.lock:  # the answer is right all the same
+            if not self._store.deletions.meet(scope, ids, running.received):
+                self._move(group, ids, told)
+        return completion
+
+    def _move(self, group: ToolGroup, ids: Ids, told: ToolGroup | None) -> None:
+        """Let a session go on from here: pages that only its last chain had are superseded. told: its last answer, as the disk has it."""
+        key = _key(group)
+        with self._lock:
+            held = self._held.get(key)
+            answers = [one for one in (told, held.group if held else None) if one is not None]
+            before = max(answers, key=_created, default=None)
+            pinned, path = self._keep(group, ids, frozenset(before.page_keys) if before else frozenset())
+            own, left = {*group.page_keys, *(entry.key.hex() for entry in path)}, tuple[str, ...]()
+            if before is not None:
+                if not _begins(group.scope, ids, before):
+                    left = tuple(one for one in before.page_keys if one not in own)
+                known = (*(one for one in before.superseded if one not in own), *left)
+                group = replace(group, superseded=known[-SUPERSEDED:])
+                self._delete(known[:-SUPERSEDED], group)
+            if held is not None:
+                self._unpin(held)
+            self._held[key] = _Held(group, time.monotonic(), pinned)
+            self._held.move_to_end(key)
+            self._store.record(group)
+            self._retire(group, left)
+            self._bound()
+
+    # -- pages -----------------------------------------------------------------------------------------------------
+
+    def _keep(self, group: ToolGroup, ids: Ids, known: frozenset[str]) -> tuple[bool, list[Entry]]:
+        """Pin a chain in memory, and let what is new of it be a prefix on disk; whether memory has all of it, and what it has."""
+        tree = self._store.tree
+        with tree.lock:
+            path = tree.path(group.scope, ids)
+            pinned = tree.pin(group.scope, ids, Role.PREFIX) > 0
+        if disk := self._store.disk:
+            from .store.disk import session_rows
+
+            new = [key for key in group.page_keys if key not in known]
+            disk.writer.offer(path)
+            disk.writer.after(lambda: session_rows.keep(disk.index, new, group.fingerprint))
+        return pinned, path
+
+    def _retire(self, group: ToolGroup, keys: Iterable[str]) -> None:
+        """Let pages of a chain that was left be the first that go, but for those that others name."""
+        gone = frozenset(map(bytes.fromhex, keys))
+        if not gone:
+            return
+        with self._lock:
+            named = {bytes.fromhex(key) for one in self._held.values() if one.group.scope == group.scope for key in one.group.page_keys}
+        tree, first = self._store.tree, dict[bytes, Entry]()
+        with tree.lock:
+            for entry in tree.eviction:  # children before their parents
+                goes = entry.scope == group.scope and entry.key in gone and entry.key not in named and not entry.pins
+                if goes and entry.children.keys() <= first.keys():
+                    entry.role, first[entry.key] = Role.TURN, entry
+            tree.eviction.retire(list(first.values())[::-1])
+        if disk := self._store.disk:
+            from .store.disk import session_rows
+
+            def retire() -> None:
+                disk.writer.tell_uses()  # else they look as if they were used since
+                disk.writer.discard(session_rows.retire(disk.index, [key.hex() for key in gone], group.fingerprint))
+
+            disk.writer.after(retire)
+
+    def _delete(self, keys: tuple[str, ...], group: ToolGroup) -> None:
+        """Delete pages of branches too old to be remembered: forgetting the session could not find them."""
+        if keys and (disk := self._store.disk):
+            from .store.disk import session_rows
+
+            def delete() -> None:
+                gone = session_rows.retire(disk.index, keys, group.fingerprint)
+                self._store.tree.remove(Deletion(group.namespace, group="", fingerprint=group.fingerprint, keys=tuple(gone)))
+                disk.forget(list(gone), group.fingerprint)
+
+            disk.writer.after(delete)
+
+    def _unpin(self, held: _Held) -> None:
+        if held.pinned:
+            held.pinned = False
+            self._store.tree.release_pin((held.group.scope, held.group.tip), Role.PREFIX)
+
+    def _bound(self) -> None:
+        """Unpin sessions that were not used for long, or do not fit beside those used since."""
+        page_bytes = self._model.spec.page_bytes if self._model.spec else 0
+        with self._lock:
+            while len(self._held) > HELD:
+                self._unpin(self._held.popitem(last=False)[1])
+            pages, now = set[tuple[str, str]](), time.monotonic()
+            for held in [one for one in reversed(self._held.values()) if one.pinned]:
+                pages |= {(held.group.fingerprint, key) for key in held.group.page_keys}
+                if len(pages) * page_bytes * SHARE > self._store.budget_bytes or now - held.used > IDLE_S:
+                    self._unpin(held)
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def last(self, namespace: str, name: str) -> ToolGroup | None:
+        """The session's last answer under the weights of now, of any adapter; None if there is none."""
+        self._store.heed()
+        weights = self._fingerprint.whole if self._fingerprint else ""
+        known = [one for one in self._records(namespace, name).values() if one.scope.weights == weights]
+        return max(known, key=_created, default=None)
+
+    def _find(self, key: Key) -> ToolGroup | None:
+        """The last answer of a session under one fingerprint; None if there is none."""
+        return self._records(*key[:2]).get(key[2])
+
+    def _records(self, namespace: str, name: str) -> dict[str, ToolGroup]:
+        """The last answers of a session by fingerprint, as this engine and the disk know them, unless its lease is over."""
+        found = [held.group for key, held in list(self._held.items()) if key[:2] == (namespace, name)]
+        if disk := self._store.disk:
+            with suppress(StoreError):  # as good as not recorded
+                found += disk.index.groups(namespace, SESSION + name)
+        found.sort(key=_created)
+        return {one.fingerprint: one for one in found if one.lease_end > time.time()}
+
+    def copy(self, groups: Iterable[ToolGroup], name: str, lease_s: float) -> None:
+        """Record a session's last answers under another name. ConfigError: that has one of its own."""
+        check_name("name", name)
+        for group in groups:
+            if _key(group)[2] in self._records(group.namespace, name):
+                said = f"name={name!r}: a session of that name is in namespace {group.namespace!r}"
+                raise ConfigError(f"{said}; close it, or take another name")
+            now = time.time()
+            copied = replace(group, name=SESSION + name, created=now, lease_end=now + lease_s)
+            with self._lock:
+                self._held[_key(copied)] = _Held(copied, time.monotonic())
+            self._store.record(copied)
+
+    def rename(self, namespace: str, name: str, new: str, lease_s: float) -> None:
+        """Record a session under another name only."""
+        self.copy(self._records(namespace, name).values(), new, lease_s)
+        self.close(namespace, name)
+
+    def flushed(self) -> DiskTier | None:
+        """The disk, once all sessions are on it; None if there is none."""
+        self._store.flush()
+        return self._store.disk
+
+    def close(self, namespace: str, name: str) -> None:
+        """End a session: nothing of it is held any more, and what only it named goes first."""
+        gone = self._records(namespace, name)
+        with self._lock:
+            for key in [key for key in self._held if key[:2] == (namespace, name)]:
+                self._unpin(self._held.pop(key))
+        if disk := self._store.disk:
+            disk.writer.after(lambda: disk.index.drop_group(namespace, SESSION + name))
+        for one in gone.values():
+            self._retire(one, (*one.page_keys, *one.superseded))
+
+    def lapse(self) -> None:
+        """End sessions whose lease is over, and unpin those that were not used for long."""
+        if self._process != os.getpid():  # in a forked child pins, and locks, are the parent's
+            return
+        now = time.time()
+        with self._lock:
+            over = [self._held.pop(key) for key, held in list(self._held.items()) if held.group.lease_end < now]
+        for held in over:
+            self._unpin(held)
+            self._retire(held.group, (*held.group.page_keys, *held.group.superseded))
+        if over:
+            self._end_leases()
+        self._bound()
+
+    def _end_leases(self) -> None:
+        if disk := self._store.disk:
+            from .store.disk import session_rows
+
+            disk.writer.after(lambda: session_rows.end_leases(disk.index))
+
+    def _record(self) -> None:
+        for held in list(self._held.values()):
+            self._store.record(held.group)
+
+    def let_go(self, deletion: Deletion) -> None:
+        """Let go of sessions that were deleted on purpose."""
+        with self._lock:
+            for key, held in list(self._held.items()):
+                group = held.group
+                gone = deletion.names(group.namespace, group.name) or deletion.covers(key[0], group.created) or deletion.about(group.scope)
+                if deletion.forced and gone:
+                    self._unpin(self._held.pop(key))
+                elif deletion.group is not None and not deletion.group.startswith(SESSION):  # a tool group goes with what continues it
+                    self._unpin(held)
+
+    @property
+    def all(self) -> tuple[ToolGroup, ...]:
+        """The last answers that this engine holds, as they are recorded."""
+        return tuple(held.group for held in self._held.values())
+
+
+def _key(group: ToolGroup) -> Key:
+    return group.namespace, group.name.removeprefix(SESSION), group.fingerprint
+
+
+def _created(group: ToolGroup) -> float:
+    return group.created
+
+
+def _begins(scope: Scope, ids: Ids, group: ToolGroup) -> bool:
+    """Tell whether these ids begin with a session's chain."""
+    return len(ids) >= group.prefix_tokens and chain(scope.root, ids[: group.prefix_tokens])[-1] == group.tip

@@ -1,0 +1,483 @@
+"""Sessions: a conversation's name finds its last turn in any process, shares pages with its forks, and leaves nothing once it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentcache import Completion, Engine, Session, StoreOptions, sessions
+from agentcache.errors import ConfigError, EngineClosedError, StoreError
+from agentcache.store.disk import session_rows
+from agentcache.store.keys import Role
+from tests import models
+from tests.asking import Asking, user
+from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text
+from tests.store.child_processes import end_process, start_process
+
+LONG = SYSTEM + long_text(150)  # two pages
+FIRST, SECOND = "What was the wind? " + long_text(80, 1), "And the tide? " + long_text(80, 2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return models.build("qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def running(model: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with engine(model=model, store=tmp_path / "store" if request.param == "disk" else None) as made:
+        yield made
+
+
+def talk(session: Session, *asked: str, system: str = LONG, **options: Any) -> tuple[list[Any], Completion]:
+    """Ask one question after the other; the conversation with its last answer, and that."""
+    said = chat(*asked[:1], system=system)
+    for text in asked[1:]:
+        said += [session.generate(said, sampling=decode(4), **options).message, user(text)]
+    done = session.generate(said, sampling=decode(4), **options)
+    return [*said, done.message], done
+
+
+def pinned(running: Engine) -> tuple[int, int]:
+    found = running.store.audit()
+    return found["pins"], found["pinned_pages"]
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_receipt_says_what_a_prompt_is_to_its_session(running: Engine) -> None:
+    said = talk(running.session("alice"), FIRST)[0]
+    asked = {"exact": said[:-1], "extend": [*said, user(SECOND)], "diverge": chat(SECOND, system=LONG)}
+    for word, messages in asked.items():
+        session = running.session(word)
+        assert talk(session, FIRST)[1].receipt.resumed == ""
+        assert session.generate(messages, sampling=decode(4)).receipt.resumed == word
+        assert running.generate(messages, sampling=decode(4)).receipt.resumed == ""
+
+
+def test_a_request_names_the_session_of_its_namespace(running: Engine) -> None:
+    said, first = talk(running.session("alice", namespace="a"), FIRST)
+    for namespace, word in (("b", ""), ("a", "extend")):
+        done = running.generate([*said, user(SECOND)], session="alice", namespace=namespace, sampling=decode(4))
+        assert done.receipt.resumed == word
+    assert running.session("alice", namespace="a").tokens > first.receipt.prompt_tokens + 4
+
+
+def test_a_second_process_computes_only_the_new_turn(tmp_path: Path) -> None:
+    conversation = tmp_path / "talk.json"
+    conversation.write_text(json.dumps(chat(FIRST, system=SYSTEM)))
+    found = [end_process(start_process("answer_in_session", tmp_path / "store", conversation, 1), 240) for _ in range(2)]
+    assert [one["resumed"] for one in found] == ["", "extend"]
+    assert found[1]["cached_tokens"] >= found[0]["tokens"] - 1
+    assert found[1]["disk_tokens"] == found[1]["cached_tokens"]
+    assert [one["same"] for one in found if one["bitwise"]] == [True, True]
+
+
+def test_a_killed_process_leaves_the_last_turn_that_was_written(tmp_path: Path) -> None:
+    conversation = tmp_path / "talk.json"
+    conversation.write_text(json.dumps(chat(FIRST, system=SYSTEM)))
+    child = start_process("answer_in_session", tmp_path / "store", conversation, 0)
+    assert child.stdout is not None
+    written = [json.loads(child.stdout.readline()) for _ in range(2)][-1]
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    found = end_process(start_process("answer_in_session", tmp_path / "store", conversation, 1), 240)
+    assert found["resumed"] in ("exact", "extend")
+    assert found["cached_tokens"] >= written["tokens"] - 1
+    assert found["same"] or not found["bitwise"]
+
+
+def test_other_weights_begin_a_session_anew(tmp_path: Path) -> None:
+    for seed in range(2):
+        with engine(model=models.build("qwen3", seed=seed), store=tmp_path / "store") as running:
+            receipt = talk(running.session("alice"), FIRST)[1].receipt
+            assert (receipt.resumed, receipt.cached_tokens) == ("", 0)
+            assert any("other weights" in note for note in receipt.notes) == bool(seed)
+
+
+def test_an_answer_without_reuse_moves_no_session(running: Engine) -> None:
+    session = running.session("alice")
+    said, _ = talk(session, FIRST)
+    before = session.tokens
+    done = session.generate([*said, user(SECOND)], sampling=decode(4), reuse="off")
+    assert (done.receipt.resumed, session.tokens) == ("", before)
+
+
+def test_a_stream_that_is_left_moves_no_session(running: Engine) -> None:
+    session = running.session("alice")
+    said, _ = talk(session, FIRST)
+    before = session.tokens
+    with session.stream([*said, user(SECOND)], sampling=decode(64)) as stream:
+        next(stream)
+    assert session.tokens == before
+
+
+def test_checkpoints_of_recurrent_layers_resume_a_session(tmp_path: Path) -> None:
+    said = [user(FIRST)]
+    for word in ("", "extend"):
+        asking = Asking("lfm2", tmp_path / "store")
+        with asking.engine as running:
+            done, logits = asking(said, session="alice")
+            assert done.receipt.resumed == word
+            assert bool(done.receipt.cached_tokens) == bool(word)
+            assert torch.equal(logits, asking(said, reuse="off")[1])
+            assert pinned(running)[0] == 1
+            said = [*said, done.message, user(SECOND)]  # type: ignore[list-item]
+
+
+def test_two_threads_leave_a_session_at_one_of_their_answers(running: Engine) -> None:
+    session = running.session("alice")
+    found: dict[str, Completion] = {}
+
+    def ask(text: str) -> None:
+        found[text] = talk(session, text)[1]
+
+    threads = [threading.Thread(target=ask, args=(text,)) for text in (FIRST, SECOND)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lengths = {one.receipt.prompt_tokens + len(one.ids) - 1 for one in found.values()}
+    assert session.tokens in lengths
+    assert pinned(running)[0] == 1
+    running.flush()
+    check_store(running.store)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_the_pages(running: Engine) -> None:
+    alice = running.session("alice")
+    said, _ = talk(alice, FIRST)
+    running.flush()
+    before = running.store.audit()
+    bob = alice.fork("bob")
+    running.flush()
+    assert running.store.audit() | {"groups": before.get("groups")} == before | {"groups": before.get("groups")}
+    assert bob.tokens == (shared := alice.tokens)
+    for session, text in ((alice, "And the oars?"), (bob, "And the sails?")):
+        done = session.generate([*said, user(text)], sampling=decode(4))
+        assert done.receipt.resumed == "extend"
+        assert done.receipt.cached_tokens >= shared
+    after = running.store.audit()
+    assert after["pages"] <= before["pages"] + 3, "only the growing page is there twice, or one more"
+
+
+def test_a_renamed_session_is_found_by_its_new_name_only(running: Engine) -> None:
+    session = running.session("alice")
+    said, _ = talk(session, FIRST)
+    session.rename("bob")
+    running.flush()
+    assert (session.name, running.session("alice").tokens) == ("bob", 0)
+    assert running.generate([*said, user(SECOND)], session="bob", sampling=decode(4)).receipt.resumed == "extend"
+
+
+@pytest.mark.parametrize("call", ["fork", "rename"])
+def test_a_name_that_is_taken_is_refused(running: Engine, call: str) -> None:
+    for name in ("alice", "bob"):
+        talk(running.session(name), FIRST)
+    with pytest.raises(ConfigError, match="'bob'.*close it"):
+        getattr(running.session("alice"), call)("bob")
+    with pytest.raises(ConfigError, match="no answer"):
+        getattr(running.session("carl"), call)("dora")
+
+
+def test_an_archive_carries_a_session_to_another_store(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "here") as running:
+        session = running.session("alice")
+        said, done = talk(session, FIRST)
+        tokens = session.tokens
+        assert session.export(tmp_path / "alice.session") > 0
+        with pytest.raises(ConfigError, match="without answers"):
+            session.import_archive(tmp_path / "alice.session")
+    with engine(model=model, store=tmp_path / "there") as running:
+        session = running.session("bob", namespace="other")
+        assert session.import_archive(tmp_path / "alice.session") == tokens == session.tokens
+        done = session.generate([*said, user(SECOND)], sampling=decode(4))
+        assert done.receipt.disk_tokens >= tokens - len(done.ids)
+
+
+def test_only_a_store_on_disk_exports_and_imports(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=None) as running:
+        session = running.session("alice")
+        talk(session, FIRST)
+        with pytest.raises(ConfigError, match="store on disk"):
+            session.export(tmp_path / "alice.session")
+        with pytest.raises(ConfigError, match="store on disk"):
+            running.session("bob").import_archive(tmp_path / "alice.session")
+
+
+def test_tool_groups_and_sessions_do_not_take_each_others_names(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        with pytest.raises(ConfigError, match="those of sessions"):
+            running.warm(SYSTEM, TOOLS, name="session:alice")
+        running.warm(SYSTEM, TOOLS, name="alice")
+        session = running.session("alice")
+        talk(session, FIRST)
+        running.flush()
+        assert [group.name for group in running.groups] == ["alice"]
+        assert running.store.disk
+        assert {group.name for group in running.store.disk.index.groups()} == {"alice", "session:alice"}
+
+
+@pytest.mark.parametrize("lease_s", [0, -1, True, "1", float("inf"), float("nan"), None])
+def test_an_impossible_lease_is_refused(model: Any, lease_s: Any) -> None:
+    with engine(model=model, store=None) as running, pytest.raises(ConfigError, match="lease_s="):
+        running.session("alice", lease_s=lease_s)
+
+
+def test_a_session_of_another_namespace_is_refused(running: Engine) -> None:
+    with pytest.raises(ConfigError, match="namespace 'a'.*'default'"):
+        running.generate(chat(FIRST), session=running.session("alice", namespace="a"))
+
+
+def test_a_session_ends_with_its_engine(model: Any) -> None:
+    with engine(model=model, store=None) as running:
+        session = running.session("alice")
+    for use in (lambda: session.tokens, session.close, lambda: session.generate(chat(FIRST))):
+        with pytest.raises(EngineClosedError):
+            use()
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_session_holds_nothing(running: Engine) -> None:
+    session = running.session("alice")
+    talk(session, FIRST, SECOND)
+    running.flush()
+    assert pinned(running)[0] == 1
+    session.close()
+    running.flush()
+    assert (session.tokens, *pinned(running)) == (0, 0, 0)
+    if running.store.disk:
+        assert running.store.audit()["groups"] == 0
+        assert {(row.role, row.used) for row in running.store.disk.index.rows()} == {(Role.TURN, 0)}
+    check_store(running.store)
+
+
+def test_a_session_whose_lease_is_over_holds_nothing(running: Engine) -> None:
+    session = running.session("alice", lease_s=1e-6)
+    said, _ = talk(session, FIRST)
+    assert session.tokens == 0
+    assert session.generate([*said, user(SECOND)], sampling=decode(4)).receipt.resumed == ""
+    running.generate(chat("Hi"), sampling=decode(1))
+    running.flush()
+    assert pinned(running) == (0, 0)
+    assert running.store.audit().get("groups", 0) == 0
+
+
+def test_a_lease_that_ends_without_its_process_leaves_no_manifest(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        talk(running.session("alice", lease_s=1e-6), FIRST)
+    with engine(model=model, store=tmp_path / "store") as running:
+        assert running.store.audit()["groups"] == 1
+        running.session("bob")
+        running.flush()
+        assert running.store.audit()["groups"] == 0
+
+
+def test_a_lease_renewed_meanwhile_is_not_ended(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        talk(running.session("alice", lease_s=1e-6), FIRST)
+        running.flush()
+        assert running.store.disk
+        index = running.store.disk.index
+        known = index.groups()
+        talk(running.session("alice"), FIRST)
+        running.flush()
+        monkeypatch.setattr(index, "groups", lambda: known)
+        session_rows.end_leases(index)
+        monkeypatch.undo()
+        assert len(index.groups()) == 1
+
+
+def test_forgetting_a_session_leaves_what_others_name(running: Engine) -> None:
+    alice, bob = running.session("alice"), running.session("bob")
+    talk(alice, FIRST)
+    talk(alice, SECOND)  # another branch
+    talk(bob, "Hi")
+    running.flush()
+    kept = bob.tokens
+    gone = running.forget(session="alice")
+    assert gone.groups == ("session:alice",)
+    assert (alice.tokens, bob.tokens) == (0, kept)
+    assert pinned(running)[0] == 1
+    ids = {len(entry.ids) + entry.first for entry in running.store.tree.entries()}
+    assert max(ids) == kept, "the branch that was left is forgotten, too"
+    if running.store.disk:
+        assert running.store.audit()["groups"] == 1
+        assert sum(row.tokens for row in running.store.disk.index.rows()) == kept
+    for text in (FIRST, SECOND):
+        assert running.generate(chat(text, system=LONG), sampling=decode(1)).receipt.cached_tokens < kept
+    with pytest.raises(ConfigError, match="give one of them"):
+        running.forget(session="alice", group="alice")
+
+
+def test_a_tool_group_is_forgotten_with_sessions_on_it(running: Engine) -> None:
+    running.warm(LONG, name="tools")
+    session = running.session("alice")
+    said, _ = talk(session, FIRST)
+    assert session.generate(said[:-1], sampling=decode(4)).receipt.cached_tokens > 0
+    running.flush()
+    assert running.forget(group="tools").memory_pages >= 3
+    assert (len(running.store), running.store.audit().get("disk_pages", 0)) == (0, 0)
+    assert session.generate(said[:-1], sampling=decode(4)).receipt.cached_tokens == 0
+
+
+def test_an_answer_forgotten_while_it_ran_moves_no_session(running: Engine) -> None:
+    session = running.session("alice")
+    talk(session, FIRST)
+    stream = session.stream(chat(SECOND, system=LONG), sampling=decode(16))
+    next(stream)
+    running.forget(namespace="default")
+    assert len(stream.completion.ids) == 16
+    running.flush()
+    assert (session.tokens, *pinned(running)) == (0, 0, 0)
+    assert running.store.audit().get("groups", 0) == 0
+
+
+def test_a_session_forgotten_elsewhere_is_not_held_any_more(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as one, engine(model=models.build("qwen3", num_hidden_layers=2),
+        store=tmp_path / "store") as other:  # fmt: skip
+        session = one.session("alice")
+        said, _ = talk(session, FIRST)
+        one.flush()
+        assert other.forget(session="alice").pages > 0
+        assert session.tokens == 0
+        done = session.generate([*said, user(SECOND)], sampling=decode(4))
+        assert (done.receipt.resumed, done.receipt.cached_tokens) == ("", 0)
+
+
+# -- room --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_branch_that_was_left_goes_first(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        session = running.session("alice")
+        talk(session, FIRST)
+        left = {entry.key for entry in running.store.tree.entries()}
+        talk(running.session("bob"), FIRST, system="Other." + LONG)
+        talk(session, SECOND)
+        now = {entry.key for entry in running.store.tree.path(next(iter(running.store.tree.entries())).scope, _ids(running))}
+        running.flush()
+        assert running.store.disk
+        left -= now
+        assert left
+        assert {entry.key for entry in running.store.tree.entries()[: len(left)]} == left
+        assert {row.page_key for row in running.store.disk.index.victims(1)} <= left
+        check_store(running.store)
+
+
+def _ids(running: Engine) -> Any:
+    layout = running.renderer.render(chat(SECOND, system=LONG))
+    from agentcache.store.keys import as_ids
+
+    return as_ids(layout.ids)
+
+
+def test_pages_that_were_there_serve_a_session_as_prefixes(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        asked = chat(FIRST, "Noted.", SECOND, system="Hi.")
+        running.generate(asked, sampling=decode(4))
+        running.flush()
+        assert running.store.disk
+        assert Role.TURN in {row.role for row in running.store.disk.index.rows()}
+        running.session("alice").generate(asked, sampling=decode(4))
+        running.flush()
+        assert {row.role for row in running.store.disk.index.rows()} == {Role.PREFIX}
+
+
+def test_a_shorter_answer_supersedes_no_page_that_holds_it(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        session = running.session("alice")
+        for tokens in (8, 4):
+            session.generate(chat(FIRST, system=LONG), sampling=decode(tokens))
+        running.flush()
+        assert running.store.disk
+        [known] = running.store.disk.index.groups()
+        assert known.superseded == ()
+        assert {row.role for row in running.store.disk.index.rows()} == {Role.PREFIX}
+
+
+def test_a_memory_too_small_for_a_session_still_answers(model: Any, tmp_path: Path) -> None:
+    size = page_bytes(model)
+    for pages, store in ((0, None), (1, None), (3, tmp_path / "store")):
+        with engine(model=model, store=store, memory_bytes=pages * size) as running:
+            session = running.session("alice")
+            said, first = talk(session, FIRST)
+            done = session.generate([*said, user(SECOND)], sampling=decode(4))
+            assert len(done.ids) == 4
+            assert pinned(running) == (0, 0)
+            assert done.receipt.resumed == "extend"
+            assert running.store.bytes <= pages * size
+
+
+def test_sessions_pin_at_most_half_of_the_memory(model: Any) -> None:
+    with engine(model=model, store=None, memory_bytes=16 * page_bytes(model)) as running:
+        for name in "abcdef":
+            talk(running.session(name), FIRST, system=name + LONG)
+            assert 0 < pinned(running)[1] <= 8
+
+
+def test_an_idle_session_is_evictable(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model=model, store=None) as running:
+        session = running.session("alice")
+        talk(session, FIRST)
+        assert pinned(running)[0] == 1
+        monkeypatch.setattr(sessions, "IDLE_S", 0.0)
+        running.generate(chat("Hi"), sampling=decode(1))
+        assert pinned(running) == (0, 0)
+        assert session.tokens > 0
+
+
+def test_the_oldest_of_too_many_branches_are_deleted(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "SUPERSEDED", 1)
+    with engine(model=model, store=tmp_path / "store") as running:
+        session = running.session("alice")
+        for salt in range(4):
+            talk(session, long_text(20, salt), system="Hi.")
+            running.flush()
+        assert running.store.disk
+        assert len(list(running.store.disk.index.rows())) == 2
+        [known] = running.store.disk.index.groups()
+        assert len(known.superseded) == 1
+
+
+def test_a_disk_without_room_for_all_keeps_sessions_before_turns(model: Any, tmp_path: Path) -> None:
+    size = page_bytes(model)
+    with engine(model=model, store=StoreOptions(tmp_path / "store", disk_bytes=8 * size)) as running:
+        session = running.session("alice")
+        said, _ = talk(session, FIRST)
+        for salt in range(4):
+            running.generate([user(long_text(150, salt + 3))], sampling=decode(1))
+            running.flush()
+        running.store.clear()
+        done = session.generate([*said, user(SECOND)], sampling=decode(4))
+        assert done.receipt.disk_tokens == done.receipt.cached_tokens >= session.tokens - 700
+
+
+def test_a_store_that_fails_leaves_the_answer(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        session = running.session("alice")
+
+        def fail(*_: object) -> None:
+            raise StoreError("no disk")
+
+        monkeypatch.setattr(running.store, "record", fail)
+        assert len(talk(session, FIRST)[1].ids) == 4
+
+
+def page_bytes(model: Any) -> int:
+    with engine(model=model, store=None) as running:
+        assert running.model.spec
+        return running.model.spec.page_bytes
