@@ -7,7 +7,6 @@ beyond what the calibration allows, segment reuse is switched off for this engin
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..calibration import Calibration
+from ..divergence import divergence
 from ..errors import FAULTS, ReuseWarning
 from ..kv import PAGE_TOKENS, Page, Sequence
 from ..request import Running
@@ -44,14 +44,6 @@ class _Check:
     attached: bool = False
     kl: float = 0.0
     agreed: int = 0
-
-
-def divergence(exact: torch.Tensor, near: torch.Tensor) -> float:
-    """KL(exact ‖ near) of two rows of logits, in nats; infinite if they are not numbers."""
-    logs = torch.log_softmax(exact.double(), -1), torch.log_softmax(near.double(), -1)
-    share = logs[0].exp()
-    found = float(torch.where(share == 0, 0.0, share * (logs[0] - logs[1])).sum())
-    return max(0.0, found) if math.isfinite(found) else math.inf
 
 
 class DriftMonitor:
