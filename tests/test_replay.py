@@ -110,18 +110,23 @@ def test_a_page_of_nan_is_red_though_recomputed(running: Engine, file: Callable[
     assert (first.request, first.reason) == (2, "NON_FINITE")
 
 
+def tamper(options: StoreOptions, change: Callable[[Page], Any]) -> None:
+    """Wrong numbers with a right MAC in the first page on disk."""
+    disk = DiskTier(options)
+    row = next(row for row in disk.index.rows() if row.place == 0)
+    page = Page(stored_pages.spec_of(row))
+    stored_pages.fill_page(disk.folder, row, page, tokens=row.tokens)
+    change(page)
+    wrong = blob_io.write(disk.folder, row, page)
+    stored_pages.blob_path(disk.folder, wrong).replace(stored_pages.blob_path(disk.folder, row))
+    disk.close()
+
+
 def test_a_poisoned_page_on_disk_is_red(file: Callable[..., Path], tmp_path: Path) -> None:
     path, store = file(recorded(*QUESTIONS)), tmp_path / "store"
     code, said = cli(str(path), "--store", str(store), "--max-tokens", "4", "--json")
     assert (code, json.loads(said)["difference"]) == (0, None)
-    disk = DiskTier(StoreOptions(store))
-    row = next(row for row in disk.index.rows() if row.place == 0)
-    page = Page(stored_pages.spec_of(row))
-    stored_pages.fill_page(disk.folder, row, page, tokens=row.tokens)
-    page.layer_values[-1][0, 7, 0] += 1
-    wrong = blob_io.write(disk.folder, row, page)  # wrong numbers with a right MAC
-    stored_pages.blob_path(disk.folder, wrong).replace(stored_pages.blob_path(disk.folder, row))
-    disk.close()
+    tamper(StoreOptions(store), lambda page: page.layer_values[-1][0, 7, 0].add_(1))
     code, said = cli(str(path), "--store", str(store), "--max-tokens", "4", "--json")
     first = json.loads(said)["difference"]
     assert code == 1
@@ -146,6 +151,25 @@ def test_recorded_calls_are_compared_as_calls(running: Engine, file: Callable[..
     found = Replay(running, tokens=60, recorded=True).run(requests(file, [{"messages": asked, "tools": TOOLS, "response": answer}]))
     assert found.calls == 1
     assert (found.difference and (found.difference.way, found.difference.reason)) == (("off", "recorded") if changed else None)
+
+
+def test_pages_of_fewer_bits_are_held_to_calls(running: Engine, file: Callable[..., Path], tmp_path: Path) -> None:
+    asked, _ = calling(running)
+    wanted, options = (
+        requests(file, [{"messages": asked, "tools": TOOLS}]),
+        StoreOptions(tmp_path / "store", precision="int8", refuse_slow=False),
+    )
+    with Engine("embedded", store=options) as engine:
+        engine.generate(asked, TOOLS, sampling=Sampling(max_tokens=1))
+    with Engine("embedded", store=options) as engine:
+        found = Replay(engine, tokens=60).run(wanted)
+        assert (found.ways, found.calls, found.difference) == (("lossy", "exact"), 1, None)
+        assert found.bitwise == 2, "the lossy answer was not held to bits"
+    tamper(options, lambda page: [values.zero_() for values in page.layer_values])
+    with Engine("embedded", store=options) as engine:
+        first = Replay(engine, tokens=60).run(wanted).difference
+    assert first is not None
+    assert (first.way, first.reason, first.page) == ("lossy", "calls", None)
 
 
 @pytest.mark.parametrize(("kl", "reason"), [(10.0, None), (0.0, "kl")])
