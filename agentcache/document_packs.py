@@ -1,14 +1,41 @@
-"""Texts before they are learnt: their names, their digests, and the packs in which they are computed. Knows no engine."""
+"""Texts that are learnt: their names, their digests, the packs in which they are computed, and what became of them. Knows no engine."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ConfigError
 from .types import PASSAGES, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text that `learn` has computed."""
+
+    # name of its documents, and the caller's name of this text
+    name: str
+    source: str
+    # of the text and all that stands before it in a prompt
+    digest: str
+    tokens: int
+    # on disk
+    bytes: int
+    # the tool group that holds it
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """Outcome of one call of `learn`."""
+
+    documents: tuple[Document, ...]
+    # of the prompts that this call computed
+    computed_tokens: int = 0
+    # texts that were there already
+    known: int = 0
 
 
 def digest(*parts: bytes) -> str:

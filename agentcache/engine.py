@@ -259,6 +259,10 @@ class Engine(ProcessOwned, Documents):
         acts_from = self._adapters.acts_from(chosen, layout) if chosen else 0
         return probe(self.model, self.store, layout, namespace, self.scheduler.ms_per_token, chosen, acts_from)
 
+    def stats(self, namespace: str | None = None) -> dict[str, dict[str, float]]:
+        """Counts since the engine was made, by family and label, as `agentcache.counters` says; or those of one namespace's requests."""
+        return self.scheduler.stats(namespace)
+
     # -- adapters --------------------------------------------------------------------------------------------------
 
     def add_adapter(self, name: str, source: str | os.PathLike[str], *, scale: float = 1.0) -> str:
@@ -282,35 +286,19 @@ class Engine(ProcessOwned, Documents):
     # -- tool groups -----------------------------------------------------------------------------------------------
 
     def warm(
-        self,
-        system: str | None = None,
-        tools: Tools = (),
-        *,
-        name: str | None = None,
-        namespace: str = "default",
-        tools_order: ToolOrder = "given",
-        adapter: str | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> ToolGroup:
+        self, system: str | None = None, tools: Tools = (), *, name: str | None = None, namespace: str = "default",
+        tools_order: ToolOrder = "given", adapter: str | None = None, on_progress: Callable[[int, int], None] | None = None,
+    ) -> ToolGroup:  # fmt: skip
         """Compute the prefix of system prompt and tools, pin it, and name it. Warming a name again moves its pins to the new prefix."""
         messages = [Message("system", system)] if system else []
         return self.pin(messages, tools, name=name, namespace=namespace, tools_order=tools_order, adapter=adapter, on_progress=on_progress)
 
     def pin(
-        self,
-        messages: Seq[Message | Mapping[str, Any]],
-        tools: Tools = (),
-        *,
-        name: str | None = None,
-        namespace: str = "default",
-        tools_order: ToolOrder = "given",
-        group: str | None = None,
-        adapter: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        ttl_s: float | None = None,
-        lease: EngineLease | None = None,
+        self, messages: Seq[Message | Mapping[str, Any]], tools: Tools = (), *, name: str | None = None, namespace: str = "default",
+        tools_order: ToolOrder = "given", group: str | None = None, adapter: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, ttl_s: float | None = None, lease: EngineLease | None = None,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> ToolGroup:
+    ) -> ToolGroup:  # fmt: skip
         """The same for the start of a conversation: what every continuation of these messages begins with, but for what the
         template writes otherwise once more follows. Options as of `stream`. `release` ends it.
 
