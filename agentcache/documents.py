@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, SchemaError
@@ -89,7 +88,7 @@ class Documents:
         if isinstance(texts, Schema):
             if system or messages:
                 raise SchemaError(f"system={system!r:.80}, messages={messages!r:.80}: a schema's prompts begin with its own parts")
-            return self._learn_schema(texts, tools=tools, namespace=namespace, progress=progress)
+            return packs.learn_schema(self.learn, self._release, texts, tools=tools, namespace=namespace, progress=progress)
         check_name("name", name)
         if type(pack_tokens) is not int or pack_tokens < 1:
             raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
@@ -112,19 +111,6 @@ class Documents:
         self._release(name, namespace, lambda source, digest: source in digests and digest != digests[source])
         found = {one.source: one for one in self.documents(name, namespace=namespace)}
         return packs.Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))
-
-    def _learn_schema(self, schema: Schema, **given: Any) -> Learnt:
-        from .document_packs import Learnt
-
-        known = [
-            self.learn(texts, messages=[Message(schema.role, f"{before}{PASSAGES}")], name=schema.name, pack_tokens=1, **given)
-            for before, some in groupby(schema.modules(), lambda module: module.before)
-            for texts in [{module.source: module.text for module in some}]
-        ]
-        present = {module.source for module in schema.modules()}
-        self._release(schema.name, given["namespace"], lambda source, digest: source not in present)
-        documents = tuple(one for each in known for one in each.documents)
-        return Learnt(documents, sum(each.computed_tokens for each in known), sum(each.known for each in known))
 
     def documents(self, name: str | None = None, *, namespace: str | None = None) -> tuple[Document, ...]:
         """The texts that are learnt under this model's weights, of this and earlier processes; of one name or namespace."""

@@ -26,6 +26,7 @@
     │   ├── StoreFullError          the disk or the budget is full
     │   ├── StoreLostError          its folder was deleted, or made anew, while it was open
     │   └── BlobError               one page is damaged, cut short or not ours
+    ├── PolicyError                 a rule of the policy refuses a request or a pin
     └── EngineClosedError           the engine was closed                              (also RuntimeError)
         └── EngineForkedError       it was made before this process was forked
 
@@ -142,6 +143,10 @@ class OutOfMemoryError(GenerationError, MemoryError):
 
 class CancelledError(GenerationError):
     """The caller cancelled the stream before it ended."""
+
+
+class PolicyError(AgentCacheError):
+    """A rule of the engine's policy refuses a request or a pin."""
 
 
 class EngineClosedError(AgentCacheError, RuntimeError):

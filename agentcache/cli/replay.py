@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..terminal import bar, report_errors, say_json, shown
-from .store import JsonOption, count
+from .store import JsonOption, PolicyOption, count
 
 
 class Against(str, Enum):
@@ -27,6 +27,7 @@ def replay(
     calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="Also replay with segments, within its bounds.")] = None,
     chat_template: Annotated[Path | None, typer.Option(metavar="FILE", help="This chat template instead of the model's own.")] = None,
     store: Annotated[Path | None, typer.Option(metavar="DIR", help="Also replay over this store's pages; by default in memory.")] = None,
+    policy: PolicyOption = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the requests.")] = "default",
     transcripts: Annotated[bool, typer.Option("--transcripts", help="Each list of messages is a whole conversation.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Requests that are replayed, from the first one on.")] = 200,
@@ -43,7 +44,10 @@ def replay(
         requests, problems = read(source, transcripts, limit)
         known = None if calibration is None else Calibration.load(calibration)
         template = None if chat_template is None else read_template(chat_template)
-        with Engine(model, store=store, calibration=known, chat_template=template) as engine, bar("replaying", as_json) as tell:
+        with (
+            Engine(model, store=store, calibration=known, chat_template=template, policy=policy) as engine,
+            bar("replaying", as_json) as tell,
+        ):
             run = Replay(engine, known, namespace=namespace, tokens=max_tokens, recorded=against is Against.recorded)
             found = run.run(requests, lambda done: tell(done, len(requests)))
     if as_json:

@@ -165,7 +165,7 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
         named: dict[str, Any] = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
         made = engine.warm(group.system or None, group.tools, **named)
         if group.pinned:
-            check_quota(engine, made, tenant)
+            tenant.rule.check_pins(made, engine.groups, engine.release)
         else:
             engine.release(group.name, namespace=group.namespace)
         return made
@@ -174,14 +174,6 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
         return await anyio.to_thread.run_sync(warm)
     except AgentCacheError as error:
         raise ServerError.of(error) from error
-
-
-def check_quota(engine: Engine, made: ToolGroup, tenant: Tenant) -> None:
-    """Unpin a group with which the tenant would have more pages pinned than it may. ServerError 403: it would."""
-    others = sum(one.pages for one in engine.groups if one.namespace == tenant.namespace and one.name != made.name)
-    if tenant.pages is not None and others + made.pages > tenant.pages:
-        engine.release(made.name, namespace=made.namespace)
-        raise ServerError(403, f"this key may pin {tenant.pages} pages: {others} are pinned, {made.name!r} has {made.pages}", code="quota")
 
 
 def _about(group: Registered, made: ToolGroup | None, held: bool) -> dict[str, Any]:
