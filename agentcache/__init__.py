@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .caller_warnings import CallerWarnings
     from .client import RemoteEngine
-    from .documents import Document, Learnt
+    from .document_packs import Document, Learnt
     from .engine import Engine
     from .events import Chunk
     from .layout.declared import volatile
@@ -59,12 +59,12 @@ _LAZY = {
     "Chunk": "events",
     "Completion": "stream",
     "Delta": "answer.parser",
-    "Document": "documents",
+    "Document": "document_packs",
     "Engine": "engine",
     "EngineLease": "shared_engines",
     "foreign_settings": "foreign_settings",
     "InvalidCall": "answer.parser",
-    "Learnt": "documents",
+    "Learnt": "document_packs",
     "Loading": "model.loading",
     "MissWarnings": "miss_warnings",
     "ModelFacts": "model_facts",

@@ -1,14 +1,58 @@
-"""Texts before they are learnt: their names, their digests, and the packs in which they are computed. Knows no engine."""
+"""Texts that are learnt: their names, their digests, the packs in which they are computed, and what became of them. Knows no engine."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
 from .types import PASSAGES, Message
+
+if TYPE_CHECKING:
+    from .prompt_schema import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text that `learn` has computed."""
+
+    # name of its documents, and the caller's name of this text
+    name: str
+    source: str
+    # of the text and all that stands before it in a prompt
+    digest: str
+    tokens: int
+    # on disk
+    bytes: int
+    # the tool group that holds it
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """Outcome of one call of `learn`."""
+
+    documents: tuple[Document, ...]
+    # of the prompts that this call computed
+    computed_tokens: int = 0
+    # texts that were there already
+    known: int = 0
+
+
+def learn_schema(learn: Callable[..., Learnt], release: Callable[..., int], schema: Schema, **given: Any) -> Learnt:
+    """Learn the parts of a schema under its name, and release those that it has no more."""
+    known = [
+        learn(texts, messages=[Message(schema.role, f"{before}{PASSAGES}")], name=schema.name, pack_tokens=1, **given)
+        for before, some in groupby(schema.modules(), lambda module: module.before)
+        for texts in [{module.source: module.text for module in some}]
+    ]
+    present = {module.source for module in schema.modules()}
+    release(schema.name, given["namespace"], lambda source, digest: source not in present)
+    documents = tuple(one for each in known for one in each.documents)
+    return Learnt(documents, sum(each.computed_tokens for each in known), sum(each.known for each in known))
 
 
 def digest(*parts: bytes) -> str:

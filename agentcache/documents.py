@@ -9,8 +9,7 @@ Knows neither how a prompt is computed nor where pages lie.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, SchemaError
@@ -21,39 +20,13 @@ from .store.store import Store
 from .types import PASSAGES, Arrangement, Forgotten, Message, check_name
 
 if TYPE_CHECKING:
+    from .document_packs import Document, Learnt
     from .model.hf import HFModel
     from .prompt_schema import Schema
     from .store.tool_group import ToolGroup
     from .tool_groups import ToolGroups
 
 PACK_TOKENS = 2048  # of the passages that are learnt as one prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text that `learn` has computed."""
-
-    # name of its documents, and the caller's name of this text
-    name: str
-    source: str
-    # of the text and all that stands before it in a prompt
-    digest: str
-    tokens: int
-    # on disk
-    bytes: int
-    # the tool group that holds it
-    group: str
-
-
-@dataclass(frozen=True, slots=True)
-class Learnt:
-    """Outcome of one call of `learn`."""
-
-    documents: tuple[Document, ...]
-    # of the prompts that this call computed
-    computed_tokens: int = 0
-    # texts that were there already
-    known: int = 0
 
 
 class Documents:
@@ -115,7 +88,7 @@ class Documents:
         if isinstance(texts, Schema):
             if system or messages:
                 raise SchemaError(f"system={system!r:.80}, messages={messages!r:.80}: a schema's prompts begin with its own parts")
-            return self._learn_schema(texts, tools=tools, namespace=namespace, progress=progress)
+            return packs.learn_schema(self.learn, self._release, texts, tools=tools, namespace=namespace, progress=progress)
         check_name("name", name)
         if type(pack_tokens) is not int or pack_tokens < 1:
             raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
@@ -137,21 +110,12 @@ class Documents:
             told(done, sum(sizes.values()))
         self._release(name, namespace, lambda source, digest: source in digests and digest != digests[source])
         found = {one.source: one for one in self.documents(name, namespace=namespace)}
-        return Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))
-
-    def _learn_schema(self, schema: Schema, **given: Any) -> Learnt:
-        known = [
-            self.learn(texts, messages=[Message(schema.role, f"{before}{PASSAGES}")], name=schema.name, pack_tokens=1, **given)
-            for before, some in groupby(schema.modules(), lambda module: module.before)
-            for texts in [{module.source: module.text for module in some}]
-        ]
-        present = {module.source for module in schema.modules()}
-        self._release(schema.name, given["namespace"], lambda source, digest: source not in present)
-        documents = tuple(one for each in known for one in each.documents)
-        return Learnt(documents, sum(each.computed_tokens for each in known), sum(each.known for each in known))
+        return packs.Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))
 
     def documents(self, name: str | None = None, *, namespace: str | None = None) -> tuple[Document, ...]:
         """The texts that are learnt under this model's weights, of this and earlier processes; of one name or namespace."""
+        from .document_packs import Document
+
         self.check_open()
         token_bytes = self.model.spec.token_bytes if self.model.spec else 0
         return tuple(

@@ -100,6 +100,7 @@ class Engine(ProcessOwned, Documents):
         strict: bool | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         receipts: str | os.PathLike[str] | None = None,
+        policy: str | os.PathLike[str] | None = None,
         **loading: Unpack[Loading],
     ) -> None:
         super().__init__()
@@ -109,6 +110,9 @@ class Engine(ProcessOwned, Documents):
         if receipts is not None:
             from .receipt_log import ReceiptLog
         log = ReceiptLog(receipts) if receipts is not None else None
+        if policy is not None:
+            from .policy import Policy
+        self._policy = Policy.read(policy) if policy is not None else None
         named = getattr(getattr(model, "config", None), "_name_or_path", "")
         self.name = model if isinstance(model, str) else str(named or type(model).__name__)
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
@@ -120,6 +124,8 @@ class Engine(ProcessOwned, Documents):
             self.model.close()
             raise
         self.scheduler = Scheduler(Runner(self.model), self.store, chunk_tokens, log)
+        if self._policy is not None:
+            self._policy.attach(self.name, self.scheduler.lifecycle)
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
         self._end = weakref.finalize(self, _end, os.getpid(), self.scheduler, self.store, self.model)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
@@ -143,8 +149,7 @@ class Engine(ProcessOwned, Documents):
         """This process's engine for a model and these options: made for the first lease that asks, closed when the last is released."""
         from .shared_engines import shared_engine
 
-        shared: Engine = shared_engine(cls, model, tokenizer, lease, options)
-        return shared
+        return shared_engine(cls, model, tokenizer, lease, options)  # type: ignore[no-any-return]
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -158,12 +163,12 @@ class Engine(ProcessOwned, Documents):
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
-        stands at the tail, and is taken out of the system prompt if it stands there. turn: names this turn of its conversation: the calls'
-        ids depend on it, where a shortened history makes one prompt of two turns. reuse: as of the engine; a calibration means
-        "approximate" under it. group: a tool group whose recorded tool order `tools_order="sticky"` follows. session: the conversation that
-        this goes on, by name or as `session()` gives it. adapter: the name of one that was added; None asks the base. on_progress(done,
-        total): prompt tokens so far, called in the thread that reads the stream, while it waits for the first chunk. on_logits: called on
-        the device's thread with the logits that each token is drawn from, [vocab] in fp32; it must return soon and raise nothing.
+        stands at the tail, and is taken out of the system prompt. turn: names this turn of its conversation: the calls' ids depend on it,
+        where a shortened history makes one prompt of two turns. reuse: as of the engine; a calibration means "approximate" under it.
+        group: a tool group whose recorded tool order `tools_order="sticky"` follows. session: the conversation, by name or as of
+        `session()`. adapter: the name of one that was added; None asks the base. on_progress(done, total): prompt tokens so far,
+        called in the thread that reads the stream, until the first chunk. on_logits: called on the device's thread with each token's
+        logits, [vocab] in fp32; it must return soon and raise nothing. diagnose: "routes" puts those through experts into the receipt.
         """
         self.check_open()
         called, received = time.perf_counter(), self.store.heed()
@@ -177,6 +182,8 @@ class Engine(ProcessOwned, Documents):
         given = None if isinstance(consent, str) else consent
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
         account = Account.open(layout, namespace, self.name, called, self.redact, self.model.weights, chosen.digest if chosen else "")
+        if self._policy is not None:
+            accepted = self._policy.allow(account, adapter, accepted)
         thinks = asks_for_thought(template_kwargs)
         expected, guide = expect(layout, tools, constraint, self.grammars, sampling, namespace=namespace, thinks=thinks, redact=self.redact)
         for note in expected.notes:
@@ -192,6 +199,8 @@ class Engine(ProcessOwned, Documents):
         if accepted == "approximate" and chosen is None:
             running.ranges = self.approximate.begin(running, given)
         self.store.forget_late(namespace, received, self._forget_texts)
+        if self._policy is not None:
+            self._policy.begin(namespace, adapter, self.release)
         self.scheduler.submit(running)
         return Stream(running, finish)
 
@@ -252,7 +261,9 @@ class Engine(ProcessOwned, Documents):
         acts_from = self._adapters.acts_from(chosen, layout) if chosen else 0
         return probe(self.model, self.store, layout, namespace, self.scheduler.ms_per_token, chosen, acts_from)
 
-    # -- adapters --------------------------------------------------------------------------------------------------
+    def stats(self, namespace: str | None = None) -> dict[str, dict[str, float]]:
+        """Counts since the engine was made, by family and label, as `agentcache.counters` says; or those of one namespace's requests."""
+        return self.scheduler.stats(namespace)
 
     def add_adapter(self, name: str, source: str | os.PathLike[str], *, scale: float = 1.0) -> str:
         """Load a LoRA, rsLoRA, DoRA or Activated LoRA that PEFT saved, from a folder or the Hub; requests ask it by adapter=name.
@@ -304,6 +315,8 @@ class Engine(ProcessOwned, Documents):
         self.check_open()
         check_name("namespace", namespace)
         self._groups.check(name)
+        if self._policy is not None:
+            self._policy.check_name(namespace, adapter, name)
         shown = {"tools_order": tools_order, "template_kwargs": template_kwargs}
         chosen = None if adapter is None else self._adapters.find(adapter)
         if ttl_s is not None:
@@ -332,13 +345,15 @@ class Engine(ProcessOwned, Documents):
         self.store.forget_late(namespace, received, self._forget_texts)
         self.scheduler.submit(running)
         try:
-            for _ in Stream(running, None):
-                pass
+            deque(Stream(running, None), maxlen=0)
         except BaseException:
             self._groups.abandon(running, layout)
             raise
         names = [tool_name(tool) for tool in tools]
-        return self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
+        made = self._groups.hold(running, layout, name, tuple(sorted(names) if tools_order == "sorted" else names), called)
+        if self._policy is not None:
+            self._policy.check_pins(adapter, made, self._groups.all, self.release)
+        return made
 
     def release(self, name: str, *, namespace: str = "default") -> bool:
         """Unpin a tool group; its pages become evictable. False if there is none of that name."""

@@ -1,33 +1,14 @@
 """Every error agentcache raises on purpose. Knows nothing of models, stores or frameworks.
 
-    AgentCacheError
-    ├── ConfigError                 a setting or an argument that cannot work          (also ValueError)
-    │   ├── CalibrationError        a calibration that is missing, or of another model
-    │   └── ForeignPackageError     another package named agentcache came first on the path
-    ├── ModelError                  the model cannot be used
-    │   ├── ModelLoadError          path or id cannot be loaded                        (also OSError)
-    │   └── DeviceMapError          weights spread over several devices
-    ├── PromptError                 the request cannot become a prompt                 (also ValueError)
-    │   ├── MessageError            messages, tool calls or tool results are malformed
-    │   ├── ToolSchemaError         a tool is not a function schema
-    │   ├── TemplateError           no chat template, or it raised
-    │   ├── SchemaError             a prompt schema, or what it was asked for, cannot be
-    │   └── ContextOverflowError    prompt and one token longer than the model's context
-    ├── GenerationError             the request failed while it ran
-    │   ├── NonFiniteLogitsError    the model produced NaN or infinite logits
-    │   ├── WeightsChangedError     weights or adapters changed while it ran
-    │   ├── OutOfMemoryError        not enough memory even when the request ran alone  (also MemoryError)
-    │   └── CancelledError          the caller cancelled the stream
-    ├── StoreError                  the store on disk cannot do what was asked         (also OSError)
-    │   ├── StoreFormatError        written by another version, or encrypted with another key
-    │   ├── StorePermissionError    its folder belongs to, or is open to, another user
-    │   ├── StoreCorruptError       its index is damaged
-    │   ├── StoreBusyError          its index was locked for too long
-    │   ├── StoreFullError          the disk or the budget is full
-    │   ├── StoreLostError          its folder was deleted, or made anew, while it was open
-    │   └── BlobError               one page is damaged, cut short or not ours
-    └── EngineClosedError           the engine was closed                              (also RuntimeError)
-        └── EngineForkedError       it was made before this process was forked
+    AgentCacheError                       each docstring says when; in brackets, the built-in error that it is as well
+    ├── ConfigError (ValueError)          CalibrationError, ForeignPackageError
+    ├── ModelError                        ModelLoadError (OSError), DeviceMapError
+    ├── PromptError (ValueError)          MessageError, ToolSchemaError, TemplateError, SchemaError, ContextOverflowError
+    ├── GenerationError                   NonFiniteLogitsError, WeightsChangedError, OutOfMemoryError (MemoryError), CancelledError
+    ├── StoreError (OSError)              StoreFormatError, StorePermissionError, StoreCorruptError, StoreBusyError, StoreFullError,
+    │                                     StoreLostError, BlobError
+    ├── PolicyError
+    └── EngineClosedError (RuntimeError)  EngineForkedError
 
 StoreWarning and ReuseWarning, warnings, tell what a request need not fail for. A message states the value that was refused (`!r`) and the
 way out.
@@ -142,6 +123,10 @@ class OutOfMemoryError(GenerationError, MemoryError):
 
 class CancelledError(GenerationError):
     """The caller cancelled the stream before it ended."""
+
+
+class PolicyError(AgentCacheError):
+    """A rule of the engine's policy refuses a request or a pin."""
 
 
 class EngineClosedError(AgentCacheError, RuntimeError):

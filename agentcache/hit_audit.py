@@ -36,14 +36,13 @@ class _Check:
 class HitAudit:
     """Hits waiting to be checked. All calls on the device's thread.
 
-    checked, wrong: tokens compared so far, and pages found wrong.
+    run, checked, wrong: checks that came to an end, tokens compared so far, and pages found wrong.
     """
 
     def __init__(self, runner: Runner, store: Store) -> None:
         self.runner = runner
         self.store = store
-        self.checked = 0
-        self.wrong = 0
+        self.run = self.checked = self.wrong = 0
         self._waiting: deque[_Check] = deque()
 
     @property
@@ -106,8 +105,13 @@ class HitAudit:
                 self._wrong(check, done, page) if self._holds(check) else self._drop()
                 return
         if done == len(check.ids):
+            self.run += 1
             self._count(checked=1)
             self._drop()
+
+    def counts(self) -> dict[str, dict[str, float]]:
+        """Checks of hits that were run, tokens compared, and pages found wrong."""
+        return {"audits": {"run": self.run, "failed": self.wrong, "tokens": self.checked}}
 
     def _holds(self, check: _Check) -> bool:
         """Tell whether the weights are still those of the hit: else the pages are right and the comparison is not."""
@@ -129,6 +133,7 @@ class HitAudit:
             why += f"; it could not be quarantined: {error}"
         with suppress(StoreWarning):  # an error where warnings are errors: not on the thread that serves all requests
             warnings.warn(f"{why}: it is not used again; `agentcache verify --fix` removes it", StoreWarning, stacklevel=2)
+        self.run += 1
         self.wrong += 1
 
     def _count(self, **counts: int) -> None:

@@ -185,7 +185,8 @@ class Account:
         receipt.cached_tokens = receipt.computed_tokens = receipt.segment_tokens = receipt.halo_tokens = receipt.copied_tokens = 0
         receipt.disk_tokens = receipt.disk_bytes = receipt.exact_until = receipt.resumed_tokens = receipt.shared_layers = 0
         receipt.load_ms = receipt.queue_ms = receipt.match_ms = 0.0
-        receipt.refusals, receipt.segments, receipt.sealed, receipt.precision, receipt.bitwise = (), (), (), "exact", False
+        receipt.segments, receipt.sealed, receipt.precision, receipt.bitwise = (), (), "exact", False
+        receipt.refusals = tuple(known for known in receipt.refusals if known.reason == Reason.POLICY)
 
     def record_note(self, note: str) -> None:
         """Add words for the caller."""

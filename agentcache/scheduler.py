@@ -10,8 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,13 +27,16 @@ from .store.store import Store
 from .types import FinishReason
 
 if TYPE_CHECKING:
+    from .counters import Counters, Stats
     from .hit_audit import HitAudit
+    from .receipt import Receipt
     from .receipt_log import ReceiptLog
 
 STEP_MS = 330.0  # a round that also decodes should take about this long: nineteen of twenty then stay below half a second
 POLL_S = 0.002  # between two looks at a request whose pages are on their way, while nothing else runs
 MIN_FILL = 4  # tokens of a prompt that go along in any case
 PATIENCE = 4  # rounds that a prompt gives way to shorter ones
+UNCOUNTED = 64  # receipts that may wait to be counted
 MAX_DECODING = MAX_ROWS // 2  # requests that get a token in one round; with more, they take turns
 
 Pack = list[tuple[Running, Work]]
@@ -51,6 +54,10 @@ class IdleWork(Protocol):
         """Do a little."""
         ...
 
+    def counts(self) -> Stats:
+        """Tell what it found so far, by family and label."""
+        ...
+
 
 class Scheduler:
     """The device's one thread. submit() from any thread; close() ends it after the running round.
@@ -63,8 +70,9 @@ class Scheduler:
         self.store = store
         self.lifecycle = Lifecycle(runner, store)
         self._log = log
-        if log is not None:
-            self.lifecycle.ended = partial(self._write, log)
+        self.lifecycle.ended = self._ended
+        self._receipts: deque[tuple[Receipt, bool]] = deque()  # of requests that ended, until they are counted
+        self._counters: Counters | None = None
         self.hit_audit: HitAudit | None = None
         if store.disk:
             from .hit_audit import HitAudit
@@ -82,6 +90,27 @@ class Scheduler:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="agentcache-device", daemon=True)
         self._thread.start()
+
+    @property
+    def counters(self) -> Counters:
+        """Counts of requests that ended: loaded for the first who asks, or once many wait to be counted."""
+        with self._gate:
+            if self._counters is None:
+                from .counters import Counters
+
+                self._counters = Counters(self._receipts)
+                self.store.on_deletion(self._counters.forget)
+            return self._counters
+
+    def stats(self, namespace: str | None) -> Stats:
+        """Counts by family and label; without a namespace also those of the device and the store."""
+        found = self.counters.told(namespace)
+        if namespace is None:
+            for work in self.idle:
+                found |= work.counts()
+            found["queue"] = {"waiting": self._inbox.qsize() + len(self._waiting), "running": len(self._live)}
+            found["store"] = dict(self.store.tree.audit())
+        return found
 
     @property
     def live(self) -> int:
@@ -223,9 +252,15 @@ class Scheduler:
         self._remove(request)
         self.lifecycle.fail(request, error, reason)
 
-    def _write(self, log: ReceiptLog, request: Running) -> str:
+    def _ended(self, request: Running) -> str:
+        """Leave the receipt of a request that ended to the counters and the log; why the log does not have it, if so."""
         receipt, saved_ms = request.receipt, request.receipt.cached_tokens * self.ms_per_token
-        return log.append(receipt, request.ids.array(receipt.prompt_tokens), request.provenance.fingerprint, saved_ms)
+        self._receipts.append((receipt, request.asked.fill_only))
+        if len(self._receipts) >= UNCOUNTED:
+            self.counters.add()
+        if self._log is None:
+            return ""
+        return self._log.append(receipt, request.ids.array(receipt.prompt_tokens), request.provenance.fingerprint, saved_ms)
 
     def _remove(self, request: Running) -> None:
         for among in (self._live, self._waiting):

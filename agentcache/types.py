@@ -178,6 +178,7 @@ class Reason(str, Enum):
     PROBE = "PROBE", "a segment's recomputed head differs too much from its stored one"
     UNSURE = "UNSURE", "a choice after moved text was closer than the calibrated margin: made again with everything computed"
     ADAPTER = "ADAPTER", "the adapter computes these tokens, or their upper layers, otherwise than what is cached"
+    POLICY = "POLICY", "a rule of the policy does not allow this reuse"
     DRIFT = "DRIFT", "segment reuse is switched off: sampled answers drifted beyond the calibrated bound"
 
     __str__ = str.__str__

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from agentcache.approximate.calibrate.trials import bound, nothing_kept, stored_as
-from agentcache.approximate.drift_monitor import divergence
 from agentcache.bench.quality import ANSWER_TOKENS, hermes
 from agentcache.bench.quality_score import Ratio, Said, right, same
 from agentcache.calibration import Calibration
+from agentcache.divergence import divergence
 from agentcache.engine import Engine
 from agentcache.model.hf import HFModel
 from agentcache.receipt import Receipt

@@ -7,9 +7,8 @@ beyond what the calibration allows, segment reuse is switched off for this engin
 from __future__ import annotations
 
 import logging
-import math
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from ..calibration import Calibration
+from ..counters import Stats, by_family, observed
+from ..divergence import divergence
 from ..errors import FAULTS, ReuseWarning
 from ..kv import PAGE_TOKENS, Page, Sequence
 from ..request import Running
@@ -46,14 +47,6 @@ class _Check:
     agreed: int = 0
 
 
-def divergence(exact: torch.Tensor, near: torch.Tensor) -> float:
-    """KL(exact ‖ near) of two rows of logits, in nats; infinite if they are not numbers."""
-    logs = torch.log_softmax(exact.double(), -1), torch.log_softmax(near.double(), -1)
-    share = logs[0].exp()
-    found = float(torch.where(share == 0, 0.0, share * (logs[0] - logs[1])).sum())
-    return max(0.0, found) if math.isfinite(found) else math.inf
-
-
 class DriftMonitor:
     """Requests waiting to be checked. All calls on the device's thread.
 
@@ -67,6 +60,7 @@ class DriftMonitor:
         self._switch_off: Callable[[str], None] | None = switch_off
         self.checked = 0
         self._served = 0
+        self._counts: Counter[tuple[str, str]] = Counter()
         self._waiting: deque[_Check] = deque()
         self._seen: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
 
@@ -84,6 +78,10 @@ class DriftMonitor:
     def top1(self) -> float:
         """Share of equal first choices in the last comparisons; 1 before the first."""
         return sum(top1 for _, top1 in self._seen) / len(self._seen) if self._seen else 1.0
+
+    def counts(self) -> Stats:
+        """A histogram of KL per token, over all comparisons."""
+        return by_family(sorted(self._counts.items()))
 
     def consider(self, running: Running, calibration: Calibration) -> None:
         """Perhaps choose this request, which was served with segments or goes on after some; its sequence is still there."""
@@ -149,6 +147,7 @@ class DriftMonitor:
 
     def _conclude(self, check: _Check) -> None:
         self.checked += 1
+        self._counts += observed("watch_kl", check.kl / COMPARED)
         self._seen.append((check.kl / COMPARED, check.agreed / COMPARED))
         log.info("segment reuse: KL %.2e nats per token, %d of %d first choices equal", check.kl / COMPARED, check.agreed, COMPARED)
         if self._switch_off is None or len(self._seen) < ENOUGH or self.kl <= check.bound:

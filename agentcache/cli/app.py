@@ -21,6 +21,7 @@ from ..bench.options import to_write, write
 from ..terminal import facts, report_errors, say_json
 from . import lint, receipts, upkeep
 from . import store as stores
+from .replay import replay
 from .serve import serve
 
 app = typer.Typer(
@@ -45,6 +46,7 @@ for _verb in (
     upkeep.prune,
     upkeep.export,
     lint.lint,
+    replay,
     calibrate,
     serve,
 ):

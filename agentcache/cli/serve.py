@@ -12,7 +12,7 @@ import typer
 from ..bench.options import Dtype, WeightsOption
 from ..errors import ConfigError
 from ..terminal import report_errors
-from .store import StoreOption
+from .store import PolicyOption, StoreOption
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -35,6 +35,7 @@ def serve(
     dtype: Annotated[Dtype | None, typer.Option(help="Type of the weights; by default as they were saved.")] = None,
     weights: WeightsOption = None,
     bits: Annotated[int | None, typer.Option(help="Quantize the weights with bitsandbytes: 4 (NF4) or 8 (int8).")] = None,
+    policy: PolicyOption = None,
     store: StoreOption = None,
 ) -> None:
     """Serve models over HTTP: OpenAI's API, the cache's own, and a page."""
@@ -57,7 +58,13 @@ def serve(
         if bits not in (None, 4, 8):
             raise ConfigError(f"--bits={bits!r}: must be 4 or 8")
         loading = {"dtype": dtype and dtype.value, "weights": weights and weights.value}
-        options = {**loading, "load_in_4bit": bits == 4, "load_in_8bit": bits == 8, **({} if store is None else {"store": store})}
+        options = {
+            **loading,
+            "load_in_4bit": bits == 4,
+            "load_in_8bit": bits == 8,
+            "policy": policy,
+            **({} if store is None else {"store": store}),
+        }
         adapters = dict(_adapter(said) for said in adapter or ())
         served = [
             _served(said, {**options, "adapters": {} if number else adapters}, None if number else warm, system)

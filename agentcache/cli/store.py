@@ -40,6 +40,7 @@ class Order(str, Enum):
 
 StoreOption = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="The store's folder; by default AGENTCACHE_DIR, else the user's cache folder.")]  # fmt: skip # noqa: E501
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+PolicyOption = Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of rules: what each namespace may ask for.")]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a tool group, or session:NAME; never a path.")]
 NamespaceOption = Annotated[str | None, typer.Option(help="Only what is in this namespace.")]
 AdapterOption = Annotated[str | None, typer.Option(metavar="DIGEST", help="Only of this adapter: first characters of its digest.")]

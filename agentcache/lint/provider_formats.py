@@ -6,12 +6,13 @@ What cannot be used is told to `note` and left out or kept as text: one odd mess
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from .server_history import ServerHistories, conversation_id
-from .values import Call, Note, Request, Said, Shown
+from .values import Call, Note, NoteAt, Request, Said, Shown
 
 _WRAPPERS = ("request", "body", "req", "payload", "kwargs", "params", "data", "json", "attributes")
 _TRACKS = ("conversation_id", "conversation", "session_id", "session", "thread_id", "thread", "chat_id", "episode_id", "episode")
@@ -28,6 +29,17 @@ class ProviderFormats:
 
     transcripts: bool = False
     _histories: ServerHistories = field(default_factory=ServerHistories, repr=False)
+
+    def read(self, values: Iterable[tuple[int, Any]], note: NoteAt) -> Iterator[Request]:
+        """The requests in all (line, value) of a source, numbered from 1; note(line, said, *values) hears what cannot be used."""
+        number = 1
+        for line, value in values:
+            try:
+                for request in self.requests(value, line, number, partial(note, line)):
+                    yield request
+                    number += 1
+            except RecursionError:
+                note(line, "nested too deeply: left out")
 
     def requests(self, value: Any, line: int, first: int, note: Note) -> Iterator[Request]:
         """The requests in one value of the source, numbered from `first`."""

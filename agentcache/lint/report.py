@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,15 +141,9 @@ class _Run:
             self._report.unread += 1
 
     def _requests(self) -> Iterator[Request]:
-        number = 1
-        for line, value in self._values:
-            try:
-                for request in self._formats.requests(value, line, number, partial(self._note, line)):
-                    first = self._options.tools_first
-                    yield request if first is None else replace(request, tools_first=first)
-                    number += 1
-            except RecursionError:
-                self._note(line, "nested too deeply: left out")
+        first = self._options.tools_first
+        for request in self._formats.read(self._values, self._note):
+            yield request if first is None else replace(request, tools_first=first)
 
     def _step(self, request: Request) -> None:
         track, before = self._conversations.place(request)

@@ -125,7 +125,7 @@ class Templated:
         if request.prompt is not None:
             text, frame = request.prompt, None
         else:
-            plain = plain_messages([_plain(said) for said in (*request.system, *request.history)])
+            plain = plain_messages([plain_message(said) for said in (*request.system, *request.history)])
             tools, added = self._listed(request)
             try:
                 text = self.template.render(plain, tools, True)
@@ -143,14 +143,14 @@ class Templated:
         """The tools as the template gets them, and the text that they add."""
         key = tuple(tool.text for tool in request.tools)
         if key not in self._tools:
-            tools = [_openai(json.loads(tool.text)) for tool in request.tools]
+            tools = [openai_tool(json.loads(tool.text)) for tool in request.tools]
             self._tools[key] = tools, (self.template.tools_text(tools, {}) or "") if tools else ""
             if len(self._tools) > 64:
                 self._tools.popitem(last=False)
         return self._tools[key]
 
 
-def _plain(said: Said) -> dict[str, Any]:
+def plain_message(said: Said) -> dict[str, Any]:
     """A message as chat templates expect it."""
     out: dict[str, Any] = {"role": said.role, "content": said.content}
     if said.reasoning:
@@ -179,7 +179,7 @@ def _numbered(plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _openai(tool: Any) -> dict[str, Any]:
+def openai_tool(tool: Any) -> dict[str, Any]:
     """A tool as chat templates expect it."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

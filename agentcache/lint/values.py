@@ -16,6 +16,12 @@ class Note(Protocol):
     def __call__(self, said: str, *values: object) -> None: ...
 
 
+class NoteAt(Protocol):
+    """The same, with the line of the source."""
+
+    def __call__(self, line: int, said: str, *values: object) -> None: ...
+
+
 class Cause(str, Enum):
     """The cause that a prompt is not the previous prompt and more."""
 

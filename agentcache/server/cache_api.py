@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import Field
 
 from .. import __version__
@@ -164,7 +165,7 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
         named: dict[str, Any] = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
         made = engine.warm(group.system or None, group.tools, **named)
         if group.pinned:
-            check_quota(engine, made, tenant)
+            tenant.rule.check_pins(made, engine.groups, engine.release)
         else:
             engine.release(group.name, namespace=group.namespace)
         return made
@@ -173,14 +174,6 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
         return await anyio.to_thread.run_sync(warm)
     except AgentCacheError as error:
         raise ServerError.of(error) from error
-
-
-def check_quota(engine: Engine, made: ToolGroup, tenant: Tenant) -> None:
-    """Unpin a group with which the tenant would have more pages pinned than it may. ServerError 403: it would."""
-    others = sum(one.pages for one in engine.groups if one.namespace == tenant.namespace and one.name != made.name)
-    if tenant.pages is not None and others + made.pages > tenant.pages:
-        engine.release(made.name, namespace=made.namespace)
-        raise ServerError(403, f"this key may pin {tenant.pages} pages: {others} are pinned, {made.name!r} has {made.pages}", code="quota")
 
 
 def _about(group: Registered, made: ToolGroup | None, held: bool) -> dict[str, Any]:
@@ -215,7 +208,7 @@ async def groups(request: Request) -> Response:
 
 
 def _groups(state: ServerState, namespace: str | None) -> list[dict[str, Any]]:
-    engines = {model.name: model.engine for model in state.models.all if model.engine is not None}
+    engines = state.models.engines
     pinned = {(name, one.namespace, one.name): one for name, engine in engines.items() for one in engine.groups}
     asked: dict[tuple[str, str | None], list[int]] = {}  # cached tokens of the last requests that wanted reuse
     for record in state.records.last(namespace, 1 << 30):
@@ -325,13 +318,12 @@ async def status(request: Request, last: Annotated[int, Query(ge=0, le=200)] = 2
 def _status(state: ServerState, tenant: Tenant, last: int) -> dict[str, Any]:
     namespace = None if tenant.admin else tenant.namespace
     records = state.records.last(namespace, 1 << 30)
-    receipts = [record.receipt for record in records if record.receipt is not None]
-    reasons: dict[str, int] = {}
-    for receipt in receipts:
-        for refusal in receipt.refusals:
-            reasons[str(refusal.reason)] = reasons.get(str(refusal.reason), 0) + 1
-    prompt = sum(receipt.prompt_tokens for receipt in receipts)
-    cached = sum(receipt.cached_tokens for receipt in receipts)
+    sums: dict[str, Counter[str]] = {"tokens": Counter(), "refusals": Counter()}
+    for engine in state.models.engines.values():
+        for family, counts in engine.stats(namespace).items():
+            sums.get(family, Counter()).update(counts)
+    cached = sum(sums["tokens"][source] for source in ("memory", "disk", "segment"))
+    prompt = cached + sums["tokens"]["computed"]
     return {
         "version": __version__,
         "namespace": tenant.namespace,
@@ -339,7 +331,7 @@ def _status(state: ServerState, tenant: Tenant, last: int) -> dict[str, Any]:
         "groups": _groups(state, namespace),
         "requests": {"running": state.tenants.running if tenant.admin else tenant.running, "known": len(records)},
         "tokens": {"prompt": prompt, "cached": cached, "hit_share": cached / prompt if prompt else 0.0},
-        "refusals": reasons,
+        "refusals": sums["refusals"],
         "last": [record.as_dict() for record in records[:last]],
     }
 
@@ -394,4 +386,4 @@ async def metrics(request: Request) -> Response:
     """Counters for Prometheus."""
     if not _tenant(request).admin:
         raise ServerError(403, "this key may not read the metrics", kind="permission_error", code="forbidden")
-    return Response(_state(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(_state(request).metrics), media_type=CONTENT_TYPE_LATEST)

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..errors import ConfigError
 from ..types import Constraint, Rendering, Reuse, Sampling, ToolOrder
 from .answers import EVENTS, Answer, EventStream, opened, sse
-from .cache_api import check_quota
 from .chat import failed_event
 from .schemas import Messages, Text
 from .served_models import adapter_of
@@ -175,7 +174,7 @@ async def pin(body: PinBody, request: Request) -> Response:
 
     def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
         made = engine.pin(body.messages, body.tools, namespace=tenant.namespace, **body.options(engine))
-        check_quota(engine, made, tenant)
+        tenant.rule.check_pins(made, engine.groups, engine.release)
         return asdict(made)
 
     return JSONResponse(await _run(request, body.model, work))

@@ -25,7 +25,7 @@ class Record:
     path: str
     # name of the registered tool group that the prompt begins with
     group: str | None
-    changed: Callable[[Record], None]
+    changed: Callable[[], None]
     state: Literal["running", "done", "failed", "cancelled"] = "running"
     error: str = ""
     began: float = field(default_factory=time.time)
@@ -46,7 +46,7 @@ class Record:
     def _settle(self, state: Literal["done", "failed", "cancelled"], *, error: str = "", receipt: Receipt | None = None) -> None:
         if self.state == "running":
             self.state, self.error, self.receipt = state, error, receipt
-            self.changed(self)
+            self.changed()
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: without names of other tenants' things, and without content."""
@@ -59,16 +59,15 @@ class Records:
 
     def __init__(self) -> None:
         self._by_id: OrderedDict[str, Record] = OrderedDict()
-        self._listeners: list[Callable[[Record], None]] = []
         self._waiting: set[asyncio.Event] = set()
         self.changes = 0
 
     def open(self, identity: str, namespace: str, model: str, path: str, group: str | None = None) -> Record:
         """A record of a request that begins."""
-        record = self._by_id[identity] = Record(identity, namespace, model, path, group, self._tell)
+        record = self._by_id[identity] = Record(identity, namespace, model, path, group, self.wake)
         while len(self._by_id) > RECORDS:
             self._by_id.popitem(last=False)
-        self._tell(record)
+        self.wake()
         return record
 
     def find(self, identity: str, namespace: str | None) -> Record | None:
@@ -81,10 +80,6 @@ class Records:
         found = [record for record in reversed(self._by_id.values()) if namespace in (None, record.namespace)]
         return found[:count]
 
-    def on_change(self, listener: Callable[[Record], None]) -> None:
-        """Call `listener` when a request begins or ends."""
-        self._listeners.append(listener)
-
     async def wait(self, seconds: float) -> None:
         """Return at the next change, at the latest after so many seconds."""
         event = asyncio.Event()
@@ -95,13 +90,8 @@ class Records:
         finally:
             self._waiting.discard(event)
 
-    def _tell(self, record: Record) -> None:
-        for listener in self._listeners:
-            listener(record)
-        self.wake()
-
     def wake(self) -> None:
-        """Something else changed that the status shows."""
+        """Something changed that the status shows: a request begins or ends, or what there is besides."""
         self.changes += 1
         for event in self._waiting:
             event.set()

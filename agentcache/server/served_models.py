@@ -91,6 +91,11 @@ class ServedModels:
         """In the order in which they were named."""
         return list(self._models.values())
 
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """The engines of loaded models, by their names."""
+        return {model.name: model.engine for model in self.all if model.engine is not None and not model.engine.closed}
+
     def owner(self, name: str) -> str:
         """The name of the model that an adapter of this name belongs to; else the name."""
         return found.name if (found := self._named.get(name)) else name

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
+
 from ..errors import AgentCacheError
-from .metrics import Metrics
+from .metrics import registry
 from .records import Records
 from .registered_tools import Registered, RegisteredTools
 from .served_models import ServedModel, ServedModels, adapter_of
@@ -41,13 +43,12 @@ class ServerState:
     limits: Limits = field(default_factory=Limits)
     records: Records = field(default_factory=Records)
     responses: StoredResponses = field(default_factory=StoredResponses)
-    metrics: Metrics = field(init=False)
+    metrics: CollectorRegistry = field(init=False)
     # set when the server is about to end: running answers end with an error
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.models, self.tenants)
-        self.records.on_change(self.metrics.record)
+        self.metrics = registry(self.models, self.tenants)
         self.models.keep = self._unpin_lapsed
         for model in self.models.all:
             model.open = partial(self._opened, model, model.open)
@@ -67,7 +68,7 @@ class ServerState:
         """The tool groups of a namespace, None for all: those that are registered, then those that clients pinned through /v1/engine."""
         registered = self.tools.of(namespace)
         known = {(self.models.owner(group.model), group.namespace, group.name) for group in registered}
-        held = [(model.name, group) for model in self.models.all if model.engine is not None for group in model.engine.groups]
+        held = [(name, group) for name, engine in self.models.engines.items() for group in engine.groups]
         pinned = [
             Registered(group.name, group.namespace, model, "", [{"name": tool} for tool in group.tools], registered=False)
             for model, group in held

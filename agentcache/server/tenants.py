@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..policy import Rule
 from ..types import check_name
 from .errors import ServerError
 
@@ -40,10 +41,8 @@ class Tenant:
 
     name: str
     namespace: str
-    # requests at once
-    requests: int = REQUESTS
-    # pinned pages, None for no bound
-    pages: int | None = None
+    # its bounds of requests at once, and of pinned pages
+    rule: Rule
     # sees other namespaces and the metrics
     admin: bool = False
     # requests that run now
@@ -55,7 +54,7 @@ class Tenants:
 
     def __init__(self, keys: Mapping[str, Tenant] | None, most: int) -> None:
         self._keys, self._most = keys, most
-        self._local = Tenant("local", "default", most, admin=True)
+        self._local = Tenant("local", "default", Rule(requests=most), admin=True)
         self.running = 0
 
     @classmethod
@@ -97,9 +96,9 @@ class Tenants:
     @contextmanager
     def admit(self, tenant: Tenant) -> Iterator[None]:
         """Count one running request. ServerError 429: the tenant, or the server, runs as many as it may."""
-        if tenant.running >= tenant.requests or self.running >= self._most:
-            whose = "this key has" if tenant.running >= tenant.requests else "the server has"
-            bound = tenant.requests if tenant.running >= tenant.requests else self._most
+        most = self._most if tenant.rule.requests is None else tenant.rule.requests
+        if tenant.running >= most or self.running >= self._most:
+            whose, bound = ("this key has", most) if tenant.running >= most else ("the server has", self._most)
             raise ServerError(
                 429, f"{whose} {bound} requests running: wait for one to end", kind="rate_limit_error", code="too_many_requests",
                 headers={"Retry-After": str(RETRY_S)},
@@ -115,16 +114,13 @@ class Tenants:
 
 def _tenant(name: str, said: Any) -> tuple[str, Tenant]:
     """The digest of a tenant's key, and the tenant."""
-    known = {"key", "key_sha256", "namespace", "requests", "pages", "admin"}
-    if not isinstance(said, dict) or set(said) - known:
-        raise ConfigError(f"keys: {name!r} must be a table of {sorted(known)!r}")
+    known, bounds = {"key", "key_sha256", "namespace", "admin"}, {"requests", "pages"}
+    if not isinstance(said, dict) or said.keys() - known - bounds:
+        raise ConfigError(f"keys: {name!r} must be a table of {sorted(known | bounds)!r}")
     key, digest = said.get("key", ""), said.get("key_sha256", "")
     if bool(key) is bool(digest) or not isinstance(key, str) or not isinstance(digest, str) or len(key or digest) < 16:
         raise ConfigError(f"keys: {name!r} needs either a key of at least 16 characters or its key_sha256")
-    requests, pages = said.get("requests", REQUESTS), said.get("pages")
-    for setting, value in (("requests", requests), ("pages", 1 if pages is None else pages)):
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"keys: {name!r}: {setting}={value!r} must be a whole number of at least 1")
+    rule = Rule.of({"name": name, "requests": REQUESTS, **{key: said[key] for key in said.keys() & bounds}}, lambda key: f"keys: {name!r}")
     namespace, admin = said.get("namespace", name), said.get("admin", False)
     check_name("namespace", namespace)
     if not namespace:
@@ -132,4 +128,4 @@ def _tenant(name: str, said: Any) -> tuple[str, Tenant]:
     if type(admin) is not bool:
         raise ConfigError(f"keys: {name!r}: admin={admin!r} must be true or false")
     found = digest.lower() if digest else hashlib.sha256(key.encode()).hexdigest()
-    return found, Tenant(name, namespace, requests, pages, admin)
+    return found, Tenant(name, namespace, rule, admin)

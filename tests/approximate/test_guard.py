@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import torch
 
 from agentcache import Engine, Reason
 from agentcache.approximate.calibrations import place
-from agentcache.approximate.drift_monitor import divergence
 from agentcache.errors import CalibrationError, NonFiniteLogitsError
 from agentcache.kv import Sequence
 from agentcache.model.hf import HFModel
@@ -221,13 +219,6 @@ def test_non_finite_logits_without_segments_are_an_error(monkeypatch: pytest.Mon
         with pytest.raises(NonFiniteLogitsError):
             running.generate(OTHER, sampling=GREEDY)
         assert set(grades(running)) == {"exact"}
-
-
-def test_drift_of_what_is_no_number_is_infinite() -> None:
-    row = torch.tensor([1.0, 2.0, float("-inf")])
-    assert divergence(row, row) == 0.0, "what neither allows is no difference"
-    assert divergence(row, torch.tensor([1.0, float("nan"), 0.0])) == math.inf
-    assert divergence(torch.tensor([1.0, 2.0, 0.0]), row) == math.inf
 
 
 # -- the account ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from agentcache.errors import (
     EngineClosedError,
     GenerationError,
     MessageError,
+    PolicyError,
     ToolSchemaError,
 )
 from tests.serving import ALICE, ASKED, BOB, KEYS, SYSTEM, TIDE, Served, ready, serving
@@ -199,7 +200,7 @@ def test_keys_decide_the_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert alice.generate(ASKED, sampling=SHORT).receipt.namespace == "alice"
             assert bob.generate(ASKED, sampling=SHORT).receipt.cached_tokens == 0
             assert [bob.groups, bob.release("own")] == [(), False]
-            with pytest.raises(ConfigError, match="may pin 3 pages"):
+            with pytest.raises(PolicyError, match="may pin 3 pages"):
                 alice.warm(SYSTEM * 5, name="large")
             with pytest.raises(ConfigError, match="API key is unknown"):
                 nobody.stream(ASKED)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ...calibration import Calibration
+from ...divergence import divergence
 from ...engine import Engine
 from ...errors import AgentCacheError, ConfigError
 from ...kv import Page
@@ -30,7 +31,6 @@ from ...store.entry import common
 from ...store.keys import Ids, as_ids
 from ...traces import Answers, Call
 from ...types import Precision, Reuse, Sampling
-from ..drift_monitor import divergence
 from .shifts import Case
 
 LEAST = 32  # tokens of a repeat that the bound counts

@@ -1,0 +1,67 @@
+"""The verb that holds reuse against no reuse on recorded requests: replay. Knows options and files, compares nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..terminal import bar, report_errors, say_json, shown
+from .store import JsonOption, PolicyOption, count
+
+
+class Against(str, Enum):
+    """References of a replay."""
+
+    off = "off"
+    recorded = "recorded"
+
+
+def replay(
+    source: Annotated[str, typer.Argument(metavar="FILE | - | MODULE:OBJECT", help="Recorded requests, in any form that lint reads.")],
+    model: Annotated[str, typer.Option(help="Folder or Hugging Face id of a model.")] = "embedded",
+    against: Annotated[Against, typer.Option(help="off: reuse off; recorded: its calls against recorded ones, too.")] = Against.off,
+    calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="Also replay with segments, within its bounds.")] = None,
+    chat_template: Annotated[Path | None, typer.Option(metavar="FILE", help="This chat template instead of the model's own.")] = None,
+    store: Annotated[Path | None, typer.Option(metavar="DIR", help="Also replay over this store's pages; by default in memory.")] = None,
+    policy: PolicyOption = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the requests.")] = "default",
+    transcripts: Annotated[bool, typer.Option("--transcripts", help="Each list of messages is a whole conversation.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Requests that are replayed, from the first one on.")] = 200,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer that are compared.")] = 128,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask recorded requests without reuse and with it, and compare ids, bits and tool calls. Exit code 1 at the first difference."""
+    with report_errors():
+        from ..calibration import Calibration
+        from ..engine import Engine
+        from ..lint.templated import read_template
+        from ..replay import Replay, read
+
+        requests, problems = read(source, transcripts, limit)
+        known = None if calibration is None else Calibration.load(calibration)
+        template = None if chat_template is None else read_template(chat_template)
+        with (
+            Engine(model, store=store, calibration=known, chat_template=template, policy=policy) as engine,
+            bar("replaying", as_json) as tell,
+        ):
+            run = Replay(engine, known, namespace=namespace, tokens=max_tokens, recorded=against is Against.recorded)
+            found = run.run(requests, lambda done: tell(done, len(requests)))
+    if as_json:
+        say_json({"source": source, "model": model, "unread": len(problems), **asdict(found)})
+    else:
+        for why in (*problems, *found.why_left_out):
+            typer.echo(f"left out: {shown(why)}", err=True)
+        typer.echo(
+            f"{count(found.requests, 'request')} against reuse {Against.off.value} ({', '.join(found.ways)}): "
+            f"{found.cached_tokens:,} of {found.prompt_tokens:,} prompt tokens cached, {count(found.bitwise, 'answer')} compared bit by bit"
+        )
+    if (first := found.difference) is not None:
+        if not as_json:
+            place = "" if first.page is None else f"; page {first.page} is wrong from token {first.token} on, in span {first.span!r}"
+            whose = "" if first.conversation is None else f", conversation {first.conversation!r}"
+            typer.echo(shown(f"request {first.request} (line {first.line}{whose}), {first.way}: {first.reason}: {first.detail}{place}"))
+        raise typer.Exit(1)
