@@ -84,7 +84,7 @@ def test_a_tool_group_of_an_adapter_is_its_own(adapted: Served, local: Engine) -
         assert (told["model"], told["hits"]) == ("judge", 1)
 
 
-def test_an_unpinned_tool_group_of_an_adapter_has_its_own_size(tmp_path: Path, judge: Path) -> None:
+def test_an_unpinned_group_of_an_adapter_has_its_own_size(tmp_path: Path, judge: Path) -> None:
     with serving(model(judge, tmp_path), store=tmp_path) as served, ready(served).client() as http:
         base, made = (
             http.post("/tools", json={"name": "desk", "system": "A desk. " * count, "model": name}).json()
