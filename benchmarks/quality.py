@@ -22,7 +22,7 @@ import typer
 from rich.table import Table
 
 from agentcache.bench import quality, report
-from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, ThreadsOption, ToolsDir, names, numbers
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Loading, OwnModelOption, ThreadsOption, ToolsDir, names, numbers
 from agentcache.bench.quality import Ask, all_of, asking
 from agentcache.bench.quality_cases import PER_CATALOG, SPLITS, Case, Episode
 from agentcache.bench.quality_score import FIGURES, Said, figures
@@ -180,7 +180,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Option(help="Folder or Hugging Face id of a model; or the project's own small one.")] = "embedded",
+    model: OwnModelOption = "embedded",
     tools: Annotated[str, typer.Option(help="Tool counts, with commas.")] = "5,20,50",
     splits: Annotated[str, typer.Option(help="seen, held-out requests, unseen tools, unseen words.")] = "all",
     count: Annotated[int, typer.Option("--n", min=0, help="Requests per split and tool count.")] = 1000,

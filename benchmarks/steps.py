@@ -17,6 +17,7 @@ from agentcache.bench.options import (
     JsonOption,
     Loading,
     ModelOption,
+    RepeatsOption,
     ShapeOption,
     ThreadsOption,
     numbers,
@@ -84,7 +85,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 def steps(
     model: ModelOption = None,
     shape: ShapeOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 9,
+    repeats: RepeatsOption = 9,
     decode: Annotated[int, typer.Option(min=1, help="Tokens decoded.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from agentcache.bench import report, store
 from agentcache.bench.environment import Samples, machine, versions
-from agentcache.bench.options import Dtype, DtypeOption, JsonOption, Shape
+from agentcache.bench.options import Dtype, DtypeOption, JsonOption, RepeatsOption, Shape
 from agentcache.kv import PAGE_TOKENS
 from agentcache.kv_spec import KVSpec
 from agentcache.store.disk.disk_tier import DiskTier
@@ -111,7 +111,7 @@ def index_table(found: dict[str, Any]) -> Table:
 def main(
     shape: Annotated[Shape, typer.Option(help="A known shape: how large its pages are.")] = Shape.qwen3_06b,
     tokens: Annotated[int, typer.Option(min=1, help="How long the stored prompt is.")] = 2850,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 5,
+    repeats: RepeatsOption = 5,
     dtype: DtypeOption = Dtype.bfloat16,
     entries: Annotated[int, typer.Option(min=0, help="Also: opening and lookups with so many pages in the index.")] = 0,
     store_dir: Annotated[Path | None, typer.Option(help="Where the files are made and removed; a disk, not memory.")] = None,

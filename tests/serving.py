@@ -23,6 +23,7 @@ from agentcache.server.registered_tools import RegisteredTools
 from agentcache.server.served_models import ServedModel, ServedModels
 from agentcache.server.state import Limits, ServerState
 from agentcache.server.tenants import Tenants
+from tests import models
 
 TIDE = {
     "type": "function",
@@ -52,6 +53,15 @@ admin = true
 def embedded(store: Path | None) -> ServedModel:
     """The embedded model under its name."""
     return ServedModel("embedded", lambda say: Engine("embedded", store=store))
+
+
+def adapted(judge: Path, store: Path | None = None) -> ServedModel:
+    """A tiny model under the name "base", with this adapter of it under the name "judge"."""
+
+    def opened(say: object) -> Engine:
+        return Engine(models.build("qwen3"), models.toy_tokenizer(), store=store, adapters={"judge": judge})
+
+    return ServedModel("base", opened, adapters=("judge",))
 
 
 class Served:
@@ -103,6 +113,14 @@ def ready(served: Served) -> Served:
         while client.get("/ready").status_code != 200:
             time.sleep(0.02)
     return served
+
+
+@contextmanager
+def keyed(folder: Path) -> Iterator[Served]:
+    """A ready server of the embedded model that asks for KEYS, with a store in this folder."""
+    (folder / "keys.toml").write_text(KEYS)
+    with serving(store=folder / "store", keys=folder / "keys.toml") as one:
+        yield ready(one)
 
 
 def commanded(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[ServerState | None, str]:

@@ -19,8 +19,11 @@ from .options import (
     JsonOption,
     Loading,
     ModelOption,
+    OwnModelOption,
+    RepeatsOption,
     Shape,
     ShapeOption,
+    TailOption,
     ThreadsOption,
     ToolsDir,
     WeightsOption,
@@ -38,8 +41,8 @@ def latency(
     model: ModelOption = None,
     shape: ShapeOption = None,
     tools: Annotated[str, typer.Option(help="Tool counts, with commas.")] = "5,10,20,50,100",
-    tail: Annotated[int, typer.Option(min=1, help="Tokens after the tools: user turn and generation prompt.")] = 70,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 9,
+    tail: TailOption = 70,
+    repeats: RepeatsOption = 9,
     slow_repeats: Annotated[int | None, typer.Option(min=1, help="The same for what takes long: stock, static, off.")] = None,
     decode: Annotated[int, typer.Option(min=1, help="Tokens decoded after the first.")] = 8,
     dtype: DtypeOption = Dtype.bfloat16,
@@ -109,7 +112,7 @@ def serve(
     calls: Annotated[int, typer.Option(min=1, help="Calls of each agent; of a trace, at most so many of an episode.")] = 8,
     episodes: Annotated[int | None, typer.Option(min=1, help="At most so many of each trace.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 16,
-    model: Annotated[str, typer.Option(help="Folder or Hugging Face id of a model; or the project's own small one.")] = "embedded",
+    model: OwnModelOption = "embedded",
     transformers: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Also ask transformers serve, with weights of this type: auto, bfloat16, float32.")
     ] = None,
@@ -139,7 +142,7 @@ def serve(
 def store(
     shape: Annotated[Shape, typer.Option(help="A known shape: how large its pages are.")] = Shape.qwen3_06b,
     tokens: Annotated[int, typer.Option(min=1, help="How long the stored prompt is.")] = 2850,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 5,
+    repeats: RepeatsOption = 5,
     dtype: DtypeOption = Dtype.bfloat16,
     store_dir: Annotated[Path | None, typer.Option(help="Where the files are made and removed; a disk, not memory.")] = None,
     json_file: JsonOption = None,
@@ -163,9 +166,9 @@ def adapters(
     model: ModelOption = None,
     shape: ShapeOption = None,
     tools: Annotated[int, typer.Option(min=1, help="Tools before the turn.")] = 20,
-    tail: Annotated[int, typer.Option(min=1, help="Tokens after the tools: user turn and generation prompt.")] = 70,
+    tail: TailOption = 70,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")] = 3,
+    repeats: RepeatsOption = 3,
     count: Annotated[int, typer.Option("--adapters", min=1, help="Adapters that take turns on one tool group.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Requests of each of them.")] = 5,
     dtype: DtypeOption = Dtype.bfloat16,
@@ -222,7 +225,7 @@ def families(
 
 @app.command()
 def quality(
-    model: Annotated[str, typer.Option(help="Folder or Hugging Face id of a model; or the project's own small one.")] = "embedded",
+    model: OwnModelOption = "embedded",
     tools: Annotated[str, typer.Option(help="Tool counts, with commas.")] = "5,20,50",
     splits: Annotated[str, typer.Option(help="seen, held-out requests, unseen tools, unseen words.")] = "all",
     count: Annotated[int, typer.Option("--n", min=0, help="Requests per split and tool count.")] = 200,

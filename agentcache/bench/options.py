@@ -102,6 +102,9 @@ def write(path: Path, text: str) -> None:
 
 
 ModelOption = Annotated[str | None, typer.Option(help="Folder or Hugging Face id of a model; instead of --shape.")]
+OwnModelOption = Annotated[str, typer.Option(help="Folder or Hugging Face id of a model; or the project's own small one.")]
+TailOption = Annotated[int, typer.Option(min=1, help="Tokens after the tools: user turn and generation prompt.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Medians of how many, interleaved.")]
 ShapeOption = Annotated[Shape | None, typer.Option(help="A known shape with random weights: timing does not depend on them.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Type of the weights (of a --shape, or to load a --model in).")]
 IsaOption = Annotated[

@@ -82,6 +82,7 @@ def raw_ms(paths: Sequence[Path], buffer: bytearray) -> float:
 
 
 def ms(run: Callable[[], Any]) -> float:
+    """Milliseconds that a call takes."""
     began = time.perf_counter()
     run()
     return (time.perf_counter() - began) * 1e3

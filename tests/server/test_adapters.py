@@ -10,11 +10,9 @@ import pytest
 
 from agentcache import Engine, RemoteEngine
 from agentcache.errors import ConfigError
-from agentcache.server.served_models import ServedModel
-from tests import models
 from tests.engines import chat, decode
 from tests.saved_adapters import save
-from tests.serving import Served, commanded, ready, serving
+from tests.serving import Served, adapted, commanded, ready, serving
 
 ASKED = chat("When is high water?")
 
@@ -24,30 +22,22 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("judge"))
 
 
-def opened(judge: Path, store: Path | None = None) -> Engine:
-    return Engine(models.build("qwen3"), models.toy_tokenizer(), store=store, adapters={"judge": judge})
-
-
-def model(judge: Path, store: Path | None = None) -> ServedModel:
-    return ServedModel("base", lambda say: opened(judge, store), adapters=("judge",))
-
-
 @pytest.fixture(scope="module")
 def local(judge: Path) -> Iterator[Engine]:
-    with opened(judge) as engine:
+    with adapted(judge).open(print) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def adapted(judge: Path) -> Iterator[Served]:
-    with serving(model(judge)) as served:
-        yield ready(served)
+def served(judge: Path) -> Iterator[Served]:
+    with serving(adapted(judge)) as one:
+        yield ready(one)
 
 
 @pytest.mark.parametrize(("path", "said"), [("chat/completions", {"messages": ASKED}), ("completions", {"prompt": "When"})])
-def test_an_adapter_answers_under_its_name(path: str, said: Any, adapted: Served, local: Engine) -> None:
+def test_an_adapter_answers_under_its_name(path: str, said: Any, served: Served, local: Engine) -> None:
     prompt = said.get("messages", said.get("prompt"))
-    with adapted.client() as http:
+    with served.client() as http:
         assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["base", "judge"]
         for name, adapter in (("base", None), ("judge", "judge")):
             assert http.get(f"/v1/models/{name}").json()["id"] == name
@@ -57,9 +47,9 @@ def test_an_adapter_answers_under_its_name(path: str, said: Any, adapted: Served
             assert answer["x_agentcache"]["receipt"]["adapter"] == expected.receipt.adapter == local.adapters.get(name, "")
 
 
-def test_a_remote_engine_names_it_as_model_or_adapter(adapted: Served, local: Engine) -> None:
+def test_a_remote_engine_names_it_as_model_or_adapter(served: Served, local: Engine) -> None:
     expected = local.generate(ASKED, sampling=decode(6), adapter="judge")
-    with RemoteEngine(adapted.url) as base, RemoteEngine(adapted.url, model="judge") as other:
+    with RemoteEngine(served.url) as base, RemoteEngine(served.url, model="judge") as other:
         asked = {"sampling": decode(6)}
         assert base.generate(ASKED, **asked).ids == local.generate(ASKED, **asked).ids != expected.ids
         for done in (base.generate(ASKED, **asked, adapter="judge"), other.generate(ASKED, **asked)):
@@ -73,8 +63,8 @@ def test_a_remote_engine_names_it_as_model_or_adapter(adapted: Served, local: En
             base.generate(ASKED, adapter="critic")
 
 
-def test_a_tool_group_of_an_adapter_is_its_own(adapted: Served, local: Engine) -> None:
-    with adapted.client() as http:
+def test_a_tool_group_of_an_adapter_is_its_own(served: Served, local: Engine) -> None:
+    with served.client() as http:
         made = http.post("/tools", json={"name": "desk", "system": "A desk. " * 20, "tools": [], "model": "judge"}).json()
         assert made["model"] == "judge"
         answer = http.post("/query", json={"group": "desk", "question": "Why?", "max_tokens": 2}).json()
@@ -85,7 +75,7 @@ def test_a_tool_group_of_an_adapter_is_its_own(adapted: Served, local: Engine) -
 
 
 def test_an_unpinned_group_of_an_adapter_has_its_own_size(tmp_path: Path, judge: Path) -> None:
-    with serving(model(judge, tmp_path), store=tmp_path) as served, ready(served).client() as http:
+    with serving(adapted(judge, tmp_path), store=tmp_path) as served, ready(served).client() as http:
         base, made = (
             http.post("/tools", json={"name": "desk", "system": "A desk. " * count, "model": name}).json()
             for name, count in (("base", 40), ("judge", 20))
@@ -98,9 +88,9 @@ def test_an_unpinned_group_of_an_adapter_has_its_own_size(tmp_path: Path, judge:
 
 
 def test_a_restarted_server_pins_tool_groups_of_adapters(tmp_path: Path, judge: Path, local: Engine) -> None:
-    with serving(model(judge, tmp_path), store=tmp_path) as served, ready(served).client() as http:
+    with serving(adapted(judge, tmp_path), store=tmp_path) as served, ready(served).client() as http:
         http.post("/tools", json={"name": "desk", "system": "A desk. " * 20, "model": "judge"})
-    with serving(model(judge, tmp_path), store=tmp_path) as served:
+    with serving(adapted(judge, tmp_path), store=tmp_path) as served:
         [group] = ready(served).state.models.first.engine.groups  # type: ignore[union-attr]
         assert (group.name, group.adapter) == ("desk", local.adapters["judge"])
         assert group.computed_tokens < 2 < group.prefix_tokens

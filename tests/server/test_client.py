@@ -23,7 +23,7 @@ from agentcache.errors import (
     PolicyError,
     ToolSchemaError,
 )
-from tests.serving import ALICE, ASKED, BOB, KEYS, SYSTEM, TIDE, Served, ready, serving
+from tests.serving import ALICE, ASKED, BOB, SYSTEM, TIDE, Served, keyed, ready, serving
 
 SHORT = Sampling(max_tokens=24, logprobs=1)
 
@@ -76,6 +76,14 @@ def test_receipts_count_what_the_server_cached(remote: RemoteEngine) -> None:
     assert [str(one.reason) for one in second.refusals] == ["LAST_TOKEN"]
     assert remote.probe(ASKED, [TIDE]).memory_tokens == second.cached_tokens
     assert len(remote.renderer.render(ASKED, [TIDE]).ids) == second.prompt_tokens
+
+
+def test_a_receipt_is_whole_once_its_stream_has_ended(remote: RemoteEngine) -> None:
+    stream = remote.stream(ASKED, [TIDE], sampling=SHORT)
+    ids = [one for chunk in stream for one in chunk.ids]
+    receipt = stream.receipt
+    assert (receipt.completion_tokens, receipt.finish_reason) == (len(ids), "stop")
+    assert receipt is stream.completion.receipt
 
 
 def test_errors_keep_their_classes(remote: RemoteEngine, local: Engine) -> None:
@@ -192,9 +200,8 @@ def test_a_full_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_keys_decide_the_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "RETRY_S", 0.0)
-    (tmp_path / "keys.toml").write_text(KEYS)
-    with serving(store=tmp_path / "store", keys=tmp_path / "keys.toml") as one:
-        url = ready(one).url
+    with keyed(tmp_path) as one:
+        url = one.url
         with RemoteEngine(url, ALICE) as alice, RemoteEngine(url, BOB) as bob, RemoteEngine(url, "sk-unknown-0123456789") as nobody:
             alice.warm("You help at a harbour. " * 10, name="own")
             assert alice.generate(ASKED, sampling=SHORT).receipt.namespace == "alice"

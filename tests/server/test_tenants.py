@@ -10,15 +10,13 @@ import pytest
 
 from agentcache.errors import ConfigError
 from agentcache.server.tenants import Tenants
-from tests.serving import ADMIN, ALICE, ASKED, BOB, ENDLESS, KEYS, SYSTEM, TIDE, Served, ready, serving
+from tests.serving import ADMIN, ALICE, ASKED, BOB, ENDLESS, SYSTEM, TIDE, Served, keyed
 
 
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("keyed")
-    (folder / "keys.toml").write_text(KEYS)
-    with serving(store=folder / "store", keys=folder / "keys.toml") as one:
-        yield ready(one)
+@pytest.fixture(scope="module", name="keyed")
+def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with keyed(tmp_path_factory.mktemp("keyed")) as one:
+        yield one
 
 
 def test_a_key_is_asked_for(keyed: Served) -> None:
@@ -53,6 +51,28 @@ def test_what_is_someone_elses_is_not_there(keyed: Served) -> None:
         assert again["computed_tokens"] == made["prefix_tokens"], "nothing is shared between namespaces"
         assert bob.get("/metrics").status_code == 403
         assert admin.get("/metrics").status_code == 200
+
+
+def test_tenants_change_and_delete_their_own_groups_only(keyed: Served) -> None:
+    opening = {"messages": [{"role": "system", "content": "A tide table."}], "name": "pinned"}
+    with keyed.client(ALICE) as alice, keyed.client(BOB) as bob:
+        for tenant in (alice, bob):
+            assert tenant.post("/tools", json={"name": "same", "system": "A harbour."}).status_code == 200
+        assert alice.post("/v1/engine/pin", json=opening).status_code == alice.post("/tools", json={"name": "hers"}).status_code == 200
+        before = alice.get("/tools").json()
+        for name in ("pinned", "hers", "none"):
+            assert bob.patch(f"/tools/{name}", json={"pinned": False}).status_code == 404
+            assert bob.delete(f"/tools/{name}").status_code == bob.post("/v1/cache/forget", json={"group": name}).status_code == 404
+            assert bob.post("/v1/engine/release", json={"name": name}).json() == {"released": False}
+            assert bob.post("/v1/engine/forget", json={"group": name}).json()["memory_pages"] == 0
+        assert bob.patch("/tools/same", json={"pinned": False}).json()["pinned"] is False
+        assert bob.delete("/tools/same").json()["groups"] == ["same"]
+        for path in ("/v1/cache/forget", "/v1/engine/forget"):
+            assert bob.post(path, json={"older_than": 0}).status_code == 200
+        assert alice.get("/tools").json() == before
+        for name in ("same", "pinned", "hers"):
+            assert alice.patch(f"/tools/{name}", json={"pinned": True}).json()["pinned"] is True
+            assert alice.delete(f"/tools/{name}").json()["groups"] == [name]
 
 
 def test_pinned_pages_are_bounded(keyed: Served) -> None:

@@ -13,6 +13,7 @@ from ...bench.options import (
     JsonOption,
     Loading,
     ModelOption,
+    OwnModelOption,
     ShapeOption,
     ThreadsOption,
     ToolsDir,
@@ -137,7 +138,7 @@ def segments(
 
 
 def rag(
-    model: Annotated[str, typer.Option(help="Folder or Hugging Face id of a model; or the project's own small one.")] = "embedded",
+    model: OwnModelOption = "embedded",
     corpus: Annotated[Path | None, typer.Option(help="Passages (.json, .jsonl): texts, or objects with title and body.")] = None,
     questions: Annotated[Path | None, typer.Option(help="Questions as of HotpotQA or MultihopRAG; by default our own.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Passages of a prompt.")] = 6,

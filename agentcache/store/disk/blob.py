@@ -158,6 +158,7 @@ def opened(folder: Folder, row: Row) -> Iterator[Blob]:
 
 
 def same(row: Row, found: Row) -> None:
+    """BlobError if a blob, as `found` describes it, is not the one of this index row."""
     for name in SAME:
         if getattr(row, name) != getattr(found, name):
             raise BlobError(f"blob {row.blob!r} has {name} {getattr(found, name)!r}, its row says {getattr(row, name)!r}")

@@ -17,17 +17,16 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.agentcache import AgentCacheLLM
 
 from agentcache.errors import ConfigError, EngineClosedError
-from tests.serving import ALICE, KEYS, ready, serving
+from tests.saved_adapters import save
+from tests.serving import ALICE, adapted, keyed, ready, serving
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder: Path = tmp_path_factory.mktemp("served")
-    (folder / "keys.toml").write_text(KEYS)
-    with serving(store=folder / "store", keys=folder / "keys.toml") as one:
-        yield ready(one).url
+    with keyed(tmp_path_factory.mktemp("served")) as one:
+        yield one.url
 
 
 def test_an_agent_moves_to_a_server_by_one_argument(url: str, run: Callable[[Any], Any]) -> None:
@@ -66,6 +65,17 @@ def test_a_written_model_asks_for_its_key(url: str) -> None:
         AgentCacheLLM.from_dict(data)
     with AgentCacheLLM.from_dict(data, api_key=ALICE) as again:
         assert again.complete("When?").text
+
+
+def test_an_adapter_of_a_server_is_a_model_or_an_adapter(tmp_path: Path) -> None:
+    with serving(adapted(save(tmp_path))) as one:
+        given = {"base_url": ready(one).url, "max_tokens": 6}
+        with AgentCacheLLM(**given) as base, AgentCacheLLM(model="judge", **given) as named:
+            first, second, plain = (llm.complete("When?", **own) for llm, own in ((named, {}), (base, {"adapter": "judge"}), (base, {})))
+            assert first.text == second.text != plain.text
+            assert first.raw["receipt"]["adapter"] == second.raw["receipt"]["adapter"] != plain.raw["receipt"]["adapter"] == ""
+            with pytest.raises(ConfigError, match="there is none of that name"):
+                base.complete("When?", adapter="critic")
 
 
 def test_settings_of_a_server_are_refused() -> None:

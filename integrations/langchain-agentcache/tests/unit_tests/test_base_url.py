@@ -18,7 +18,8 @@ from langchain_agentcache.errors import EngineClosedError, ModelInvalidRequestEr
 from langchain_core.messages import AIMessage
 from langchain_core.tools import tool
 
-from tests.serving import ALICE, KEYS, ready, serving
+from tests.saved_adapters import save
+from tests.serving import ALICE, adapted, keyed, ready, serving
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
 
@@ -40,10 +41,8 @@ def cancel_order(order_id: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder: Path = tmp_path_factory.mktemp("served")
-    (folder / "keys.toml").write_text(KEYS)
-    with serving(store=folder / "store", keys=folder / "keys.toml") as one:
-        yield ready(one).url
+    with keyed(tmp_path_factory.mktemp("served")) as one:
+        yield one.url
 
 
 def test_an_agent_moves_to_a_server_by_one_argument(url: str) -> None:
@@ -78,6 +77,18 @@ def test_text_is_continued_by_a_server(url: str) -> None:
         remote, local = (llm.generate(["The keeper of the"]).generations[0][0] for llm in (there, here))
     assert remote.text == local.text
     assert remote.generation_info["logprobs"] == local.generation_info["logprobs"]
+
+
+def test_an_adapter_of_a_server_is_a_model_or_an_adapter(tmp_path: Path) -> None:
+    with serving(adapted(save(tmp_path))) as one:
+        given = {"base_url": ready(one).url, "max_tokens": 6}
+        for kind in (ChatAgentCache, AgentCacheLLM):
+            with kind(**given) as base, kind(model="judge", **given) as named, kind(adapter="judge", **given) as asked:
+                said = [named.invoke("When?"), asked.invoke("When?"), base.invoke("When?", adapter="judge"), base.invoke("When?")]
+            first, second, third, plain = (getattr(each, "content", each) for each in said)
+            assert first == second == third != plain
+            with kind(adapter="critic", **given) as wrong, pytest.raises(ModelInvalidRequestError, match="there is none of that name"):
+                wrong.invoke("When?")
 
 
 def test_settings_of_a_server_are_refused() -> None:
