@@ -32,12 +32,12 @@ def observed(family: str, value: float) -> Counter[tuple[str, str]]:
     return Counter({(family, f"{bounds[bisect_left(bounds, value)]:g}"): 1, (family, "sum"): value})  # type: ignore[dict-item]
 
 
-def of_receipt(receipt: Receipt, filled: bool) -> Counter[tuple[str, str]]:
-    """The counts of one request. filled: its prompt alone was asked for."""
+def of_receipt(receipt: Receipt, end: str) -> Counter[tuple[str, str]]:
+    """The counts of one request. end: the reason of its end, on the device."""
     memory = max(0, receipt.cached_tokens - receipt.disk_tokens - receipt.segment_tokens)
     found = {"computed": receipt.computed_tokens, "memory": memory, "disk": receipt.disk_tokens, "segment": receipt.segment_tokens}
     counts = Counter({("tokens", name): tokens for name, tokens in (found | {"completion": receipt.completion_tokens}).items()})
-    counts["requests", "filled" if filled else receipt.finish_reason or "failed"] = 1
+    counts["requests", end] = 1
     counts.update(("refusals", str(refusal.reason)) for refusal in receipt.refusals)
     if receipt.completion_tokens:
         counts += observed("ttft_s", receipt.ttft_ms / 1e3)
@@ -57,7 +57,7 @@ def by_family(counts: Iterable[tuple[tuple[str, str], float]]) -> Stats:
 class Counters:
     """Sums over requests. ended: receipts to be added, which the device's thread appends. Thread safe."""
 
-    def __init__(self, ended: deque[tuple[Receipt, bool]]) -> None:
+    def __init__(self, ended: deque[tuple[Receipt, str]]) -> None:
         self._ended, self._lock = ended, threading.Lock()
         self._all: Counter[tuple[str, str]] = Counter()
         self._own: NamespaceLRU[str, Counter[tuple[str, str]]] = NamespaceLRU(NAMESPACES)
@@ -66,8 +66,8 @@ class Counters:
         """Add the receipts that wait."""
         with self._lock:
             while self._ended:
-                receipt, filled = self._ended.popleft()
-                counts = of_receipt(receipt, filled)
+                receipt, end = self._ended.popleft()
+                counts = of_receipt(receipt, end)
                 self._all.update(counts)
                 self._own.put(receipt.namespace, "", (self._own.get(receipt.namespace, "") or Counter()) + counts)
 

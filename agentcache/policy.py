@@ -130,7 +130,7 @@ class Policy:
         def ended(running: Running) -> str:
             if not running.asked.fill_only:
                 with self._lock:
-                    self._running[running.asked.namespace] -= 1
+                    self._running -= Counter([running.asked.namespace])  # those that run none leave
             return inner(running) if inner is not None else ""
 
         lifecycle.ended = ended

@@ -71,7 +71,7 @@ class Scheduler:
         self.lifecycle = Lifecycle(runner, store)
         self._log = log
         self.lifecycle.ended = self._ended
-        self._receipts: deque[tuple[Receipt, bool]] = deque()  # of requests that ended, until they are counted
+        self._receipts: deque[tuple[Receipt, str]] = deque()  # of requests that ended, until they are counted
         self._counters: Counters | None = None
         self.hit_audit: HitAudit | None = None
         if store.disk:
@@ -255,7 +255,7 @@ class Scheduler:
     def _ended(self, request: Running) -> str:
         """Leave the receipt of a request that ended to the counters and the log; why the log does not have it, if so."""
         receipt, saved_ms = request.receipt, request.receipt.cached_tokens * self.ms_per_token
-        self._receipts.append((receipt, request.asked.fill_only))
+        self._receipts.append((receipt, "filled" if request.asked.fill_only else receipt.finish_reason or "failed"))
         if len(self._receipts) >= UNCOUNTED:
             self.counters.add()
         if self._log is None:

@@ -49,6 +49,14 @@ def test_tokens_from_disk_and_audits_are_counted(tmp_path: Path) -> None:
         assert second.stats()["audits"] == {"run": 1, "failed": 0, "tokens": receipt.cached_tokens}
 
 
+def test_an_answer_that_calls_ends_as_any_other() -> None:
+    tool = {"name": "get_invoice", "description": "Get an invoice.", "parameters": {"properties": {"number": {"type": "string"}}}}
+    with Engine("embedded", store=None) as running:
+        said = running.generate(chat("Get the invoice A-1204."), [{"type": "function", "function": tool}], sampling=Sampling(max_tokens=60))
+        assert said.message.tool_calls
+        assert running.stats()["requests"] == {"stop": 1}, "whoever reads the answer calls it tool_calls, at any time later"
+
+
 def test_ends_that_are_no_answers_are_counted(running: Engine) -> None:
     running.warm("You keep a lighthouse.", name="lamp")
     stream = running.stream(chat("Tell all."), sampling=decode(400))
