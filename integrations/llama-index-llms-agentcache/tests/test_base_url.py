@@ -67,7 +67,7 @@ def test_a_written_model_asks_for_its_key(url: str) -> None:
         assert again.complete("When?").text
 
 
-def test_an_adapter_of_a_server_is_a_model_or_an_adapter(tmp_path: Path) -> None:
+def test_a_servers_adapter_is_a_model_or_an_adapter(tmp_path: Path) -> None:
     with serving(adapted(save(tmp_path))) as one:
         given = {"base_url": ready(one).url, "max_tokens": 6}
         with AgentCacheLLM(**given) as base, AgentCacheLLM(model="judge", **given) as named:

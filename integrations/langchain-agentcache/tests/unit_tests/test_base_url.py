@@ -79,7 +79,7 @@ def test_text_is_continued_by_a_server(url: str) -> None:
     assert remote.generation_info["logprobs"] == local.generation_info["logprobs"]
 
 
-def test_an_adapter_of_a_server_is_a_model_or_an_adapter(tmp_path: Path) -> None:
+def test_a_servers_adapter_is_a_model_or_an_adapter(tmp_path: Path) -> None:
     with serving(adapted(save(tmp_path))) as one:
         given = {"base_url": ready(one).url, "max_tokens": 6}
         for kind in (ChatAgentCache, AgentCacheLLM):
