@@ -244,7 +244,7 @@ class Engine(ProcessOwned, Documents):
             from .tool_groups import ToolGroups
 
             with self._opening:
-                self._tool_groups = self._tool_groups or ToolGroups(self.store, self.model, self.name, self.fingerprint)
+                self._tool_groups = self._tool_groups or ToolGroups(self.scheduler, self.name, self.fingerprint)
         return self._tool_groups
 
     def probe(

@@ -1,8 +1,7 @@
 """The choice of requests for the next forward: one thread owns the device, many requests share it. Knows no prompts, only token ids.
 
-Each round: requests that decode get one token each; then prompts are filled, short ones first, with the rest of the row budget. While a
-request decodes, that budget is what fits in about STEP_MS, so a long prefill does not stall others. A long prompt waits while another
-long one is filled: it may find its own prefix computed when its turn comes.
+Each round: requests that decode get one token each; then prompts are filled, short ones first, with the rest of the row budget, which is
+bounded by STEP while a request decodes. A long prompt waits while another long one is filled: it may find its own prefix computed then.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ from .types import FinishReason
 if TYPE_CHECKING:
     from .counters import Counters, Stats
     from .hit_audit import HitAudit
+    from .read_ahead import ReadAhead
     from .receipt import Receipt
     from .receipt_log import ReceiptLog
 
-STEP_MS = 330.0  # a round that also decodes should take about this long: nineteen of twenty then stay below half a second
+STEP = 4.0  # a round that also fills a prompt should take so many times what one takes that only decodes
 POLL_S = 0.002  # between two looks at a request whose pages are on their way, while nothing else runs
 MIN_FILL = 4  # tokens of a prompt that go along in any case
 PATIENCE = 4  # rounds that a prompt gives way to shorter ones
@@ -78,6 +78,7 @@ class Scheduler:
             from .hit_audit import HitAudit
 
             self.hit_audit = HitAudit(runner, store)
+        self.read_ahead: ReadAhead | None = None  # of sessions
         self.idle: list[IdleWork] = [self.hit_audit] if self.hit_audit else []
         self.chunk_tokens = min(chunk_tokens, MAX_ROWS)
         self.ms_per_token = 0.0
@@ -156,6 +157,8 @@ class Scheduler:
         self._collect(self._patience())
         self._drop_cancelled()
         self._start_waiting()
+        if self.read_ahead is not None:
+            self.read_ahead.step(self.ms_per_token)
         self.store.defer_writes(bool(self._live))
         pack = self._compose()
         if pack and not self._closed.is_set():
@@ -170,9 +173,8 @@ class Scheduler:
     def _page_to_commit(self) -> tuple[Shapes, torch.dtype] | None:
         """Shape and type of the next request's page, as long as its memory is not ready."""
         spec = self.runner.model.spec
-        if spec is None or spec.device.type != "cpu" or not prepared.lacks(spec.shapes, spec.dtype):
-            return None
-        return spec.shapes, spec.dtype
+        lacks = spec is not None and spec.device.type == "cpu" and prepared.lacks(spec.shapes, spec.dtype)
+        return (spec.shapes, spec.dtype) if spec is not None and lacks else None
 
     def _patience(self) -> float | None:
         """Seconds to wait for another request: forever (None) with nothing to do, a moment while pages are on their way."""
@@ -277,7 +279,7 @@ class Scheduler:
         pack = [(r, r.work(1)) for r in decoding]
         budget = self.chunk_tokens
         if pack:
-            room = (STEP_MS - self._decode_ms) / self.ms_per_token if self.ms_per_token else MIN_FILL
+            room = (STEP - 1) * self._decode_ms / self.ms_per_token if self.ms_per_token else MIN_FILL
             budget = max(MIN_FILL, min(budget, int(room)))
         budget = min(budget, MAX_ROWS - len(pack))
         for request in sorted((r for r in self._live if r.filling), key=_turn_of):

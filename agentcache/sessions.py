@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, TypeVar
 from .errors import ConfigError, StoreError
 from .matching import fingerprint_of
 from .model.fingerprint import Fingerprint
-from .model.hf import HFModel
+from .read_ahead import Chain, Key, ReadAhead
 from .request import Running
 from .store.deletion import Deletion
 from .store.entry import Entry
 from .store.keys import Ids, Role, Scope, chain
-from .store.store import Store
 from .store.tool_group import SESSION, ToolGroup
 from .types import check_name
 
 if TYPE_CHECKING:
+    from .scheduler import Scheduler
     from .store.disk.disk_tier import DiskTier
 
 LEASE_S = 86_400.0  # after the last answer
@@ -39,7 +39,6 @@ HELD = 1024  # sessions that one engine remembers; others are on disk
 SUPERSEDED = 512  # pages of branches that a session remembers; the oldest are deleted
 
 T = TypeVar("T")
-Key = tuple[str, str, str]  # namespace, name and fingerprint
 
 
 @dataclass(slots=True)
@@ -51,6 +50,8 @@ class _Held:
     used: float
     # whether its pages are pinned in memory
     pinned: bool = False
+    # its tokens, where this engine has answered it
+    ids: Ids | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -66,13 +67,16 @@ class SessionName:
 class Sessions:
     """Those of one engine. Safe to use from many threads."""
 
-    def __init__(self, store: Store, model: HFModel, name: str, fingerprint: Fingerprint | None) -> None:
-        self._store, self._model, self._name, self._fingerprint = store, model, name, fingerprint
+    def __init__(self, scheduler: Scheduler, name: str, fingerprint: Fingerprint | None) -> None:
+        self._store, self._model, self._name, self._fingerprint = scheduler.store, scheduler.runner.model, name, fingerprint
         self._process = os.getpid()
         self._held: OrderedDict[Key, _Held] = OrderedDict()  # the longest unused first
         self._lock = threading.RLock()
-        store.on_renewal(self._record)
-        store.on_deletion(self.let_go)
+        self._store.on_renewal(self._record)
+        self._store.on_deletion(self.let_go)
+        if self._store.disk and self._model.spec:
+            scheduler.read_ahead = ReadAhead(self._store, self._model.spec, self._chain)
+        self._read_ahead = scheduler.read_ahead
         self._end_leases()
 
     # -- asking ----------------------------------------------------------------------------------------------------
@@ -96,6 +100,8 @@ class Sessions:
             running.account.record_resumed(word)
         elif records:
             running.account.record_note(f"session {name!r} was recorded under other weights or another adapter: it begins anew")
+        if self._read_ahead is not None:
+            self._read_ahead.asked(running, (asked.namespace, name, scope.fingerprint))
         return partial(self._answered, name, named.lease_s, prompt_key, finish)
 
     def _answered(self, name: str, lease_s: float, prompt_key: str, finish: Callable[[Running], T], running: Running) -> T:
@@ -140,7 +146,7 @@ class Sessions:
                 self._delete(known[:-SUPERSEDED], group)
             if held is not None:
                 self._unpin(held)
-            self._held[key] = _Held(group, time.monotonic(), pinned)
+            self._held[key] = _Held(group, time.monotonic(), pinned, ids)
             self._held.move_to_end(key)
             self._store.record(group)
             self._retire(group, left)
@@ -196,6 +202,10 @@ class Sessions:
                 disk.forget(list(gone), group.fingerprint)
 
             disk.writer.after(delete)
+
+    def _chain(self, key: Key) -> Chain | None:
+        held = self._held.get(key)
+        return None if held is None or held.ids is None else (held.group.scope, held.ids)
 
     def _unpin(self, held: _Held) -> None:
         if held.pinned:

@@ -20,16 +20,15 @@ from .kv import PAGE_TOKENS
 from .matching import fingerprint_of
 from .model.adapters import Adapter
 from .model.fingerprint import Fingerprint
-from .model.hf import HFModel
 from .request import Running
 from .shared_engines import EngineLease
 from .store.deletion import Deletion
 from .store.keys import Scope, as_ids, chain
-from .store.store import Store
 from .store.tool_group import SESSION, ToolGroup
 from .types import Forgotten, Layout, check_name
 
 if TYPE_CHECKING:
+    from .scheduler import Scheduler
     from .sessions import Sessions
 
 Key = tuple[str, str]  # namespace and name
@@ -38,14 +37,15 @@ Key = tuple[str, str]  # namespace and name
 class ToolGroups:
     """By namespace and name; safe to use from many threads."""
 
-    def __init__(self, store: Store, model: HFModel, name: str, fingerprint: Fingerprint | None) -> None:
-        self._store, self._model, self._name, self._fingerprint = store, model, name, fingerprint
+    def __init__(self, scheduler: Scheduler, name: str, fingerprint: Fingerprint | None) -> None:
+        self._store, self._model, self._name, self._fingerprint = scheduler.store, scheduler.runner.model, name, fingerprint
+        self._scheduler = scheduler
         self._held: dict[tuple[str, str], ToolGroup] = {}
         self._lock = threading.Lock()
         self.timed = TimedPins(self)
         self._sessions: Sessions | None = None
-        store.on_renewal(self._record)
-        store.on_deletion(self.let_go)
+        self._store.on_renewal(self._record)
+        self._store.on_deletion(self.let_go)
 
     def _record(self) -> None:
         for group in self.all:
@@ -58,7 +58,7 @@ class ToolGroups:
 
         with self._lock:
             if self._sessions is None:
-                self._sessions = Sessions(self._store, self._model, self._name, self._fingerprint)
+                self._sessions = Sessions(self._scheduler, self._name, self._fingerprint)
             return self._sessions
 
     def lapse(self) -> None:

@@ -53,8 +53,10 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         ]
         made.append(table("decoding, ms per token", ["context", "stock", "static", "ours", "stock/ours", "static/ours"], lines))
     if mixed := found.get("mixed"):
-        cells = [number(mixed["prefill_tokens"]), *(number(mixed[f"gap_{key}_ms"], 1) for key in ("alone", "median", "p95"))]
-        made.append(table("ms between tokens while another request prefills", ["prefill", "alone", "median", "p95"], [cells]))
+        gaps = [number(mixed[f"gap_{key}_ms"], 1) for key in ("alone", "median", "p95")]
+        cells = [number(mixed["prefill_tokens"]), f"{mixed['prefill_over_alone']:.2f}", *gaps]
+        title = "ms between tokens while another request prefills"
+        made.append(table(title, ["prefill", "of its time alone", "alone", "median", "p95"], [cells]))
     if agents := found.get("agents"):
         cells = [number(agents["agents"]), number(agents["one_per_s"], 1), number(agents["all_per_s"], 1), f"{agents['ratio']:.2f}x"]
         made.append(table("agents decoding at once, tokens per second", ["agents", "one", "all", "ratio"], [cells]))

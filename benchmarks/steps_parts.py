@@ -153,6 +153,7 @@ def mixed(engine: Engine, prefill_tokens: int = 3000) -> dict[str, Any]:
     long = " ".join(words[n % len(words)] for n in range(prefill_tokens))
     while len(engine.renderer.render(long).ids) > prefill_tokens:
         long = long[: int(len(long) * 0.99)]
+    alone, _ = engine_timing.ask(engine, long, (), 1, namespace="mixed-other", reuse="off")
     with watch() as load:
         decoding = _Reader(engine.stream(asks, tools, sampling=engine_timing.greedy(100_000), namespace=namespace))
         while len(decoding.stamps) < 9 and decoding.is_alive():
@@ -170,6 +171,7 @@ def mixed(engine: Engine, prefill_tokens: int = 3000) -> dict[str, Any]:
     return {
         "prefill_tokens": receipt.prompt_tokens,
         "prefill_ms": done.ttft_ms,
+        "prefill_over_alone": done.ttft_ms / alone.ttft_ms,
         "decoded_tokens": len(inside),
         "gap_p95_ms": percentile(gaps, 0.95),
         "gap_median_ms": statistics.median(gaps),

@@ -175,7 +175,7 @@ def test_submitting_while_closing_never_hangs() -> None:
 
 
 def test_a_long_prompt_does_not_block_one_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentcache.scheduler.STEP_MS", 0.0)  # so that time does not matter: the smallest pieces
+    monkeypatch.setattr("agentcache.scheduler.STEP", 0.0)  # so that time does not matter: the smallest pieces
     with engine() as running:
         spy = Spy(running)
         decoding = running.stream(chat("x"), sampling=decode(400))

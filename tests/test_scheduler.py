@@ -51,8 +51,8 @@ def test_who_decodes_always_goes_and_limits_what_is_filled_beside(idle: Schedule
     decoding, long = Pretender(1, filling=False), Pretender(5000)
     assert compose(idle, long, decoding) == [(decoding, 1), (long, MIN_FILL)], "nothing is known about time yet"
     idle.ms_per_token, idle._decode_ms = 1.0, 100.0
-    assert compose(idle, long, decoding) == [(decoding, 1), (long, int(module.STEP_MS) - 100)]
-    idle._decode_ms = 10 * module.STEP_MS
+    assert compose(idle, long, decoding) == [(decoding, 1), (long, int(100 * (module.STEP - 1)))]
+    idle.ms_per_token = 1000.0
     assert compose(idle, long, decoding) == [(decoding, 1), (long, MIN_FILL)], "a fill never stands still"
 
 

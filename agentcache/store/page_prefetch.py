@@ -280,6 +280,10 @@ class PagePrefetch:
             key, self._waited = self._waited, None
             self._disk.leases.stop_waiting(key, self._scope.fingerprint)
 
+    def hand_over(self) -> None:
+        """Belong to a request from now on: its time counts."""
+        self._began = time.perf_counter()
+
     def close(self) -> None:
         """End it: the prefix is computed, or will not be. Its lease is released once its pages are written."""
         self.state = State.DONE
