@@ -30,7 +30,7 @@ class Agents:
     """Conversations that go on in turns; each turn is told by its receipt."""
 
     def __init__(self, engine: Engine, count: int, tokens: int, answer: int) -> None:
-        self.engine, self.talks = engine, []
+        self.engine, self.talks = engine, list[list[Any]]()
         for number in range(count):
             system, question = conversation(engine, tokens)
             self.talks.append([{**system, "content": f"Agent {number}. {system['content']}"}, question])

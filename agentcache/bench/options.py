@@ -161,8 +161,8 @@ class Loading:
             quantize(loaded)
         return loaded, tokenizer
 
-    def engine(self, texts: Iterable[str] = (), store: Any = None) -> Any:
-        """A running engine; store: the place of its pages, None for memory."""
+    def engine(self, texts: Iterable[str] = (), store: Any = None, memory_bytes: int | None = None) -> Any:
+        """A running engine; store: the place of its pages, None for memory; memory_bytes: its budget."""
         import torch
 
         from ..engine import Engine
@@ -171,8 +171,8 @@ class Loading:
             torch.set_num_threads(self.threads)
         if self.model is not None and self.shape is None and self.bits is None:
             weights: Any = self.quantized and self.quantized.value
-            return Engine(self.model, dtype=self.dtype.value, weights=weights, store=store)
-        return Engine(*self.weights(texts), store=store)
+            return Engine(self.model, dtype=self.dtype.value, weights=weights, store=store, memory_bytes=memory_bytes)
+        return Engine(*self.weights(texts), store=store, memory_bytes=memory_bytes)
 
 
 def described(engine: Any) -> dict[str, Any]:
