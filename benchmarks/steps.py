@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from agentcache.bench import report
+from agentcache.bench import baselines, report
 from agentcache.bench.options import (
     Dtype,
     DtypeOption,
@@ -118,9 +118,10 @@ def steps(
                 if wanted[name] or everything:
                     run.say(name)
                     run.keep({name: part()})
+            stock = baselines.rival(run.engine.model)
             for context in contexts:
                 run.say(f"decoding behind {context} tokens")
-                row = steps_parts.decode_at(run.engine, context, decode, repeats)
+                row = steps_parts.decode_at(run.engine, context, decode, repeats, stock)
                 run.keep({"decode": [*run.found.get("decode", ()), row]})
             if count := agents or (8 if everything else 0):
                 run.say(f"{count} agents")

@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,10 +106,11 @@ def _filled(engine: Engine, namespace: str, tokens: int) -> str:
     return text
 
 
-def decode_at(engine: Engine, context: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """ms per decoded token behind `context` tokens: ours through the whole engine; stock as a bare loop of forwards, with both caches."""
-    namespace, model, spec = f"decode-{context}", engine.model.model, engine.model.spec
-    assert spec is not None
+def decode_at(engine: Engine, context: int, tokens: int, repeats: int, stock: Any) -> dict[str, Any]:
+    """ms per decoded token behind `context` tokens: ours through the whole engine; `stock` as a bare loop of forwards, with both caches."""
+    namespace = f"decode-{context}"
+    assert engine.model.spec is not None
+    spec = replace(engine.model.spec, dtype=stock.dtype)
     text, samples = _filled(engine, namespace, context), Samples()
     for number in range(repeats + 1):
         for name in ("stock", "static", "ours") if number % 2 else ("ours", "static", "stock"):
@@ -118,16 +120,24 @@ def decode_at(engine: Engine, context: int, tokens: int, repeats: int) -> dict[s
                 assert receipt.computed_tokens == 1, f"{receipt.computed_tokens} prompt tokens were computed: the pages were not used"
                 took = done.decode_ms
             else:
-                cache = random_caches.random_cache(model, spec, context, tokens + 1, static=name == "static")
+                cache = random_caches.random_cache(stock, spec, context, tokens + 1, static=name == "static")
                 with watch() as load:
-                    took = statistics.median(random_caches.decode(model, cache, tokens + 1)[1:])
+                    took = statistics.median(random_caches.decode(stock, cache, tokens + 1)[1:])
             if number:
                 samples.add(name, took)
                 samples.note(name, load)
     engine.store.clear(namespace)
     figures = {f"{name}_ms": samples.median(name) for name in ("stock", "static")} | {"ms": samples.median("ours")}
     ratios = {f"{name}_over_ours": (samples.median(name) or 0.0) / (samples.median("ours") or 1.0) for name in ("stock", "static")}
-    return {"context_tokens": context, **figures, **ratios, "tokens": tokens, "repeats": repeats, "load": samples.report()}
+    return {
+        "context_tokens": context,
+        **figures,
+        **ratios,
+        "stock_dtype": str(stock.dtype),
+        "tokens": tokens,
+        "repeats": repeats,
+        "load": samples.report(),
+    }
 
 
 class _Reader(threading.Thread):

@@ -111,7 +111,7 @@ def test_overhead_on_a_one_layer_model() -> None:
 def test_filled_contexts_are_used(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.store, "admit", lambda *_: None)
     with pytest.raises(AssertionError, match="the pages were not used"):
-        steps_parts.decode_at(engine, 600, 2, 1)
+        steps_parts.decode_at(engine, 600, 2, 1, engine.model.model)
 
 
 def test_percentile_by_nearest_rank() -> None:
