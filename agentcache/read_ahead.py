@@ -30,7 +30,7 @@ Chain = tuple[Scope, Ids]
 
 
 class ReadAhead:
-    """Of one engine. `asked` from any thread, `step` on the device's. chain: scope and ids of a session's pages; None: not known here."""
+    """Reads for one engine: `asked` from any thread, `step` on the device's. chain: scope and ids of a session; None: not known here."""
 
     def __init__(self, store: Store, spec: KVSpec, chain: Callable[[Key], Chain | None]) -> None:
         self._store, self._spec, self._chain = store, spec, chain
