@@ -43,8 +43,8 @@ class AttachedRanges(Protocol):
         """Find a prefix longer than `tokens` among pages that follow attached ranges; the request goes on from it."""
         ...
 
-    def propose(self, prefix_tokens: int) -> Sequence[Attach]:
-        """Ranges to attach after the exact prefix: disjoint, in order."""
+    def propose(self, prefix_tokens: int, below: Match | None) -> Sequence[Attach]:
+        """Ranges to attach after the exact prefix: disjoint, in order; none if they spare no more than `below` does, which is exact."""
         ...
 
     def attach(self) -> None:

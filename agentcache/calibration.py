@@ -33,7 +33,7 @@ PRECISIONS: tuple[Precision, ...] = ("exact", "int8", "int4")
 class Calibration:
     """The conditions under which segments of one model are attached, and their repair."""
 
-    fingerprint: str  # of the weights
+    fingerprint: str  # of the weights, and behind "+" the digest of the adapter that answers
     layers: int  # of the model
     steps: tuple[tuple[int, int], ...]  # (distance, layer), both ascending, up to `layers`
     least: int  # tokens of the shortest run that is attached
@@ -47,6 +47,7 @@ class Calibration:
     watch_one_in: int = 32  # of so many requests served with segments one is computed again in idle time
     model: str = ""  # its name
     precision: Precision = "exact"  # the fewest bits of stored pages that a segment may come from
+    lent: str = ""  # fingerprint of whose pages they are; empty: those that its own requests keep
     tau: float = 0.8  # least similarity of proposals from disk, of an engine's own calibration; it moves no answer
     measured: Mapping[str, Any] = field(default_factory=dict)  # figures of the search
 
@@ -68,6 +69,8 @@ class Calibration:
                 refuse(name, "a finite number of at least 0")
         if self.probe and not self.steps[0][0]:
             refuse("probe", "0 where steps begin at distance 0: without a halo nothing is computed that could be held against what is kept")
+        if self.lent and self.lent.partition("+")[0] != self.fingerprint.partition("+")[0]:
+            refuse("lent", "a fingerprint over the same weights")
         if not 0 < self.tau < 1:
             refuse("tau", "between 0 and 1")
         for name, low in (("watch_one_in", 1), ("tail", 0)):
@@ -88,7 +91,12 @@ class Calibration:
     @property
     def repair(self) -> str:
         """The settings that decide how near to exact its pages are: calibrations that share this may share them."""
-        return repr((self.steps, self.least, self.tail, self.share, self.choice, self.probe, self.precision))
+        return repr((self.steps, self.least, self.tail, self.share, self.choice, self.probe, self.precision, self.lent))
+
+    @property
+    def adapters(self) -> tuple[str, str]:
+        """Digests of the adapter that answers and of the one whose pages are taken; "" is the base, or for pages the first one itself."""
+        return self.fingerprint.partition("+")[2], self.lent and (self.lent.partition("+")[2] or "base")
 
     @property
     def doubt(self) -> str:

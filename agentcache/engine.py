@@ -179,7 +179,6 @@ class Engine(ProcessOwned, Documents):
         )  # fmt: skip
         sampling = fitted(sampling or Sampling(), len(layout.ids), self.model.context_tokens)
         consent = reuse or self.reuse
-        given = None if isinstance(consent, str) else consent
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
         account = Account.open(layout, namespace, self.name, called, self.redact, self.model.weights, chosen.digest if chosen else "")
         if self._policy is not None:
@@ -196,8 +195,8 @@ class Engine(ProcessOwned, Documents):
         finish: Callable[[Running], Completion] = self._completions.finish
         if session is not None:
             finish = self._groups.sessions.follow(running, session, finish)
-        if accepted == "approximate" and chosen is None:
-            running.ranges = self.approximate.begin(running, given)
+        if accepted == "approximate":
+            running.ranges = self.approximate.begin(running, reuse)
         self.store.forget_late(namespace, received, self._forget_texts)
         if self._policy is not None:
             self._policy.begin(namespace, adapter, self.release)

@@ -98,8 +98,9 @@ class Lifecycle:
             sequence.marks = frozenset(marks if running.asked.reuse != "off" else ())
             found = at_checkpoint(found, sequence.cuts)
         computed_once = running.completion_tokens > 0 or bool(running.suspects)
-        ranges = near.propose(found.tokens) if near is not None and not computed_once else ()
-        below = None if computed_once or near is not None else self.matching.shared_layers(running, found.tokens)
+        below = None if computed_once or (near and near.scope) else self.matching.shared_layers(running, found.tokens)
+        ranges = near.propose(found.tokens, below) if near is not None and not computed_once else ()
+        below = None if ranges else below
         running.attached = tuple(one for one in (found, below) if one is not None and one.tokens)
         running.provenance.attach(entry for one in running.attached for entry in one.entries)
         running.provenance.numerics = {model.numerics.digest}.union(*(one.numerics for one in running.attached))
@@ -116,7 +117,7 @@ class Lifecycle:
             resumed = below.tokens - found.tokens, below.layers
             sequence.attach_below(below.pages, below.tokens, below.layers)
         running.account.record_plan("stepped" if model.stepped else "generic", plan.cached_tokens, plan.computed_tokens, resumed)
-        if model.adapters:
+        if model.adapters and not (near and near.scope):  # else it may hold parts of several
             running.account.record_sealed(self._sealed(running))
         if near is not None:
             near.attach()
@@ -287,12 +288,11 @@ class Lifecycle:
         sequence, scope, near = running.sequence, running.scope, running.ranges
         if scope is None or not isinstance(sequence, Sequence) or running.asked.reuse == "off" or running.suspects:
             return True
-        rest = sequence.length % PAGE_TOKENS if whole_only else 0
+        length = min(sequence.length, running.covered_tokens)
         if near is not None and near.scope is not None and near.admissible:  # what follows attached segments, in memory only
-            if not self._put(running, near, near.scope, sequence.length - rest, running.numerics, sequence.exact_until):
+            if not self._put(running, near, near.scope, length - length % PAGE_TOKENS * whole_only, running.numerics, sequence.exact_until):
                 return False
-        count = min(sequence.length, sequence.exact_until) if scope.precision == "exact" else sequence.length
-        count = min(count, running.covered_tokens)
+        count = min(length, sequence.exact_until) if scope.precision == "exact" else length
         count -= count % PAGE_TOKENS if whole_only else 0
         if sequence.state is not None:  # tokens after it can be attached by nobody, and decoded ones have other bits than a prompt's
             count = min(count, sequence.checkpointed)

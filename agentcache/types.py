@@ -198,6 +198,7 @@ class Segment:
     resumed_tokens: int  # attached below some layer, computed above
     halo_tokens: int  # computed again
     precision: Precision = "exact"  # of the stored pages
+    adapter: str = ""  # digest of the one that computed them
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,17 @@ def save_for(model: Any, folder: Path, seed: int = 0, **options: Any) -> Path:
                 parameter.data.mul_(torch.rand_like(parameter) + 0.5)
         wrapped.save_pretrained(folder)
     return folder
+
+
+def twin(folder: Path, other: Path) -> Path:
+    """An adapter whose keys and values are those of another one: its digest differs, and what it answers."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, other)
+    weights = load_file(folder / "adapter_model.safetensors")
+    last = max(name for name in weights if name.endswith("o_proj.lora_B.weight"))  # what it adds reaches no keys
+    save_file({**weights, last: weights[last] * 2}, other / "adapter_model.safetensors")
+    return other
 
 
 def by_peft(folder: Path, family: str = "qwen3", **overrides: Any) -> Any:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from agentcache import Engine, Reason, StoreOptions
 from agentcache.cli.app import app
 from agentcache.errors import ConfigError, ModelError
+from agentcache.model import adapters
 from tests import models
 from tests.engines import Spy, chat, decode, engine, long_text
 from tests.saved_adapters import ACTIVATED, INVOCATION, KINDS, answer, by_peft, generated, same, save
@@ -104,6 +105,25 @@ def test_an_adapter_is_known_by_what_it_computes(tmp_path: Path) -> None:
         assert scaled not in (digest, running.adapters["critic"])
         assert not same(before, answer(running, prompt, "judge")[0])
         assert same(before, answer(running, prompt, "critic")[0])
+
+
+def test_a_switch_back_does_the_work_of_a_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, bound, bind = long_text(140), list[Any](), adapters._bind
+    monkeypatch.setattr(adapters, "_bind", lambda low, module: bound.append(low) or bind(low, module))
+    with engine(store=None) as running:
+        running.add_adapter("one", save(tmp_path, use_dora=True))
+        assert bound, "once, when it is added"
+        for name in ("one", None, "one", None):
+            answer(running, chat(text), name)
+        bound.clear()
+        spy, work = Spy(running), list[Any]()
+        hashed = running.fingerprint.hashed_bytes if running.fingerprint else 0
+        for ask in ("one", "one"):  # a switch back, and a hit
+            spy.forwards.clear()
+            _, receipt = answer(running, chat(text), ask)
+            work.append((receipt.computed_tokens, list(spy.forwards)))
+        assert work[0] == work[1]
+        assert (bound, running.fingerprint and running.fingerprint.hashed_bytes) == ([], hashed)
 
 
 def test_removing_an_adapter_releases_its_pages(tmp_path: Path) -> None:

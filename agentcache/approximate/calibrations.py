@@ -1,61 +1,109 @@
-"""The calibration that an engine uses: the one it was given, else its folder's. Searches for none."""
+"""The calibrations that an engine uses: the one it was given, else those of its folder. Searches for none.
+
+One is about a pair: what answers, the base or an adapter, and whose pages it takes, its own or another's over the same weights.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..calibration import Calibration
 from ..errors import CalibrationError, ReuseWarning
+from ..matching import fingerprint_of
+
+if TYPE_CHECKING:
+    from ..model.adapters import Adapter
 
 
-def place(folder: str | os.PathLike[str], fingerprint: str) -> Path:
-    """Path of a model's calibration in a store's folder."""
-    return Path(folder) / "calibrations" / f"{fingerprint}.json"
+def place(folder: str | os.PathLike[str], fingerprint: str, lent: str = "") -> Path:
+    """Path of a calibration in a store's folder."""
+    other = f"-from-{lent.partition('+')[2] or 'base'}" if lent else ""
+    return Path(folder) / "calibrations" / f"{fingerprint}{other}.json"
+
+
+def answering(weights: str, adapter: Adapter | None) -> str:
+    """Fingerprint of what answers: an Activated LoRA counts, though pages before it acts are the base's."""
+    return weights if adapter is None else f"{weights}+{adapter.digest}"
+
+
+def lenders(weights: str, adapter: Adapter | None, adapters: Mapping[str, Adapter]) -> Sequence[str]:
+    """Fingerprints of pages over the same weights that requests of an adapter do not keep themselves."""
+    kept = dict.fromkeys(fingerprint_of(weights, other) for other in (None, *adapters.values()))
+    return [known for known in kept if known != fingerprint_of(weights, adapter)]
 
 
 Given = Calibration | str | os.PathLike[str] | None
 
 
-def find(given: Given, folder: str | os.PathLike[str] | None, fingerprint: str, model: str, dtype: str) -> Calibration:
+def find(given: Given, folder: str | os.PathLike[str] | None, fingerprint: str, model: str, dtype: str, adapter: str = "") -> Calibration:
     """The calibration to use: the one given, else the one in the store's folder. CalibrationError says how to make it.
 
-    dtype: of the loaded weights, which is part of their fingerprint: in another one, the findings would be of other weights.
+    dtype: of the loaded weights, which is part of their fingerprint: in another one, the findings would be of other weights. adapter:
+    the name of what answers.
     """
     there = "--out CALIBRATION" if folder is None else f"--store {shlex.quote(os.fspath(folder))}"
-    then = "and pass calibration=CALIBRATION" if folder is None else "or pass calibration="
-    command = f"run `agentcache calibrate --model {model} --dtype {dtype} {there} --workload FILE` first, {then}"
+    pair, whose, passed = "", f"model {model!r}", "calibration="
+    if adapter:
+        pair, whose, passed = " --adapter PATH --from PATH", f"adapter {adapter!r} of model {model!r}", "reuse="
+    then = f"and pass {passed}CALIBRATION" if folder is None else f"or pass {passed}"
+    command = f"run `agentcache calibrate --model {model} --dtype {dtype}{pair} {there} --workload FILE` first, {then}"
     if given is None:
         known = None if folder is None else place(folder, fingerprint)
         if known is None or not known.is_file():
-            raise CalibrationError(f"reuse='approximate': model {model!r} has no calibration; {command}")
+            raise CalibrationError(f"reuse='approximate': {whose} has no calibration; {command}")
         given = known
     found = given if isinstance(given, Calibration) else Calibration.load(given)
     if found.fingerprint != fingerprint:
-        whose = f"with fingerprint {found.fingerprint[:12]!r} is not of this model ({fingerprint[:12]!r})"
-        raise CalibrationError(f"calibration of {found.model!r} {whose}: {command}")
+        theirs = f"with fingerprint {_short(found.fingerprint)!r} is not of this {whose.partition(' ')[0]} ({_short(fingerprint)!r})"
+        raise CalibrationError(f"calibration of {found.model!r} {theirs}: {command}")
     return found
+
+
+def _short(fingerprint: str) -> str:
+    weights, plus, adapter = fingerprint.partition("+")
+    return weights[:12] + plus + adapter[:12]
 
 
 @dataclass(slots=True)
 class Calibrations:
-    """An engine's own calibration: the one it was given, else its folder's. Read once for its weights."""
+    """An engine's own calibrations: the one it was given, which is about the base, and those of its folder. Each is read once."""
 
     given: Given
     folder: str | os.PathLike[str] | None
     model: str
     dtype: str
-    known: Calibration | None = None
+    _known: dict[tuple[str, str], Calibration] = field(default_factory=dict)
 
-    def of(self, fingerprint: str, given: Calibration | None = None) -> Calibration:
-        """The calibration for these weights, or one request's own, which says nothing of the next. Errors as of `find`."""
+    def of(
+        self, weights: str, given: Calibration | None = None, adapter: Adapter | None = None, adapters: Mapping[str, Adapter] | None = None
+    ) -> Sequence[Calibration]:
+        """Those for what answers over these weights, of its own pages first; or one request's own, which says nothing of the next.
+
+        adapters: whose pages may be taken. Errors as of `find`.
+        """
+        fingerprint, name = answering(weights, adapter), adapter.name if adapter else ""
         if given is not None:
-            return find(given, self.folder, fingerprint, self.model, self.dtype)
-        if self.known is None or self.known.fingerprint != fingerprint:
-            self.known = find(self.given, self.folder, fingerprint, self.model, self.dtype)
-            if doubt := self.known.doubt:
-                warnings.warn(doubt, ReuseWarning, stacklevel=2)
-        return self.known
+            return [find(given, self.folder, fingerprint, self.model, self.dtype, name)]
+        sources = ["", *lenders(weights, adapter, adapters or {})]
+        for lent in sources:
+            if (fingerprint, lent) not in self._known and (source := self._source(fingerprint, lent)) is not None:
+                found = find(source, self.folder, fingerprint, self.model, self.dtype, name)
+                self._known[fingerprint, lent] = found
+                if doubt := found.doubt:
+                    warnings.warn(doubt, ReuseWarning, stacklevel=2)
+        known = [self._known[fingerprint, lent] for lent in sources if (fingerprint, lent) in self._known]
+        return known or [find(None, self.folder, fingerprint, self.model, self.dtype, name)]
+
+    def _source(self, fingerprint: str, lent: str) -> Given:
+        """The place of a pair's calibration; None if there is none."""
+        if self.given is not None and not lent and "+" not in fingerprint:
+            return self.given
+        if self.folder is None or not (there := place(self.folder, fingerprint, lent)).is_file():
+            return None
+        return there

@@ -38,8 +38,9 @@ REMEMBERED = 16  # comparisons that the mean is taken over
 class _Check:
     scope: Scope
     ids: Ids
+    covered: int  # tokens that its scope is about
     pages: list[Page]
-    bound: float
+    calibration: Calibration
     exact: Sequence
     near: Sequence
     attached: bool = False
@@ -50,8 +51,7 @@ class _Check:
 class DriftMonitor:
     """Requests waiting to be checked. All calls on the device's thread.
 
-    switch_off: called once, with the reason, when answers drift. checked: how many were compared. kl, top1: of the last ones, mean KL per
-    token in nats and share of equal first choices.
+    switch_off: called once, with the reason, when answers drift. checked: how many were compared.
     """
 
     def __init__(self, runner: Runner, store: Store, switch_off: Callable[[str], None]) -> None:
@@ -62,22 +62,12 @@ class DriftMonitor:
         self._served = 0
         self._counts: Counter[tuple[str, str]] = Counter()
         self._waiting: deque[_Check] = deque()
-        self._seen: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self._seen: dict[tuple[str, str], deque[float]] = {}  # mean KL per token in nats, by whose pages were taken for whom
 
     @property
     def pending(self) -> bool:
         """Tell whether an idle moment could be used."""
         return bool(self._waiting)
-
-    @property
-    def kl(self) -> float:
-        """Mean KL of the last comparisons; 0 before the first."""
-        return sum(kl for kl, _ in self._seen) / len(self._seen) if self._seen else 0.0
-
-    @property
-    def top1(self) -> float:
-        """Share of equal first choices in the last comparisons; 1 before the first."""
-        return sum(top1 for _, top1 in self._seen) / len(self._seen) if self._seen else 1.0
 
     def counts(self) -> Stats:
         """A histogram of KL per token, over all comparisons."""
@@ -96,7 +86,8 @@ class DriftMonitor:
         assert isinstance(sequence, Sequence)
         ids = running.ids.array(prompt).copy()
         pages = sequence.pages[: -(-len(ids) // PAGE_TOKENS)]
-        self._waiting.append(_Check(running.scope, ids, pages, calibration.kl, Sequence(spec), Sequence(spec)))
+        exact, near = (Sequence(spec, adapter=sequence.adapter, acts_from=sequence.acts_from) for _ in range(2))
+        self._waiting.append(_Check(running.scope, ids, running.covered_tokens, pages, calibration, exact, near))
 
     def step(self) -> None:
         """Compute a little of the oldest check."""
@@ -117,16 +108,16 @@ class DriftMonitor:
         last = len(check.ids) - COMPARED
         if not check.attached:
             check.attached = True
-            found = self.store.match(check.scope, check.ids[: last + 1], peek=True)
+            found = self.store.match(check.scope, check.ids[: min(last, check.covered) + 1], peek=True)
             if found.tokens and len(found.pages) * PAGE_TOKENS >= found.tokens:
                 check.exact.attach(list(found.pages), found.tokens)
             check.near.attach(check.pages, last)
         at = check.exact.length
         if at < last:
-            self._run(Work(check.exact, check.ids[at : min(at + CHUNK, last)].tolist(), check.scope.regime, False, check.scope.fingerprint))
+            self._run(Work(check.exact, check.ids[at : min(at + CHUNK, last)].tolist(), check.scope.regime, False, check.scope.weights))
             return False
         token = [int(check.ids[at])]
-        about = (check.scope.regime, True, check.scope.fingerprint)
+        about = (check.scope.regime, True, check.scope.weights)
         one, other = self._run(Work(check.exact, token, *about), Work(check.near, token, *about))
         assert one is not None and other is not None
         check.kl += divergence(one, other)
@@ -148,11 +139,13 @@ class DriftMonitor:
     def _conclude(self, check: _Check) -> None:
         self.checked += 1
         self._counts += observed("watch_kl", check.kl / COMPARED)
-        self._seen.append((check.kl / COMPARED, check.agreed / COMPARED))
+        seen = self._seen.setdefault(check.calibration.adapters, deque(maxlen=REMEMBERED))
+        seen.append(check.kl / COMPARED)
         log.info("segment reuse: KL %.2e nats per token, %d of %d first choices equal", check.kl / COMPARED, check.agreed, COMPARED)
-        if self._switch_off is None or len(self._seen) < ENOUGH or self.kl <= check.bound:
+        mean, bound = sum(seen) / len(seen), check.calibration.kl
+        if self._switch_off is None or len(seen) < ENOUGH or mean <= bound:
             return
-        why = f"mean KL of {len(self._seen)} sampled prompts is {self.kl:.3g} nats per token, calibrated is {check.bound:.3g}"
+        why = f"mean KL of {len(seen)} sampled prompts is {mean:.3g} nats per token, calibrated is {bound:.3g}"
         self._switch_off(why)
         self._switch_off = None  # once
         with suppress(ReuseWarning):  # an error where warnings are errors: not on the thread that serves all requests

@@ -1,7 +1,7 @@
 """Segments of one request: found in kept prompts, attached where consent and calibration allow, repaired, checked, refused.
 
 windows   the new text of a prompt; stored pages that say the same are asked for, and this prompt's are noted for later
-propose   repeated runs after the exact prefix, in the same namespace and under the same weights
+propose   repeated runs after the exact prefix, in the same namespace, over the same weights: of the request's own adapter, or another's
 attach    moved to where they are wanted; their heads (halo) are left to be computed
 advance   at each junction, once the halo is computed: does it agree with the stored keys? which tokens differ most?
 doubt     at each greedy choice: is it clear enough to be the choice after everything computed, too?
@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..ahead import Ahead
 from ..calibration import Calibration
-from ..errors import ConfigError
+from ..errors import CalibrationError, ConfigError
 from ..kv import Sequence as PageTable
 from ..kv import stored_states
 from ..plan import Attach
@@ -27,7 +28,7 @@ from ..runner import Runner
 from ..scheduler import Scheduler
 from ..store.entry import Match
 from ..store.keys import Ids, Scope
-from ..types import Precision, Reason, Refusal, Segment, check_reuse
+from ..types import Precision, Reason, Refusal, Reuse, Segment, check_reuse
 from .calibrations import Calibrations, Given
 from .drift_monitor import DriftMonitor
 from .minhash import TAU
@@ -36,6 +37,9 @@ from .ngram_index import Run, stored_repeats
 from .question_attention import asked_for
 from .segment_prefetch import SegmentPrefetch, SegmentQuery, prefetch
 from .windows import TokenTexts, Window, windows
+
+if TYPE_CHECKING:
+    from ..model.adapters import Adapter
 
 PROBED = 4  # tokens of a halo, the last ones, that are compared with the stored ones
 
@@ -52,7 +56,7 @@ def ranges(runs: Sequence[tuple[Run, frozenset[int]]], calibration: Calibration)
                 taken = start + run.start, stop + run.start, run.shift, None if kind == "whole" else layer
                 steps.append(Attach(*taken, number, run.pages, run.base))
         counted = counts["whole"], counts["resumed"], counts["halo"]
-        segments.append(Segment(run.start, run.stop, run.shift, *counted, run.precision))
+        segments.append(Segment(run.start, run.stop, run.shift, *counted, run.precision, run.entries[0].scope.adapter))
     return steps, segments
 
 
@@ -88,31 +92,40 @@ class Segments:
         self.off = why
         self.store.clear(grade="approximate")  # no request takes them any more
 
-    def calibrate(self, given: Calibration | None = None) -> Calibration | None:
-        """Prepare model and store for the engine's own calibration, or one request's; CalibrationError where there is none.
+    def calibrate(self, given: Calibration | None = None, adapter: Adapter | None = None) -> Sequence[Calibration]:
+        """Prepare model and store for the calibrations of what answers, or one request's; CalibrationError where there is none.
 
-        None if the model cannot be paged: there is nothing to attach.
+        Empty if the model cannot be paged: there is nothing to attach.
         """
         model = self.runner.model
         if given is not None and not isinstance(given, Calibration):
             check_reuse(given)
         if model.fingerprint is None or model.spec is None:
-            return None
+            return ()
         if model.unrotated is None:
             raise ConfigError(
                 f"reuse='approximate': keys of {model.support.name!r} cannot be re-indexed to other positions; use reuse='exact'"
             )
-        known = self._calibrations.of(model.fingerprint.whole, given)
-        model.keep_boundaries(known.boundaries)
-        self._sign(None if given else known.tau)
+        known = self._calibrations.of(model.fingerprint.whole, given, adapter, dict(model.adapters))
+        for one in known:
+            model.keep_boundaries(one.boundaries, f"segments {one.adapters}")
+        self._sign(None if given else known[0].tau)
         return known
 
-    def begin(self, running: Running, given: Calibration | None = None) -> SegmentReuse | None:
-        """Prepare a request, in the caller's thread. given: the request's own calibration."""
-        calibration = self.calibrate(given)
-        if calibration is None:
+    def begin(self, running: Running, consent: Reuse | Calibration | None = None) -> SegmentReuse | None:
+        """Prepare a request, in the caller's thread. consent: its own, perhaps with a calibration; None: that of its engine, under which
+        an adapter without one is computed."""
+        asked, given = running.asked, None if isinstance(consent, str) else consent
+        try:
+            calibrations = self.calibrate(given, asked.adapter)
+        except CalibrationError as error:
+            if consent is not None or asked.adapter is None:
+                raise
+            running.account.record_note(str(error))
             return None
-        reuse, asked = SegmentReuse(self, running, calibration), running.asked
+        if not calibrations:
+            return None
+        reuse = SegmentReuse(self, running, calibrations)
         scope = self._lifecycle.matching.scope(running)
         if scope is not None and self.text is not None:
             texts = partial(self._texts, namespace=asked.namespace)
@@ -121,15 +134,16 @@ class Segments:
 
 
 class SegmentReuse:
-    """Segment reuse of one request (agentcache.attached_ranges). calibration: None once the request is computed instead.
+    """Segment reuse of one request (agentcache.attached_ranges). calibrations: by whose pages it may take; none once it is computed
+    instead. calibration: that of the pages it takes.
 
     windows: the new text of its prompt, until stored pages that say the same were asked for; noted: the same afterwards.
     """
 
-    def __init__(self, owner: Segments, running: Running, calibration: Calibration) -> None:
+    def __init__(self, owner: Segments, running: Running, calibrations: Sequence[Calibration]) -> None:
         self.scope: Scope | None = None
         self.admitted_tokens = 0
-        self.calibration: Calibration | None = calibration
+        self._calibrations, self.calibration = calibrations, calibrations[0]
         self.windows: Sequence[Window] = ()
         self._noted: Sequence[Window] = ()
         self._owner, self._running = owner, running
@@ -152,24 +166,25 @@ class SegmentReuse:
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
-    def _near(self, scope: Scope) -> Scope | None:
-        """Under which scope pages after segments lie; None if the request takes no such pages."""
-        return None if self._owner.off or self.calibration is None else near_scope(scope, self.calibration)
+    def _near(self, scope: Scope) -> list[tuple[int, Calibration]]:
+        """Count the tokens of the prompt in memory after segments, under each calibration; empty if it takes no such pages."""
+        ids, known = self._running.covered_ids, () if self._owner.off else self._calibrations
+        return [(self._store.match(near_scope(scope, one), ids, peek=True).tokens, one) for one in known]
 
     def known_tokens(self, scope: Scope) -> int:
         """Count the tokens of a waiting prompt that are in memory, exact or as near as the request accepts."""
-        ids = self._running.ids.array()
-        return max(self._store.match(each, ids, peek=True).tokens for each in filter(None, (scope, self._near(scope))))
+        exact = self._store.match(scope, self._running.covered_ids, peek=True).tokens
+        return max([exact, *(tokens for tokens, _ in self._near(scope))])
 
     def pending(self, scope: Scope | None, ms_per_token: float, wake: Callable[[], None]) -> bool:
         """Tell whether pages that the prompt repeats are on their way from disk."""
-        spec, calibration = self._runner.model.spec, self.calibration
-        if not self.windows or scope is None or spec is None or self._owner.off or calibration is None:
+        spec, calibration = self._runner.model.spec, self.calibration  # from disk come pages of its first source
+        if not self.windows or scope is None or spec is None or self._owner.off or not self._calibrations:
             return False
         stored: Precision = disk.precision if (disk := self._store.disk) else "exact"
         text = self._owner.text
         if self._prefetch is None and text is not None and stored in calibration.precisions:
-            known, least, scope = self.known_tokens(scope), calibration.least, replace(scope, precision=stored)
+            known, least, scope = self.known_tokens(scope), calibration.least, replace(source(scope, calibration), precision=stored)
             ids = self._attachable(calibration)
             wanted = tuple(window for window in self.windows if window.stop <= len(ids))
             self._prefetch = prefetch(text, SegmentQuery(scope, ids, wanted, ms_per_token, spec, known, least), wake)
@@ -182,25 +197,32 @@ class SegmentReuse:
 
     def match(self, scope: Scope, tokens: int) -> Match | None:
         """Find a prefix longer than `tokens` among pages that follow segments; the request goes on from it."""
-        if (near := self._near(scope)) is None:
+        longest, calibration = max(self._near(scope), key=itemgetter(0), default=(0, self.calibration))
+        if longest <= tokens:
             return None
-        found = self._store.match(near, self._running.ids.array())
+        near = near_scope(scope, calibration)
+        found = self._store.match(near, self._running.covered_ids)
         if found.tokens <= tokens:
             return None
-        self.scope, self.admitted_tokens = near, found.tokens
+        self.scope, self.admitted_tokens, self.calibration = near, found.tokens, calibration
         return found
 
-    def propose(self, prefix_tokens: int) -> Sequence[Attach]:
-        """Ranges after the prefix that may be attached."""
-        running, calibration = self._running, self.calibration
-        if calibration is None or running.scope is None:
+    def propose(self, prefix_tokens: int, below: Match | None) -> Sequence[Attach]:
+        """Ranges after the prefix that may be attached, of whose pages most can be; none if they spare no more than `below` does."""
+        running = self._running
+        if not self._calibrations or running.scope is None:
             return ()
         if self._owner.off:
             running.account.record_refusals([Refusal(Reason.DRIFT, prefix_tokens, len(running.ids), self._owner.off)])
             return ()
-        ids, found = self._attachable(calibration), []
+        options = [(self._runs(one, prefix_tokens), one) for one in ([self.calibration] if self.scope else self._calibrations)]
+        runs, calibration = max(options, key=lambda option: sum(run.stop - run.start for run in option[0]))
+        spared = (below.tokens - prefix_tokens) * (below.layers or 0) / calibration.layers if below is not None else 0
+        if sum(run.stop - run.start for run in runs) <= spared:
+            return ()
+        self.calibration, found = calibration, []
         layers = calibration.boundaries if self._runner.model.stepped else ()
-        for run in stored_repeats(self._store, running.scope, ids, prefix_tokens, calibration.least, calibration.precisions):
+        for run in runs:
             held = (
                 layer
                 for layer in layers
@@ -212,6 +234,12 @@ class SegmentReuse:
         self._steps, self._segments = ranges(found, calibration)
         return self._steps
 
+    def _runs(self, calibration: Calibration, since: int) -> list[Run]:
+        """Find what of the prompt after so many tokens is repeated in the pages that a calibration is about."""
+        assert self._running.scope is not None
+        ids, scope = self._attachable(calibration), source(self._running.scope, calibration)
+        return stored_repeats(self._store, scope, ids, since, calibration.least, calibration.precisions)
+
     def _attachable(self, calibration: Calibration) -> Ids:
         """The prompt up to its tail, and one token more: the last one of a lookup is always computed.
 
@@ -219,7 +247,7 @@ class SegmentReuse:
         """
         ids = self._running.ids.array()
         turn = max((span.start for span in self._running.asked.layout.spans if span.kind == "turn"), default=0)
-        return ids[: max(turn, len(ids) - calibration.tail) + 1]
+        return ids[: min(max(turn, len(ids) - calibration.tail), self._running.covered_tokens) + 1]
 
     # -- attaching -------------------------------------------------------------------------------------------------
 
@@ -228,14 +256,14 @@ class SegmentReuse:
         running, calibration = self._running, self.calibration
         if not self._steps:
             return
-        assert isinstance(running.sequence, PageTable) and calibration is not None and running.scope is not None
+        assert isinstance(running.sequence, PageTable) and running.scope is not None
         held = bool(calibration.probe or (calibration.share and self._runner.model.stepped))
         self._runner.attach(running.sequence, self._steps, running.scope.regime, held)
         if calibration.choice == "question" and calibration.share and self._runner.model.stepped:
             ids, regime = running.ids.all, running.scope.regime
             self._asked = asked_for(self._runner, running.sequence, ids, self._steps, regime, calibration.share)
         running.account.record_segments(tuple(self._segments))
-        self.scope = self._near(running.scope)
+        self.scope = near_scope(running.scope, calibration)
         self.advance()
 
     def advance(self) -> None:
@@ -251,14 +279,14 @@ class SegmentReuse:
                 segment = self._segments[junction.run]
                 running.account.record_refused_segment(segment, Refusal(Reason.PROBE, segment.start, segment.stop, why))
                 spans = []
-            elif calibration is not None and calibration.share and self._runner.model.stepped:
+            elif calibration.share and self._runner.model.stepped:
                 spans = self._repair(sequence, spans, calibration)
             if not running.receipt.segments and sequence.exact_until == sequence.length:
                 self.scope, self._kernels = None, []
             sequence.resolve([replace(span, held=False) for span in spans])
 
     def _disagrees(self, sequence: PageTable, junction: Ahead) -> str:
-        assert self.calibration is not None and self._running.scope is not None
+        assert self._running.scope is not None
         segment, bound = self._segments[junction.run], self.calibration.probe
         tokens = min(PROBED, junction.start - segment.start)
         if not bound or not tokens:
@@ -302,7 +330,7 @@ class SegmentReuse:
     def doubt(self, logits: torch.Tensor) -> str:
         """Say why the next choice is too close to be made after moved text, which may have tipped it; empty if it is not."""
         running, decoding = self._running, self._running.decoding
-        margin = self.calibration.margin if self.calibration and self.scope and not decoding.forced else 0.0
+        margin = self.calibration.margin if self._calibrations and self.scope and not decoding.forced else 0.0
         if not margin or (gap := decoding.sampler.gap(logits, running.ids.all)) >= margin:
             return ""
         return f"first choices behind token {len(running.ids)} are {gap:.3f} nats apart, asked for are {margin:.3f}"
@@ -319,12 +347,12 @@ class SegmentReuse:
         if for_good:
             self._running.account.retract((Reason.APPROXIMATE,))
         self.scope, self.admitted_tokens, self._kernels, self._steps = None, 0, [], []
-        self.calibration = None if for_good else self.calibration
+        self._calibrations = () if for_good else self._calibrations
 
     def answered(self) -> None:
         """Index the exactly cached text of the prompt: later processes can find it. Perhaps the monitor computes the request again."""
         running, kept = self._running, self._running.admitted_tokens
-        if self.scope is not None and self.calibration is not None:
+        if self.scope is not None and self._calibrations:
             self._owner.monitor.consider(running, self.calibration)
         if isinstance(running.sequence, PageTable) and running.scope and kept and (text := self._owner.text):
             known = [window for window in self._noted if window.stop <= min(kept, running.asked.prompt_tokens)]
@@ -342,6 +370,11 @@ def near_scope(scope: Scope, calibration: Calibration) -> Scope:
     Each repair has its own, as each rotary regime has: what one calibration lets pass may be too far off for another.
     """
     return replace(scope, precision="approximate", regime=f"{scope.regime} {calibration.repair}")
+
+
+def source(scope: Scope, calibration: Calibration) -> Scope:
+    """The scope of the pages that segments are taken from."""
+    return replace(scope, fingerprint=calibration.lent or scope.fingerprint)
 
 
 @torch.inference_mode()

@@ -120,8 +120,8 @@ def _switches(engine: Engine, tools: Any, kind: str, first: int, options: Option
         hashed = engine.fingerprint.hashed_bytes if engine.fingerprint else 0
         found, receipt = one("switch", asked[1], kind)
         one("base_hit", asked[2], None)
-        one("back", asked[3], kind)
-        one("hit", asked[4], kind)
+        (_, back), (_, hit) = one("back", asked[3], kind), one("hit", asked[4], kind)
+        rows.add("back_over_hit", back.ttft_ms / hit.ttft_ms)
         assert engine.fingerprint is None or engine.fingerprint.hashed_bytes == hashed, "a change of adapter hashed weights"
         expected, _ = one("cold", asked[1], kind, "off")
         equal = equal and found == expected and all(torch.equal(a, b) for a, b in zip(logits[2:4], logits[-2:], strict=True))
@@ -129,6 +129,7 @@ def _switches(engine: Engine, tools: Any, kind: str, first: int, options: Option
         tail_tokens = prompt_tokens - engine.renderer.render(asked[1], tools).prefix_tokens
     ways = {f"{way}_ttft_ms": rows.median(f"{way}_ttft_ms") for way in ("switch", "base_hit", "back", "hit", "cold")}
     about = {"kind": kind, "prompt_tokens": prompt_tokens, "tail_tokens": tail_tokens}
+    ways["back_over_hit"] = rows.median("back_over_hit")
     return {**about, **ways, "computed_tokens": round(computed, 1), "equal": equal}
 
 

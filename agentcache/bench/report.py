@@ -124,11 +124,12 @@ def segments_table(title: str, rows: Sequence[Row]) -> Table:
 def adapters_table(rows: Sequence[Row]) -> Table:
     """A line per kind of adapter, and the round robin."""
     ways = {"base hit": "base_hit", "switch": "switch", "switch back": "back", "hit": "hit", "cold": "cold"}
-    filled = [{**dict.fromkeys(f"{way}_ttft_ms" for way in ways.values()), **row} for row in rows]
+    filled = [{**dict.fromkeys(["back_over_hit", *(f"{way}_ttft_ms" for way in ways.values())]), **row} for row in rows]
     columns: dict[str, Cell] = {"adapter": lambda row: str(row["kind"]), "prompt": of("prompt_tokens")}
     columns |= {f"{name} ms": of(f"{way}_ttft_ms") for name, way in ways.items()}
-    columns |= {"computed": of("computed_tokens"), "new": of("new_tokens"), "equal": _outcome("equal")}
-    return drawn("time to first token, ms (medians); tokens by layers", columns, filled, "new: what no cached layer could have spared")
+    columns |= {"back/hit": of("back_over_hit", 2), "computed": of("computed_tokens"), "new": of("new_tokens"), "equal": _outcome("equal")}
+    caption = "hit: of the same adapter; back/hit: of pairs in a row; new: what no cached layer could have spared"
+    return drawn("time to first token, ms (medians); tokens by layers", columns, filled, caption)
 
 
 def families_table(found: Row) -> Table:

@@ -15,16 +15,19 @@ from typer.testing import CliRunner
 from agentcache import Engine
 from agentcache.approximate.calibrate import search, shifts
 from agentcache.approximate.calibrate.trials import Served, Trials, bound, first_unsure, row, rows
+from agentcache.approximate.calibrations import place
 from agentcache.bench.quality_cases import made_up
 from agentcache.calibration import Calibration
 from agentcache.cli.app import app
 from agentcache.errors import ConfigError, ReuseWarning
+from agentcache.model.loading import load
 from agentcache.traces import Call, Episode, read
 from agentcache.types import Precision
 from benchmarks import plots
 from benchmarks.segments_parts import methods, variations
 from tests import models
 from tests.engines import TOOLS
+from tests.saved_adapters import save_for, twin
 
 RUN = CliRunner()
 SYSTEM = "You keep the harbour book. " + " ".join(f"Rule {at} is about pier {at * 7 % 13}." for at in range(6))
@@ -209,8 +212,8 @@ def test_times_are_medians_of_interleaved_askings(
         bench = Trials(engine, 4, repeats=3)
         ask = bench.ask
 
-        def timed(call: Call, namespace: str, reuse: Any, forced: tuple[int, ...]) -> Any:
-            found = ask(call, namespace, reuse, forced)
+        def timed(call: Call, namespace: str, reuse: Any, forced: tuple[int, ...], adapter: str | None) -> Any:
+            found = ask(call, namespace, reuse, forced, adapter)
             name = reuse if isinstance(reuse, str) else "ours"
             if call is case.call:
                 order.append(name)
@@ -365,3 +368,37 @@ def test_made_up_requests_come_in_the_number_asked() -> None:
         made_up(4, 2)
     with pytest.raises(ConfigError, match="n=201: 200 cases of each kind"):
         made_up(8, 201)
+
+
+def test_calibrate_keeps_one_file_for_each_pair(workload: Path, model: Path, tmp_path: Path) -> None:
+    base, _ = load(str(model), dtype="float32")
+    router = save_for(base, tmp_path / "router")
+    folders = {"router": router, "twin": twin(router, tmp_path / "twin")}
+    given = ["--model", str(model), "--dtype", "float32", "--workload", str(workload), "--cases", "1", "--answer", "3"]
+    given += ["--families", "handed over", "--store", str(tmp_path / "store")]
+    for lender in ("twin", "base"):
+        source = str(folders.get(lender, lender))
+        done = RUN.invoke(app, ["calibrate", *given, "--adapter", str(router), "--from", source, "--json", str(tmp_path / "c.json")])
+        report = json.loads((tmp_path / "c.json").read_text())
+        if lender == "base":
+            assert done.exit_code == 1
+            assert "nothing is written" in done.output
+            assert "written" not in report
+            assert min(row["kl_mean"] for row in report["tried"] if row["reused_tokens"]) > 0.02, (
+                "large random adapters are far from each other"
+            )
+            continue
+        assert done.exit_code == 0, done.output
+        assert max(row["kl_mean"] for row in report["tried"] if "int" not in row["method"]) < 1e-6, "its keys and values are the same"
+    with Engine(str(model), dtype="float32", store=str(tmp_path / "store")) as engine:
+        digests = {name: engine.add_adapter(name, folder) for name, folder in folders.items()}
+        weights = engine.fingerprint.whole if engine.fingerprint else ""
+        wanted, lent = (f"{weights}+{digests[name]}" for name in ("router", "twin"))
+        [written] = (tmp_path / "store" / "calibrations").iterdir()
+        assert written == place(tmp_path / "store", wanted, lent)
+        assert (Calibration.load(written).fingerprint, Calibration.load(written).lent) == (wanted, lent)
+        asked = [{"role": "system", "content": SYSTEM}, message("user", 1), message("assistant", 2), message("user", 3)]
+        engine.generate(asked, adapter="twin")
+        with pytest.warns(ReuseWarning, match="from 1 cases, fewer than 32"):
+            receipt = engine.generate(asked, adapter="router", reuse="approximate").receipt
+        assert [segment.adapter for segment in receipt.segments] == [digests["twin"]]

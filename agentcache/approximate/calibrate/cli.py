@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,10 @@ from ...bench.options import (
 from ...errors import CalibrationError
 from ...terminal import report_errors
 
+if TYPE_CHECKING:
+    from ...engine import Engine
+
+BASE = "base"  # in the place of an adapter's path
 Workloads = Annotated[list[Path] | None, typer.Option("--workload", help="A recorded trace (.jsonl); may be given several times.")]
 Families = Annotated[str, typer.Option(help="Kinds of shifts, with commas; all: see docs/approximate.md.")]
 Answer = Annotated[int, typer.Option("--answer", min=1, help="Tokens of the recorded answer that are compared.")]
@@ -37,6 +41,11 @@ Halo = Annotated[int | None, typer.Option(min=0, help="This halo, and no search 
 CalibrationFile = Annotated[Path | None, typer.Option(help="What calibrate wrote; default: the fastest setting is found first.")]
 Off = Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt with reuse off.")]
 AllowedKl = Annotated[float, typer.Option(min=0.0, help="Mean KL allowed, in nats per token of the answer.")]
+AnsweringAdapter = Annotated[str, typer.Option("--adapter", metavar="PATH", help="The adapter that answers, or base.")]
+LendingAdapter = Annotated[
+    str | None,
+    typer.Option("--from", metavar="PATH", help="Whose pages it takes: another adapter, or base; default: those it keeps itself."),
+]
 Cases = Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")]
 
 
@@ -55,6 +64,8 @@ def calibrate(
     tools_dir: ToolsDir = None,
     made_up: MadeUp = 0,
     tools: Tools = 8,
+    adapter: AnsweringAdapter = BASE,
+    lender: LendingAdapter = None,
     store: Annotated[Path | None, typer.Option(help="The store to keep it in; default: AGENTCACHE_DIR, else the user's.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", callback=to_write, help="Write the calibration here instead.")] = None,
     dtype: DtypeOption = Dtype.bfloat16,
@@ -72,16 +83,19 @@ def calibrate(
         from . import search, shifts
         from .trials import Trials
 
-        wanted, bounds = shifts.named(families, shifts.FAMILIES), search.Bounds(kl, top1, margin, tail)
+        known_families = shifts.FAMILIES if lender is None else (shifts.HANDED, *shifts.FAMILIES)
+        wanted, bounds = shifts.named(families, known_families), search.Bounds(kl, top1, margin, tail)
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
         keeps = None if out else Folder.open(store).path  # before anything is measured
         with report.measuring("calibrate", Loading(model, shape, dtype, threads), json_file, texts) as run:
-            known, seen = search.calibrate(Trials(run.engine, answer, model is not None), found_cases, bounds, run.say)
+            answering, lending = _added(run.engine, "adapter", adapter), _added(run.engine, "lender", lender or adapter)
+            trials = Trials(run.engine, answer, model is not None, adapter=answering, lender=lending)
+            known, seen = search.calibrate(trials, found_cases, bounds, run.say)
             run.keep({"cases": len(found_cases), "kl": kl, "top1": top1, **bounds.given, "tried": seen})
-            run.keep({"chosen": known.measured["method"] if known else None})
+            run.keep({"chosen": known.measured["method"] if known else None, "adapters": run.engine.adapters})
             if known is not None:
-                target = out if keeps is None else place(keeps, known.fingerprint)
+                target = out if keeps is None else place(keeps, known.fingerprint, known.lent)
                 assert target is not None
                 known.save(target)
                 run.keep({"written": str(target)})
@@ -92,6 +106,14 @@ def calibrate(
         typer.echo(f"chosen: {run.found['chosen']}; written to {run.found['written']}")
         if known.doubt:
             typer.secho(f"warning: {known.doubt}", err=True)
+
+
+def _added(engine: Engine, role: str, source: str) -> str | None:
+    """The name of an adapter, added for its role; None for the base."""
+    if source == BASE:
+        return None
+    engine.add_adapter(role, source)
+    return role
 
 
 def segments(

@@ -9,6 +9,7 @@ dated system        the system prompt begins with another date
 second agent        the transcript is handed to an agent with another system prompt
 trimmed history     the oldest turns were cut off to save tokens
 other preamble      a text agent's prompt after other instructions
+handed over         the prompt as it was, asked of another adapter
 nothing repeats     a prompt of as many words in another order, without tools: what looking for repeats costs where there are none
 context N % other   so many of the words of the system prompt (or of the start of a text) are others: left context spoilt by degrees
 """
@@ -28,7 +29,7 @@ PERTURBED = {f"context {percent} % other": percent / 100 for percent in (1, 10, 
 TOOLS = ("added tool", "changed tool", "removed tool", "moved tool")
 RECORDED = ("edited history", "inserted message", "held-out tool")
 FAMILIES = (*RECORDED, *TOOLS, "dated system", "second agent", "trimmed history", "other preamble", *PERTURBED)
-NOTHING = "nothing repeats"
+NOTHING, HANDED = "nothing repeats", "handed over"
 EVERY = (*FAMILIES, NOTHING)
 CHARS = 3.5  # about so many to a token
 START_CHARS = 2000  # of a text prompt, that count as its context
@@ -108,6 +109,7 @@ def _of(episode: Episode, rng: random.Random) -> Iterator[Case]:
     for family, share in PERTURBED.items():
         yield Case(family, (call,), replace(call, prompt=perturbed(call.prompt, share, rng)))
     yield Case(NOTHING, (call,), replace(call, prompt=_mixed(call, rng), tools=()))
+    yield Case(HANDED, (call,), call)
     if isinstance(call.prompt, str):
         yield Case("other preamble", (call,), replace(call, prompt=PREAMBLE + call.prompt))
         return

@@ -25,12 +25,14 @@ from ...divergence import divergence
 from ...engine import Engine
 from ...errors import AgentCacheError, ConfigError
 from ...kv import Page
+from ...matching import fingerprint_of
 from ...receipt import Receipt
 from ...store.disk import quantize
 from ...store.entry import common
 from ...store.keys import Ids, as_ids
 from ...traces import Answers, Call
 from ...types import Precision, Reuse, Sampling
+from ..calibrations import answering
 from .shifts import Case
 
 LEAST = 32  # tokens of a repeat that the bound counts
@@ -166,37 +168,54 @@ class Trials:
 
     own: answers are compared along what the model itself says greedily when nothing is approximate, so that a case is decided alike if
     its answers would be the same; otherwise along the recorded ones. repeats: times are medians of so many askings, interleaved.
+    adapter, lender: names of the adapter that answers the cases, and of the one that answered the calls before them; None is the base.
     """
 
-    def __init__(self, engine: Engine, answer_tokens: int = 16, own: bool = True, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        answer_tokens: int = 16,
+        own: bool = True,
+        repeats: int = 1,
+        adapter: str | None = None,
+        lender: str | None = None,
+    ) -> None:
         if engine.model.spec is None or engine.fingerprint is None:
             raise ConfigError(f"model {engine.name!r} has no pages ({engine.model.support.why}): nothing of it can be reused")
         self.engine = engine
-        self.answer_tokens, self.own, self.repeats = answer_tokens, own, repeats
+        self.answer_tokens, self.own, self.repeats, self.adapter, self.lender = answer_tokens, own, repeats, adapter, lender
+        known = {name: engine.model.adapters[digest] for name, digest in engine.adapters.items() if name in (adapter, lender)}
+        one, other, weights = known.get(adapter or ""), known.get(lender or ""), engine.fingerprint.whole
+        self._fingerprint, self._lent = answering(weights, one), fingerprint_of(weights, other)
+        if self._lent == fingerprint_of(weights, one):  # pages that its own requests keep
+            self._lent = ""
         self.answers = Answers(engine.tokenizer)
         self._number = 0
 
     def calibration(self, halo: int = 8, least: int = 0, **given: Any) -> Calibration:
         """A setting of this model to try. steps may be given instead of a halo."""
-        spec, fingerprint = self.engine.model.spec, self.engine.fingerprint
-        assert spec is not None and fingerprint is not None
+        spec = self.engine.model.spec
+        assert spec is not None
         steps = given.pop("steps", ((halo, spec.layers),))
         least = least or max(LEAST, steps[-1][0] + 24)
-        return Calibration(fingerprint.whole, spec.layers, steps, least, given.pop("kl", 1e9), model=self.engine.name, **given)
+        given = {"kl": 1e9, "model": self.engine.name, "lent": self._lent, **given}
+        return Calibration(self._fingerprint, spec.layers, steps, least, **given)
 
-    def ask(self, call: Call, namespace: str, reuse: Reuse | Calibration, forced: tuple[int, ...]) -> Asked:
+    def ask(self, call: Call, namespace: str, reuse: Reuse | Calibration, forced: tuple[int, ...], adapter: str | None) -> Asked:
         """One call with its recorded answer forced."""
         seen: Logits = []
         sampling = Sampling(max_tokens=max(1, len(forced)), forced=forced, ignore_eos=True)
         began = time.perf_counter()
         done = self.engine.generate(
-            call.prompt, call.tools, sampling=sampling, namespace=namespace, reuse=reuse, on_logits=lambda row: seen.append(row.clone())
-        )
+            call.prompt, call.tools, sampling=sampling, namespace=namespace, reuse=reuse, adapter=adapter,
+            on_logits=lambda row: seen.append(row.clone()),
+        )  # fmt: skip
         return Asked(done.receipt, seen, done.receipt.ttft_ms or (time.perf_counter() - began) * 1e3)
 
     def _greedy(self, call: Call, namespace: str) -> tuple[int, ...]:
         sampling = Sampling(max_tokens=self.answer_tokens)
-        return self.engine.generate(call.prompt, call.tools, sampling=sampling, namespace=namespace, reuse="exact").ids
+        kept = {"namespace": namespace, "adapter": self.adapter}
+        return self.engine.generate(call.prompt, call.tools, sampling=sampling, reuse="exact", **kept).ids
 
     @contextmanager
     def scene(self, case: Case, boundaries: tuple[int, ...]) -> Iterator[Scene]:
@@ -208,10 +227,10 @@ class Trials:
             kept = []
             for call in case.before:
                 forced = tuple(self.answers.ids(call)[: self.answer_tokens])
-                self.ask(call, namespace, "exact", forced)
+                self.ask(call, namespace, "exact", forced, self.lender)
                 kept.append(as_ids([*engine.renderer.render(call.prompt, call.tools, namespace=namespace).ids, *forced[:-1]]))
             ids = as_ids(engine.renderer.render(case.call.prompt, case.call.tools, namespace=namespace).ids)
-            prefix = max((common(ids, other) for other in kept), default=0)
+            prefix = 0 if self._lent else max((common(ids, other) for other in kept), default=0)
             if self.own:
                 with nothing_kept(engine):
                     answer = self._greedy(case.call, namespace)
@@ -247,7 +266,7 @@ class Trials:
                 for name in names[at:] + names[:at]:
                     way = ways[name]
                     with stored_as(self.engine, scene.namespace, way.precision if isinstance(way, Calibration) else "exact"):
-                        found[name].append(self.ask(scene.case.call, scene.namespace, way, scene.answer))
+                        found[name].append(self.ask(scene.case.call, scene.namespace, way, scene.answer, self.adapter))
         return {name: replace(asked[0], ms=statistics.median(each.ms for each in asked)) for name, asked in found.items()}
 
 
