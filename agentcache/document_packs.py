@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -13,6 +16,7 @@ from .types import PASSAGES, Message
 
 if TYPE_CHECKING:
     from .prompt_schema import Schema
+    from .store.tool_group import ToolGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +101,45 @@ def packs(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         yield pack
 
 
-def teller(progress: Callable[[int, int], None] | bool) -> Callable[[int, int], None]:
-    """The caller's own function of tokens done and to do, a bar, or nothing."""
-    if callable(progress):
-        return progress
-    if not progress:
-        return lambda done, total: None
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+@contextmanager
+def behind(settle: Callable[[ToolGroup], None], told: Callable[[int], None], ahead: int) -> Iterator[Callable[[ToolGroup], None]]:
+    """A function that settles a pack on a thread while its caller computes the next ones: at most `ahead`, all of them pinned in memory.
 
-    bar = tqdm(unit=" tokens", desc="learn")
+    told: called with the tokens of each pack that is settled.
+    """
+    with ThreadPoolExecutor(1, "agentcache-learn") as writing:
+        begun: deque[tuple[Future[None], ToolGroup]] = deque()
 
-    def tell(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
+        def end(most: int) -> None:
+            while len(begun) > most:
+                written, pack = begun.popleft()
+                written.result()
+                told(sum(tokens for _, _, tokens in pack.sources))
+
+        def begin(pack: ToolGroup) -> None:
+            begun.append((writing.submit(settle, pack), pack))
+            end(ahead)
+
+        yield begin
+        end(0)
+
+
+def teller(progress: Callable[[int, int], None] | bool, total: int) -> Callable[[int], None]:
+    """Tells of more tokens that are done: the caller's own function of tokens done and to do, a bar, or nobody."""
+    done = 0
+    if progress and not callable(progress):
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+        bar = tqdm(total=total, unit=" tokens", desc="learn")
+
+    def tell(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if callable(progress):
+            progress(done, total)
+        elif progress:
+            bar.update(tokens)
+            if done == total:
+                bar.close()
 
     return tell

@@ -17,7 +17,7 @@ from .layout import Renderer
 from .layout.request import Rendered
 from .store.keys import Scope, as_ids
 from .store.store import Store
-from .types import PASSAGES, Arrangement, Forgotten, Message, check_name
+from .types import PAGE_TOKENS, PASSAGES, Arrangement, Forgotten, Message, check_name
 
 if TYPE_CHECKING:
     from .document_packs import Document, Learnt
@@ -78,7 +78,7 @@ class Documents:
 
         texts: by the caller's name of each, or a list. Those computed before, by any process, are not computed again; another text under a
         known name takes its place. messages: instead of `system`, the prompt with PASSAGES in their place. Packs on disk are evicted last;
-        in memory they are pinned only where there is no disk. progress: called with tokens done and to do, True for a bar. A schema's parts
+        in memory they are pinned only where there is no disk. progress: called with tokens written and to do, True for a bar. A schema's parts
         are learnt under its name, each once, after the parts that begin every prompt: with tools, namespace and progress only.
         """
         self.check_open()
@@ -100,14 +100,15 @@ class Documents:
         digests = {source: packs.digest(above, text.encode("utf-8", "surrogatepass")) for source, text in named.items()}
         held = {one.digest for one in self.documents(name, namespace=namespace)}
         sizes = {source: len(self.renderer.ids(named[source], namespace)) for source in named if digests[source] not in held}
-        told, computed, done = packs.teller(progress), 0, 0
-        for pack in packs.packs(sizes, pack_tokens):
-            shown = prompt[-1].content.replace(PASSAGES, separator.join(named[source] for source in pack))
-            digest = packs.digest(*(digests[source].encode() for source in pack))[:12]
-            group = self.pin([*prompt[:-1], replace(prompt[-1], content=shown)], tools, name=f"{name}/{digest}", namespace=namespace)
-            self._groups.settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
-            computed, done = computed + group.computed_tokens, done + sum(sizes[source] for source in pack)
-            told(done, sum(sizes.values()))
+        computed, told = 0, packs.teller(progress, sum(sizes.values()))
+        most = (max([pack_tokens, *sizes.values()]) // PAGE_TOKENS + 2) * (self.model.spec.page_bytes if self.model.spec else 1)
+        with packs.behind(self._groups.settle, told, min(2, self.store.budget_bytes // (4 * most))) as settle:
+            for pack in packs.packs(sizes, pack_tokens):
+                shown = prompt[-1].content.replace(PASSAGES, separator.join(named[source] for source in pack))
+                digest = packs.digest(*(digests[source].encode() for source in pack))[:12]
+                group = self.pin([*prompt[:-1], replace(prompt[-1], content=shown)], tools, name=f"{name}/{digest}", namespace=namespace)
+                settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
+                computed += group.computed_tokens
         self._release(name, namespace, lambda source, digest: source in digests and digest != digests[source])
         found = {one.source: one for one in self.documents(name, namespace=namespace)}
         return packs.Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))
