@@ -78,8 +78,9 @@ class Documents:
 
         texts: by the caller's name of each, or a list. Those computed before, by any process, are not computed again; another text under a
         known name takes its place. messages: instead of `system`, the prompt with PASSAGES in their place. Packs on disk are evicted last;
-        in memory they are pinned only where there is no disk. progress: called with tokens written and to do, True for a bar. A schema's parts
-        are learnt under its name, each once, after the parts that begin every prompt: with tools, namespace and progress only.
+        in memory they are pinned only where there is no disk. progress: called with tokens written and to do, True for a bar.
+        A schema's parts are learnt under its name, each once, after the parts that begin every prompt: with tools, namespace and progress
+        only.
         """
         self.check_open()
         from . import document_packs as packs
