@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -37,15 +38,21 @@ Halo = Annotated[int | None, typer.Option(min=0, help="This halo, and no search 
 CalibrationFile = Annotated[Path | None, typer.Option(help="What calibrate wrote; default: the fastest setting is found first.")]
 Off = Annotated[bool, typer.Option("--off/--no-off", help="Also time each prompt with reuse off.")]
 AllowedKl = Annotated[float, typer.Option(min=0.0, help="Mean KL allowed, in nats per token of the answer.")]
+Corpus = Annotated[Path | None, typer.Option(help="Passages (.json, .jsonl): texts, or objects with title and body.")]
+Top = Annotated[int, typer.Option(min=1, help="Passages of a prompt.")]
 Cases = Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")]
 
 
 def calibrate(
     workload: Workloads = None,
+    corpus: Corpus = None,
+    questions: Annotated[Path | None, typer.Option(help="Questions as of HotpotQA or MultihopRAG, over retrieved passages.")] = None,
+    top: Top = 6,
     model: ModelOption = None,
     shape: ShapeOption = None,
     kl: AllowedKl = 0.02,
     top1: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of equal first choices asked for.")] = 0.98,
+    decision: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of answers asked for that are equal, token by token.")] = 0.0,
     margin: Margin = 0.0,
     tail: Tail = 64,
     cases: Cases = 4,
@@ -69,16 +76,21 @@ def calibrate(
         from ...bench import quality_cases, report
         from ...store.disk.folder import Folder
         from ..calibrations import place
+        from . import questions as files
         from . import search, shifts
         from .trials import Trials
 
-        wanted, bounds = shifts.named(families, shifts.FAMILIES), search.Bounds(kl, top1, margin, tail)
-        made = quality_cases.made_up(tools, made_up)
-        found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
+        wanted = shifts.named(families, (*shifts.FAMILIES, *shifts.DOCUMENTS))
+        bounds = search.Bounds(kl, top1, decision, margin, tail)
+        shifted = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, quality_cases.made_up(tools, made_up))
+        found_cases, texts = shifted.cases() if corpus or questions else shifted.required()
+        if corpus or questions:
+            found_cases += files.cases(files.questions(corpus, questions, top), cases, wanted)
+            texts += [json.dumps(case.call.prompt) for case in found_cases]
         keeps = None if out else Folder.open(store).path  # before anything is measured
         with report.measuring("calibrate", Loading(model, shape, dtype, threads), json_file, texts) as run:
             known, seen = search.calibrate(Trials(run.engine, answer, model is not None), found_cases, bounds, run.say)
-            run.keep({"cases": len(found_cases), "kl": kl, "top1": top1, **bounds.given, "tried": seen})
+            run.keep({"cases": len(found_cases), "kl": kl, "top1": top1, "decision": decision, **bounds.given, "tried": seen})
             run.keep({"chosen": known.measured["method"] if known else None})
             if known is not None:
                 target = out if keeps is None else place(keeps, known.fingerprint)
@@ -87,7 +99,7 @@ def calibrate(
                 run.keep({"written": str(target)})
             run.tables.append(report.segments_table("settings, over all kinds of shifts", seen))
         if known is None:
-            within = f"kl={kl!r} and top1={top1!r} and is no slower than the exact prefix"
+            within = f"kl={kl!r}, top1={top1!r} and decision={decision!r} and is no slower than the exact prefix"
             raise CalibrationError(f"no setting keeps {within}: nothing is written, approximate reuse stays refused")
         typer.echo(f"chosen: {run.found['chosen']}; written to {run.found['written']}")
         if known.doubt:
@@ -122,7 +134,7 @@ def segments(
         from . import search, shifts
         from .trials import Trials, rows
 
-        wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)
+        wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin=margin, tail=tail)
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
         with report.measuring("segments", Loading(model, shape, dtype, threads), json_file, texts) as run:
@@ -139,9 +151,9 @@ def segments(
 
 def rag(
     model: OwnModelOption = "embedded",
-    corpus: Annotated[Path | None, typer.Option(help="Passages (.json, .jsonl): texts, or objects with title and body.")] = None,
+    corpus: Corpus = None,
     questions: Annotated[Path | None, typer.Option(help="Questions as of HotpotQA or MultihopRAG; by default our own.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Passages of a prompt.")] = 6,
+    top: Top = 6,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many questions.")] = None,
     orders: Annotated[int, typer.Option(min=1, help="Orders of the passages in which each question is asked, the retriever's first.")] = 1,
     halos: Annotated[str, typer.Option(help="Approximate reuse repaired by these halos, with commas; 0 is no repair.")] = "0,2,4,8",

@@ -20,10 +20,9 @@ import torch
 
 from ...calibration import Calibration
 from ...engine import Engine
-from ...types import PASSAGES, Message, Reuse, Sampling
-from .questions import Question
+from ...types import PASSAGES, Reuse, Sampling
+from .questions import Question, prompt
 
-SYSTEM = "You are a helpful assistant."
 Row = dict[str, Any]
 
 
@@ -53,12 +52,6 @@ class Tally:
     f1: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     first: list[torch.Tensor] = field(default_factory=list)
-
-
-def prompt(passages: str, ranks: str, question: str) -> list[Message]:
-    """Passages first; what changes with each question after them."""
-    tail = f"{ranks}\n{question}" if ranks else question
-    return [Message("system", SYSTEM), Message("user", f"{passages}\n\n{tail}")]
 
 
 def ask(engine: Engine, asked: Sequence[Question], way: Way, exact: Tally | None, say: Callable[[str], None], tokens: int) -> Tally:

@@ -10,6 +10,8 @@ second agent        the transcript is handed to an agent with another system pro
 trimmed history     the oldest turns were cut off to save tokens
 other preamble      a text agent's prompt after other instructions
 nothing repeats     a prompt of as many words in another order, without tools: what looking for repeats costs where there are none
+documents in another order   retrieved passages that stood in one earlier prompt, in another order (of questions, not of episodes)
+other neighbours             half of them stood in each of two earlier prompts, among passages of another question
 context N % other   so many of the words of the system prompt (or of the start of a text) are others: left context spoilt by degrees
 """
 
@@ -28,6 +30,7 @@ PERTURBED = {f"context {percent} % other": percent / 100 for percent in (1, 10, 
 TOOLS = ("added tool", "changed tool", "removed tool", "moved tool")
 RECORDED = ("edited history", "inserted message", "held-out tool")
 FAMILIES = (*RECORDED, *TOOLS, "dated system", "second agent", "trimmed history", "other preamble", *PERTURBED)
+DOCUMENTS = ("documents in another order", "other neighbours")
 NOTHING = "nothing repeats"
 EVERY = (*FAMILIES, NOTHING)
 CHARS = 3.5  # about so many to a token
@@ -39,7 +42,7 @@ PREAMBLE = "Be brief, and follow the form of the examples to the letter.\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call, and the calls that were answered before it. family: one of FAMILIES."""
+    """A call, and the calls that were answered before it. family: one of FAMILIES or DOCUMENTS."""
 
     family: str
     before: tuple[Call, ...]
