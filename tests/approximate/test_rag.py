@@ -127,7 +127,10 @@ def test_rows_tell_what_order_and_repair_save(tmp_path: Path) -> None:
     assert (retrieved["agreement"], retrieved["kl"]) == (1.0, 0.0)
     assert ordered["computed_tokens"] < 0.6 * retrieved["computed_tokens"]
     assert ordered["prompt_tokens"] > retrieved["prompt_tokens"], "the retriever's ranks are shown"
-    assert bare["cached_tokens"] > 0.95 * bare["passage_tokens"], "each passage was learnt"
+    assert [off["hit_share"], retrieved["hit_share"] < ordered["hit_share"] / 1.5] == [0.0, True]
+    system = retrieved["cached_tokens"] - retrieved["hit_share"] * retrieved["passage_tokens"]
+    assert 5 * 12 < system < 40 * 12, "what stands before the passages is no hit of theirs"
+    assert bare["hit_share"] > 0.9 > ordered["hit_share"], "each passage was learnt"
     assert bare["segment_tokens"] > halo["segment_tokens"] > 0.5 * halo["passage_tokens"]
     assert bare["computed_tokens"] < halo["computed_tokens"] < retrieved["computed_tokens"]
     assert all(one["right"] > 0.5 for one in (off, retrieved, ordered))
