@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -82,11 +81,9 @@ def calibrate(
 
         wanted = shifts.named(families, (*shifts.FAMILIES, *shifts.DOCUMENTS))
         bounds = search.Bounds(kl, top1, decision, margin, tail)
-        shifted = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, quality_cases.made_up(tools, made_up))
-        found_cases, texts = shifted.cases() if corpus or questions else shifted.required()
-        if corpus or questions:
-            found_cases += files.cases(files.questions(corpus, questions, top), cases, wanted)
-            texts += [json.dumps(case.call.prompt) for case in found_cases]
+        asked = files.cases(files.questions(corpus, questions, top), cases, wanted) if corpus or questions else []
+        made = quality_cases.made_up(tools, made_up)
+        found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made, asked).required()
         keeps = None if out else Folder.open(store).path  # before anything is measured
         with report.measuring("calibrate", Loading(model, shape, dtype, threads), json_file, texts) as run:
             known, seen = search.calibrate(Trials(run.engine, answer, model is not None), found_cases, bounds, run.say)

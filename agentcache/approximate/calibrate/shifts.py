@@ -72,17 +72,19 @@ class Wanted:
     most_tokens: int = 8192  # of a prompt, estimated
     tools_dir: Path | None = None  # folder of catalogs that traces name
     made: Sequence[Episode] = ()  # further episodes
+    asked: Sequence[Case] = ()  # cases of DOCUMENTS
 
     def cases(self) -> tuple[list[Case], list[str]]:
         """The cases, and texts to train a tokenizer on where the model brings none. Neither is required to be there."""
         found = [one for path in self.workload for one in read(path, self.tools_dir, episodes=max(8, 4 * self.count))]
         found += self.made
-        return cases(found, self.count, self.families, most_tokens=self.most_tokens) if self.count else [], texts(found)
+        shifted = cases(found, self.count, self.families, most_tokens=self.most_tokens) if self.count else []
+        return [*shifted, *self.asked], [*texts(found), *(json.dumps(case.call.prompt) for case in self.asked)]
 
     def required(self) -> tuple[list[Case], list[str]]:
         """The same; ConfigError if there is no case."""
-        if not self.workload and not self.made:
-            raise ConfigError("give recorded traces with --workload, or --made-up N")
+        if not self.workload and not self.made and not self.asked:
+            raise ConfigError("give recorded traces with --workload, --questions over two passages each or more, or --made-up N")
         found = self.cases()
         if not found[0]:
             raise ConfigError(f"families={', '.join(self.families)!r}: these workloads have no such prompts")
