@@ -12,9 +12,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
-from .types import PASSAGES, Message
+from .types import PAGE_TOKENS, PASSAGES, Message
 
 if TYPE_CHECKING:
+    from .kv_spec import KVSpec
     from .prompt_schema import Schema
     from .store.tool_group import ToolGroup
 
@@ -101,24 +102,30 @@ def packs(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         yield pack
 
 
+def ahead(budget_bytes: int, spec: KVSpec | None, tokens: int) -> int:
+    """How many packs of so many tokens may be computed before an earlier one is written: all are pinned in memory."""
+    pages = tokens // PAGE_TOKENS + 2  # with what stands before them
+    return min(2, budget_bytes // (4 * pages * spec.page_bytes)) if spec else 0
+
+
 @contextmanager
-def behind(settle: Callable[[ToolGroup], None], told: Callable[[int], None], ahead: int) -> Iterator[Callable[[ToolGroup], None]]:
-    """A function that settles a pack on a thread while its caller computes the next ones: at most `ahead`, all of them pinned in memory.
+def behind(settle: Callable[[ToolGroup], None], told: Callable[[int], None], most: int) -> Iterator[Callable[[ToolGroup], None]]:
+    """A function that settles a pack on a thread while its caller computes the next ones: at most so many.
 
     told: called with the tokens of each pack that is settled.
     """
     with ThreadPoolExecutor(1, "agentcache-learn") as writing:
         begun: deque[tuple[Future[None], ToolGroup]] = deque()
 
-        def end(most: int) -> None:
-            while len(begun) > most:
+        def end(left: int) -> None:
+            while len(begun) > left:
                 written, pack = begun.popleft()
                 written.result()
                 told(sum(tokens for _, _, tokens in pack.sources))
 
         def begin(pack: ToolGroup) -> None:
             begun.append((writing.submit(settle, pack), pack))
-            end(ahead)
+            end(most)
 
         yield begin
         end(0)

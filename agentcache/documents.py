@@ -17,7 +17,7 @@ from .layout import Renderer
 from .layout.request import Rendered
 from .store.keys import Scope, as_ids
 from .store.store import Store
-from .types import PAGE_TOKENS, PASSAGES, Arrangement, Forgotten, Message, check_name
+from .types import PASSAGES, Arrangement, Forgotten, Message, check_name
 
 if TYPE_CHECKING:
     from .document_packs import Document, Learnt
@@ -78,9 +78,8 @@ class Documents:
 
         texts: by the caller's name of each, or a list. Those computed before, by any process, are not computed again; another text under a
         known name takes its place. messages: instead of `system`, the prompt with PASSAGES in their place. Packs on disk are evicted last;
-        in memory they are pinned only where there is no disk. progress: called with tokens written and to do, True for a bar.
-        A schema's parts are learnt under its name, each once, after the parts that begin every prompt: with tools, namespace and progress
-        only.
+        in memory they are pinned only where there is no disk. progress: called with tokens written and to do, True for a bar. The parts
+        of a schema are learnt under its name, after those that begin every prompt: with tools, namespace and progress only.
         """
         self.check_open()
         from . import document_packs as packs
@@ -93,17 +92,15 @@ class Documents:
         check_name("name", name)
         if type(pack_tokens) is not int or pack_tokens < 1:
             raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
-        named, prompt = (
-            packs.named(texts),
-            packs.opening(messages or [*([Message("system", system)] if system else []), Message("user", PASSAGES)]),
-        )
+        named, start = packs.named(texts), [Message("system", system)] if system else []
+        prompt = packs.opening(messages or [*start, Message("user", PASSAGES)])
         above = repr((prompt, [*tools], separator)).encode("utf-8", "surrogatepass")
         digests = {source: packs.digest(above, text.encode("utf-8", "surrogatepass")) for source, text in named.items()}
         held = {one.digest for one in self.documents(name, namespace=namespace)}
         sizes = {source: len(self.renderer.ids(named[source], namespace)) for source in named if digests[source] not in held}
         computed, told = 0, packs.teller(progress, sum(sizes.values()))
-        most = (max([pack_tokens, *sizes.values()]) // PAGE_TOKENS + 2) * (self.model.spec.page_bytes if self.model.spec else 1)
-        with packs.behind(self._groups.settle, told, min(2, self.store.budget_bytes // (4 * most))) as settle:
+        most = packs.ahead(self.store.budget_bytes, self.model.spec, max([pack_tokens, *sizes.values()]))
+        with packs.behind(self._groups.settle, told, most) as settle:
             for pack in packs.packs(sizes, pack_tokens):
                 shown = prompt[-1].content.replace(PASSAGES, separator.join(named[source] for source in pack))
                 digest = packs.digest(*(digests[source].encode() for source in pack))[:12]
