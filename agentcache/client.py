@@ -30,9 +30,10 @@ from .remote_stream import RemoteEvents, RemoteRequest, RemoteStream, checked, r
 from .shared_engines import EngineLease, shared_engine
 from .store.tool_group import ToolGroup
 from .stream import Completion, Stream
-from .types import Constraint, Forgotten, Layout, Message, Probe, Sampling, Tool
+from .types import Arrangement, Constraint, Forgotten, Layout, Message, Probe, Sampling, Tool
 
 if TYPE_CHECKING:
+    from .document_packs import Document, Learnt
     from .layout import Volatile
 
 T = TypeVar("T")
@@ -206,6 +207,43 @@ class RemoteEngine(ProcessOwned):
         said = self._call("POST", "/v1/engine/forget", {"group": group, "session": session, "older_than": older_than})
         return Forgotten(**{**said, "groups": tuple(said["groups"])})
 
+    # -- documents -------------------------------------------------------------------------------------------------
+
+    def arrange(
+        self, passages: Seq[str], messages: Messages, tools: Tools = (), *, namespace: str = "default", **rendered: Any
+    ) -> Arrangement:
+        """Order retrieved passages along what the server has cached, as `Engine.arrange` does; rendered: tools_order, template_kwargs."""
+        self._check_namespace(namespace)
+        body = {"passages": passages, "messages": _plain(messages), "tools": plain_tools(tools), **rendered}
+        said = self._call("POST", "/v1/engine/arrange", body)
+        return Arrangement(**{**said, "order": tuple(said["order"])})
+
+    def learn(
+        self, texts: Mapping[str, str] | Seq[str], *, tools: Tools = (), messages: Messages = (), namespace: str = "default", **options: Any
+    ) -> Learnt:
+        """Compute texts on the server for later prompts, as `Engine.learn` does; options: system, name, separator, pack_tokens."""
+        from .document_packs import Document, Learnt
+
+        self._check_namespace(namespace)
+        if options.pop("progress", False):
+            raise ConfigError("progress: cannot be carried over HTTP; it needs an Engine in this process")
+        body = {"texts": texts, "tools": plain_tools(tools), "messages": _plain(messages), **options}
+        said = self._call("POST", "/v1/engine/learn", body)
+        return Learnt(**{**said, "documents": tuple(Document(**one) for one in said["documents"])})
+
+    def documents(self, name: str | None = None, *, namespace: str | None = None) -> tuple[Document, ...]:
+        """The texts of this key that are learnt; of one name."""
+        from .document_packs import Document
+
+        self._check_namespace(namespace or "default")
+        return tuple(Document(**one) for one in self._call("GET", "/v1/engine/documents", {"name": name})["documents"])
+
+    def unlearn(self, sources: Seq[str], *, name: str = "documents", namespace: str = "default") -> int:
+        """Release texts of this key by name; returns how many."""
+        self._check_namespace(namespace)
+        body = {"sources": [sources] if isinstance(sources, str) else list(sources), "name": name}
+        return int(self._call("POST", "/v1/engine/unlearn", body)["released"])
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _check_namespace(self, namespace: str) -> None:
@@ -223,8 +261,10 @@ class RemoteEngine(ProcessOwned):
     def _call(self, method: str, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON that a route answers with."""
         self.check_open()
-        named = {"params": {"model": self._model} if self._model else {}} if method == "GET" else {"content": self._content(body)}
-        return self._run(self._answered(method, path, named))
+        if method == "GET":
+            asked = {"params": {name: value for name, value in {**body, "model": self._model}.items() if value is not None}}
+            return self._run(self._answered(method, path, asked))
+        return self._run(self._answered(method, path, {"content": self._content(body)}))
 
     async def _answered(self, method: str, path: str, options: Mapping[str, Any]) -> Any:
         response = await self._sent(self._http.build_request(method, path, headers=JSON, **options))

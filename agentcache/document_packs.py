@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
-from .types import PASSAGES, Message
+from .types import PAGE_TOKENS, PASSAGES, Message
 
 if TYPE_CHECKING:
+    from .kv_spec import KVSpec
     from .prompt_schema import Schema
+    from .store.tool_group import ToolGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +102,51 @@ def packs(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         yield pack
 
 
-def teller(progress: Callable[[int, int], None] | bool) -> Callable[[int, int], None]:
-    """The caller's own function of tokens done and to do, a bar, or nothing."""
-    if callable(progress):
-        return progress
-    if not progress:
-        return lambda done, total: None
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+def ahead(budget_bytes: int, spec: KVSpec | None, tokens: int) -> int:
+    """How many packs of so many tokens may be computed before an earlier one is written: all are pinned in memory."""
+    pages = tokens // PAGE_TOKENS + 2  # with what stands before them
+    return min(2, budget_bytes // (4 * pages * spec.page_bytes)) if spec else 0
 
-    bar = tqdm(unit=" tokens", desc="learn")
 
-    def tell(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
+@contextmanager
+def behind(settle: Callable[[ToolGroup], None], told: Callable[[int], None], most: int) -> Iterator[Callable[[ToolGroup], None]]:
+    """A function that settles a pack on a thread while its caller computes the next ones: at most so many.
+
+    told: called with the tokens of each pack that is settled.
+    """
+    with ThreadPoolExecutor(1, "agentcache-learn") as writing:
+        begun: deque[tuple[Future[None], ToolGroup]] = deque()
+
+        def end(left: int) -> None:
+            while len(begun) > left:
+                written, pack = begun.popleft()
+                written.result()
+                told(sum(tokens for _, _, tokens in pack.sources))
+
+        def begin(pack: ToolGroup) -> None:
+            begun.append((writing.submit(settle, pack), pack))
+            end(most)
+
+        yield begin
+        end(0)
+
+
+def teller(progress: Callable[[int, int], None] | bool, total: int) -> Callable[[int], None]:
+    """Tells of more tokens that are done: the caller's own function of tokens done and to do, a bar, or nobody."""
+    done = 0
+    if progress and not callable(progress):
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+        bar = tqdm(total=total, unit=" tokens", desc="learn")
+
+    def tell(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if callable(progress):
+            progress(done, total)
+        elif progress:
+            bar.update(tokens)
+            if done == total:
+                bar.close()
 
     return tell

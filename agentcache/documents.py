@@ -78,8 +78,8 @@ class Documents:
 
         texts: by the caller's name of each, or a list. Those computed before, by any process, are not computed again; another text under a
         known name takes its place. messages: instead of `system`, the prompt with PASSAGES in their place. Packs on disk are evicted last;
-        in memory they are pinned only where there is no disk. progress: called with tokens done and to do, True for a bar. A schema's parts
-        are learnt under its name, each once, after the parts that begin every prompt: with tools, namespace and progress only.
+        in memory they are pinned only where there is no disk. progress: called with tokens written and to do, True for a bar. The parts
+        of a schema are learnt under its name, after those that begin every prompt: with tools, namespace and progress only.
         """
         self.check_open()
         from . import document_packs as packs
@@ -92,22 +92,21 @@ class Documents:
         check_name("name", name)
         if type(pack_tokens) is not int or pack_tokens < 1:
             raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
-        named, prompt = (
-            packs.named(texts),
-            packs.opening(messages or [*([Message("system", system)] if system else []), Message("user", PASSAGES)]),
-        )
+        named, start = packs.named(texts), [Message("system", system)] if system else []
+        prompt = packs.opening(messages or [*start, Message("user", PASSAGES)])
         above = repr((prompt, [*tools], separator)).encode("utf-8", "surrogatepass")
         digests = {source: packs.digest(above, text.encode("utf-8", "surrogatepass")) for source, text in named.items()}
         held = {one.digest for one in self.documents(name, namespace=namespace)}
         sizes = {source: len(self.renderer.ids(named[source], namespace)) for source in named if digests[source] not in held}
-        told, computed, done = packs.teller(progress), 0, 0
-        for pack in packs.packs(sizes, pack_tokens):
-            shown = prompt[-1].content.replace(PASSAGES, separator.join(named[source] for source in pack))
-            digest = packs.digest(*(digests[source].encode() for source in pack))[:12]
-            group = self.pin([*prompt[:-1], replace(prompt[-1], content=shown)], tools, name=f"{name}/{digest}", namespace=namespace)
-            self._groups.settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
-            computed, done = computed + group.computed_tokens, done + sum(sizes[source] for source in pack)
-            told(done, sum(sizes.values()))
+        computed, told = 0, packs.teller(progress, sum(sizes.values()))
+        most = packs.ahead(self.store.budget_bytes, self.model.spec, max([pack_tokens, *sizes.values()]))
+        with packs.behind(self._groups.settle, told, most) as settle:
+            for pack in packs.packs(sizes, pack_tokens):
+                shown = prompt[-1].content.replace(PASSAGES, separator.join(named[source] for source in pack))
+                digest = packs.digest(*(digests[source].encode() for source in pack))[:12]
+                group = self.pin([*prompt[:-1], replace(prompt[-1], content=shown)], tools, name=f"{name}/{digest}", namespace=namespace)
+                settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
+                computed += group.computed_tokens
         self._release(name, namespace, lambda source, digest: source in digests and digest != digests[source])
         found = {one.source: one for one in self.documents(name, namespace=namespace)}
         return packs.Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))

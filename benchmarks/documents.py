@@ -1,4 +1,4 @@
-"""`python -m benchmarks.documents`: the speed of learning passages, and first tokens over learnt passages in another order.
+"""`python -m benchmarks.documents`: the speed of learning and of ordering passages, and first tokens over learnt ones in another order.
 
 Physics: learning is prefill, and its pages are written while the next ones are computed. A learnt passage costs a copy of its keys and
 values and the computation of its halo; the exact prefix ends where the first passage differs.
@@ -97,6 +97,24 @@ def attached(engine: Engine, texts: Sequence[str], top: int, halo: int, repeats:
     }  # fmt: skip
 
 
+def ordered(engine: Engine, texts: Sequence[str], prompts: int, repeats: int) -> dict[str, Any]:
+    """The time to order all of these passages, of which earlier prompts showed six each; and first tokens in that order."""
+    rng, rows = random.Random(1), list[tuple[float, float]]()
+    for number in range(prompts):
+        engine_timing.ask(engine, prompt("\n\n".join(rng.sample(list(texts), 6)), f"Question {number}?"), (), 1, namespace="order")
+    for number in range(repeats):
+        found, question = rng.sample(list(texts), len(texts)), f"Question {prompts + number}: what does the pilot say?"
+        began = time.perf_counter()
+        order = engine.arrange(found, prompt(PASSAGES, question), namespace="order")
+        ms = (time.perf_counter() - began) * 1e3
+        assert order.cached_tokens > order.given_tokens
+        asked = prompt("\n\n".join(found[each] for each in order.order), question)
+        rows.append((ms, engine_timing.ask(engine, asked, (), 1, namespace="order")[0].ttft_ms))
+    order_ms, ttft_ms = (statistics.median(each) for each in zip(*rows, strict=True))
+    shares = [one / other for one, other in rows]
+    return {"passages": len(texts), "prompts": prompts, "order_ms": order_ms, "ttft_ms": ttft_ms, "of_ttft": statistics.median(shares)}
+
+
 @app.command()
 def main(
     model: ModelOption = None,
@@ -108,13 +126,14 @@ def main(
     chunk_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each of these.")] = 256,
     top: Annotated[int, typer.Option(min=1, help="Passages of a prompt.")] = 8,
     halo: Annotated[int, typer.Option(min=1, help="Tokens that are computed anew at the head of an attached passage.")] = 8,
+    prompts: Annotated[int, typer.Option(min=0, help="Cached prompts of six passages each, along which 20 are ordered; 0: none.")] = 100,
     repeats: Annotated[int, typer.Option(min=1, help="Orders that are asked for; times are medians.")] = 10,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
     store_dir: Annotated[Path | None, typer.Option(help="Where the store of this run is made and removed.")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Learning against the bare prefill; first tokens over passages in random order, attached and by the exact prefix alone."""
+    """Learning against the bare prefill; what ordering costs; first tokens over passages in random order, attached or not."""
     with report_errors(), tempfile.TemporaryDirectory(dir=store_dir) as folder:
         loading = Loading(model, shape, dtype, threads)
         store = StoreOptions(Path(folder) / "store", refuse_slow=False)
@@ -131,6 +150,13 @@ def main(
             columns = {name: report.of(name) for name in ("passages", "packs", "computed_tokens", "again_tokens")}
             columns |= {name: report.of(name, 1) for name in ("learn_tokens_per_s", "bare_tokens_per_s", "again_ms")}
             run.tables.append(report.drawn("learning", {**columns, "of bare": report.of("of_bare", 3)}, [found]))
+            if prompts:
+                run.say(f"{prompts} prompts, and orders along them")
+                row = ordered(engine, [passage(n, tokens, count) for n in range(20)], prompts, repeats)
+                run.keep({"order": row})
+                columns = {"passages": report.of("passages"), "prompts": report.of("prompts")}
+                columns |= {name: report.of(name, 2) for name in ("order_ms", "ttft_ms")}
+                run.tables.append(report.drawn("order", {**columns, "of ttft": report.of("of_ttft", 4)}, [row]))
             if chunks:
                 texts = [passage(10**6 + n, chunk_tokens, count) for n in range(chunks)]
                 row = attached(engine, texts, top, halo, repeats, run.say)

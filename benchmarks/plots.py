@@ -83,6 +83,33 @@ def paired(rows: Rows, path: Path) -> None:
     _finish_drift(figure, left, right, path)
 
 
+def rag(rows: Rows, path: Path) -> None:
+    """Agreement with full prefill, and KL, against the share of the prompt that is computed: a line for each choice of repaired tokens."""
+    figure, left, right = _panels()
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for each in rows:
+        halo, _, share = each["repair"].partition(", ")
+        if not halo.startswith("halo"):
+            named = [f"{each['order']} order, {halo or each['reuse']}"]
+        else:  # a halo alone begins both of its lines
+            named = [f"{halo}, more {choice}" for choice in ("by question", "by deviation") if share.endswith(choice) or not share]
+        for line in named:
+            lines.setdefault(line, []).append(each)
+    for number, (label, mine) in enumerate(lines.items()):
+        shares = [each["computed_tokens"] / each["prompt_tokens"] for each in mine]
+        mark = {"marker": _MARKS[number // 10], "color": f"C{number % 10}"}
+        left.plot(shares, [each["agreement"] for each in mine], label=label, **mark)
+        right.plot(shares, [max(each["kl"], 1e-4) for each in mine], **mark)
+    left.axhline(0.97, color="tab:gray", linewidth=1)
+    left.set_ylabel("answers as of full prefill")
+    right.set_ylabel("KL of the first answer token, nats (log scale)")
+    right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_xlabel("share of the prompt that is computed")
+    figure.suptitle(f"{rows[0]['n']} questions over retrieved passages")
+    _finish(figure, left, right, path)
+
+
 def _panels() -> tuple[Any, Any, Any]:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.4), layout="constrained")
     return figure, left, right
@@ -110,7 +137,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    report: Annotated[Path, typer.Argument(help="The JSON line of `latency` or `segments`, or the --rows of `segments`.")],
+    report: Annotated[Path, typer.Argument(help="The JSON line of `latency`, `segments` or `rag`, or the --rows of `segments`.")],
     picture: Annotated[Path, typer.Argument(help="The PNG to write.", callback=to_write)],
 ) -> None:
     """Draw a report."""
@@ -123,11 +150,13 @@ def main(
             paired([line for line in lines if line["part"] == "paired"], picture)
         elif lines and lines[0].get("bench") == "segments":
             segments(lines[0]["rows"], picture)
+        elif lines and lines[0].get("bench") == "rag":
+            rag(lines[0]["rows"], picture)
         elif lines and lines[0].get("bench") == "latency" and lines[0]["rows"]:
             model, threads = lines[0]["model"], lines[0]["machine"]["threads"]
             latency(lines[0]["rows"], picture, f"{model['name']}, {model['dtype']}, {threads} threads")
         else:
-            raise ConfigError(f"report={str(report)!r} has no row of `latency` or `segments`: name the JSON line of one")
+            raise ConfigError(f"report={str(report)!r} has no row of `latency`, `segments` or `rag`: name the JSON line of one")
 
 
 if __name__ == "__main__":

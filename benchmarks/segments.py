@@ -100,7 +100,7 @@ def segments(
 ) -> None:
     """Text at another position: reused tokens against what could be, time against the exact prefix, and how far the answers drift."""
     with report_errors():
-        named, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)
+        named, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin=margin, tail=tail)
         options = segments_parts.Options(paired, episodes, sampled, names(styles), tools, named, agents, rows_file, ablations)
         drawn = made_up(max(made, SOME if options.any and not workload else 0), tools)
         wanted = shifts.Wanted(workload or (), named, cases, most_tokens, tools_dir, drawn)

@@ -90,7 +90,7 @@ def rag_table(rows: Sequence[Row]) -> Table:
     """One line per order, reuse and repair."""
     columns: dict[str, Cell] = {name: (lambda row, name=name: str(row[name])) for name in ("order", "reuse", "repair")}  # type: ignore[misc]
     columns |= {name: of(f"{name}_tokens") for name in ("prompt", "computed", "segment")}
-    columns |= {"ttft ms": of("ttft_ms", 1), "order ms": of("order_ms", 2)}
+    columns |= {"hit share": of("hit_share", 3), "ttft ms": of("ttft_ms", 1), "order ms": of("order_ms", 2)}
     columns |= {name: of(name, 3) for name in ("right", "f1", "agreement", "kl")}
     return drawn(f"{rows[0]['n']} questions over retrieved passages", columns, rows)
 

@@ -12,7 +12,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..errors import ConfigError
+from ..documents import PACK_TOKENS
+from ..errors import ConfigError, PolicyError
 from ..types import Constraint, Rendering, Reuse, Sampling, ToolOrder
 from .answers import EVENTS, Answer, EventStream, opened, sse
 from .chat import failed_event
@@ -101,6 +102,35 @@ class ForgetBody(EngineBody):
     group: str | None = None
     session: str | None = None
     older_than: float | None = None
+
+
+class ArrangeBody(EngineBody):
+    """POST /v1/engine/arrange, as `Engine.arrange` takes it."""
+
+    passages: list[Text]
+    messages: Messages
+    tools: Objects = Field(default_factory=list)
+    tools_order: ToolOrder = "given"
+    template_kwargs: dict[str, Any] | None = None
+
+
+class LearnBody(EngineBody):
+    """POST /v1/engine/learn, as `Engine.learn` takes it."""
+
+    texts: dict[str, Text] | list[Text]
+    system: Text | None = None
+    tools: Objects = Field(default_factory=list)
+    name: Annotated[str, Field(min_length=1, max_length=128)] = "documents"
+    messages: Messages = Field(default_factory=list)
+    separator: Text = "\n\n"
+    pack_tokens: Annotated[int, Field(ge=1)] = PACK_TOKENS
+
+
+class UnlearnBody(EngineBody):
+    """POST /v1/engine/unlearn."""
+
+    sources: list[Text]
+    name: str = "documents"
 
 
 @router.post("/stream", responses=EVENTS)
@@ -196,6 +226,58 @@ async def groups(request: Request, model: str | None = None) -> Response:
         return [asdict(group) for group in engine.groups if group.namespace == tenant.namespace]
 
     return JSONResponse({"groups": await _run(request, model, work)})
+
+
+@router.post("/arrange")
+async def arrange(body: ArrangeBody, request: Request) -> Response:
+    """The order of passages in which most of them are cached for the caller."""
+
+    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
+        return asdict(engine.arrange(**body.model_dump(exclude={"model"}), namespace=tenant.namespace))
+
+    return JSONResponse(await _run(request, body.model, work))
+
+
+@router.post("/learn")
+async def learn(body: LearnBody, request: Request) -> Response:
+    """Compute texts for later prompts of the caller. Those with which the caller would pin too much are deleted again."""
+
+    def work(engine: Engine, tenant: Tenant) -> dict[str, Any]:
+        if adapter_of(engine, body.model) is not None:
+            raise ConfigError(f"model={body.model!r}: is an adapter; texts are learnt under the base's weights")
+        before = {group.name for group in engine.groups if group.namespace == tenant.namespace}
+        learnt = engine.learn(**body.model_dump(exclude={"model"}), namespace=tenant.namespace)
+        made = [group for group in engine.groups if group.namespace == tenant.namespace and group.name not in before]
+        try:
+            for group in made:
+                tenant.rule.check_pins(group, engine.groups, engine.release)
+        except PolicyError:
+            for group in made:
+                engine.forget(group=group.name, namespace=tenant.namespace)
+            raise
+        return asdict(learnt)
+
+    return JSONResponse(await _run(request, body.model, work))
+
+
+@router.get("/documents")
+async def documents(request: Request, model: str | None = None, name: str | None = None) -> Response:
+    """The texts that are learnt for the caller."""
+
+    def work(engine: Engine, tenant: Tenant) -> list[dict[str, Any]]:
+        return [asdict(document) for document in engine.documents(name, namespace=tenant.namespace)]
+
+    return JSONResponse({"documents": await _run(request, model, work)})
+
+
+@router.post("/unlearn")
+async def unlearn(body: UnlearnBody, request: Request) -> Response:
+    """Release texts of the caller by name."""
+
+    def work(engine: Engine, tenant: Tenant) -> int:
+        return engine.unlearn(body.sources, name=body.name, namespace=tenant.namespace)
+
+    return JSONResponse({"released": await _run(request, body.model, work)})
 
 
 @router.post("/forget")

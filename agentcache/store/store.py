@@ -114,11 +114,11 @@ class Store:
 
     def continuations(self, scope: Scope, before: Ids, first: Ids) -> list[Ids]:
         """The ids of each cached page, in memory or on disk, that continues the whole pages of `before` and begins with `first`."""
-        found: dict[bytes, Ids] = {}
+        found = self.tree.continuations(scope, before, first)
         with suppress(StoreError):  # as good as not there
             above = chain(scope.root, before)[-1] if len(before) else scope.root
-            found |= self.disk.index.continuations(scope, above, first) if self.disk else {}
-        return list((found | self.tree.continuations(scope, before, first)).values())
+            found |= self.disk.index.continuations(scope, above, first, found.keys()) if self.disk else {}
+        return list(found.values())
 
     def prefetch(self, wanted: PageQuery, wake: Callable[[], None]) -> PagePrefetch | None:
         """Bring a prompt's pages into memory, if there is anything to wait for. wake: see PagePrefetch."""

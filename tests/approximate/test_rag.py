@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from agentcache.approximate.calibrate import passages, questions
+from agentcache.approximate.calibrate import passages, questions, search, shifts
+from agentcache.approximate.calibrate.trials import Served, row
+from agentcache.calibration import Calibration
 from agentcache.cli.app import app
 from agentcache.errors import ConfigError
 
@@ -44,6 +47,57 @@ def test_questions_of_hotpotqa_and_multihoprag_are_read(tmp_path: Path) -> None:
         questions.questions(corpus, None, 1)
 
 
+def test_cases_show_passages_in_another_order_and_among_others() -> None:
+    asked = questions.questions(None, None, 6)
+    found = questions.cases(asked, 4, shifts.DOCUMENTS)
+    assert [case.family for case in found] == [family for family in shifts.DOCUMENTS for _ in range(4)]
+    for case in found:
+        said = str(case.call.prompt[-1]["content"])
+        own = next(one for one in asked if said.endswith(one.text) and said.startswith(one.found[0])).found
+        before = [str(call.prompt[-1]["content"]).split("\n\n")[:-1] for call in case.before]
+        shown = said.split("\n\n")[:-1]
+        assert tuple(shown) == own
+        assert not any(str(call.prompt[-1]["content"]).endswith(case.call.prompt[-1]["content"].split("\n\n")[-1]) for call in case.before)
+        if case.family == shifts.DOCUMENTS[0]:
+            assert (len(before), sorted(before[0]), before[0] != shown) == (1, sorted(own), True)
+        else:
+            assert [len(set(texts) & set(own)) for texts in before] == [3, 3]
+            assert all(len(set(texts) - set(own)) >= 2 for texts in before)
+            assert set(before[0] + before[1]) > set(own)
+    assert {case.family for case in questions.cases(asked, 1, shifts.DOCUMENTS[1:])} == {shifts.DOCUMENTS[1]}
+    assert questions.cases([replace(asked[0], found=asked[0].found[:1])], 4, shifts.DOCUMENTS) == []
+
+
+def test_consent_is_refused_where_answers_change_more(tmp_path: Path) -> None:
+    asked, corpus, out = tmp_path / "asked.jsonl", tmp_path / "corpus.json", tmp_path / "kept.json"
+    ours = questions.questions(None, None, 6)
+    corpus.write_text(json.dumps(sorted({text for one in ours for text in one.found})))
+    asked.write_text("\n".join(json.dumps({"query": one.text, "answer": one.answers[0]}) for one in ours[:40]))
+    given = ["calibrate", "--model", "embedded", "--corpus", str(corpus), "--questions", str(asked), "--cases", "2", "--answer", "6"]
+    done = CliRunner().invoke(app, [*given, "--kl", "9", "--top1", "0", "--out", str(out), "--json", str(tmp_path / "said.json")])
+    assert done.exit_code == 0, done.output
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert (said["cases"], len(said["tried"])) == (4, 36)
+    shares = {one["method"]: one["reused_tokens"] / one["bound_tokens"] for one in said["tried"]}
+    assert shares["halo 0"] > shares["halo 4"] > shares["halo 4, share 0.4 by question"] > 0.2
+    known = Calibration.load(out)
+    assert known.measured["method"] == said["chosen"]
+    assert known.least == max(16, 2 * known.steps[0][0])
+    refused = CliRunner().invoke(app, [*given, "--kl", "0", "--decision", "1", "--out", str(tmp_path / "none.json")])
+    assert (refused.exit_code, (tmp_path / "none.json").exists()) == (1, False)
+    assert "decision=1.0" in refused.output
+
+
+def test_a_setting_must_keep_whole_answers() -> None:
+    def measured(halo: int, decision: float) -> search.Seen:
+        served = [Served("all", "x", 9, 9, 0, 5, 4, 0, 0, 4 + halo, 50.0, 100.0, 0.0, 1.0)]
+        return Calibration("x", 2, ((halo, 2),), 32, 1.0), {**row(served, "all", f"halo {halo}"), "decision": decision}
+
+    seen = [measured(2, 0.9), measured(8, 0.97)]
+    chosen = [search.choose(seen, 1.0, 0.0, least) for least in (0.0, 0.95, 0.98)]
+    assert [known and known.steps[0][0] for known in chosen] == [2, 8, None]
+
+
 def test_f1_counts_common_words() -> None:
     assert passages.f1("the Ada Lerin", "Ada Lerin") == 1.0
     assert passages.f1("Ada Kosler", "Ada Lerin") == pytest.approx(0.5)
@@ -73,7 +127,10 @@ def test_rows_tell_what_order_and_repair_save(tmp_path: Path) -> None:
     assert (retrieved["agreement"], retrieved["kl"]) == (1.0, 0.0)
     assert ordered["computed_tokens"] < 0.6 * retrieved["computed_tokens"]
     assert ordered["prompt_tokens"] > retrieved["prompt_tokens"], "the retriever's ranks are shown"
-    assert bare["cached_tokens"] > 0.95 * bare["passage_tokens"], "each passage was learnt"
+    assert [off["hit_share"], retrieved["hit_share"] < ordered["hit_share"] / 1.5] == [0.0, True]
+    system = retrieved["cached_tokens"] - retrieved["hit_share"] * retrieved["passage_tokens"]
+    assert 5 * 12 < system < 40 * 12, "what stands before the passages is no hit of theirs"
+    assert bare["hit_share"] > 0.9 > ordered["hit_share"], "each passage was learnt"
     assert bare["segment_tokens"] > halo["segment_tokens"] > 0.5 * halo["passage_tokens"]
     assert bare["computed_tokens"] < halo["computed_tokens"] < retrieved["computed_tokens"]
     assert all(one["right"] > 0.5 for one in (off, retrieved, ordered))

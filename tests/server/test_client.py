@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache import Constraint, Engine, Message, RemoteEngine, Sampling, client, remote_stream
+from agentcache import PASSAGES, Constraint, Engine, Message, RemoteEngine, Sampling, client, remote_stream
 from agentcache.errors import (
     CancelledError,
     ConfigError,
@@ -26,6 +26,7 @@ from agentcache.errors import (
 from tests.serving import ALICE, ASKED, BOB, SYSTEM, TIDE, Served, keyed, ready, serving
 
 SHORT = Sampling(max_tokens=24, logprobs=1)
+TIDES = ("The ebb begins at noon and ends at dusk. ", "A bell rings twice in fog, once an hour. ", "Ropes are sold at the old lock. ")
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +217,43 @@ def test_keys_decide_the_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 alice.stream(ASKED)
             for stream in streams:
                 stream.close()
+
+
+def test_documents_are_the_keys_own(tmp_path: Path) -> None:
+    texts = {f"note-{number}": f"Note {number}: {TIDES[number] * 4}" for number in range(3)}
+    asked = [{"role": "user", "content": f"{PASSAGES}\n\nWhen?"}]
+    with keyed(tmp_path) as one, RemoteEngine(one.url, ALICE) as alice, RemoteEngine(one.url, BOB) as bob:
+        learnt = alice.learn(texts, messages=asked, name="log")
+        assert [document.source for document in learnt.documents] == list(texts)
+        assert (learnt.computed_tokens > 100, learnt.known) == (True, 0)
+        assert alice.documents("log") == alice.documents() == learnt.documents
+        assert (alice.learn(texts, messages=asked, name="log").known, alice.documents("other")) == (3, ())
+        shown = [texts["note-2"], texts["note-0"], texts["note-1"]]
+        order = alice.arrange(shown, asked)
+        assert (order.order, order.ranks) == ((1, 2, 0), "Best passages first: 3, 1, 2.")
+        assert order.cached_tokens > order.given_tokens + 100
+        assert (bob.documents(), bob.arrange(shown, asked).order, bob.unlearn(list(texts), name="log")) == ((), (0, 1, 2), 0)
+        assert (alice.unlearn("note-1", name="log"), len(alice.documents())) == (1, 2)
+
+
+def test_texts_beyond_a_keys_pages_are_deleted_again(tmp_path: Path) -> None:
+    with keyed(tmp_path) as one, RemoteEngine(one.url, ALICE) as alice:
+        first = alice.learn(["The harbour opens at six."])
+        with pytest.raises(PolicyError, match="may pin 3 pages"):
+            alice.learn([f"{number} {SYSTEM}" for number in range(3)], pack_tokens=1)
+        assert alice.documents() == first.documents
+        assert len(alice.groups) == 1
+
+
+def test_documents_refuse_what_a_request_refuses(remote: RemoteEngine) -> None:
+    with pytest.raises(ConfigError, match="the API key decides it"):
+        remote.learn(["a"], namespace="mine")
+    with pytest.raises(ConfigError, match="in their place"):
+        remote.arrange(["a"], [{"role": "user", "content": "no place"}])
+    with pytest.raises(ConfigError, match="must be a text that is not empty"):
+        remote.learn([" "])
+    with pytest.raises(ConfigError, match="progress"):
+        remote.learn(["a"], progress=True)
 
 
 def test_the_client_loads_no_torch() -> None:

@@ -46,15 +46,21 @@ LendingAdapter = Annotated[
     str | None,
     typer.Option("--from", metavar="PATH", help="Whose pages it takes: another adapter, or base; default: those it keeps itself."),
 ]
+Corpus = Annotated[Path | None, typer.Option(help="Passages (.json, .jsonl): texts, or objects with title and body.")]
+Top = Annotated[int, typer.Option(min=1, help="Passages of a prompt.")]
 Cases = Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")]
 
 
 def calibrate(
     workload: Workloads = None,
+    corpus: Corpus = None,
+    questions: Annotated[Path | None, typer.Option(help="Questions as of HotpotQA or MultihopRAG, over retrieved passages.")] = None,
+    top: Top = 6,
     model: ModelOption = None,
     shape: ShapeOption = None,
     kl: AllowedKl = 0.02,
     top1: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of equal first choices asked for.")] = 0.98,
+    decision: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of answers asked for that are equal, token by token.")] = 0.0,
     margin: Margin = 0.0,
     tail: Tail = 64,
     cases: Cases = 4,
@@ -80,19 +86,22 @@ def calibrate(
         from ...bench import quality_cases, report
         from ...store.disk.folder import Folder
         from ..calibrations import place
+        from . import questions as files
         from . import search, shifts
         from .trials import Trials
 
-        known_families = shifts.FAMILIES if lender is None else (shifts.HANDED, *shifts.FAMILIES)
-        wanted, bounds = shifts.named(families, known_families), search.Bounds(kl, top1, margin, tail)
+        handed = () if lender is None else (shifts.HANDED,)
+        wanted = shifts.named(families, (*handed, *shifts.FAMILIES, *shifts.DOCUMENTS))
+        bounds = search.Bounds(kl, top1, decision, margin, tail)
+        asked = files.cases(files.questions(corpus, questions, top), cases, wanted) if corpus or questions else []
         made = quality_cases.made_up(tools, made_up)
-        found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
+        found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made, asked).required()
         keeps = None if out else Folder.open(store).path  # before anything is measured
         with report.measuring("calibrate", Loading(model, shape, dtype, threads), json_file, texts) as run:
             answering, lending = _added(run.engine, "adapter", adapter), _added(run.engine, "lender", lender or adapter)
             trials = Trials(run.engine, answer, model is not None, adapter=answering, lender=lending)
             known, seen = search.calibrate(trials, found_cases, bounds, run.say)
-            run.keep({"cases": len(found_cases), "kl": kl, "top1": top1, **bounds.given, "tried": seen})
+            run.keep({"cases": len(found_cases), "kl": kl, "top1": top1, "decision": decision, **bounds.given, "tried": seen})
             run.keep({"chosen": known.measured["method"] if known else None, "adapters": run.engine.adapters})
             if known is not None:
                 target = out if keeps is None else place(keeps, known.fingerprint, known.lent)
@@ -101,7 +110,7 @@ def calibrate(
                 run.keep({"written": str(target)})
             run.tables.append(report.segments_table("settings, over all kinds of shifts", seen))
         if known is None:
-            within = f"kl={kl!r} and top1={top1!r} and is no slower than the exact prefix"
+            within = f"kl={kl!r}, top1={top1!r} and decision={decision!r} and is no slower than the exact prefix"
             raise CalibrationError(f"no setting keeps {within}: nothing is written, approximate reuse stays refused")
         typer.echo(f"chosen: {run.found['chosen']}; written to {run.found['written']}")
         if known.doubt:
@@ -144,7 +153,7 @@ def segments(
         from . import search, shifts
         from .trials import Trials, rows
 
-        wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin, tail)
+        wanted, bounds = shifts.named(families, shifts.EVERY), search.Bounds(kl, 0.0, margin=margin, tail=tail)
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made).required()
         with report.measuring("segments", Loading(model, shape, dtype, threads), json_file, texts) as run:
@@ -161,9 +170,9 @@ def segments(
 
 def rag(
     model: OwnModelOption = "embedded",
-    corpus: Annotated[Path | None, typer.Option(help="Passages (.json, .jsonl): texts, or objects with title and body.")] = None,
+    corpus: Corpus = None,
     questions: Annotated[Path | None, typer.Option(help="Questions as of HotpotQA or MultihopRAG; by default our own.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Passages of a prompt.")] = 6,
+    top: Top = 6,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many questions.")] = None,
     orders: Annotated[int, typer.Option(min=1, help="Orders of the passages in which each question is asked, the retriever's first.")] = 1,
     halos: Annotated[str, typer.Option(help="Approximate reuse repaired by these halos, with commas; 0 is no repair.")] = "0,2,4,8",

@@ -20,10 +20,10 @@ import torch
 
 from ...calibration import Calibration
 from ...engine import Engine
-from ...types import PASSAGES, Message, Reuse, Sampling
-from .questions import Question
+from ...layout.request import Rendered
+from ...types import PASSAGES, Reuse, Sampling
+from .questions import Question, prompt
 
-SYSTEM = "You are a helpful assistant."
 Row = dict[str, Any]
 
 
@@ -45,6 +45,7 @@ class Tally:
     passage_tokens: int = 0
     computed_tokens: int = 0
     cached_tokens: int = 0
+    passage_cached_tokens: int = 0  # of the passages alone: without what every prompt begins with
     segment_tokens: int = 0
     order_ms: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
@@ -55,12 +56,6 @@ class Tally:
     first: list[torch.Tensor] = field(default_factory=list)
 
 
-def prompt(passages: str, ranks: str, question: str) -> list[Message]:
-    """Passages first; what changes with each question after them."""
-    tail = f"{ranks}\n{question}" if ranks else question
-    return [Message("system", SYSTEM), Message("user", f"{passages}\n\n{tail}")]
-
-
 def ask(engine: Engine, asked: Sequence[Question], way: Way, exact: Tally | None, say: Callable[[str], None], tokens: int) -> Tally:
     """Ask all questions one way, in a namespace of its own. exact: the answers of full prefill, which these are held against."""
     found, space = Tally(), f"rag {way.order} {way.reuse} {way.repair}"
@@ -68,6 +63,9 @@ def ask(engine: Engine, asked: Sequence[Question], way: Way, exact: Tally | None
         engine.learn(
             sorted({text for one in asked for text in one.found}), messages=prompt(PASSAGES, "", ""), namespace=space, pack_tokens=1
         )
+    start = engine.renderer.render(prompt(PASSAGES, "", ""), namespace=space)
+    assert isinstance(start, Rendered)
+    head = start.encoded.tokens_before(start.text.index(PASSAGES))
     for number, one in enumerate(asked):
         say(f"{space}: {number + 1} of {len(asked)}")
         order, ranks, texts = tuple(range(len(one.found))), "", list(one.found)
@@ -85,9 +83,11 @@ def ask(engine: Engine, asked: Sequence[Question], way: Way, exact: Tally | None
         answer = engine.generate(messages, sampling=sampling, namespace=space, reuse=reuse, on_logits=with_logits)
         receipt = answer.receipt
         found.prompt_tokens += receipt.prompt_tokens
-        found.passage_tokens += sum(len(engine.renderer.ids(text, space)) for text in texts)
+        passage_tokens = sum(len(engine.renderer.ids(text, space)) for text in texts)
+        found.passage_tokens += passage_tokens
         found.computed_tokens += receipt.computed_tokens
         found.cached_tokens += receipt.cached_tokens
+        found.passage_cached_tokens += min(passage_tokens, max(0, receipt.cached_tokens - head))
         found.segment_tokens += receipt.segment_tokens
         found.ttft_ms.append(receipt.ttft_ms)
         said = answer.text.removeprefix(one.begin).strip(" .\n")
@@ -117,6 +117,7 @@ def row(way: Way, found: Tally, exact: Tally, n: int) -> Row:
         "computed_tokens": found.computed_tokens,
         "cached_tokens": found.cached_tokens,
         "segment_tokens": found.segment_tokens,
+        "hit_share": round(found.passage_cached_tokens / found.passage_tokens, 4),
         "order_ms": round(statistics.median(found.order_ms), 3) if found.order_ms else 0.0,
         "ttft_ms": round(statistics.median(found.ttft_ms), 3),
         "right": sum(found.right) / n,

@@ -1,5 +1,6 @@
-"""Texts and questions of `agentcache bench rag`: the ones that come with it, or files as of HotpotQA and MultihopRAG. Knows no model.
+"""Texts and questions of `agentcache bench rag` and `calibrate`: the ones that come with it, or files as of HotpotQA and MultihopRAG.
 
+Knows no model.
 A retriever by words (BM25) ranks the passages of each question, where the file does not say which they are.
 """
 
@@ -11,14 +12,18 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...traces import Call
+from ...types import Message
+from .shifts import DOCUMENTS, Case
 
 SHIPPED = Path(__file__).parent / "towns.json.gz"
+SYSTEM = "You are a helpful assistant."
 K1, B = 1.2, 0.75  # BM25 (Robertson and Zaragoza, 2009)
 
 
@@ -80,6 +85,38 @@ def in_orders(asked: Sequence[Question], orders: int) -> list[Question]:
     rng = random.Random(0)
     mixed = (replace(one, found=tuple(rng.sample(one.found, len(one.found)))) for _ in range(orders - 1) for one in asked)
     return [*asked, *mixed]
+
+
+def prompt(passages: str, ranks: str, question: str) -> list[Message]:
+    """Passages first; what changes with each question after them."""
+    tail = f"{ranks}\n{question}" if ranks else question
+    return [Message("system", SYSTEM), Message("user", f"{passages}\n\n{tail}")]
+
+
+def cases(asked: Sequence[Question], count: int, families: Collection[str]) -> list[Case]:
+    """At most `count` cases of each of these families, of questions from all over the file. Each has other neighbours in the file."""
+    some = [one for one in asked if len(one.found) > 1]
+    found: dict[str, list[Case]] = {family: [] for family in DOCUMENTS if family in families}
+    for number, one in enumerate(some[:: max(1, len(some) // count)][:count]):
+        rng, own = random.Random(number), list(one.found)
+        before = next((each for each in (*some[number + 1 :], *some) if each.text != one.text), one)
+        others = max(([text for text in each.found if text not in own] for each in rng.sample(some, min(len(some), 16))), key=len)
+        mixed, half = rng.sample(own, len(own)), len(own) // 2
+        if mixed == own:
+            mixed.reverse()
+        earlier = {DOCUMENTS[0]: [mixed]}
+        if others:
+            earlier[DOCUMENTS[1]] = [rng.sample(few, len(few)) for few in ([*own[:half], *others[::2]], [*own[half:], *others[1::2]])]
+        for family, orders in earlier.items():
+            if family in found:
+                calls = tuple(_call(texts, before) for texts in orders)
+                found[family].append(Case(family, calls, _call(own, one)))
+    return [case for each in found.values() for case in each]
+
+
+def _call(texts: Sequence[str], asked: Question) -> Call:
+    messages = [{"role": one.role, "content": one.content} for one in prompt("\n\n".join(texts), "", asked.text)]
+    return Call(messages, (), {"role": "assistant", "content": asked.answers[0] if asked.answers else ""})
 
 
 def _shipped(top: int) -> list[Question]:

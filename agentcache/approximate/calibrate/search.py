@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ...calibration import PRECISIONS, Calibration
 from ...errors import ConfigError
-from .shifts import NOTHING, Case
+from ..ngram_index import GRAM
+from .shifts import DOCUMENTS, NOTHING, Case
 from .trials import Say, Trials, row
 
 HALOS = (0, 4, 8, 16, 32, 64, 128)
 SHARES = (0.08, 0.16)
 SHARED = (4, 8, 32)  # halos that they are tried with
 PROBES = (0.05, 0.1, 0.2)  # with a halo of 8: segments that deviate more are computed, and the rest may keep bounds that all together break
+PASSAGE_HALOS = (0, 4, 8, 16)  # of documents, which are short
+PASSAGE_SHARES = (0.1, 0.2, 0.3, 0.4)
 WINDOWS = (16, 64)  # distances after which a token may be resumed, and taken whole
+
+CHOICES = ("question", "deviation")
 
 Seen = tuple[Calibration, dict[str, Any]]  # a setting, and its row over all families
 
@@ -47,12 +53,23 @@ def settings(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]
     return {name: replace(known, **given) for name, known in found.items()}
 
 
+def of_passages(trials: Trials, given: Mapping[str, Any]) -> dict[str, Calibration]:
+    """Settings to try on documents: halos, alone and with some of the other tokens computed again; a segment may be two halos long."""
+    found = {}
+    for halo in PASSAGE_HALOS:
+        found[f"halo {halo}"] = known = trials.calibration(halo, least=max(GRAM, 2 * halo))
+        for choice, share in product(CHOICES if trials.engine.model.stepped else (), PASSAGE_SHARES):
+            found[f"halo {halo}, share {share:g} by {choice}"] = replace(known, share=share, choice=choice)
+    return {name: replace(known, **given) for name, known in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Bounds of a setting."""
 
     kl: float = 0.02  # mean, nats per token
     top1: float = 0.98  # share of equal first choices
+    decision: float = 0.0  # share of answers all of whose first choices are equal
     margin: float = 0.0  # of all settings
     tail: int = 64  # a question, or the end of a long result; most of the drift of the embedded model is in it
 
@@ -65,7 +82,7 @@ class Bounds:
 def calibrate(trials: Trials, cases: Sequence[Case], bounds: Bounds, say: Say) -> tuple[Calibration | None, list[dict[str, Any]]]:
     """The fastest setting whose mean KL and share of equal first choices keep the bounds, None if none does; and the figures of each."""
     seen = measure(trials, cases, say, bounds.given)
-    return choose(seen, bounds.kl, bounds.top1), [row for _, row in seen]
+    return choose(seen, bounds.kl, bounds.top1, bounds.decision), [row for _, row in seen]
 
 
 def setting(
@@ -82,15 +99,16 @@ def setting(
 
 
 def measure(trials: Trials, cases: Sequence[Case], say: Say, given: Mapping[str, Any] = MappingProxyType({})) -> list[Seen]:
-    """Run each setting on these cases; ConfigError if none of them repeats text."""
-    tried = settings(trials, given)
+    """Run each setting on these cases; ConfigError if there are none, or none of them repeats text."""
+    tried = settings(trials, given) if any(case.family not in DOCUMENTS for case in cases) else {}
+    tried |= of_passages(trials, given) if any(case.family in DOCUMENTS for case in cases) else {}
     served = trials.run(cases, tried, False, say)
     if not any(one.reused_tokens for one in served):
         raise ConfigError("no case repeats text at another position: give a --workload whose prompts do")
     return [(known, row([one for one in served if one.method == name], "all", name)) for name, known in tried.items()]
 
 
-def choose(seen: Sequence[Seen], kl: float, top1: float) -> Calibration | None:
+def choose(seen: Sequence[Seen], kl: float, top1: float, decision: float = 0.0) -> Calibration | None:
     """The fastest setting within the bounds, to the first token and against the exact prefix on the same prompts; none that is slower.
 
     Of those that take equally long to a hundredth of the exact prefix's time the one that computes least, and then the one that may take
@@ -98,7 +116,8 @@ def choose(seen: Sequence[Seen], kl: float, top1: float) -> Calibration | None:
     """
     best = None
     for known, found in seen:
-        within = found["kl_mean"] <= kl and found["top1"] >= top1 and found["reused_tokens"] and (found["speedup"] or 0) >= 1
+        alike = found["kl_mean"] <= kl and found["top1"] >= top1 and found["decision"] >= decision
+        within = alike and found["reused_tokens"] and (found["speedup"] or 0) >= 1
         rank = (round(1 / (found["speedup"] or 1), 2), found["work_tokens"], -PRECISIONS.index(known.precision))
         if within and (best is None or rank < best[0]):
             best = (rank, known, found)

@@ -11,6 +11,8 @@ trimmed history     the oldest turns were cut off to save tokens
 other preamble      a text agent's prompt after other instructions
 handed over         the prompt as it was, asked of another adapter
 nothing repeats     a prompt of as many words in another order, without tools: what looking for repeats costs where there are none
+documents in another order   retrieved passages that stood in one earlier prompt, in another order (of questions, not of episodes)
+other neighbours             half of them stood in each of two earlier prompts, among passages of another question
 context N % other   so many of the words of the system prompt (or of the start of a text) are others: left context spoilt by degrees
 """
 
@@ -29,6 +31,7 @@ PERTURBED = {f"context {percent} % other": percent / 100 for percent in (1, 10, 
 TOOLS = ("added tool", "changed tool", "removed tool", "moved tool")
 RECORDED = ("edited history", "inserted message", "held-out tool")
 FAMILIES = (*RECORDED, *TOOLS, "dated system", "second agent", "trimmed history", "other preamble", *PERTURBED)
+DOCUMENTS = ("documents in another order", "other neighbours")
 NOTHING, HANDED = "nothing repeats", "handed over"
 EVERY = (*FAMILIES, NOTHING)
 CHARS = 3.5  # about so many to a token
@@ -40,7 +43,7 @@ PREAMBLE = "Be brief, and follow the form of the examples to the letter.\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call, and the calls that were answered before it. family: one of FAMILIES."""
+    """A call, and the calls that were answered before it. family: one of FAMILIES or DOCUMENTS."""
 
     family: str
     before: tuple[Call, ...]
@@ -70,17 +73,19 @@ class Wanted:
     most_tokens: int = 8192  # of a prompt, estimated
     tools_dir: Path | None = None  # folder of catalogs that traces name
     made: Sequence[Episode] = ()  # further episodes
+    asked: Sequence[Case] = ()  # cases of DOCUMENTS
 
     def cases(self) -> tuple[list[Case], list[str]]:
         """The cases, and texts to train a tokenizer on where the model brings none. Neither is required to be there."""
         found = [one for path in self.workload for one in read(path, self.tools_dir, episodes=max(8, 4 * self.count))]
         found += self.made
-        return cases(found, self.count, self.families, most_tokens=self.most_tokens) if self.count else [], texts(found)
+        shifted = cases(found, self.count, self.families, most_tokens=self.most_tokens) if self.count else []
+        return [*shifted, *self.asked], [*texts(found), *(json.dumps(case.call.prompt) for case in self.asked)]
 
     def required(self) -> tuple[list[Case], list[str]]:
         """The same; ConfigError if there is no case."""
-        if not self.workload and not self.made:
-            raise ConfigError("give recorded traces with --workload, or --made-up N")
+        if not self.workload and not self.made and not self.asked:
+            raise ConfigError("give recorded traces with --workload, --questions over two passages each or more, or --made-up N")
         found = self.cases()
         if not found[0]:
             raise ConfigError(f"families={', '.join(self.families)!r}: these workloads have no such prompts")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -106,14 +106,16 @@ class Index(IndexMetadata):
         row = self._decoded(record[0] if record else None, scope, above, place)
         return [] if row is None else [(row, best)]
 
-    def continuations(self, scope: Scope, above: bytes, first: Ids) -> dict[bytes, Ids]:
-        """The ids of each page under `above` that begins with `first`, by key; quarantined ones never."""
+    def continuations(self, scope: Scope, above: bytes, first: Ids, known: Collection[bytes]) -> dict[bytes, Ids]:
+        """The ids of each page under `above` that begins with `first`, by key, but for those known; quarantined ones never."""
         sql = f"SELECT page_key, tokens, ids FROM pages WHERE {UNDER} AND namespace = ? AND regime = ? AND bad IS NULL"
         values: list[object] = [above, scope.fingerprint, "exact", scope.namespace, scope.regime]
         if len(first) >= schema.HEAD_TOKENS:
             sql, values = f"{sql} AND head = ?", [*values, schema.head(self.folder, first)]
         found: dict[bytes, Ids] = {}
         for key, tokens, sealed in self._all(f"{sql} ORDER BY used DESC LIMIT {CHILDREN}", *values):
+            if key in known:
+                continue
             with suppress(BlobError):  # `check` finds it
                 ids = np.frombuffer(decode_ids(self.folder, key, tokens, sealed), dtype=np.uint32)
                 if common(ids, first) == len(first):

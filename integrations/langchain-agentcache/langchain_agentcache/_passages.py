@@ -37,12 +37,9 @@ class _Passages(BaseDocumentTransformer):
         self._separator, self._variable = document_separator, document_variable_name
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | RemoteEngine:
         """The engine of the model."""
-        engine = self._model._engine()
-        if isinstance(engine, RemoteEngine):
-            raise ConfigError("an engine that `agentcache serve` runs orders and learns no passages: use one in this process")
-        return engine
+        return self._model._engine()
 
     def _texts(self, documents: Sequence[Document]) -> list[str]:
         return [format_document(document, self._document) for document in documents]

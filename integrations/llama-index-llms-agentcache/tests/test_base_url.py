@@ -13,8 +13,9 @@ pytest.importorskip("uvicorn", reason="the server is the extra `server`")
 pytest.importorskip("llguidance", reason="the embedded model's calls are held to their schemas")
 
 from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import FunctionTool
-from llama_index.llms.agentcache import AgentCacheLLM
+from llama_index.llms.agentcache import AgentCacheLLM, CacheAwareOrder, LearnNodes
 
 from agentcache.errors import ConfigError, EngineClosedError
 from tests.saved_adapters import save
@@ -49,6 +50,18 @@ def test_an_agent_moves_to_a_server_by_one_argument(url: str, run: Callable[[Any
     assert asked == ["A-1204", "A-1204"]
     assert remote == local
     assert "open" in remote
+
+
+def test_nodes_are_learnt_and_ordered_on_a_server(url: str) -> None:
+    texts = [f"{where} opens at {hour}. {where} has a lamp, a crane and a bell." * 3 for hour, where in enumerate(("Quay", "Mole", "Lock"))]
+    with AgentCacheLLM(base_url=url, api_key=ALICE) as llm:
+        learn = LearnNodes(llm=llm)
+        nodes = learn([TextNode(text=text, id_=str(number)) for number, text in enumerate(texts)])
+        assert [node.metadata["agentcache"] for node in nodes] == [one.digest for one in llm.engine.documents()]
+        found = [NodeWithScore(node=nodes[number]) for number in (2, 0, 1)]
+        shown = CacheAwareOrder(llm=llm).postprocess_nodes(found, QueryBundle("When does the quay open?"))
+        assert [node.text for node in shown] == [*texts, "Best passages first: 3, 1, 2."]
+        assert learn.release(["0", "1", "2", "9"]) == 3
 
 
 def test_receipts_are_the_servers(url: str) -> None:

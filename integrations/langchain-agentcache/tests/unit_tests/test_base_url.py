@@ -13,9 +13,11 @@ pytest.importorskip("uvicorn", reason="the server is the extra `server`")
 pytest.importorskip("llguidance", reason="the embedded model's calls are held to their schemas")
 
 from langchain.agents import create_agent
-from langchain_agentcache import AgentCacheLLM, ChatAgentCache
+from langchain_agentcache import AgentCacheLLM, CacheAwareOrder, ChatAgentCache, LearnDocuments
 from langchain_agentcache.errors import EngineClosedError, ModelInvalidRequestError
+from langchain_core.documents import Document
 from langchain_core.messages import AIMessage
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
 
 from tests.saved_adapters import save
@@ -59,6 +61,19 @@ def test_an_agent_moves_to_a_server_by_one_argument(url: str) -> None:
     steps = [message for message in remote if isinstance(message, AIMessage)]
     assert steps[-1].usage_metadata["input_token_details"]["cache_read"] > 100, "the second step goes on from the first"
     assert steps[-1].response_metadata["agentcache"]["precision"] == "exact"
+
+
+def test_documents_are_learnt_and_ordered_on_a_server(url: str) -> None:
+    texts = [f"{where} opens at {hour}. {where} has a lamp, a crane and a bell." * 3 for hour, where in enumerate(("Quay", "Mole", "Lock"))]
+    documents = [Document(page_content=text, id=str(number)) for number, text in enumerate(texts)]
+    prompt = ChatPromptTemplate.from_messages([("system", "Texts:\n\n{context}"), ("user", "{input}")])
+    with ChatAgentCache(base_url=url, api_key=ALICE) as chat:
+        learn = LearnDocuments(chat, prompt, name="log")
+        digests = [document.metadata["agentcache"] for document in learn.transform_documents(documents)]
+        assert digests == [one.digest for one in learn.engine.documents("log")]
+        shown = CacheAwareOrder(chat, prompt).transform_documents([documents[2], documents[0], documents[1]])
+        assert [document.page_content for document in shown] == [*texts, "Best passages first: 3, 1, 2."]
+        assert learn.release(["0", "1", "2", "9"]) == 3
 
 
 async def test_streams_and_groups_are_the_servers(url: str) -> None:

@@ -11,8 +11,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle, TextNode, TransformComponent
 
-from agentcache import PASSAGES, Message, RemoteEngine
-from agentcache.errors import ConfigError
+from agentcache import PASSAGES, Message
 
 from .base import AgentCacheLLM
 from .translate import to_messages
@@ -22,8 +21,6 @@ KEY = "agentcache"  # in a node's metadata: the digest under which it is learnt
 
 def _prompt(llm: AgentCacheLLM, template: BasePromptTemplate, **given: Any) -> list[Message]:
     """The messages that a response synthesizer sends, with PASSAGES in the place of the nodes."""
-    if isinstance(llm.engine, RemoteEngine):
-        raise ConfigError("an engine that `agentcache serve` runs orders and learns no passages: use one in this process")
     asked = template.format_messages(llm=llm, **{"context_str": PASSAGES, "query_str": "", **given})
     return to_messages(llm._extend_messages(asked), llm.late_system)
 
