@@ -33,6 +33,7 @@ class ToolGroup:
     lease_end: float = 0.0
     prompt_key: str = field(default="", repr=False)
     superseded: tuple[str, ...] = field(default=(), repr=False)
+    stable_tokens: int = 0  # of a session: system and tools, which no turn is
     # of the call that made it, with its checkpoints; 0 in a manifest that was read
     kv_bytes: int = field(default=0, compare=False)
     checkpoint_bytes: int = field(default=0, compare=False)  # as kv_bytes
@@ -87,6 +88,7 @@ class ToolGroup:
                 and all(isinstance(text, str) for text in (*group.tools, *group.layers))
                 and isinstance(group.prompt_key, str)
                 and isinstance(group.prefix_tokens, int)
+                and isinstance(group.stable_tokens, int)
                 and isinstance(group.lease_end, (int, float))
                 and group.prefix_tokens > 0
                 and bool(group.page_keys)
@@ -101,4 +103,4 @@ class ToolGroup:
 
 _RECORDED = ("name", "namespace", "fingerprint", "regime", "prefix_tokens", "tools", "model", "layers", "created")
 MANIFEST = {**{name: name for name in _RECORDED}, "page_keys": "pages"}  # fields of a tool group, and their names in its manifest
-_OPTIONAL = ("sources", "lease_end", "prompt_key", "superseded")  # those that most have not: left out where they are empty
+_OPTIONAL = ("sources", "lease_end", "prompt_key", "superseded", "stable_tokens")  # those that most have not: left out where they are empty

@@ -51,7 +51,7 @@ class _Item:
     size: int
     key: bytes
     parent: bytes
-    kind: tuple[str, str]
+    fingerprint: str
 
 
 def prune(
@@ -120,7 +120,7 @@ def _told(index: Index, namespace: str | None, older_than: float | None, group: 
 
 
 def _item(row: Row) -> _Item:
-    return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, (row.fingerprint, row.precision))
+    return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, row.fingerprint)
 
 
 def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool) -> tuple[int, int]:
@@ -142,13 +142,16 @@ def _held(index: Index) -> set[int]:
     pinned = index.pinned()
     if not pinned:
         return set()
-    items = {(item.kind, item.key): item for item in map(_item, index.rows())}
+    items: dict[tuple[str, bytes], list[_Item]] = {}  # one page in several precisions
+    for item in map(_item, index.rows()):
+        items.setdefault((item.fingerprint, item.key), []).append(item)
     held: set[int] = set()
-    for item in items.values():
-        above: _Item | None = item if item.id in pinned else None
-        while above is not None and above.id not in held:
-            held.add(above.id)
-            above = items.get((above.kind, above.parent))
+    due = [item for same in items.values() for item in same if item.id in pinned]
+    while due:
+        item = due.pop()
+        if item.id not in held:
+            held.add(item.id)
+            due += items.get((item.fingerprint, item.parent), ())
     return held
 
 
@@ -157,9 +160,9 @@ def _continuing(index: Index, group: ToolGroup) -> list[_Item]:
     others = [other for other in index.groups() if _name(other) != _name(group) and group.spares(other)]
     kept = {key for other in others for key in other.page_keys}  # not what another group's last page has become
     shared = {row.id for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept}
-    below: dict[tuple[tuple[str, str], bytes], list[_Item]] = {}
+    below: dict[tuple[str, bytes], list[_Item]] = {}
     for item in map(_item, index.rows(fingerprint=group.fingerprint)):
-        below.setdefault((item.kind, item.parent), []).append(item)
+        below.setdefault((item.fingerprint, item.parent), []).append(item)
     own = {bytes.fromhex(key) for key in (*group.page_keys, *group.superseded)}
     found: dict[int, _Item] = {}
     due = [item for items in below.values() for item in items if item.key in own and item.id not in shared]
@@ -172,7 +175,7 @@ def _continuing(index: Index, group: ToolGroup) -> list[_Item]:
         item = due.pop()
         if item.id not in found:
             found[item.id] = item
-            due += [child for child in below.get((item.kind, item.key), ()) if child.id not in shared]
+            due += [child for child in below.get((item.fingerprint, item.key), ()) if child.id not in shared]
     return list(found.values())
 
 
