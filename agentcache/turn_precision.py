@@ -20,7 +20,7 @@ LEAST_CALLS = 32  # fewer tell little
 
 @dataclass(frozen=True, slots=True)
 class TurnsFound:
-    """Answers after prompts in fewer bits, held against exact ones."""
+    """Answers after turns in fewer bits, held against exact ones."""
 
     answers: int
     calls: int  # tool calls of the exact ones

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.lossy_turns`: answers after prompts in int8 and int4, held against exact ones, and the bytes of an idle session.
+"""`python -m benchmarks.lossy_turns`: answers after turns in int8 and int4, held against exact ones, and the bytes of an idle session.
 
 Physics: int8 keeps a number within 1/254 of the largest under its scale, int4 within 1/30 of its group's range. A call breaks where two
 choices were closer than what that moves the logits.
 
-    embedded model    tool calls of frozen requests and dialogues, as calls: all of the prompt is in fewer bits
+    embedded model    tool calls of frozen requests and dialogues, as calls: all turns are in fewer bits
     random weights    equal first choices: nothing of such a model is sure, so it is the hardest of all
     a session         bytes of its pages on disk before and after it was idle, and what an answer says of them
 """

@@ -122,13 +122,13 @@ def segments_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def turns_table(found: Mapping[str, Any], passed: Sequence[str]) -> Table:
-    """Answers after prompts in fewer bits, by precision."""
+    """Answers after turns in fewer bits, by precision."""
     rows = [{"precision": name, "passed": name in passed, **asdict(one)} for name, one in found.items()]
     columns: dict[str, Cell] = {"precision": lambda row: str(row["precision"]), "answers": of("answers"), "calls": of("calls")}
     columns |= {"changed": of("changed_calls"), "top-1": of("top1", 4)}
     columns |= {"KL p99": lambda row: f"{row['kl_p99']:.2g}", "most": lambda row: f"{row['kl_most']:.2g}"}
     columns |= {"passed": _outcome("passed")}
-    return drawn("prompts in fewer bits", columns, rows, "changed: answers with other tool calls; KL: nats per token")
+    return drawn("turns in fewer bits", columns, rows, "changed: answers with other tool calls; KL: nats per token")
 
 
 def adapters_table(rows: Sequence[Row]) -> Table:

@@ -138,7 +138,7 @@ def _calibrate_turns(
     turns: str, workload: Sequence[Path], loading: Loading, kl: float, tools_dir: Path | None, made_up: tuple[int, int],
     store: Path | None, out: Path | None, json_file: Path | None,
 ) -> None:  # fmt: skip
-    """Hold answers after prompts in fewer bits against exact ones, and write down which precisions keep them."""
+    """Hold answers after turns in fewer bits against exact ones, and write down which precisions keep them."""
     from ... import turn_precision
     from ...bench import quality_cases, report
     from ...store.disk.folder import Folder

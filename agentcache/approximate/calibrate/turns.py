@@ -1,6 +1,6 @@
-"""Answers of one model after prompts whose pages are in fewer bits, held against exact ones: calls as calls, divergence token by token.
+"""Answers of one model after turns in fewer bits, held against exact ones: calls as calls, divergence token by token.
 
-All of a prompt but its last token is in fewer bits: more than a session ever has, whose system prompt and tools stay exact.
+All turns of a prompt but its last token are in fewer bits: more than a session has, whose first page of turns often holds tools, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ...divergence import divergence
 from ...engine import Engine
-from ...errors import AgentCacheError
+from ...errors import AgentCacheError, shown
 from ...stream import Completion
 from ...traces import Call
 from ...turn_precision import TurnsFound
@@ -65,15 +65,18 @@ def measure(
         namespace = f"turns {number}"
         try:
             exact = _asked(engine, call, namespace, Sampling(max_tokens=answer))
+            stable = engine.renderer.render(call.prompt, call.tools, namespace=namespace).prefix_tokens
             forced = Sampling(max_tokens=len(exact[0].ids), forced=exact[0].ids, ignore_eos=True)
             with nothing_kept(engine):
                 for precision, tally in tallies.items():
-                    with stored_as(engine, namespace, precision):
+                    with stored_as(engine, namespace, precision, stable):
                         near = _asked(engine, call, namespace, forced)
                         # where all first choices are those of the exact answer, so is the answer
                         same = all(int(row.argmax()) == id for row, id in zip(near[1], exact[0].ids, strict=True))
                         free = exact[0] if same else _asked(engine, call, namespace, Sampling(max_tokens=answer))[0]
                         tally.add(exact, near, free)
+                        if (was := calls_of(exact[0])) != (now := calls_of(free)):
+                            say(f"{precision}, answer {number}: {shown(now)} instead of {shown(was)}")
         except AgentCacheError as error:  # a prompt beyond the context, a template that refuses the messages
             say(f"left out: {error}")
         finally:

@@ -10,6 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,8 @@ class Index(IndexMetadata):
             spare: list[Row] = []
             held = pinned(connection)
             for row in rows:
+                twin = connection.execute("SELECT max(role) FROM pages WHERE page_key = ? AND fingerprint = ?", _key(row)[:2]).fetchone()[0]
+                row = replace(row, role=max(int(row.role), twin or 0))  # what it does in fewer bits it does exactly
                 if self._insert(connection, row, tick(connection)):
                     spare += self._covered(connection, row, held)
                     spare += self._crowded(connection, row, held)
