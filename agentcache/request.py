@@ -114,6 +114,8 @@ class Decoding:
     forced: deque[int] = field(default_factory=deque)
     # one for each token, where the sampling asks for them
     logprobs: list[Logprob] = field(default_factory=list)
+    # the name under which later processes find its ids
+    learnt: bytes = b""
 
 
 @dataclass(slots=True)

@@ -125,6 +125,7 @@ class Sessions:
             created=time.time(),
             lease_end=time.time() + lease_s,
             prompt_key=prompt_key,
+            splices=(running.decoding.learnt.hex(),) if running.decoding.learnt else (),
             stable_tokens=min(count, running.asked.layout.prefix_tokens),
         )
         told = self._find(_key(group))
@@ -150,8 +151,10 @@ class Sessions:
                 if not _begins(group.scope, ids, before):
                     left = tuple(one for one in before.page_keys if one not in own)
                 known = (*(one for one in before.superseded if one not in own), *left)
-                group = replace(group, superseded=known[-SUPERSEDED:])
+                told_of = (*(name for name in before.splices if name not in group.splices), *group.splices)
+                group = replace(group, superseded=known[-SUPERSEDED:], splices=told_of[-SUPERSEDED:])
                 self._delete(known[:-SUPERSEDED], group)
+                self._drop_splices(group.namespace, told_of[:-SUPERSEDED])
             if held is not None:
                 self._unpin(held)
             self._held[key] = _Held(group, time.monotonic(), pinned, ids)
@@ -219,6 +222,16 @@ class Sessions:
     def _chain(self, key: Key) -> Chain | None:
         held = self._held.get(key)
         return None if held is None or held.ids is None else (held.group.scope, held.ids)
+
+    def _drop_splices(self, namespace: str, names: Iterable[str]) -> None:
+        """Forget the own ids of answers on disk, those on their way too, but for answers that other sessions tell of."""
+        if disk := self._store.disk:
+
+            def drop() -> None:
+                others = {name for group in disk.index.groups(namespace) for name in group.splices}
+                disk.index.drop_named_splices(namespace, [name for name in names if name not in others])
+
+            disk.writer.after(drop)
 
     def _unpin(self, held: _Held) -> None:
         if held.pinned:
@@ -348,6 +361,7 @@ class Sessions:
                 gone = deletion.names(group.namespace, group.name) or deletion.covers(key[0], group.created) or deletion.about(group.scope)
                 if deletion.forced and gone:
                     self._unpin(self._held.pop(key))
+                    self._drop_splices(key[0], group.splices)
                 elif deletion.group is not None and not deletion.group.startswith(SESSION):  # a tool group goes with what continues it
                     self._unpin(held)
 

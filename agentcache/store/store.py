@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning, shown
 from ..kv import Page
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # a store in memory only loads nothing of the disk
 
 DEFAULT = StoreOptions()
 RENEW_S = 30.0  # how often a folder is opened in the place of a lost one, where that has failed
+T = TypeVar("T")
 Key = bytes  # inside the class that name is a property
 
 
@@ -169,13 +170,9 @@ class Store:
 
     def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
         """A request that failed takes back what it gave, on disk too."""
-        disk, gone = self.disk, self.tree.forget(scope, ids, since, pages)
-        if disk and gone:
-            disk.writer.discard(frozenset(gone))
-            try:
-                disk.forget(gone, scope.fingerprint, scope.precision)
-            except StoreError:  # the caller has to scrub its pages in any case
-                disk.writer.after(lambda: disk.forget(gone, scope.fingerprint, scope.precision))
+        gone = self.tree.forget(scope, ids, since, pages)
+        if self.disk and gone:
+            self.disk.take_back(gone, scope)
 
     def quarantine(self, scope: Scope, ids: Ids, key: Key, why: str) -> None:
         """The page `key`, in which `ids` end, is wrong: no adapter is served it again, nor what continues it. It may have left memory."""
@@ -194,11 +191,10 @@ class Store:
         """Call `listener` when a new folder has taken the place of one that was deleted: it holds nothing of what was recorded."""
         self._renewals.append(listener)
 
-    def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], None]) -> None:
-        """Call `keep`, unless all that this namespace sent then has been deleted since."""
+    def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], T]) -> T | None:
+        """Call `keep`, unless all that this namespace sent then has been deleted since; returns what it did."""
         with self.deletions.lock:
-            if not self.deletions.cover(namespace, received):
-                keep()
+            return None if self.deletions.cover(namespace, received) else keep()
 
     def forget_late(self, namespace: str, received: Moment, forget: Callable[[Deletion], None]) -> None:
         """Call `forget` for what this namespace had then and was deleted since: a request that ran meanwhile remembered its text again."""

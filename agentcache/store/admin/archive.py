@@ -178,7 +178,7 @@ def import_group(
         role = Role.GROUP
         if told.lease_end:
             prompt_key = told.prompt_key if group.namespace == told.namespace else ""
-            group = replace(group, lease_end=now + told.lease_end - told.created, superseded=(), prompt_key=prompt_key)
+            group = replace(group, lease_end=now + told.lease_end - told.created, superseded=(), splices=(), prompt_key=prompt_key)
             role = Role.PREFIX
         rows = [replace(row, created=now, role=int(role)) for row in _chained([page.row for page in pages], group)]
         group = replace(group, page_keys=tuple(row.page_key.hex() for row in rows))

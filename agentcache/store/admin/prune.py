@@ -105,6 +105,8 @@ def prune(
         done.splices = index.drop_splices(namespace, older_than)
         index.drop_segments(namespace, older_than)
     if isinstance(group, ToolGroup):
+        others = {name for other in index.groups(group.namespace) for name in other.splices}
+        done.splices = index.drop_named_splices(group.namespace, [name for name in group.splices if name not in others])
         index.drop_segments_under(group.namespace, group.fingerprint, {item.parent for item in going})
     index.drop_dead_pins()
     index.empty_log()

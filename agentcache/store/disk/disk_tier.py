@@ -5,7 +5,6 @@ index first, blob second when reading; blob first, index last when writing. What
 
 from __future__ import annotations
 
-import random
 import sqlite3
 import threading
 import time
@@ -154,11 +153,6 @@ class DiskTier:
                 self._bad.add(row.id)
                 self.index.quarantine(row.id, why)
                 left.extend(self.index.rows(parent=row.page_key, fingerprint=row.fingerprint))
-
-    def due_for_check(self) -> bool:
-        """Tell whether this hit is the one in N that is recomputed."""
-        every = self.options.check_one_in
-        return bool(every) and random.randrange(every) == 0  # by chance: many processes end before their Nth hit
 
     # -- what computing costs here ---------------------------------------------------------------------------------
 
@@ -313,6 +307,14 @@ class DiskTier:
         """Remove pages that should never have been admitted, in whatever precision; those of fewer bits only, if such a scope did."""
         found = (row for key in keys for row in self.index.rows(key=key, fingerprint=fingerprint))
         self._unlink(self.index.remove([row.id for row in found if grade == "exact" or row.precision == grade], force=True))
+
+    def take_back(self, keys: Sequence[bytes], scope: Scope) -> None:
+        """The same, those on their way too; later, where that fails: whoever asks has to scrub its pages in any case."""
+        self.writer.discard(frozenset(keys))
+        try:
+            self.forget(keys, scope.fingerprint, scope.precision)
+        except StoreError:
+            self.writer.after(lambda: self.forget(keys, scope.fingerprint, scope.precision))
 
     def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
         """Pin the pages of a path until `release_pin(name)` or the end of this process; those evicted meanwhile are written once more.

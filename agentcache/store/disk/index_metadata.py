@@ -210,6 +210,12 @@ class IndexMetadata:
         """Forget those of a namespace (None: of all), that are so many seconds old (None: of any age); returns how many."""
         return self._drop("splices", namespace, older_than)
 
+    def drop_named_splices(self, namespace: str, names: Iterable[str]) -> int:
+        """Forget those of these names, in hexadecimal; returns how many."""
+        wanted = [(namespace, bytes.fromhex(name)) for name in names]
+        sql = "DELETE FROM splices WHERE namespace = ? AND key = ?"
+        return self._write(lambda connection: connection.executemany(sql, wanted).rowcount, 0) if wanted else 0
+
     def drop_segments(self, namespace: str | None = None, older_than: float | None = None) -> int:
         """The same for the rows by which repeated text is found."""
         return self._drop("segments", namespace, older_than)

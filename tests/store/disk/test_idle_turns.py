@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def stable_tokens(running: Engine) -> int:
 
 
 @pytest.fixture
-def said(tmp_path: Path, idle: None, model: Any) -> Iterator[list[Any]]:
+def said(tmp_path: Path, idle: None, model: Any) -> list[Any]:
     """A conversation whose session an earlier process left idle."""
     with engine(model=model, store=options(tmp_path)) as running:
         running.warm(STABLE, TOOLS, name="tools")
@@ -70,7 +69,7 @@ def said(tmp_path: Path, idle: None, model: Any) -> Iterator[list[Any]]:
         found = precisions(running)
     assert found == [*["exact"] * -(-stable // 512), *["int8"] * (len(found) - -(-stable // 512))]
     assert found.count("int8") >= 2
-    yield after
+    return after
 
 
 def test_turns_of_idle_sessions_take_half_the_bytes(tmp_path: Path, idle: None, model: Any) -> None:
