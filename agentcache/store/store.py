@@ -67,9 +67,9 @@ class Store:
             return cls(budget_bytes, host_bytes)
 
     def _disk_tier(self, options: StoreOptions, instead: bool = False) -> DiskTier:
-        from .disk.disk_tier import DiskTier
+        from .opened_disk import open_tier
 
-        return DiskTier(options, self.deletions, instead=instead)
+        return open_tier(options, self.deletions, instead)
 
     def __len__(self) -> int:
         return len(self.tree)

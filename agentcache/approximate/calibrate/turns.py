@@ -14,7 +14,6 @@ import torch
 from ...divergence import divergence
 from ...engine import Engine
 from ...errors import AgentCacheError, shown
-from ...stream import Completion
 from ...traces import Call
 from ...turn_precision import TurnsFound
 from ...types import Precision, Sampling
@@ -24,6 +23,15 @@ Say = Callable[[str], None]
 PRECISIONS: tuple[Precision, ...] = ("int8", "int4")
 ANSWER = 128  # tokens of the longest answer
 EVERY = 25  # answers between two words of progress
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One answer: its ids, its tool calls by name and values, not by text, and the logits of each token."""
+
+    ids: tuple[int, ...]
+    calls: list[tuple[str, Any]]
+    logits: Logits
 
 
 @dataclass(slots=True)
@@ -36,11 +44,11 @@ class _Tally:
     same: int = 0
     divergences: list[float] = field(default_factory=list)
 
-    def add(self, exact: tuple[Completion, Logits], near: tuple[Completion, Logits], free: Completion) -> None:
+    def add(self, exact: _Answer, near: _Answer, free: _Answer) -> None:
         self.answers += 1
-        self.calls += len(exact[0].message.tool_calls)
-        self.changed += calls_of(exact[0]) != calls_of(free)
-        for one, other in zip(exact[1], near[1], strict=True):
+        self.calls += len(exact.calls)
+        self.changed += exact.calls != free.calls
+        for one, other in zip(exact.logits, near.logits, strict=True):
             self.divergences.append(divergence(one, other))
             self.same += int(one.argmax() == other.argmax())
 
@@ -49,11 +57,6 @@ class _Tally:
         tokens, known = len(self.divergences), torch.tensor(self.divergences or [0.0], dtype=torch.float64)
         tail, mean, most = (float(value) for value in (known.quantile(0.99), known.mean(), known.max()))
         return TurnsFound(self.answers, self.calls, self.changed, tokens, self.same / max(1, tokens), mean, tail, most)
-
-
-def calls_of(completion: Completion) -> list[tuple[str, Any]]:
-    """The tool calls of an answer by name and values, not by text."""
-    return [(call.name, call.arguments) for call in completion.message.tool_calls]
 
 
 def measure(
@@ -66,17 +69,17 @@ def measure(
         try:
             exact = _asked(engine, call, namespace, Sampling(max_tokens=answer))
             stable = engine.renderer.render(call.prompt, call.tools, namespace=namespace).prefix_tokens
-            forced = Sampling(max_tokens=len(exact[0].ids), forced=exact[0].ids, ignore_eos=True)
+            forced = Sampling(max_tokens=len(exact.ids), forced=exact.ids, ignore_eos=True)
             with nothing_kept(engine):
                 for precision, tally in tallies.items():
                     with stored_as(engine, namespace, precision, stable):
                         near = _asked(engine, call, namespace, forced)
                         # where all first choices are those of the exact answer, so is the answer
-                        same = all(int(row.argmax()) == id for row, id in zip(near[1], exact[0].ids, strict=True))
-                        free = exact[0] if same else _asked(engine, call, namespace, Sampling(max_tokens=answer))[0]
+                        same = all(int(row.argmax()) == id for row, id in zip(near.logits, exact.ids, strict=True))
+                        free = exact if same else _asked(engine, call, namespace, Sampling(max_tokens=answer))
                         tally.add(exact, near, free)
-                        if (was := calls_of(exact[0])) != (now := calls_of(free)):
-                            say(f"{precision}, answer {number}: {shown(now)} instead of {shown(was)}")
+                        if free.calls != exact.calls:
+                            say(f"{precision}, answer {number}: {shown(free.calls)} instead of {shown(exact.calls)}")
         except AgentCacheError as error:  # a prompt beyond the context, a template that refuses the messages
             say(f"left out: {error}")
         finally:
@@ -89,7 +92,7 @@ def measure(
     return {precision: tally.found for precision, tally in tallies.items()}
 
 
-def _asked(engine: Engine, call: Call, namespace: str, sampling: Sampling) -> tuple[Completion, Logits]:
+def _asked(engine: Engine, call: Call, namespace: str, sampling: Sampling) -> _Answer:
     rows: Logits = []
     done = engine.generate(call.prompt, call.tools, sampling=sampling, namespace=namespace, on_logits=lambda row: rows.append(row.clone()))
-    return done, rows[: len(done.ids)]
+    return _Answer(done.ids, [(call.name, call.arguments) for call in done.message.tool_calls], rows[: len(done.ids)])

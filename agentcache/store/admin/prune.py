@@ -5,6 +5,8 @@ Nothing goes that a running process has pinned, nor what such a page continues, 
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,9 +16,10 @@ from itertools import islice
 from ...errors import StoreFullError, StorePermissionError
 from ...types import PAGE_TOKENS
 from ..deletion import Deletion
-from ..disk import blob_files, session_rows
+from ..disk import blob_files, process_identity, session_rows
 from ..disk.folder import Folder
 from ..disk.index import Index
+from ..disk.index_metadata import DELETING
 from ..disk.schema import Row
 from ..keys import Scope, page_key
 from ..tool_group import ToolGroup
@@ -75,6 +78,7 @@ def prune(
         with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
             index.record_deletion(untold)
             untold = None
+    note = "" if dry_run or max_bytes is not None else _note(index, namespace, older_than, group, force)
     held = set() if force else _held(index)
     if max_bytes is not None:
         wanted, names = _surplus(index, max_bytes, force), []
@@ -109,8 +113,33 @@ def prune(
         done.splices = index.drop_named_splices(group.namespace, [name for name in group.splices if name not in others])
         index.drop_segments_under(group.namespace, group.fingerprint, {item.parent for item in going})
     index.drop_dead_pins()
+    if note:
+        index.drop_meta(note)
     index.empty_log()
     return done
+
+
+def finish(folder: Folder, index: Index) -> None:
+    """Delete what processes that have ended meanwhile did not come to delete."""
+    for key, said in index.unfinished():
+        with suppress(ValueError, KeyError):  # damaged: `verify` finds what stayed
+            told = json.loads(said)
+            group = ToolGroup.from_json(told["group"]) if told["group"] else told["adapter"]
+            age = max(0.0, time.time() - told["before"]) if group is None else None
+            prune(folder, index, namespace=told["namespace"], older_than=age, group=group, force=told["force"])
+        index.drop_meta(key)
+
+
+def _note(index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | str | None, force: bool) -> str:
+    """Write down what is deleted now, for `finish`; the key, empty on a full disk."""
+    before = time.time() - (older_than or 0.0)  # what comes later stays
+    whole, adapter = (group.to_json(), None) if isinstance(group, ToolGroup) else ("", group)
+    key = f"{DELETING}/{secrets.token_hex(4)}/{process_identity.token()}"
+    with suppress(StoreFullError):
+        said = {"namespace": namespace, "before": before, "group": whole, "adapter": adapter, "force": force}
+        index.set_meta(key, json.dumps(said))
+        return key
+    return ""
 
 
 def _told(index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | str | None, force: bool) -> Deletion:

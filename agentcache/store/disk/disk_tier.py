@@ -63,8 +63,8 @@ class DiskTier:
 
     def __init__(self, options: StoreOptions, deletions: Deletions | None = None, *, instead: bool = False) -> None:
         self.options = options
-        self.written: Precision = options.precision  # and `precision`, the fewest bits that it reads where that is allowed
-        self.precision: Precision = options.turns if options.precision == "exact" else options.precision
+        self.written: Precision = options.precision
+        self.precision: Precision = options.turns if self.written == "exact" else self.written  # the fewest bits that lossy requests get
         self.folder = Folder.open(options.folder, key=options.encryption_key)
         self.seen = self.folder.generation
         try:
