@@ -114,7 +114,7 @@ def test_a_lossy_answer_is_told_and_moves_the_session(tmp_path: Path, model: Any
     with engine(model=model, store=options(tmp_path)) as running:
         further = answered(running, after, reuse="lossy")[1].receipt
         assert (further.resumed, further.precision) == ("extend", "int8")
-        assert further.computed_tokens < 100, "the lossy turn was stored, too"
+        assert further.cached_tokens >= near.prompt_tokens, "the lossy turn was stored, too"
         exact = running.generate(after, TOOLS, sampling=decode(4)).receipt
         assert exact.cached_tokens < stable_tokens(running) + 512
 
