@@ -336,7 +336,7 @@ class Sessions:
         disk.writer.after(lambda: idle_turns.rewrite_all(disk, IDLE_S, self._written_again))
 
     def _written_again(self, row: int) -> None:
-        """What memory has of a page whose row has become another's in fewer bits is to be written once more, should it be used."""
+        """Let a page in memory be written once more, should it be used: its row has become that of fewer bits."""
         tree = self._store.tree
         with tree.lock:
             for entry in tree.eviction:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,6 @@ from tests.store.child_processes import end_process, start_process
 
 LONG = SYSTEM + long_text(150)  # two pages
 FIRST, SECOND = "What was the wind? " + long_text(80, 1), "And the tide? " + long_text(80, 2)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return models.build("qwen3", num_hidden_layers=2)
-
-
-@pytest.fixture(params=["memory", "disk"])
-def running(model: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with engine(model=model, store=tmp_path / "store" if request.param == "disk" else None) as made:
-        yield made
 
 
 def talk(session: Session, *asked: str, system: str = LONG, **options: Any) -> tuple[list[Any], Completion]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning, shown
 from ..kv import Page
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # a store in memory only loads nothing of the disk
 
 DEFAULT = StoreOptions()
 RENEW_S = 30.0  # how often a folder is opened in the place of a lost one, where that has failed
-T = TypeVar("T")
 Key = bytes  # inside the class that name is a property
 
 
@@ -191,10 +190,10 @@ class Store:
         """Call `listener` when a new folder has taken the place of one that was deleted: it holds nothing of what was recorded."""
         self._renewals.append(listener)
 
-    def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], T]) -> T | None:
+    def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], Key]) -> Key:
         """Call `keep`, unless all that this namespace sent then has been deleted since; returns what it did."""
         with self.deletions.lock:
-            return None if self.deletions.cover(namespace, received) else keep()
+            return b"" if self.deletions.cover(namespace, received) else keep()
 
     def forget_late(self, namespace: str, received: Moment, forget: Callable[[Deletion], None]) -> None:
         """Call `forget` for what this namespace had then and was deleted since: a request that ran meanwhile remembered its text again."""

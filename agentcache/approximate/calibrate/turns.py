@@ -36,7 +36,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Tally:
-    """What one precision has been found to do so far."""
+    """Findings of one precision so far."""
 
     answers: int = 0
     calls: int = 0
@@ -62,7 +62,10 @@ class _Tally:
 def measure(
     engine: Engine, calls: Iterable[Call], precisions: Sequence[str], say: Say, answer: int = ANSWER, most_calls: int = 0
 ) -> dict[str, TurnsFound]:
-    """What each precision does to answers of at most `answer` tokens, greedy. most_calls: end after so many calls of exact answers."""
+    """Hold greedy answers of at most `answer` tokens after turns in each precision against exact ones.
+
+    most_calls: end after so many calls of exact answers.
+    """
     tallies = {precision: _Tally() for precision in PRECISIONS if precision in precisions}
     for number, call in enumerate(calls):
         namespace = f"turns {number}"

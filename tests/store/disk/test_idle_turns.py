@@ -13,17 +13,11 @@ from agentcache.errors import CalibrationError
 from agentcache.store.disk import idle_turns
 from agentcache.turn_precision import TurnsFound, place, save
 from agentcache.types import StoreOptions
-from tests import models
 from tests.asking import user
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text
 
 STABLE = SYSTEM + long_text(80)  # system prompt and tools: more than a page
 FIRST, SECOND = "What was the wind? " + long_text(150, 1), "And the tide?"
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return models.build("qwen3", num_hidden_layers=2)
 
 
 @pytest.fixture
