@@ -334,6 +334,18 @@ def test_an_answer_forgotten_while_it_ran_moves_no_session(running: Engine) -> N
     assert running.store.audit().get("groups", 0) == 0
 
 
+def test_a_forgotten_session_leaves_no_ids_of_its_answers(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        talk(running.session("alice"), FIRST, SECOND)
+        talk(running.session("bob"), SECOND, system="Other. " + LONG)
+        assert running.flush()
+        assert running.store.disk
+        kept = running.store.disk.index.stats()["splices"]
+        assert running.forget(session="alice").splices == 2
+        assert running.flush()
+        assert running.store.disk.index.stats()["splices"] == kept - 2 == 1
+
+
 def test_a_session_forgotten_elsewhere_is_not_held_any_more(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=tmp_path / "store") as one, engine(model=models.build("qwen3", num_hidden_layers=2),
         store=tmp_path / "store") as other:  # fmt: skip
