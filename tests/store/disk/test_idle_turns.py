@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,11 @@ def test_sessions_in_use_stay_exact_on_disk(tmp_path: Path, model: Any, monkeypa
     with engine(model=model, store=options(tmp_path)) as running:
         answered(running, chat(FIRST, system=STABLE))
         assert set(precisions(running)) == {"exact"}
-        monkeypatch.setattr(sessions, "IDLE_S", 0.0)
+        [alice] = running.store.disk.index.groups()
         running.session("alice").fork("bob")
-        monkeypatch.setattr(sessions, "IDLE_S", 600.0)
-        assert set(precisions(running)) == {"exact"}
+        assert running.flush()
+        running.store.disk.index.put_group(replace(alice, created=alice.created - 3600))
+        assert set(precisions(running)) == {"exact"}, "bob goes on from there"
 
 
 def test_a_damaged_turn_is_quarantined_when_rewritten(tmp_path: Path, model: Any, idle: None) -> None:
