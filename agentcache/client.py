@@ -163,6 +163,11 @@ class RemoteEngine(ProcessOwned):
         body = {"messages": _plain(messages), "tools": plain_tools(tools), "volatile": list(volatile), "adapter": adapter}
         return Probe(**self._call("POST", "/v1/cache/probe", body))
 
+    def stats(self, namespace: str | None = None) -> dict[str, dict[str, float]]:
+        """Counts as of `Engine.stats`: of this key's requests, or of all that the server answers where the key is an admin's."""
+        self._check_namespace(namespace or "default")
+        return dict(self._call("GET", "/v1/engine/stats", {}))
+
     # -- tool groups -----------------------------------------------------------------------------------------------
 
     def warm(self, system: str | None = None, tools: Tools = (), *, name: str | None = None, **options: Any) -> ToolGroup:

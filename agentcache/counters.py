@@ -13,6 +13,8 @@ import threading
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from .namespace_lru import Covering, NamespaceLRU
 from .receipt import Receipt
@@ -22,6 +24,7 @@ BOUNDS: Mapping[str, Sequence[float]] = {
     "token_s": (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, math.inf),
     "watch_kl": (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, math.inf),
 }
+COUNTED = ("cached_tokens", "disk_tokens", "segment_tokens", "computed_tokens", "completion_tokens", "ttft_ms", "decode_ms")
 NAMESPACES = 1024  # with counts of their own; those that were silent longest lose theirs, and stay in the sums
 Stats = dict[str, dict[str, float]]
 
@@ -81,3 +84,16 @@ class Counters:
         """Forget the counts of a namespace of which something was deleted on purpose; sums over all of them stay."""
         self.add()
         self._own.forget(deletion)
+
+
+class Heard(Counters):
+    """The same of answers that it is told of, as callbacks of frameworks hear of them."""
+
+    def __init__(self) -> None:
+        super().__init__(deque())
+
+    def hear(self, account: Mapping[str, Any]) -> None:
+        """Count one answer: its receipt as plain values."""
+        refusals = [SimpleNamespace(reason=one["reason"]) for one in account.get("refusals", ())]
+        told: Any = SimpleNamespace(**{**dict.fromkeys(COUNTED, 0), "namespace": "default", **account, "refusals": refusals})
+        self._ended.append((told, account.get("finish_reason") or "failed"))

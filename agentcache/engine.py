@@ -78,8 +78,7 @@ class Engine(ProcessOwned, Documents):
     "lossy" to accept pages of fewer bits, "approximate" to accept repeated text from other positions too, or "off" to cache nothing.
     calibration: the file of `agentcache calibrate`, where it is not in the store's folder. store: folder or options of the store on
     disk, None for no disk. layout: the place of text that is declared volatile. strict: calls of requests without a constraint are
-    held to the tools' schemas; by default if the model's generation config has `strict_calls`. adapters: LoRAs by name, as of
-    `add_adapter`; a request names its own by adapter=.
+    held to the tools' schemas; by default if the model's generation config has `strict_calls`. adapters: LoRAs by name.
     """
 
     _HOLDS = "weights and threads"
@@ -163,14 +162,15 @@ class Engine(ProcessOwned, Documents):
         """Answer messages (or continue a raw text prompt), chunk by chunk. Raises before any computation when the input cannot work.
 
         constraint: what the completion may be; needs the extra `constrain`. volatile: text of this request only, such as the time: it
-        stands at the tail, and is taken out of the system prompt. turn: names this turn of its conversation: the calls' ids depend on it,
-        where a shortened history makes one prompt of two turns. reuse: as of the engine; a calibration means "approximate" under it.
-        group: a tool group whose recorded tool order `tools_order="sticky"` follows. session: the conversation, by name or as of
-        `session()`. adapter: the name of one that was added; None asks the base. on_progress(done, total): prompt tokens so far,
-        called in the thread that reads the stream, until the first chunk. on_logits: called on the device's thread with each token's
-        logits, [vocab] in fp32; it must return soon and raise nothing. diagnose: "routes" puts those through experts into the receipt.
+        stands at the tail, and is taken out of the system prompt. turn: names this turn of its conversation, where a shortened history
+        makes one prompt of two turns. reuse: as of the engine; a calibration means "approximate" under it. group: whose recorded tool
+        order `tools_order="sticky"` follows. session: the conversation, by name or as of `session()`. adapter: the name of one that was
+        added. on_progress(done, total): prompt tokens so far, called in the thread that reads the stream, until the first chunk.
+        on_logits: called on the device's thread with each token's logits, [vocab] in fp32; it must return soon and raise nothing.
         """
         self.check_open()
+        if self._policy is not None:
+            self._policy.check_requests(namespace, adapter)
         called, received = time.perf_counter(), self.store.heed()
         chosen = None if adapter is None else self._adapters.find(adapter)
         layout = self.renderer.render(

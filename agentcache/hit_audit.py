@@ -5,6 +5,7 @@ What differs is quarantined, on disk too, and said: a warning now, a counter for
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import deque
 from contextlib import suppress
@@ -55,7 +56,7 @@ class HitAudit:
         disk, receipt, spec, scope = self.store.disk, running.receipt, self.runner.model.spec, running.scope
         if disk is None or spec is None or not receipt.disk_tokens or scope is None or scope.precision != "exact":
             return
-        if len(self._waiting) >= QUEUED or not disk.due_for_check():
+        if len(self._waiting) >= QUEUED or not due(disk.options.check_one_in):
             return
         count = running.admitted_tokens  # without tokens from other positions
         found = self.store.tree.match(scope, running.ids.array(count + 1), peek=True)
@@ -139,3 +140,8 @@ class HitAudit:
     def _count(self, **counts: int) -> None:
         if disk := self.store.disk:
             disk.count({f"audit_{name}": count for name, count in counts.items()})
+
+
+def due(every: int) -> bool:
+    """Tell whether a hit is the one in so many that is recomputed, by chance: many processes end before their Nth. 0: none is."""
+    return bool(every) and random.randrange(every) == 0

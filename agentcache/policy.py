@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from .errors import ConfigError, PolicyError, shown
-from .types import Reason, Refusal, Reuse
+from .types import Reason, Refusal, Reuse, check_name
 
 if TYPE_CHECKING:
     from .lifecycle import Lifecycle
@@ -137,7 +137,7 @@ class Policy:
 
     def rule(self, namespace: str, adapter: str | None) -> Rule:
         """The first rule that fits; one that allows all where none does."""
-        asked = (namespace, self._model, adapter or "")
+        asked = (namespace, self._model, str(adapter or ""))
         fit = (one for one in self.rules if all(map(fnmatchcase, asked, (one.namespace, one.model, one.adapter))))
         return next(fit, Rule())
 
@@ -151,12 +151,17 @@ class Policy:
         account.record_refusals([Refusal(Reason.POLICY, 0, account.receipt.prompt_tokens, why)])
         return allowed
 
-    def begin(self, namespace: str, adapter: str | None, release: Release) -> None:
-        """Count a request that begins, and release pins whose lease is over. PolicyError: its namespace runs as many as it may."""
+    def check_requests(self, namespace: str, adapter: str | None) -> None:
+        """PolicyError: the namespace runs as many requests as it may. Asked before the prompt is laid out, and as it begins."""
+        check_name("namespace", namespace)
         rule = self.rule(namespace, adapter)
+        if rule.requests is not None and self._running[namespace] >= rule.requests:
+            raise PolicyError(f"{rule.name!r}: {namespace!r} has {rule.requests} requests running: wait for one to end")
+
+    def begin(self, namespace: str, adapter: str | None, release: Release) -> None:
+        """Count a request that begins, and release pins whose lease is over. PolicyError as of `check_requests`."""
         with self._lock:
-            if rule.requests is not None and self._running[namespace] >= rule.requests:
-                raise PolicyError(f"{rule.name!r}: {namespace!r} has {rule.requests} requests running: wait for one to end")
+            self.check_requests(namespace, adapter)
             self._running[namespace] += 1
             over = [key for key, end in self._ends.items() if end < time.monotonic()]
             for key in over:

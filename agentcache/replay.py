@@ -29,6 +29,7 @@ from .lint.provider_formats import ProviderFormats
 from .lint.sources import open_values
 from .lint.templated import openai_tool, plain_message
 from .lint.values import Request
+from .matching import fingerprint_of
 from .page import Page
 from .page_check import CLOSE, alike
 from .store.keys import Scope, as_ids
@@ -103,10 +104,11 @@ class Replay:
         calibration: Calibration | None = None,
         *,
         namespace: str = "default",
+        adapter: str | None = None,
         tokens: int = 128,
         recorded: bool = False,
     ) -> None:
-        self.engine, self.namespace, self._recorded = engine, namespace, recorded
+        self.engine, self.namespace, self.adapter, self._recorded = engine, namespace, adapter, recorded
         self._sampling, self._calibration = Sampling(max_tokens=tokens), calibration
         disk = engine.store.disk
         near: dict[str, Reuse | Calibration] = {} if calibration is None else {"segments": calibration}
@@ -157,8 +159,9 @@ class Replay:
     def _ask(self, asked: Any, tools: Any, reuse: Reuse | Calibration) -> _Answer:
         rows: list[torch.Tensor] = []
         done = self.engine.generate(
-            asked, tools, sampling=self._sampling, namespace=self.namespace, reuse=reuse, on_logits=lambda row: rows.append(row.clone())
-        )
+            asked, tools, sampling=self._sampling, namespace=self.namespace, adapter=self.adapter, reuse=reuse,
+            on_logits=lambda row: rows.append(row.clone()),
+        )  # fmt: skip
         return _Answer(done, rows)
 
     def _why(self, request: Request, off: _Answer, answer: _Answer, out: Outcome) -> tuple[str, str] | None:
@@ -191,8 +194,10 @@ class Replay:
             if regime is None or engine.fingerprint is None:
                 return {}
             try:
-                engine.generate(asked, tools, sampling=Sampling(max_tokens=1), namespace=scratch)
-                own, kept = (engine.store.match(Scope(name, engine.fingerprint.whole, regime), ids) for name in (scratch, self.namespace))
+                engine.generate(asked, tools, sampling=Sampling(max_tokens=1), namespace=scratch, adapter=self.adapter)
+                acting = next((one for one in engine.model.adapters.values() if one.name == self.adapter), None)
+                scopes = (Scope(name, fingerprint_of(engine.fingerprint.whole, acting), regime) for name in (scratch, self.namespace))
+                own, kept = (engine.store.match(scope, ids) for scope in scopes)
                 for number, (right, page) in enumerate(zip(own.pages, kept.pages, strict=False)):
                     filled = min(kept.tokens - number * PAGE_TOKENS, PAGE_TOKENS)
                     if not alike(right, page, filled, 0 if receipt.bitwise else CLOSE):

@@ -114,6 +114,7 @@ class Decoding:
     forced: deque[int] = field(default_factory=deque)
     # one for each token, where the sampling asks for them
     logprobs: list[Logprob] = field(default_factory=list)
+    learnt: bytes = b""  # the name under which later processes find its ids
 
 
 @dataclass(slots=True)

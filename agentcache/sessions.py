@@ -2,7 +2,7 @@
 
 exact      the prompt of the last turn once more         memory    pinned while used, within SHARE of the budget, for IDLE_S
 extend     it goes on from the last answer               disk      as a prefix is, until the lease ends; branches that were left go first
-diverge    it leaves the chain before its end
+diverge    it leaves the chain before its end                      turns in fewer bits after IDLE_S, where StoreOptions.turns says so
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .store.deletion import Deletion
 from .store.entry import Entry
 from .store.keys import Ids, Role, Scope, chain
 from .store.tool_group import SESSION, ToolGroup
-from .types import check_name
+from .types import Grade, check_name
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LEASE_S = 86_400.0  # after the last answer
 IDLE_S = 600.0  # pages of a session that was not asked for so long are evictable
+LOOK_S = 60.0  # between two looks for sessions that have become idle
 SHARE = 2  # one part in so many of the memory's budget is pinned at most
 HELD = 1024  # sessions that one engine remembers; others are on disk
 SUPERSEDED = 512  # pages of branches that a session remembers; the oldest are deleted
@@ -48,8 +49,8 @@ class _Held:
     group: ToolGroup
     # by time.monotonic()
     used: float
-    # whether its pages are pinned in memory
-    pinned: bool = False
+    # of its pages in memory, where they are pinned
+    pinned: Scope | None = None
     # its tokens, where this engine has answered it
     ids: Ids | None = None
 
@@ -72,12 +73,14 @@ class Sessions:
         self._process = os.getpid()
         self._held: OrderedDict[Key, _Held] = OrderedDict()  # the longest unused first
         self._lock = threading.RLock()
+        self._look_at = 0.0  # for turns to be stored in fewer bits, by time.monotonic()
         self._store.on_renewal(self._record)
         self._store.on_deletion(self.let_go)
         if self._store.disk and self._model.spec:
             scheduler.read_ahead = ReadAhead(self._store, self._model.spec, self._chain)
         self._read_ahead = scheduler.read_ahead
         self._end_leases()
+        self._thin_turns()
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -106,8 +109,8 @@ class Sessions:
 
     def _answered(self, name: str, lease_s: float, prompt_key: str, finish: Callable[[Running], T], running: Running) -> T:
         completion, scope, count = finish(running), running.scope, running.admitted_tokens
-        if scope is None or scope.precision != "exact" or not count:
-            running.account.record_note(f"session {name!r} stays where it was: nothing exact of this answer is kept")
+        if scope is None or not count or not (scope.precision == "exact" or self._stores(scope.precision)):
+            running.account.record_note(f"session {name!r} stays where it was: nothing of this answer is kept that may be stored")
             return completion
         ids = running.ids.array(count)
         group = ToolGroup(
@@ -122,28 +125,36 @@ class Sessions:
             created=time.time(),
             lease_end=time.time() + lease_s,
             prompt_key=prompt_key,
+            splices=(running.decoding.learnt.hex(),) if running.decoding.learnt else (),
+            stable_tokens=min(count, running.asked.layout.prefix_tokens),
         )
         told = self._find(_key(group))
         with suppress(StoreError), self._store.deletions.lock:  # the answer is right all the same
             if not self._store.deletions.meet(scope, ids, running.received):
-                self._move(group, ids, told)
+                self._move(group, scope, ids, told)
         return completion
 
-    def _move(self, group: ToolGroup, ids: Ids, told: ToolGroup | None) -> None:
+    def _stores(self, grade: Grade) -> bool:
+        """Tell whether turns may be stored in so few bits."""
+        return (disk := self._store.disk) is not None and disk.options.turns == grade
+
+    def _move(self, group: ToolGroup, scope: Scope, ids: Ids, told: ToolGroup | None) -> None:
         """Let a session go on from here: pages that only its last chain had are superseded. told: its last answer, as the disk has it."""
         key = _key(group)
         with self._lock:
             held = self._held.get(key)
             answers = [one for one in (told, held.group if held else None) if one is not None]
             before = max(answers, key=_created, default=None)
-            pinned, path = self._keep(group, ids, frozenset(before.page_keys) if before else frozenset())
+            pinned, path = self._keep(group, scope, ids, frozenset(before.page_keys) if before else frozenset())
             own, left = {*group.page_keys, *(entry.key.hex() for entry in path)}, tuple[str, ...]()
             if before is not None:
                 if not _begins(group.scope, ids, before):
                     left = tuple(one for one in before.page_keys if one not in own)
                 known = (*(one for one in before.superseded if one not in own), *left)
-                group = replace(group, superseded=known[-SUPERSEDED:])
+                told_of = (*(name for name in before.splices if name not in group.splices), *group.splices)
+                group = replace(group, superseded=known[-SUPERSEDED:], splices=told_of[-SUPERSEDED:])
                 self._delete(known[:-SUPERSEDED], group)
+                self._drop_splices(group.namespace, told_of[:-SUPERSEDED])
             if held is not None:
                 self._unpin(held)
             self._held[key] = _Held(group, time.monotonic(), pinned, ids)
@@ -154,17 +165,17 @@ class Sessions:
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
-    def _keep(self, group: ToolGroup, ids: Ids, known: frozenset[str]) -> tuple[bool, list[Entry]]:
-        """Pin a chain in memory, and let what is new of it be a prefix on disk; whether memory has all of it, and what it has."""
+    def _keep(self, group: ToolGroup, scope: Scope, ids: Ids, known: frozenset[str]) -> tuple[Scope | None, list[Entry]]:
+        """Pin a chain in memory, and let what is new of it be a prefix on disk; its scope if memory has all of it, and what it has."""
         tree = self._store.tree
         with tree.lock:
-            path = tree.path(group.scope, ids)
-            pinned = tree.pin(group.scope, ids, Role.PREFIX) > 0
+            path = tree.path(scope, ids)
+            pinned = scope if tree.pin(scope, ids, Role.PREFIX) else None
         if disk := self._store.disk:
             from .store.disk import session_rows
 
             new = [key for key in group.page_keys if key not in known]
-            disk.writer.offer(path)
+            disk.offer(path)
             disk.writer.after(lambda: session_rows.keep(disk.index, new, group.fingerprint))
         return pinned, path
 
@@ -178,7 +189,12 @@ class Sessions:
         tree, first = self._store.tree, dict[bytes, Entry]()
         with tree.lock:
             for entry in tree.eviction:  # children before their parents
-                goes = entry.scope == group.scope and entry.key in gone and entry.key not in named and not entry.pins
+                goes = (
+                    replace(entry.scope, precision="exact") == group.scope
+                    and entry.key in gone
+                    and entry.key not in named
+                    and not entry.pins
+                )
                 if goes and entry.children.keys() <= first.keys():
                     entry.role, first[entry.key] = Role.TURN, entry
             tree.eviction.retire(list(first.values())[::-1])
@@ -207,10 +223,20 @@ class Sessions:
         held = self._held.get(key)
         return None if held is None or held.ids is None else (held.group.scope, held.ids)
 
+    def _drop_splices(self, namespace: str, names: Iterable[str]) -> None:
+        """Forget the own ids of answers on disk, those on their way too, but for answers that other sessions tell of."""
+        if disk := self._store.disk:
+
+            def drop() -> None:
+                others = {name for group in disk.index.groups(namespace) for name in group.splices}
+                disk.index.drop_named_splices(namespace, [name for name in names if name not in others])
+
+            disk.writer.after(drop)
+
     def _unpin(self, held: _Held) -> None:
         if held.pinned:
-            held.pinned = False
-            self._store.tree.release_pin((held.group.scope, held.group.tip), Role.PREFIX)
+            self._store.tree.release_pin((held.pinned, held.group.tip), Role.PREFIX)
+            held.pinned = None
 
     def _bound(self) -> None:
         """Unpin sessions that were not used for long, or do not fit beside those used since."""
@@ -293,6 +319,29 @@ class Sessions:
         if over:
             self._end_leases()
         self._bound()
+        self._thin_turns()
+
+    def _thin_turns(self) -> None:
+        """Have turns of idle sessions stored in fewer bits, where the user said so."""
+        disk, now = self._store.disk, time.monotonic()
+        if disk is None or disk.options.turns == "exact" or disk.written != "exact" or not disk.folder.writable or now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        if disk.options.turns == "int4":
+            from .turn_precision import check
+
+            check("int4", disk.folder.path, self._fingerprint.whole if self._fingerprint else "", self._name)
+        from .store.disk import idle_turns
+
+        disk.writer.after(lambda: idle_turns.rewrite_all(disk, IDLE_S, self._written_again))
+
+    def _written_again(self, row: int) -> None:
+        """Let a page in memory be written once more, should it be used: its row has become that of fewer bits."""
+        tree = self._store.tree
+        with tree.lock:
+            for entry in tree.eviction:
+                if entry.row == row and entry.scope.precision == "exact":
+                    entry.row = 0
 
     def _end_leases(self) -> None:
         if disk := self._store.disk:
@@ -312,6 +361,7 @@ class Sessions:
                 gone = deletion.names(group.namespace, group.name) or deletion.covers(key[0], group.created) or deletion.about(group.scope)
                 if deletion.forced and gone:
                     self._unpin(self._held.pop(key))
+                    self._drop_splices(key[0], group.splices)
                 elif deletion.group is not None and not deletion.group.startswith(SESSION):  # a tool group goes with what continues it
                     self._unpin(held)
 

@@ -220,7 +220,7 @@ class Completions:
         account.record_message(text.tokens_of(parser.thought_chars), calls=bool(message.tool_calls))
         if spelled := generated[: text.spelled or 0]:  # what a stop string cut off is no part of the message
             keep = partial(self._renderer.remember, layout, spelled, message, namespace=asked.namespace, outlive=reuses)
-            self._store.unless_deleted(asked.namespace, running.received, keep)
+            running.decoding.learnt = self._store.unless_deleted(asked.namespace, running.received, keep)
         repeated = len(generated) if layout.ephemeral_tokens else 0
         account.record_saving(cached * self._scheduler.ms_per_token, self._model.flops(cached), repeated, missed)
         logprobs = tuple(running.decoding.logprobs)

@@ -382,6 +382,7 @@ class StoreOptions:
     disk_bytes: int = 20 << 30  # at most; turns go first, tool groups last
     write_bytes_per_hour: int = 64 << 30  # at most; more is not written
     precision: Precision = "exact"  # "int8" and "int4" save bytes, and serve reuse="lossy" only
+    turns: Precision = "exact"  # of sessions that are idle, on disk; other bits serve reuse="lossy" only, and "int4" asks for a calibration
     refuse_slow: bool = True  # compute tokens whose pages take longer to read
     check_one_in: int = 64  # of so many exact hits from disk one is recomputed in idle time and compared; 0: none
     encryption_key: bytes | None = field(default=None, repr=False)  # 32 bytes; None: AGENTCACHE_KEY, else no encryption
@@ -390,10 +391,10 @@ class StoreOptions:
         if not isinstance(self.refuse_slow, bool):
             raise ConfigError(f"refuse_slow={self.refuse_slow!r}: must be True or False")
         for name in ("disk_bytes", "write_bytes_per_hour", "check_one_in"):
-            value = getattr(self, name)
-            if not _whole(value) or value < 0:
+            if not _whole(value := getattr(self, name)) or value < 0:
                 raise ConfigError(f"{name}={value!r}: must be a whole number of at least 0")
-        if self.precision not in ("exact", "int8", "int4"):
-            raise ConfigError(f"precision={self.precision!r}: must be 'exact', 'int8' or 'int4'")
+        for name in ("precision", "turns"):
+            if getattr(self, name) not in ("exact", "int8", "int4"):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 'exact', 'int8' or 'int4'")
         if self.encryption_key is not None and (not isinstance(self.encryption_key, bytes) or len(self.encryption_key) != 32):
             raise ConfigError("encryption_key: must be 32 bytes")

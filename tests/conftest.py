@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from agentcache import Engine
 from agentcache.approximate import segment_prefetch
 from agentcache.store import page_prefetch
 from tests import models
 from tests.asking import Asking
+from tests.engines import engine
 
 os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk but where a test asks for it
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once instead of asking a network that is blocked
@@ -33,6 +35,19 @@ def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def tiny() -> Callable[..., Any]:
     """tiny("llama", torch.bfloat16): a model shared by the session; build your own with models.build if you change its weights."""
     return functools.cache(models.build)
+
+
+@pytest.fixture(scope="session")
+def model(tiny: Callable[..., Any]) -> Any:
+    """A model of two layers, for tests that do not change its weights."""
+    return tiny("qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def running(model: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An engine that keeps pages in memory alone, and one that has a store on disk."""
+    with engine(model=model, store=tmp_path / "store" if request.param == "disk" else None) as made:
+        yield made
 
 
 @pytest.fixture

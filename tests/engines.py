@@ -80,8 +80,8 @@ def check_store(store: PrefixTree | Store) -> None:
     """The store's own account holds."""
     store = store.tree if isinstance(store, Store) else store
     entries = store.entries()
-    assert store.bytes == sum(e.page.spec.page_bytes for e in entries)
-    assert len({id(e.page) for e in entries}) == len(entries), "a page is kept twice"
+    assert store.bytes == sum(page.spec.page_bytes for page in {id(e.page): e.page for e in entries}.values()), "lent pages count once"
+    assert len({(e.scope, id(e.page)) for e in entries}) == len(entries), "a page is kept twice"
     seen: set[int] = set()
     for entry in entries:
         assert entry.page is not None

@@ -21,6 +21,7 @@ from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.types import StoreOptions
 from tests.approximate.repeated_text import FIRST, OTHER, calibration, tiny_model
 from tests.engines import tool
+from tests.saved_adapters import save_for
 from tests.store import stored_pages
 
 TOOLS = [tool("get_tide", "place"), tool("ring_bell", "times")]
@@ -182,6 +183,56 @@ def test_segments_are_held_to_their_calibration(file: Callable[..., Path], kl: f
     assert found.kl is not None
     assert found.kl > 0, "text of the first prompt stands in the second"
     assert (found.difference and (found.difference.reason, found.difference.request)) == ((reason, 2) if reason else None)
+
+
+def test_first_choices_below_the_calibrated_share_are_red(file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer, fingerprint = tiny_model()
+    known = calibration(fingerprint=fingerprint, kl=10.0, top1=1.0)
+    with Engine(model, tokenizer, store=None, calibration=known) as engine:
+        run = Replay(engine, known, tokens=12)
+        wanted = requests(file, [{"messages": FIRST}, {"messages": OTHER}])
+        found = run.run(wanted)
+        assert found.top1 is not None
+        run._near = [(0.0, 1.0, wanted[0]), (0.0, 0.5, wanted[1])]
+        found = run.run([])
+    assert found.difference is not None
+    assert (found.top1, found.difference.reason, found.difference.request) == (0.75, "top1", 2)
+    assert found.difference.detail == "0.750 equal first choices, calibrated 1.000; here 0.500"
+
+
+def test_a_policy_bounds_what_a_replay_asks_for(file: Callable[..., Path], tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[[rule]]\nnamespace = "guest"\nreuse = ["off"]\n')
+    source = str(file(recorded(*QUESTIONS)))
+    cached = {}
+    for namespace in ("guest", "default"):
+        code, said = cli(source, "--policy", str(policy), "--namespace", namespace, "--max-tokens", "2", "--json")
+        found = json.loads(said)
+        assert (code, found["requests"], found["difference"]) == (0, 3, None)
+        cached[namespace] = found["cached_tokens"]
+    assert cached["guest"] == 0 < cached["default"], "the rule allows no reuse"
+
+
+def test_an_adapter_answers_a_replay(file: Callable[..., Path], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    with Engine("embedded", store=None) as spare:  # PEFT writes into the model that it wraps
+        place = save_for(spare.model.model, tmp_path / "lora")
+    with Engine("embedded", store=None) as engine:
+        engine.add_adapter("legal", place)
+        asked = requests(file)
+        own = [engine.generate(list(recorded(*QUESTIONS)[0]["messages"]), TOOLS, adapter=one).ids for one in (None, "legal")]
+        assert own[0] != own[1]
+        run = Replay(engine, tokens=8, adapter="legal")
+        found = run.run(asked)
+        assert (found.requests, found.difference) == (3, None)
+        page = next(entry for entry in engine.store.tree.entries() if entry.scope.adapter and entry.place == 0).page
+        page.layer_values[0][:, 300] += 1
+        first = run.run(asked).difference
+    assert first is not None
+    assert (first.reason, first.page, first.token) == ("bits", 0, 300)
+    source = str(file(recorded(*QUESTIONS)))
+    assert cli(source, "--adapter", f"legal={place}", "--limit", "1", "--max-tokens", "2")[0] == 0
+    assert cli(source, "--adapter", "legal")[0] == 1
 
 
 def test_a_request_that_fails_only_with_reuse_is_red(running: Engine, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

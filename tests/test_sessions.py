@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,6 @@ from tests.store.child_processes import end_process, start_process
 
 LONG = SYSTEM + long_text(150)  # two pages
 FIRST, SECOND = "What was the wind? " + long_text(80, 1), "And the tide? " + long_text(80, 2)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return models.build("qwen3", num_hidden_layers=2)
-
-
-@pytest.fixture(params=["memory", "disk"])
-def running(model: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with engine(model=model, store=tmp_path / "store" if request.param == "disk" else None) as made:
-        yield made
 
 
 def talk(session: Session, *asked: str, system: str = LONG, **options: Any) -> tuple[list[Any], Completion]:
@@ -344,6 +332,18 @@ def test_an_answer_forgotten_while_it_ran_moves_no_session(running: Engine) -> N
     running.flush()
     assert (session.tokens, *pinned(running)) == (0, 0, 0)
     assert running.store.audit().get("groups", 0) == 0
+
+
+def test_a_forgotten_session_leaves_no_ids_of_its_answers(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=tmp_path / "store") as running:
+        talk(running.session("alice"), FIRST, SECOND)
+        talk(running.session("bob"), SECOND, system="Other. " + LONG)
+        assert running.flush()
+        assert running.store.disk
+        kept = running.store.disk.index.stats()["splices"]
+        assert running.forget(session="alice").splices == 2
+        assert running.flush()
+        assert running.store.disk.index.stats()["splices"] == kept - 2 == 1
 
 
 def test_a_session_forgotten_elsewhere_is_not_held_any_more(model: Any, tmp_path: Path) -> None:

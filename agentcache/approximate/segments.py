@@ -181,7 +181,7 @@ class SegmentReuse:
         spec, calibration = self._runner.model.spec, self.calibration  # from disk come pages of its first source
         if not self.windows or scope is None or spec is None or self._owner.off or not self._calibrations:
             return False
-        stored: Precision = disk.precision if (disk := self._store.disk) else "exact"
+        stored: Precision = disk.written if (disk := self._store.disk) else "exact"
         text = self._owner.text
         if self._prefetch is None and text is not None and stored in calibration.precisions:
             known, least, scope = self.known_tokens(scope), calibration.least, replace(source(scope, calibration), precision=stored)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,16 @@ def segments_table(title: str, rows: Sequence[Row]) -> Table:
     columns |= {"same": of("decision", 3), "refused": of("refused")}
     caption = "could: tokens after the prefix that stand in a cached prompt; computed: in tokens through all layers; KL: nats per token"
     return drawn(title, columns, rows, caption)
+
+
+def turns_table(found: Mapping[str, Any], passed: Sequence[str]) -> Table:
+    """Answers after turns in fewer bits, by precision."""
+    rows = [{"precision": name, "passed": name in passed, **asdict(one)} for name, one in found.items()]
+    columns: dict[str, Cell] = {"precision": lambda row: str(row["precision"]), "answers": of("answers"), "calls": of("calls")}
+    columns |= {"changed": of("changed_calls"), "top-1": of("top1", 4)}
+    columns |= {"KL p99": lambda row: f"{row['kl_p99']:.2g}", "most": lambda row: f"{row['kl_most']:.2g}"}
+    columns |= {"passed": _outcome("passed")}
+    return drawn("turns in fewer bits", columns, rows, "changed: answers with other tool calls; KL: nats per token")
 
 
 def adapters_table(rows: Sequence[Row]) -> Table:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..terminal import bar, report_errors, say_json, shown
-from .store import JsonOption, PolicyOption, count
+from .store import JsonOption, PolicyOption, count, named_adapter
 
 
 class Against(str, Enum):
@@ -28,6 +28,7 @@ def replay(
     chat_template: Annotated[Path | None, typer.Option(metavar="FILE", help="This chat template instead of the model's own.")] = None,
     store: Annotated[Path | None, typer.Option(metavar="DIR", help="Also replay over this store's pages; by default in memory.")] = None,
     policy: PolicyOption = None,
+    adapter: Annotated[str | None, typer.Option(metavar="NAME=PATH", help="A LoRA that answers: a folder or Hugging Face id.")] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the requests.")] = "default",
     transcripts: Annotated[bool, typer.Option("--transcripts", help="Each list of messages is a whole conversation.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Requests that are replayed, from the first one on.")] = 200,
@@ -43,12 +44,20 @@ def replay(
 
         requests, problems = read(source, transcripts, limit)
         known = None if calibration is None else Calibration.load(calibration)
+        adapters = {} if adapter is None else dict([named_adapter(adapter)])
         template = None if chat_template is None else read_template(chat_template)
         with (
-            Engine(model, store=store, calibration=known, chat_template=template, policy=policy) as engine,
+            Engine(model, store=store, calibration=known, chat_template=template, policy=policy, adapters=adapters) as engine,
             bar("replaying", as_json) as tell,
         ):
-            run = Replay(engine, known, namespace=namespace, tokens=max_tokens, recorded=against is Against.recorded)
+            run = Replay(
+                engine,
+                known,
+                namespace=namespace,
+                adapter=next(iter(adapters), None),
+                tokens=max_tokens,
+                recorded=against is Against.recorded,
+            )
             found = run.run(requests, lambda done: tell(done, len(requests)))
     if as_json:
         say_json({"source": source, "model": model, "unread": len(problems), **asdict(found)})

@@ -12,7 +12,7 @@ import typer
 from ..bench.options import Dtype, WeightsOption
 from ..errors import ConfigError
 from ..terminal import report_errors
-from .store import PolicyOption, StoreOption
+from .store import PolicyOption, StoreOption, named_adapter
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -65,7 +65,7 @@ def serve(
             "policy": policy,
             **({} if store is None else {"store": store}),
         }
-        adapters = dict(_adapter(said) for said in adapter or ())
+        adapters = dict(named_adapter(said) for said in adapter or ())
         served = [
             _served(said, {**options, "adapters": {} if number else adapters}, None if number else warm, system)
             for number, said in enumerate(models)
@@ -119,11 +119,3 @@ def _served(said: str, options: Mapping[str, Any], warm: Path | None, system: st
         return engine
 
     return ServedModel(shown, open_engine, adapters=tuple(options["adapters"]))
-
-
-def _adapter(said: str) -> tuple[str, str]:
-    """Name and place of an adapter as the command line names it."""
-    name, _, path = said.partition("=")
-    if not name or not path:
-        raise ConfigError(f"--adapter={said!r}: give NAME=PATH, a folder that PEFT saved or a Hub id")
-    return name, path

@@ -47,6 +47,14 @@ AdapterOption = Annotated[str | None, typer.Option(metavar="DIGEST", help="Only 
 FingerprintOption = Annotated[str | None, typer.Option(help="First characters of the fingerprint, where several models have that group.")]
 
 
+def named_adapter(said: str) -> tuple[str, str]:
+    """Name and place of an adapter as the command line names it."""
+    name, _, path = said.partition("=")
+    if not name or not path:
+        raise ConfigError(f"--adapter={said!r}: give NAME=PATH, a folder that PEFT saved or a Hub id")
+    return name, path
+
+
 @contextmanager
 def opened(place: Path | None, create: bool = False) -> Iterator[tuple[Folder, Index]]:
     """The store at `place`, by default where it lies on this machine."""
@@ -255,10 +263,22 @@ def inspect(
     ]))  # fmt: skip
 
 
-def stats(store: StoreOption = None, as_json: JsonOption = False) -> None:
+def stats(
+    store: StoreOption = None,
+    url: Annotated[str | None, typer.Option(help="Instead the counts of a running `agentcache serve`, as Engine.stats() has them.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="AGENTCACHE_API_KEY", help="Key of that server.")] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Count stored pages by role, namespace and precision; and show the store's own counts and measurements."""
-    with report_errors(), opened(store) as (folder, index):
-        found = _counted(folder, index)
+    with report_errors():
+        if url is not None:
+            from ..client import RemoteEngine
+
+            with RemoteEngine(url, api_key) as engine:
+                found: dict[str, Any] = engine.stats()
+        else:
+            with opened(store) as (folder, index):
+                found = _counted(folder, index)
     if as_json:
         say_json(found)
     else:

@@ -160,21 +160,23 @@ class Renderer:
 
     def remember(
         self, layout: Layout, generated_ids: Sequence[int], message: Message, *, namespace: str = "default", outlive: bool = True
-    ) -> None:
+    ) -> bytes:
         """Notes that the model answered `layout` with these ids, which the caller got as `message`.
 
         When the same history comes back with that message unchanged, the ids are used again instead of rendering it anew.
-        outlive: in later processes, too.
+        outlive: in later processes, too; returns the name under which they find the ids, empty if they do not.
         """
         if not isinstance(layout, Rendered) or not layout.chain or not generated_ids or not self._encoder.fast:
-            return  # stock renderings and raw prompts are never spliced
+            return b""  # stock renderings and raw prompts are never spliced
         if message.role != "assistant":
             raise MessageError(f"remember(message={shown(message)}): only an assistant message is generated")
         key = link(layout.chain, self._requests.canon().turn(0, message, namespace))
         generated = Generated(layout.encoded, tuple(map(int, generated_ids)), time.time())
         self._memory.generated.put(namespace, key, generated)
-        if self._kept is not None and outlive:
-            self._kept.learn(namespace, self._name(key), generated.ids)
+        name = self._name(key) if self._kept is not None and outlive else b""
+        if self._kept is not None and name:
+            self._kept.learn(namespace, name, generated.ids)
+        return name
 
     def forget(self, deletion: Covering) -> None:
         """Forget texts and the model's own ids of messages that were deleted on purpose."""

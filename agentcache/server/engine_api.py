@@ -280,6 +280,12 @@ async def unlearn(body: UnlearnBody, request: Request) -> Response:
     return JSONResponse({"released": await _run(request, body.model, work)})
 
 
+@router.get("/stats")
+async def stats(request: Request, model: str | None = None) -> Response:
+    """Counts of the caller's requests; those of all callers, the device and the store for an admin."""
+    return JSONResponse(await _run(request, model, lambda engine, tenant: engine.stats(None if tenant.admin else tenant.namespace)))
+
+
 @router.post("/forget")
 async def forget(body: ForgetBody, request: Request) -> Response:
     """Delete pages of the caller, in memory and on disk."""

@@ -233,7 +233,7 @@ class PagePrefetch:
         missing = self._prefix_tokens - known.tokens
         if missing < PAGE_TOKENS or not self._disk.folder.writable or self.lease is not None:
             return
-        if self._disk.precision != self._precision:
+        if self._disk.written != self._precision:
             return  # what another process stores is not what this request could use
         key = chain(self._scope.root, self._ids[: self._prefix_tokens])[-1]
         try:

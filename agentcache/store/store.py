@@ -66,9 +66,9 @@ class Store:
             return cls(budget_bytes, host_bytes)
 
     def _disk_tier(self, options: StoreOptions, instead: bool = False) -> DiskTier:
-        from .disk.disk_tier import DiskTier
+        from .opened_disk import open_tier
 
-        return DiskTier(options, self.deletions, instead=instead)
+        return open_tier(options, self.deletions, instead)
 
     def __len__(self) -> int:
         return len(self.tree)
@@ -98,8 +98,8 @@ class Store:
         """The longest cached prefix of ids[:-1] in memory."""
         with self.deletions.lock:
             found = self.tree.match(scope, ids, peek=peek)
-            if self.disk and not peek and scope.precision == "exact":
-                self.disk.writer.offer(list(found.entries))  # uses are told to the index; what is not on disk yet may go there
+            if self.disk and not peek:
+                self.disk.offer(list(found.entries))  # uses are told to the index; what is not on disk yet may go there
             return found
 
     def probe(self, wanted: PageQuery) -> tuple[Match, int]:
@@ -125,9 +125,10 @@ class Store:
         with self.deletions.lock:
             if self.disk is None or not self.tree.budget_bytes:
                 return None
+            from .lent_pages import lend
             from .page_prefetch import PagePrefetch
 
-            self.tree.drop_changed(wanted.scope, wanted.ids)  # here, so that it is read again for this very request
+            lend(self.tree, wanted.scope, wanted.ids)
             return PagePrefetch(wanted, wake, self.tree, self.disk, self.adopt)
 
     # -- keeping ---------------------------------------------------------------------------------------------------
@@ -145,8 +146,8 @@ class Store:
                 return
             path = self.tree.admit(scope, ids, pages, numerics, prefix_tokens)
             self.tree.thin_checkpoints(path, prefix_tokens)
-            if self.disk and scope.precision == "exact":  # pages computed after lossy ones stay in memory
-                self.disk.writer.offer(path)
+            if self.disk:
+                self.disk.offer(path)
 
     def adopt(self, scope: Scope, ids: Seq[int], pages: Seq[Page], rows: Seq[Row], generation: int) -> list[Entry]:
         """Keep pages that were read from disk as the last of a path; returns what holds them.
@@ -168,13 +169,9 @@ class Store:
 
     def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
         """A request that failed takes back what it gave, on disk too."""
-        disk, gone = self.disk, self.tree.forget(scope, ids, since, pages)
-        if disk and gone and scope.precision == "exact":  # other pages are in memory only, under the same keys
-            disk.writer.discard(frozenset(gone))
-            try:
-                disk.forget(gone, scope.fingerprint)
-            except StoreError:  # the caller has to scrub its pages in any case
-                disk.writer.after(lambda: disk.forget(gone, scope.fingerprint))
+        gone = self.tree.forget(scope, ids, since, pages)
+        if self.disk and gone:
+            self.disk.take_back(gone, scope)
 
     def quarantine(self, scope: Scope, ids: Ids, key: Key, why: str) -> None:
         """The page `key`, in which `ids` end, is wrong: no adapter is served it again, nor what continues it. It may have left memory."""
@@ -193,11 +190,10 @@ class Store:
         """Call `listener` when a new folder has taken the place of one that was deleted: it holds nothing of what was recorded."""
         self._renewals.append(listener)
 
-    def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], None]) -> None:
-        """Call `keep`, unless all that this namespace sent then has been deleted since."""
+    def unless_deleted(self, namespace: str, received: Moment, keep: Callable[[], Key]) -> Key:
+        """Call `keep`, unless all that this namespace sent then has been deleted since; returns what it did."""
         with self.deletions.lock:
-            if not self.deletions.cover(namespace, received):
-                keep()
+            return b"" if self.deletions.cover(namespace, received) else keep()
 
     def forget_late(self, namespace: str, received: Moment, forget: Callable[[Deletion], None]) -> None:
         """Call `forget` for what this namespace had then and was deleted since: a request that ran meanwhile remembered its text again."""

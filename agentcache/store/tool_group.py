@@ -33,6 +33,9 @@ class ToolGroup:
     lease_end: float = 0.0
     prompt_key: str = field(default="", repr=False)
     superseded: tuple[str, ...] = field(default=(), repr=False)
+    # of a session: system and tools, which no turn is; names of the answers' own ids
+    stable_tokens: int = 0
+    splices: tuple[str, ...] = field(default=(), repr=False)
     # of the call that made it, with its checkpoints; 0 in a manifest that was read
     kv_bytes: int = field(default=0, compare=False)
     checkpoint_bytes: int = field(default=0, compare=False)  # as kv_bytes
@@ -87,10 +90,12 @@ class ToolGroup:
                 and all(isinstance(text, str) for text in (*group.tools, *group.layers))
                 and isinstance(group.prompt_key, str)
                 and isinstance(group.prefix_tokens, int)
+                and isinstance(group.stable_tokens, int)
                 and isinstance(group.lease_end, (int, float))
                 and group.prefix_tokens > 0
                 and bool(group.page_keys)
                 and all(len(bytes.fromhex(key)) == 32 for key in (*group.page_keys, *group.superseded))
+                and all(bytes.fromhex(name) for name in group.splices)
             )
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise StoreCorruptError(f"the manifest {text[:80]!r} is not one of a tool group: {error}") from error
@@ -101,4 +106,11 @@ class ToolGroup:
 
 _RECORDED = ("name", "namespace", "fingerprint", "regime", "prefix_tokens", "tools", "model", "layers", "created")
 MANIFEST = {**{name: name for name in _RECORDED}, "page_keys": "pages"}  # fields of a tool group, and their names in its manifest
-_OPTIONAL = ("sources", "lease_end", "prompt_key", "superseded")  # those that most have not: left out where they are empty
+_OPTIONAL = (
+    "sources",
+    "lease_end",
+    "prompt_key",
+    "superseded",
+    "stable_tokens",
+    "splices",
+)  # those that most have not: left out where they are empty

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -11,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from agentcache import PASSAGES, Constraint, Engine, Message, RemoteEngine, Sampling, client, remote_stream
+from agentcache.cli.app import app
 from agentcache.errors import (
     CancelledError,
     ConfigError,
@@ -146,6 +149,18 @@ def test_a_session_is_named_and_forgotten(remote: RemoteEngine) -> None:
     assert remote.generate(asked, [TIDE], sampling=SHORT, session="keeper").receipt.resumed == "extend"
     assert remote.forget(session="keeper").groups == ("session:keeper",)
     assert remote.generate(asked, [TIDE], sampling=SHORT, session="keeper").receipt.resumed == ""
+
+
+def test_counts_are_those_of_the_key(remote: RemoteEngine, served: Served) -> None:
+    before = remote.stats()
+    receipt = remote.generate("Fog.", sampling=Sampling(max_tokens=2)).receipt
+    after = remote.stats()
+    assert sum(after["requests"].values()) == sum(before.get("requests", {}).values()) + 1
+    assert after["tokens"]["completion"] == before.get("tokens", {}).get("completion", 0) + receipt.completion_tokens
+    with pytest.raises(ConfigError, match="the API key decides"):
+        remote.stats("other")
+    done = CliRunner().invoke(app, ["stats", "--url", served.url, "--json"])
+    assert json.loads(done.stdout)["requests"] == after["requests"]
 
 
 def test_leaving_early_frees_the_device(served: Served, remote: RemoteEngine) -> None:

@@ -20,7 +20,6 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.index_metadata import IndexMetadata
 from agentcache.store.keys import Role
-from tests import models
 from tests.chat_templates import TOOL_TEMPLATES
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, tool, wait_until
 from tests.store import stored_pages
@@ -28,17 +27,6 @@ from tests.store import stored_pages
 TURNS = chat(long_text(150), "North, four.", "And the tide? " + long_text(60, 1))
 ALICE = {"namespace": "alice", "sampling": decode(4)}
 NO_NAMES: list[Any] = [[], {}, 5, ["a"], "a\ud800", 10**5000]
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return models.build("qwen3", num_hidden_layers=2)
-
-
-@pytest.fixture(params=["memory", "disk"])
-def running(model: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with engine(model=model, store=tmp_path / "store" if request.param == "disk" else None) as made:
-        yield made
 
 
 def outside(folder: Path, **what: Any) -> Any:

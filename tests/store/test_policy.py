@@ -17,7 +17,7 @@ import torch
 
 from agentcache import Engine, Reason
 from agentcache.errors import StoreBusyError, StoreWarning
-from agentcache.hit_audit import HitAudit
+from agentcache.hit_audit import HitAudit, due
 from agentcache.kv import Page
 from agentcache.kv_spec import KVSpec
 from agentcache.lifecycle import Lifecycle
@@ -543,13 +543,9 @@ def test_a_request_interrupts_a_check_within_one_chunk(small: Any, tmp_path: Pat
         assert running.scheduler.hit_audit.checked > 1024
 
 
-def test_by_chance_one_in_n(small: Any, tmp_path: Path) -> None:
-    disk = DiskTier(StoreOptions(tmp_path / "store", check_one_in=8))
-    assert 50 < sum(disk.due_for_check() for _ in range(800)) < 160
-    disk.close()
-    disk = DiskTier(StoreOptions(tmp_path / "store", check_one_in=0))
-    assert not any(disk.due_for_check() for _ in range(100))
-    disk.close()
+def test_by_chance_one_in_n() -> None:
+    assert 50 < sum(due(8) for _ in range(800)) < 160
+    assert not any(due(0) for _ in range(100))
 
 
 # -- one computes, the others wait -----------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +22,7 @@ from ...bench.options import (
     names,
     to_write,
 )
-from ...errors import CalibrationError
+from ...errors import CalibrationError, ConfigError
 from ...terminal import report_errors
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ LendingAdapter = Annotated[
 ]
 Corpus = Annotated[Path | None, typer.Option(help="Passages (.json, .jsonl): texts, or objects with title and body.")]
 Top = Annotated[int, typer.Option(min=1, help="Passages of a prompt.")]
+Turns = Annotated[str, typer.Option("--turns", help="Instead: which of int8, int4 keep all tool calls; --kl bounds the 99th percentile.")]
 Cases = Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")]
 
 
@@ -66,6 +69,7 @@ def calibrate(
     cases: Cases = 4,
     answer: Answer = 16,
     families: Families = "all",
+    turns: Turns = "",
     most_tokens: MostTokens = 8192,
     tools_dir: ToolsDir = None,
     made_up: MadeUp = 0,
@@ -82,6 +86,11 @@ def calibrate(
 
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
+    loading = Loading(model, shape, dtype, threads)
+    if turns:
+        with report_errors():
+            _calibrate_turns(turns, workload or (), loading, kl, tools_dir, (tools, made_up), store, out, json_file)
+        return
     with report_errors():
         from ...bench import quality_cases, report
         from ...store.disk.folder import Folder
@@ -97,7 +106,7 @@ def calibrate(
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made, asked).required()
         keeps = None if out else Folder.open(store).path  # before anything is measured
-        with report.measuring("calibrate", Loading(model, shape, dtype, threads), json_file, texts) as run:
+        with report.measuring("calibrate", loading, json_file, texts) as run:
             answering, lending = _added(run.engine, "adapter", adapter), _added(run.engine, "lender", lender or adapter)
             trials = Trials(run.engine, answer, model is not None, adapter=answering, lender=lending)
             known, seen = search.calibrate(trials, found_cases, bounds, run.say)
@@ -123,6 +132,37 @@ def _added(engine: Engine, role: str, source: str) -> str | None:
         return None
     engine.add_adapter(role, source)
     return role
+
+
+def _calibrate_turns(
+    turns: str, workload: Sequence[Path], loading: Loading, kl: float, tools_dir: Path | None, made_up: tuple[int, int],
+    store: Path | None, out: Path | None, json_file: Path | None,
+) -> None:  # fmt: skip
+    """Hold answers after turns in fewer bits against exact ones, and write down which precisions keep them."""
+    from ... import turn_precision
+    from ...bench import quality_cases, report
+    from ...store.disk.folder import Folder
+    from ...traces import read
+    from . import shifts
+    from . import turns as trial
+
+    wanted = shifts.named(turns, trial.PRECISIONS)
+    episodes = [*(one for path in workload for one in read(path, tools_dir)), *quality_cases.made_up(*made_up)]
+    if not episodes:
+        raise ConfigError("give recorded traces with --workload, or --made-up N")
+    keeps = None if out else Folder.open(store).path  # before anything is measured
+    with report.measuring("calibrate", loading, json_file, shifts.texts(episodes)) as run:
+        asked = [call for episode in episodes for call in episode.calls]
+        found = trial.measure(run.engine, asked, wanted, run.say)
+        weights = run.engine.fingerprint.whole if run.engine.fingerprint else ""
+        target = out if keeps is None else turn_precision.place(keeps, weights)
+        assert target is not None
+        passed = turn_precision.save(target, weights, kl, found)
+        run.keep(
+            {"kl_p99_allowed": kl, "turns": {name: asdict(one) for name, one in found.items()}, "passed": passed, "written": str(target)}
+        )
+        run.tables.append(report.turns_table(found, passed))
+    typer.echo(f"passed: {', '.join(passed) or 'none'}; written to {target}")
 
 
 def segments(

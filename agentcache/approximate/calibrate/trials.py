@@ -140,23 +140,24 @@ def nothing_kept(engine: Engine) -> Iterator[None]:
         eviction.budget_bytes = before
 
 
-def lossy_copy(page: Page, precision: str) -> Page:
-    """The page as it comes back from a store of that precision."""
-    found = page.copy(page.filled)
+def lossy_copy(page: Page, precision: str, first: int = 0) -> Page:
+    """The page as it comes back from a store of that precision, from token `first` on."""
+    found, some = page.copy(page.filled), slice(first, page.filled)
     for layer in range(page.spec.layers):
-        keys, values = page.layer_keys[layer][..., : page.filled], page.layer_values[layer][:, : page.filled]
+        keys, values = page.layer_keys[layer][..., some], page.layer_values[layer][:, some]
         parts = quantize.quantize(keys, values, precision)
-        quantize.dequantize(parts, precision, found.layer_keys[layer][..., : page.filled], found.layer_values[layer][:, : page.filled])
+        quantize.dequantize(parts, precision, found.layer_keys[layer][..., some], found.layer_values[layer][:, some])
     return found
 
 
 @contextmanager
-def stored_as(engine: Engine, namespace: str, precision: Precision) -> Iterator[None]:
-    """Cached pages of a namespace, the exact prefix too, are as they would come back from a store of this precision."""
-    whole = [(entry, entry.page) for entry in engine.store.tree.entries(namespace) if entry.page is not None and precision != "exact"]
+def stored_as(engine: Engine, namespace: str, precision: Precision, since: int = 0) -> Iterator[None]:
+    """Cached pages of a namespace, the exact prefix too, are as they would come back from a store of this precision, from a token on."""
+    known = [(entry, entry.page) for entry in engine.store.tree.entries(namespace) if entry.page is not None and precision != "exact"]
+    whole = [(entry, page) for entry, page in known if entry.first + page.filled > since]
     try:
         for entry, page in whole:
-            entry.page = lossy_copy(page, precision)
+            entry.page = lossy_copy(page, precision, max(0, since - entry.first))
         yield
     finally:
         for entry, page in whole:

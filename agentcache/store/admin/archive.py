@@ -178,14 +178,14 @@ def import_group(
         role = Role.GROUP
         if told.lease_end:
             prompt_key = told.prompt_key if group.namespace == told.namespace else ""
-            group = replace(group, lease_end=now + told.lease_end - told.created, superseded=(), prompt_key=prompt_key)
+            group = replace(group, lease_end=now + told.lease_end - told.created, superseded=(), splices=(), prompt_key=prompt_key)
             role = Role.PREFIX
         rows = [replace(row, created=now, role=int(role)) for row in _chained([page.row for page in pages], group)]
         group = replace(group, page_keys=tuple(row.page_key.hex() for row in rows))
         for other in index.groups(group.namespace, group.name):
             if other.fingerprint == group.fingerprint and other.tip != group.tip:
                 raise ConfigError(f"a tool group {group.name!r} with other contents is in namespace {group.namespace!r}: give --name")
-        found = pages_of(index, group, rows[0].precision)
+        found = pages_of(index, group, [row.precision for row in rows])
         missing = [(row, page) for row, page, known in zip(rows, pages, found, strict=True) if known is None]
         written = _take(folder, index, missing, progress)
         for shorter in index.promote([row.id for row in found if row is not None], role):
@@ -238,7 +238,7 @@ def _manifest(fd: int, name: str, size: int) -> tuple[ToolGroup, int]:
 
 def _belong(rows: Sequence[Row], group: ToolGroup) -> bool:
     """Tell whether these pages hold just this group."""
-    kinds = {(row.namespace, row.fingerprint, row.regime, row.precision, row.kind) for row in rows}
+    kinds = {(row.namespace, row.fingerprint, row.regime, row.kind) for row in rows}
     return (
         len(kinds) == 1
         and all(kind[:3] == (group.namespace, group.fingerprint, group.regime) for kind in kinds)

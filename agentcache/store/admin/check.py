@@ -8,7 +8,7 @@ row without page  deleted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import get_args
@@ -217,20 +217,19 @@ def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True)
 # -- tool groups ---------------------------------------------------------------------------------------------------
 
 
-def pages_of(index: Index, group: ToolGroup, precision: str | None = None) -> list[Row | None]:
-    """The rows of a group's pages in that precision, by default in the one of which most are there; None where one is missing.
+def pages_of(index: Index, group: ToolGroup, precisions: Sequence[str] = ()) -> list[Row | None]:
+    """The rows of a group's pages, each in the precision said for it, by default as exact as it is there; None where one is missing.
 
     The last page may be stored longer than the group is: something that began with the group went on in it.
     """
-    best: list[Row | None] = []
-    for kind in (precision,) if precision else get_args(Precision):
-        rows = [_served(index, bytes.fromhex(key), group.fingerprint, kind) for key in group.page_keys]
-        rows[-1] = rows[-1] or _longer(index, group, kind)
-        if not best or sum(row is not None for row in rows) > sum(row is not None for row in best):
-            best = rows
-        if None not in best:
-            break
-    return best
+    found: list[Row | None] = []
+    for at, key in enumerate(group.page_keys):
+        kinds = (precisions[at],) if precisions else get_args(Precision)
+        rows = [_served(index, bytes.fromhex(key), group.fingerprint, kind) for kind in kinds]
+        if at == group.pages - 1:
+            rows += [_longer(index, group, kind) for kind in kinds]
+        found.append(next(filter(None, rows), None))
+    return found
 
 
 def _served(index: Index, key: bytes, fingerprint: str, precision: str) -> Row | None:

@@ -5,6 +5,8 @@ Nothing goes that a running process has pinned, nor what such a page continues, 
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,9 +16,10 @@ from itertools import islice
 from ...errors import StoreFullError, StorePermissionError
 from ...types import PAGE_TOKENS
 from ..deletion import Deletion
-from ..disk import blob_files, session_rows
+from ..disk import blob_files, process_identity, session_rows
 from ..disk.folder import Folder
 from ..disk.index import Index
+from ..disk.index_metadata import DELETING
 from ..disk.schema import Row
 from ..keys import Scope, page_key
 from ..tool_group import ToolGroup
@@ -51,7 +54,7 @@ class _Item:
     size: int
     key: bytes
     parent: bytes
-    kind: tuple[str, str]
+    fingerprint: str
 
 
 def prune(
@@ -75,6 +78,7 @@ def prune(
         with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
             index.record_deletion(untold)
             untold = None
+    note = "" if dry_run or max_bytes is not None else _note(index, namespace, older_than, group, force)
     held = set() if force else _held(index)
     if max_bytes is not None:
         wanted, names = _surplus(index, max_bytes, force), []
@@ -105,10 +109,37 @@ def prune(
         done.splices = index.drop_splices(namespace, older_than)
         index.drop_segments(namespace, older_than)
     if isinstance(group, ToolGroup):
+        others = {name for other in index.groups(group.namespace) for name in other.splices}
+        done.splices = index.drop_named_splices(group.namespace, [name for name in group.splices if name not in others])
         index.drop_segments_under(group.namespace, group.fingerprint, {item.parent for item in going})
     index.drop_dead_pins()
+    if note:
+        index.drop_meta(note)
     index.empty_log()
     return done
+
+
+def finish(folder: Folder, index: Index) -> None:
+    """Delete what processes that have ended meanwhile did not come to delete."""
+    for key, said in index.unfinished():
+        with suppress(ValueError, KeyError):  # damaged: `verify` finds what stayed
+            told = json.loads(said)
+            group = ToolGroup.from_json(told["group"]) if told["group"] else told["adapter"]
+            age = max(0.0, time.time() - told["before"]) if group is None else None
+            prune(folder, index, namespace=told["namespace"], older_than=age, group=group, force=told["force"])
+        index.drop_meta(key)
+
+
+def _note(index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | str | None, force: bool) -> str:
+    """Write down what is deleted now, for `finish`; the key, empty on a full disk."""
+    before = time.time() - (older_than or 0.0)  # what comes later stays
+    whole, adapter = (group.to_json(), None) if isinstance(group, ToolGroup) else ("", group)
+    key = f"{DELETING}/{secrets.token_hex(4)}/{process_identity.token()}"
+    with suppress(StoreFullError):
+        said = {"namespace": namespace, "before": before, "group": whole, "adapter": adapter, "force": force}
+        index.set_meta(key, json.dumps(said))
+        return key
+    return ""
 
 
 def _told(index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | str | None, force: bool) -> Deletion:
@@ -120,7 +151,7 @@ def _told(index: Index, namespace: str | None, older_than: float | None, group: 
 
 
 def _item(row: Row) -> _Item:
-    return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, (row.fingerprint, row.precision))
+    return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, row.fingerprint)
 
 
 def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool) -> tuple[int, int]:
@@ -142,13 +173,16 @@ def _held(index: Index) -> set[int]:
     pinned = index.pinned()
     if not pinned:
         return set()
-    items = {(item.kind, item.key): item for item in map(_item, index.rows())}
+    items: dict[tuple[str, bytes], list[_Item]] = {}  # one page in several precisions
+    for item in map(_item, index.rows()):
+        items.setdefault((item.fingerprint, item.key), []).append(item)
     held: set[int] = set()
-    for item in items.values():
-        above: _Item | None = item if item.id in pinned else None
-        while above is not None and above.id not in held:
-            held.add(above.id)
-            above = items.get((above.kind, above.parent))
+    due = [item for same in items.values() for item in same if item.id in pinned]
+    while due:
+        item = due.pop()
+        if item.id not in held:
+            held.add(item.id)
+            due += items.get((item.fingerprint, item.parent), ())
     return held
 
 
@@ -157,9 +191,9 @@ def _continuing(index: Index, group: ToolGroup) -> list[_Item]:
     others = [other for other in index.groups() if _name(other) != _name(group) and group.spares(other)]
     kept = {key for other in others for key in other.page_keys}  # not what another group's last page has become
     shared = {row.id for other in others for row in pages_of(index, other) if row is not None and row.page_key.hex() in kept}
-    below: dict[tuple[tuple[str, str], bytes], list[_Item]] = {}
+    below: dict[tuple[str, bytes], list[_Item]] = {}
     for item in map(_item, index.rows(fingerprint=group.fingerprint)):
-        below.setdefault((item.kind, item.parent), []).append(item)
+        below.setdefault((item.fingerprint, item.parent), []).append(item)
     own = {bytes.fromhex(key) for key in (*group.page_keys, *group.superseded)}
     found: dict[int, _Item] = {}
     due = [item for items in below.values() for item in items if item.key in own and item.id not in shared]
@@ -172,7 +206,7 @@ def _continuing(index: Index, group: ToolGroup) -> list[_Item]:
         item = due.pop()
         if item.id not in found:
             found[item.id] = item
-            due += [child for child in below.get((item.kind, item.key), ()) if child.id not in shared]
+            due += [child for child in below.get((item.fingerprint, item.key), ()) if child.id not in shared]
     return list(found.values())
 
 

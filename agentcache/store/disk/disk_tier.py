@@ -5,7 +5,6 @@ index first, blob second when reading; blob first, index last when writing. What
 
 from __future__ import annotations
 
-import random
 import sqlite3
 import threading
 import time
@@ -19,7 +18,7 @@ import numpy as np
 from ...errors import BlobError, StoreError, StoreFullError
 from ...kv import PAGE_TOKENS, Page
 from ...kv_spec import KVSpec
-from ...types import Precision, Reason, StoreOptions
+from ...types import Grade, Precision, Reason, StoreOptions
 from ..deletion import Deletions
 from ..entry import Entry, Match
 from ..keys import Ids, Role, Scope, as_ids
@@ -64,7 +63,8 @@ class DiskTier:
 
     def __init__(self, options: StoreOptions, deletions: Deletions | None = None, *, instead: bool = False) -> None:
         self.options = options
-        self.precision: Precision = options.precision
+        self.written: Precision = options.precision
+        self.precision: Precision = options.turns if self.written == "exact" else self.written  # the fewest bits that lossy requests get
         self.folder = Folder.open(options.folder, key=options.encryption_key)
         self.seen = self.folder.generation
         try:
@@ -154,11 +154,6 @@ class DiskTier:
                 self.index.quarantine(row.id, why)
                 left.extend(self.index.rows(parent=row.page_key, fingerprint=row.fingerprint))
 
-    def due_for_check(self) -> bool:
-        """Tell whether this hit is the one in N that is recomputed."""
-        every = self.options.check_one_in
-        return bool(every) and random.randrange(every) == 0  # by chance: many processes end before their Nth hit
-
     # -- what computing costs here ---------------------------------------------------------------------------------
 
     def compute_ms(self, fingerprint: str) -> float:
@@ -190,39 +185,43 @@ class DiskTier:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
+    def offer(self, path: list[Entry]) -> None:
+        """Write what is not on disk of a path, and count the rest as used: exact pages, and what continues turns of fewer bits."""
+        if path and path[-1].scope.precision in ("exact", self.options.turns):
+            self.writer.offer(path)
+
     def _save(self, pending: PendingWrite) -> tuple[int, str]:
         """Blob first, row last. Returns the row's id, 0 if there is none, and in a word what became of the page."""
         entry, page, parent = pending.entry, pending.page, pending.entry.parent
         assert parent is not None
         if not self.folder.writable or page.changed:
             return 0, "changed" if page.changed else "read-only"
-        fingerprint = entry.scope.fingerprint
-        known = self.index.row(pending.key, fingerprint, self.precision)
+        fingerprint, row = entry.scope.fingerprint, self._row(pending)
+        known = self.index.row(pending.key, fingerprint, row.precision)
         if known is not None and not known.bad:
             if entry.thinned and known.numerics == pending.numerics:
                 self._thin(known, pending)
             entry.thinned = False
             self._unlink(self.index.promote([known.id], pending.role))
             return known.id, "known"
-        row = self._row(pending)
         need = plan(row, self.folder.encrypted).bytes
         if not self.writer.budget.take(need):
             return 0, "over budget"
         if not self._make_room(need, parent):
             return 0, "no room"
-        if parent.parent is not None and self.index.row(parent.key, fingerprint, self.precision) is None:
+        if parent.parent is not None and not any(self.index.row(parent.key, fingerprint, kind) for kind in {row.precision, self.written}):
             parent.row = 0  # another process made room: it is offered again with the next request
             return 0, "parent missing"
         if known is not None:  # quarantined: it may go, now that there is a better one
             self._unlink(self.index.remove([known.id], force=True))
         if not self._insert(blob_io.write(self.folder, row, page), pending):
             return 0, "deleted"
-        found = self.index.row(pending.key, fingerprint, self.precision)
+        found = self.index.row(pending.key, fingerprint, row.precision)
         return (found.id, "written") if found else (0, "evicted")  # at once, by another process that needed room
 
     def _thin(self, known: Row, pending: PendingWrite) -> None:
         """Write a page once more, without the checkpoints that memory has dropped; its row names the new blob."""
-        packed = _checkpoint_bytes(pending)
+        packed = pending.checkpoint_bytes
         if packed >= known.checkpoint_bytes or not self.writer.budget.take(known.bytes - known.checkpoint_bytes + packed):
             return
         spare = written = blob_io.write(self.folder, known, pending.page)
@@ -246,11 +245,11 @@ class DiskTier:
             tokens=len(pending.ids),
             ids=pending.ids,
             numerics=pending.numerics,
-            precision=self.precision,
+            precision=self.written if scope.precision == "exact" else self.precision,
             role=int(pending.role),
             dtype=dtype,
             widths=widths,
-            checkpoint_bytes=_checkpoint_bytes(pending),
+            checkpoint_bytes=pending.checkpoint_bytes,
             created=entry.made,
         )
 
@@ -304,10 +303,18 @@ class DiskTier:
             with suppress(StoreError):  # what stays is in no index: it is swept later
                 blob_io.remove(self.folder, row)
 
-    def forget(self, keys: Sequence[bytes], fingerprint: str) -> None:
-        """Remove pages that should never have been admitted."""
+    def forget(self, keys: Sequence[bytes], fingerprint: str, grade: Grade = "exact") -> None:
+        """Remove pages that should never have been admitted, in whatever precision; those of fewer bits only, if such a scope did."""
         found = (row for key in keys for row in self.index.rows(key=key, fingerprint=fingerprint))
-        self._unlink(self.index.remove([row.id for row in found if row.precision in ("exact", self.precision)], force=True))
+        self._unlink(self.index.remove([row.id for row in found if grade == "exact" or row.precision == grade], force=True))
+
+    def take_back(self, keys: Sequence[bytes], scope: Scope) -> None:
+        """The same, those on their way too; later, where that fails: whoever asks has to scrub its pages in any case."""
+        self.writer.discard(frozenset(keys))
+        try:
+            self.forget(keys, scope.fingerprint, scope.precision)
+        except StoreError:
+            self.writer.after(lambda: self.forget(keys, scope.fingerprint, scope.precision))
 
     def pin(self, name: Hashable, path: Sequence[Entry], again: bool = False) -> None:
         """Pin the pages of a path until `release_pin(name)` or the end of this process; those evicted meanwhile are written once more.
@@ -383,14 +390,6 @@ class DiskTier:
         self._unnamed_bytes = blob_files.sweep(self.folder, self.index.has_blobs)[1]
         self.index.drop_dead_pins()
         self.index.recount()
-
-
-def _checkpoint_bytes(pending: PendingWrite) -> int:
-    if not pending.page.checkpoints:
-        return 0
-    from . import checkpoint_bytes
-
-    return checkpoint_bytes.size(pending.page.checkpoints, len(pending.ids))
 
 
 def cpu_page(spec: KVSpec, tokens: int) -> Page:

@@ -10,6 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class Index(IndexMetadata):
         self, scope: Scope, ids: Ids, limit: int, precision: str = "exact", *, start: int = 0, parent: bytes | None = None
     ) -> list[tuple[Row, int]]:
         """Rows that hold the longest known prefix of ids[start:limit], each with how many of its tokens are common; quarantined ones never.
+        Of `precision`, or exact ones, which come first.
 
         start: a multiple of 512, of a prefix with the key `parent`. A continuation that differs within its first 8 ids is not found.
         """
@@ -76,7 +78,8 @@ class Index(IndexMetadata):
             keys.append(page_key(keys[-1], page))
         marks = ", ".join("?" * len(pages))
         sql = f"SELECT {COLUMNS} FROM pages WHERE page_key IN ({marks}) AND fingerprint = ? AND precision = ? AND bad IS NULL"
-        records = self._all(sql, *keys[1:], scope.fingerprint, precision)
+        kinds = (precision, "exact") if precision != "exact" else ("exact",)
+        records = [record for kind in kinds for record in self._all(sql, *keys[1:], scope.fingerprint, kind)]
         by_key = {record[KEY]: record for record in records}
         rows: list[Row] = []
         for i, (page, key) in enumerate(zip(pages, keys[1:], strict=True)):
@@ -90,7 +93,8 @@ class Index(IndexMetadata):
         """The page under `above` that has most in common with ids; of equals the shortest, which is read fastest."""
         head = schema.head(self.folder, ids)
         sql = f"SELECT id, page_key, tokens, ids FROM pages WHERE {UNDER} AND head = ? AND bad IS NULL ORDER BY used DESC LIMIT {CHILDREN}"
-        records = self._all(sql, above, scope.fingerprint, precision, head)
+        kinds = ("exact", precision) if precision != "exact" else ("exact",)
+        records = [record for kind in kinds for record in self._all(sql, above, scope.fingerprint, kind, head)]
         best, shortest, chosen, wanted = 0, 0, 0, ids.tobytes()
         for id, *sealed in records:
             try:
@@ -201,6 +205,8 @@ class Index(IndexMetadata):
             spare: list[Row] = []
             held = pinned(connection)
             for row in rows:
+                twin = connection.execute("SELECT max(role) FROM pages WHERE page_key = ? AND fingerprint = ?", _key(row)[:2]).fetchone()[0]
+                row = replace(row, role=max(int(row.role), twin or 0))  # what it does in fewer bits it does exactly
                 if self._insert(connection, row, tick(connection)):
                     spare += self._covered(connection, row, held)
                     spare += self._crowded(connection, row, held)
@@ -220,10 +226,12 @@ class Index(IndexMetadata):
         return False
 
     def _covered(self, connection: sqlite3.Connection, row: Row, held: set[int]) -> list[Row]:
-        """Shorter partial pages that `row` begins with. One computed by fewer kinds of machines is bitwise for more, and stays."""
-        sql = f"SELECT {COLUMNS} FROM pages WHERE {UNDER} AND head = ? AND tokens < ? AND role <= ?"
+        """Shorter partial pages that `row` begins with, and the same page in fewer bits. One computed by fewer kinds of machines is bitwise
+        for more, and stays."""
+        same = "(precision = ? AND tokens < ?)" if row.precision != "exact" else "(precision = ? AND tokens < ? OR precision != 'exact')"
+        sql = f"SELECT {COLUMNS} FROM pages WHERE parent = ? AND fingerprint = ? AND {same} AND head = ? AND role <= ?"
         head = schema.head(self.folder, row.ids)
-        values = (row.parent, row.fingerprint, row.precision, head, row.tokens, int(row.role))
+        values = (row.parent, row.fingerprint, row.precision, row.tokens, head, int(row.role))
         shorter = self._sound(connection.execute(sql, values).fetchall())
         gone = [
             other
@@ -266,12 +274,14 @@ class Index(IndexMetadata):
         return self._write(touches, set()) if used else set()
 
     def exchange(self, row: Row, new: Row) -> Row:
-        """Let a row name the blob of `new`, of the same page with other checkpoints. Returns whose blob is to be unlinked now: the old
-        one's, or that of `new` where the row is gone or another meanwhile."""
+        """Let a row name the blob of `new`, of the same page with other checkpoints, or in fewer bits. Returns whose blob is to be unlinked
+        now: the old one's, or that of `new` where the row is gone or another meanwhile, or is pinned and would lose bits."""
 
         def exchanges(connection: sqlite3.Connection) -> Row:
-            sql = "UPDATE pages SET blob = ?, bytes = ?, checkpoint_bytes = ? WHERE id = ? AND blob = ?"
-            if not connection.execute(sql, (new.blob, new.bytes, new.checkpoint_bytes, row.id, row.blob)).rowcount:
+            sql = "UPDATE pages SET blob = ?, bytes = ?, checkpoint_bytes = ?, precision = ? WHERE id = ? AND blob = ?"
+            values = new.blob, new.bytes, new.checkpoint_bytes, new.precision, row.id, row.blob
+            lossy = new.precision != row.precision
+            if (lossy and row.id in pinned(connection)) or not connection.execute(sql, values).rowcount:
                 return new
             connection.execute("UPDATE totals SET bytes = bytes + ?", (new.bytes - row.bytes,))
             return row
@@ -304,11 +314,13 @@ class Index(IndexMetadata):
             held = set() if force else pinned(connection)
             gone: list[Row] = []
             for id in wanted:
-                key = connection.execute("SELECT page_key, fingerprint, precision FROM pages WHERE id = ?", (id,)).fetchone()
+                key = connection.execute("SELECT page_key, fingerprint FROM pages WHERE id = ?", (id,)).fetchone()
                 if (
                     key is None
                     or id in held
-                    or (not force and connection.execute(f"SELECT 1 FROM pages WHERE {UNDER} LIMIT 1", key).fetchone())
+                    or (
+                        not force and connection.execute("SELECT 1 FROM pages WHERE parent = ? AND fingerprint = ? LIMIT 1", key).fetchone()
+                    )
                 ):
                     continue
                 gone += self._sound(connection.execute(f"SELECT {COLUMNS} FROM pages WHERE id = ?", (id,)).fetchall())

@@ -22,6 +22,7 @@ from .schema import SCHEMA, VERSION, counted, guard, sound, totals, unguard
 
 MOST_SPLICES = 100_000
 KEY_BYTES = 32
+DELETING = "deleting"  # begins keys of what is being deleted: a number, and the process
 DELETION = "namespace, before, forced, name, fingerprint, keys, prefix_tokens"
 PARENT = slice(32, 64)  # of a row of text: the key of the page before (docs/format.md)
 
@@ -210,6 +211,12 @@ class IndexMetadata:
         """Forget those of a namespace (None: of all), that are so many seconds old (None: of any age); returns how many."""
         return self._drop("splices", namespace, older_than)
 
+    def drop_named_splices(self, namespace: str, names: Iterable[str]) -> int:
+        """Forget those of these names, in hexadecimal; returns how many."""
+        wanted = [(namespace, bytes.fromhex(name)) for name in names]
+        sql = "DELETE FROM splices WHERE namespace = ? AND key = ?"
+        return self._write(lambda connection: connection.executemany(sql, wanted).rowcount, 0) if wanted else 0
+
     def drop_segments(self, namespace: str | None = None, older_than: float | None = None) -> int:
         """The same for the rows by which repeated text is found."""
         return self._drop("segments", namespace, older_than)
@@ -246,6 +253,17 @@ class IndexMetadata:
     def set_meta(self, key: str, value: str) -> None:
         """Remember a value for all processes."""
         self._execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, guard(self.folder, value.encode(), named("meta", key))))
+
+    def unfinished(self) -> list[tuple[str, str]]:
+        """Key and value of what processes that have ended were deleting."""
+        sql = f"SELECT key FROM meta WHERE key >= '{DELETING}/' AND key < '{DELETING}0'"
+        keys = [key for (key,) in self._db.read(lambda connection: connection.execute(sql).fetchall())]
+        dead = [key for key in keys if not process_identity.alive(key.split("/")[-1], 0.0)]
+        return [(key, self.get_meta(key) or "") for key in dead]
+
+    def drop_meta(self, key: str) -> None:
+        """Forget a value."""
+        self._execute("DELETE FROM meta WHERE key = ?", (key,))
 
     def add_counters(self, counts: Mapping[str, int]) -> None:
         """Add to counters of the store."""

@@ -1,11 +1,12 @@
 """Keys and values in fewer bits, by consent: stored numbers differ a little from computed ones. Knows no files.
 
-    int8    one byte each. Scales: per KV head and channel, over the tokens of the page, for keys and values alike. x = q * scale
+    int8    one byte each. Scales: of keys per KV head and channel, over the tokens of the page; of values per KV head and token, over
+            its channels, so that no token coarsens the values of others. x = q * scale
     int4    half a byte each. Lowest value and step of each group of 64 neighbours: tokens of one channel for keys, channels of one token
             for values. x = low + q * step. Byte j of a run holds number j below and number ceil(length / 2) + j above
 
-Scales, lows and steps are float32. How far off an element can be: half a step, 1/254 of its channel's largest magnitude (int8) or 1/30 of
-its group's range (int4), and the rounding to the page's dtype.
+Scales, lows and steps are float32. How far off an element can be: half a step, 1/254 of the largest magnitude under its scale (int8) or
+1/30 of its group's range (int4), and the rounding to the page's dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def parts(precision: str, kv_heads: int, widths: tuple[int, int], tokens: int) -
     """The tensors of one layer with keys and values of these widths, in the order in which they are stored."""
     keys, values = (kv_heads, widths[0], tokens), (kv_heads, tokens, widths[1])
     if precision == "int8":
-        scales: list[Part] = [(f"{name}.scale", "F32", (kv_heads, width)) for name, width in zip(("keys", "values"), widths, strict=True)]
+        scales: list[Part] = [("keys.channel_scale", "F32", (kv_heads, widths[0])), ("values.token_scale", "F32", (kv_heads, tokens))]
         return [*scales, ("keys", "I8", keys), ("values", "I8", values)]
     assert precision == "int4", precision
     found: list[Part] = []
@@ -40,14 +41,14 @@ def quantize(keys: torch.Tensor, values: torch.Tensor, precision: str) -> dict[s
     StoreError if anything is NaN, infinite or beyond all reason.
     """
     found: dict[str, torch.Tensor] = {}
-    for name, given, channels in (("keys", keys, 2), ("values", values, 1)):
+    for name, given, scaled in (("keys", keys, "keys.channel_scale"), ("values", values, "values.token_scale")):
         x = given.float()
         if not float(x.abs().amax()) <= LARGEST:  # NaN is not either
             raise StoreError(f"{name} of a layer hold NaN, infinity or more than {LARGEST!r}: they cannot be stored as {precision}")
         if precision == "int8":
-            scale = x.abs().amax(channels, keepdim=True).div_(127)
+            scale = x.abs().amax(2, keepdim=True).div_(127)
             found[name] = _levels(x, scale, -127, 127).to(torch.int8)
-            found[f"{name}.scale"] = scale.squeeze(channels)
+            found[scaled] = scale.squeeze(2)
         else:
             found.update(_int4(name, x))
     shapes = parts(precision, keys.shape[0], (keys.shape[1], values.shape[2]), keys.shape[2])
@@ -75,9 +76,9 @@ def _int4(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def dequantize(found: dict[str, torch.Tensor], precision: str, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Write what `quantise` made of a layer into `keys` [kv_heads, width, tokens] and `values` [kv_heads, tokens, width]."""
-    for name, out, channels in (("keys", keys, 2), ("values", values, 1)):
+    for name, out, scaled in (("keys", keys, "keys.channel_scale"), ("values", values, "values.token_scale")):
         if precision == "int8":
-            torch.mul(found[name], found[f"{name}.scale"].unsqueeze(channels), out=out)
+            torch.mul(found[name], found[scaled].unsqueeze(2), out=out)
         else:
             _from_int4(found[name], found[f"{name}.low"], found[f"{name}.step"], out)
 

@@ -20,7 +20,7 @@ from ...errors import FAULTS
 from ...kv import PAGE_TOKENS, Page
 from ..deletion import Deletion, Deletions
 from ..entry import Entry
-from ..keys import Ids, Role
+from ..keys import Ids, Role, Scope
 from ..policy import WriteBudget
 
 SETTLE_S = 2.0  # the last page of a sequence that has not grown for so long is worth writing
@@ -29,6 +29,9 @@ PAUSE_S = 30.0  # after a disk error nothing is tried for so long
 QUEUED_BYTES = 1 << 30  # of pages that wait: beyond it the least important are left out
 TOUCH_S = 5.0  # uses are told to the index in batches
 QUEUED_JOBS = 10_000  # beyond it, what need not be remembered is not
+
+
+Name = tuple[Scope, bytes]  # of a page that waits
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +51,16 @@ class PendingWrite:
     generation: int
 
     @property
-    def name(self) -> tuple[str, bytes]:
-        return (self.entry.scope.fingerprint, self.key)
+    def checkpoint_bytes(self) -> int:
+        if not self.page.checkpoints:
+            return 0
+        from . import checkpoint_bytes
+
+        return checkpoint_bytes.size(self.page.checkpoints, len(self.ids))
+
+    @property
+    def name(self) -> Name:
+        return (self.entry.scope, self.key)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -81,7 +92,7 @@ class Writer:
         self._deletions = deletions
         self.budget = budget
         self._numbers = itertools.count()
-        self._pending: dict[tuple[str, bytes], PendingWrite] = {}
+        self._pending: dict[Name, PendingWrite] = {}
         self._jobs: list[tuple[int, Callable[[], object]]] = []  # to be done once all pages offered before are settled
         self._used: dict[int, Entry] = {}
         self._touched = time.monotonic()
@@ -111,7 +122,7 @@ class Writer:
                     self._used[entry.row] = entry
                     continue
                 page, ids, key, numerics = entry.page, entry.ids, entry.key, entry.numerics  # others may drop the page meanwhile
-                if (known := self._pending.get((entry.scope.fingerprint, key))) is not None:
+                if (known := self._pending.get((entry.scope, key))) is not None:
                     known.role = max(known.role, entry.role)
                 if page is None or (known is not None and not settled):
                     continue
@@ -269,7 +280,7 @@ class Writer:
         self.offer(list(path), settled=True)
         for entry in path:
             with self._changed:
-                pending = self._pending.pop((entry.scope.fingerprint, entry.key), None)
+                pending = self._pending.pop((entry.scope, entry.key), None)
             if pending is not None:
                 self._write(pending)
         return all(entry.row for entry in path)

@@ -15,6 +15,7 @@ agentcache_llm.check()  # a stranger's package of the same name is named before 
 from ._version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
+    from ._counts import CacheCounts
     from ._passages import CacheAwareOrder, LearnDocuments
     from ._recording import RequestRecorder
     from .chat_models import ChatAgentCache
@@ -26,6 +27,7 @@ _LAZY = {
     "AgentCacheLLM": "llms",
     "AgentCacheMiddleware": "middleware",
     "CacheAwareOrder": "_passages",
+    "CacheCounts": "_counts",
     "LearnDocuments": "_passages",
     "RequestRecorder": "_recording",
 }
@@ -34,6 +36,7 @@ __all__ = [
     "AgentCacheLLM",
     "AgentCacheMiddleware",
     "CacheAwareOrder",
+    "CacheCounts",
     "ChatAgentCache",
     "LearnDocuments",
     "RequestRecorder",

@@ -275,15 +275,16 @@ def test_a_last_page_that_is_stored_longer_is_found(shop: Shop) -> None:
         assert pages_of(index, found)[2] is None
 
 
-def test_a_group_is_of_one_precision(shop: Shop) -> None:
+def test_each_page_of_a_group_is_as_exact_as_possible(shop: Shop) -> None:
     with shop.index() as index:
         scope = Scope("tests", "weights", precision="int8")
         rows = store_group(index, PROMPT, scope=scope)
         found = index.groups()[0]
         assert {row.precision for row in pages_of(index, found) if row} == {"exact"}
         index.remove([shop.rows[2].id])
-        assert [row.id for row in pages_of(index, found) if row] == [row.id for row in rows]
-        assert [row is None for row in pages_of(index, found, "exact")] == [False, False, True]
+        assert [row.precision for row in pages_of(index, found) if row] == ["exact", "exact", "int8"]
+        assert [row.id for row in pages_of(index, found, ["int8"] * 3) if row] == [row.id for row in rows]
+        assert [row is None for row in pages_of(index, found, ["exact"] * 3)] == [False, False, True]
 
 
 # -- prune -----------------------------------------------------------------------------------------------------------

@@ -54,11 +54,11 @@ def there_and_back(keys: torch.Tensor, values: torch.Tensor, precision: str) -> 
     return out
 
 
-def half_steps(x: torch.Tensor, precision: str, channels: int) -> torch.Tensor:
-    """The bound, computed another way: half a step of each element's channel (int8) or group (int4), element by element."""
+def half_steps(x: torch.Tensor, precision: str) -> torch.Tensor:
+    """The bound, computed another way: half a step of each key's channel or value's token (int8) or group (int4)."""
     x = x.double()
     if precision == "int8":
-        return (x.abs().amax(channels, keepdim=True) / 254).expand_as(x)
+        return (x.abs().amax(2, keepdim=True) / 254).expand_as(x)
     bound = torch.empty_like(x)
     for start in range(0, x.shape[2], 64):
         group = x[:, :, start : start + 64]
@@ -74,10 +74,10 @@ def test_no_element_is_off_by_more_than_half_a_step(
     kv_heads, head_dim, tokens = shape
     keys = noise(kind, (kv_heads, head_dim, tokens), seed).to(dtype)
     values = noise(kind, (kv_heads, tokens, head_dim), seed + 1).to(dtype)
-    for x, y, channels in zip((keys, values), there_and_back(keys, values, precision), (2, 1)):
+    for x, y in zip((keys, values), there_and_back(keys, values, precision)):
         assert y.dtype == dtype
         largest = x.double().abs().amax() if precision == "int4" else x.double().abs()
-        allowed = half_steps(x, precision, channels) * (1 + 1e-5) + largest * (ULP[dtype] + 4 * ULP[torch.float32]) + FLOOR[dtype]
+        allowed = half_steps(x, precision) * (1 + 1e-5) + largest * (ULP[dtype] + 4 * ULP[torch.float32]) + FLOOR[dtype]
         assert ((x.double() - y.double()).abs() <= allowed).all()
 
 
@@ -157,7 +157,7 @@ def test_an_exact_row_is_never_served_from_a_lossy_blob(tmp_path: Path) -> None:
         fill_page(folder, replace(written, precision="exact"), Page(SPEC), tokens=512)
 
 
-@pytest.mark.parametrize(("precision", "share"), [("exact", 1.0), ("int8", 0.504), ("int4", 0.313)])
+@pytest.mark.parametrize(("precision", "share"), [("exact", 1.0), ("int8", 0.5098), ("int4", 0.313)])
 def test_bytes_per_token_are_those_of_the_documentation(tmp_path: Path, precision: str, share: float) -> None:
     """docs/format-blobs.md says what a full page of a model with 28 layers and 8 heads of 128 takes; here with one layer."""
     spec = KVSpec(1, 8, 128, torch.bfloat16)

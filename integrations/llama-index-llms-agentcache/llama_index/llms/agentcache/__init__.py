@@ -2,6 +2,7 @@
 
 from llama_index.llms.agentcache.base import AgentCacheLLM
 from llama_index.llms.agentcache.canonical import canonical_tool
+from llama_index.llms.agentcache.counts import CacheCounts
 from llama_index.llms.agentcache.errors import NoToolCallError, StructuredOutputError
 from llama_index.llms.agentcache.events import ReceiptEvent
 from llama_index.llms.agentcache.memory import AppendOnlyMemory
@@ -15,6 +16,7 @@ __all__ = [
     "AgentCacheLLM",
     "AppendOnlyMemory",
     "CacheAwareOrder",
+    "CacheCounts",
     "LearnNodes",
     "NoToolCallError",
     "ReceiptEvent",

@@ -1,0 +1,22 @@
+"""The tier on disk as it is opened: what killed processes were deleting is deleted first."""
+
+from __future__ import annotations
+
+from ..errors import StoreError
+from ..types import StoreOptions
+from .deletion import Deletions
+from .disk.disk_tier import DiskTier
+
+
+def open_tier(options: StoreOptions, deletions: Deletions, instead: bool) -> DiskTier:
+    """The tier, as `DiskTier` is made. StoreError: it cannot be opened, or not all of that could be deleted."""
+    tier = DiskTier(options, deletions, instead=instead)
+    try:
+        if tier.folder.writable and tier.index.unfinished():
+            from .admin.prune import finish
+
+            finish(tier.folder, tier.index)
+    except StoreError:
+        tier.close()
+        raise
+    return tier

@@ -1,0 +1,34 @@
+"""Counts of answers as LangChain's callbacks hear of them. Changes no request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.outputs import ChatGeneration, LLMResult
+
+from agentcache.counters import Heard, Stats
+
+
+class CacheCounts(BaseCallbackHandler):
+    """Counts of the answers of all models that it is a callback of, by family and label, as `Engine.stats` has them.
+
+    `config={"callbacks": [counts]}` counts one run, `callbacks=[counts]` in a model all of its requests. Refusals that others caused, and
+    requests that failed, are in the engine's own counts only.
+    """
+
+    def __init__(self) -> None:
+        self._heard = Heard()
+
+    @property
+    def stats(self) -> Stats:
+        """The counts so far."""
+        return self._heard.told(None)
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        """Count an answer that has ended."""
+        for generation in (one for some in response.generations for one in some):
+            said = generation.message.response_metadata if isinstance(generation, ChatGeneration) else generation.generation_info or {}
+            if (account := said.get("agentcache")) is not None:
+                for told in filter(None, (account, account.get("draft"))):
+                    self._heard.hear({**told, "finish_reason": said.get("finish_reason")})
