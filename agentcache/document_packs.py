@@ -103,7 +103,7 @@ def packs(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 
 def ahead(budget_bytes: int, spec: KVSpec | None, tokens: int) -> int:
-    """How many packs of so many tokens may be computed before an earlier one is written: all are pinned in memory."""
+    """Number of packs of so many tokens that may be computed before an earlier one is written: all are pinned in memory."""
     pages = tokens // PAGE_TOKENS + 2  # with what stands before them
     return min(2, budget_bytes // (4 * pages * spec.page_bytes)) if spec else 0
 

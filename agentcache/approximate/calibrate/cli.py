@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,7 @@ from ...errors import CalibrationError, ConfigError
 from ...terminal import report_errors
 
 if TYPE_CHECKING:
+    from ...calibration import Calibration
     from ...engine import Engine
 
 BASE = "base"  # in the place of an adapter's path
@@ -51,6 +52,7 @@ LendingAdapter = Annotated[
 Corpus = Annotated[Path | None, typer.Option(help="Passages (.json, .jsonl): texts, or objects with title and body.")]
 Top = Annotated[int, typer.Option(min=1, help="Passages of a prompt.")]
 Turns = Annotated[str, typer.Option("--turns", help="Instead: which of int8, int4 keep all tool calls; --kl bounds the 99th percentile.")]
+StoreFolder = Annotated[Path | None, typer.Option(help="The store to keep it in; default: AGENTCACHE_DIR, else the user's.")]
 Cases = Annotated[int, typer.Option("--cases", min=1, help="At most so many per kind of shift.")]
 
 
@@ -76,7 +78,7 @@ def calibrate(
     tools: Tools = 8,
     adapter: AnsweringAdapter = BASE,
     lender: LendingAdapter = None,
-    store: Annotated[Path | None, typer.Option(help="The store to keep it in; default: AGENTCACHE_DIR, else the user's.")] = None,
+    store: StoreFolder = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", callback=to_write, help="Write the calibration here instead.")] = None,
     dtype: DtypeOption = Dtype.bfloat16,
     threads: ThreadsOption = None,
@@ -87,11 +89,9 @@ def calibrate(
     Without one that keeps the bounds nothing is written, and approximate reuse goes on refusing. Give --dtype as the engine will load it.
     """
     loading = Loading(model, shape, dtype, threads)
-    if turns:
-        with report_errors():
-            _calibrate_turns(turns, workload or (), loading, kl, tools_dir, (tools, made_up), store, out, json_file)
-        return
     with report_errors():
+        if turns:
+            return _calibrate_turns(turns, workload or (), loading, kl, tools_dir, (tools, made_up), store, out, json_file)
         from ...bench import quality_cases, report
         from ...store.disk.folder import Folder
         from ..calibrations import place
@@ -99,13 +99,12 @@ def calibrate(
         from . import search, shifts
         from .trials import Trials
 
-        handed = () if lender is None else (shifts.HANDED,)
-        wanted = shifts.named(families, (*handed, *shifts.FAMILIES, *shifts.DOCUMENTS))
+        wanted = shifts.named(families, (*([shifts.HANDED] if lender else []), *shifts.FAMILIES, *shifts.DOCUMENTS))
         bounds = search.Bounds(kl, top1, decision, margin, tail)
         asked = files.cases(files.questions(corpus, questions, top), cases, wanted) if corpus or questions else []
         made = quality_cases.made_up(tools, made_up)
         found_cases, texts = shifts.Wanted(workload or (), wanted, cases, most_tokens, tools_dir, made, asked).required()
-        keeps = None if out else Folder.open(store).path  # before anything is measured
+        keeps = Folder.open(store).path if out is None else out  # before anything is measured
         with report.measuring("calibrate", loading, json_file, texts) as run:
             answering, lending = _added(run.engine, "adapter", adapter), _added(run.engine, "lender", lender or adapter)
             trials = Trials(run.engine, answer, model is not None, adapter=answering, lender=lending)
@@ -113,17 +112,20 @@ def calibrate(
             run.keep({"cases": len(found_cases), "kl": kl, "top1": top1, "decision": decision, **bounds.given, "tried": seen})
             run.keep({"chosen": known.measured["method"] if known else None, "adapters": run.engine.adapters})
             if known is not None:
-                target = out if keeps is None else place(keeps, known.fingerprint, known.lent)
-                assert target is not None
-                known.save(target)
+                known.save(target := out or place(keeps, known.fingerprint, known.lent))
                 run.keep({"written": str(target)})
             run.tables.append(report.segments_table("settings, over all kinds of shifts", seen))
-        if known is None:
-            within = f"kl={kl!r}, top1={top1!r} and decision={decision!r} and is no slower than the exact prefix"
-            raise CalibrationError(f"no setting keeps {within}: nothing is written, approximate reuse stays refused")
-        typer.echo(f"chosen: {run.found['chosen']}; written to {run.found['written']}")
-        if known.doubt:
-            typer.secho(f"warning: {known.doubt}", err=True)
+        _tell(known, run.found, f"kl={kl!r}, top1={top1!r} and decision={decision!r}")
+
+
+def _tell(known: Calibration | None, found: dict[str, Any], bounds: str) -> None:
+    """Tell what was chosen. CalibrationError: nothing keeps the bounds."""
+    if known is None:
+        said = f"no setting keeps {bounds} and is no slower than the exact prefix"
+        raise CalibrationError(f"{said}: nothing is written, approximate reuse stays refused")
+    typer.echo(f"chosen: {found['chosen']}; written to {found['written']}")
+    if known.doubt:
+        typer.secho(f"warning: {known.doubt}", err=True)
 
 
 def _added(engine: Engine, role: str, source: str) -> str | None:
