@@ -98,7 +98,8 @@ def main(
         ahead, asked, memory, off = (found[way] for way in ways)
         found["computed_over_new"] = ahead["computed_tokens"] / ahead["new_tokens"]
         found["ttft_over_off"] = ahead["ttft_ms"] / off["ttft_ms"]
-        found["hidden"] = (asked["ms"] - ahead["ms"]) / (asked["ms"] - memory["ms"])
+        for name, key in (("hidden", "ttft_ms"), ("hidden_net", "ms")):  # of the wait for pages; of whole turns: reading slows decoding
+            found[name] = (asked[key] - ahead[key]) / (asked[key] - memory[key])
         if json_file is not None:
             write(json_file, json.dumps(found, indent=1) + "\n")
         print(json.dumps(found))

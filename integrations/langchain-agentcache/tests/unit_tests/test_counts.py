@@ -9,11 +9,11 @@ from langchain_core.messages import HumanMessage
 
 
 def test_callbacks_count_what_the_engine_counts(chat: Any) -> None:
-    counts, model = CacheCounts(), chat(max_tokens=4)
+    counts, model = CacheCounts(), chat(max_tokens=4, namespace="counted")
     config: Any = {"callbacks": [counts]}
     model.invoke([HumanMessage("Fog?")], config)
     list(model.stream([HumanMessage("Fog?")], config))
-    own = model._engine().stats()
+    own = model._engine().stats("counted")
     model.invoke([HumanMessage("Not counted.")])
     assert counts.stats == {family: own[family] for family in counts.stats}
     assert {"requests", "tokens", "refusals", "ttft_s", "token_s"} <= set(counts.stats)
