@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .caller_warnings import CallerWarnings
     from .client import RemoteEngine
+    from .counters import AnswerCounts
     from .document_packs import Document, Learnt
     from .engine import Engine
     from .events import Chunk
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from a stranger's of the same name
 
 _LAZY = {
+    "AnswerCounts": "counters",
     "Calibration": "calibration",
     "CallerWarnings": "caller_warnings",
     "Chunk": "events",
@@ -80,6 +82,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "AnswerCounts",
     "Arrangement",
     "Calibration",
     "CallerWarnings",

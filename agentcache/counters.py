@@ -86,7 +86,7 @@ class Counters:
         self._own.forget(deletion)
 
 
-class Heard(Counters):
+class AnswerCounts(Counters):
     """The same of answers that it is told of, as callbacks of frameworks hear of them."""
 
     def __init__(self) -> None:

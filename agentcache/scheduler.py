@@ -1,7 +1,7 @@
 """The choice of requests for the next forward: one thread owns the device, many requests share it. Knows no prompts, only token ids.
 
-Each round: requests that decode get one token each; then prompts are filled, short ones first, with the rest of the row budget, which is
-bounded by STEP while a request decodes. A long prompt waits while another long one is filled: it may find its own prefix computed then.
+Each round: requests that decode get one token each; then prompts are filled, short ones first, with the rest of the row budget. STEP
+bounds it while a request decodes. Of long prompts one is filled at a time: the next may find its own prefix computed.
 """
 
 from __future__ import annotations
@@ -256,13 +256,11 @@ class Scheduler:
 
     def _ended(self, request: Running) -> str:
         """Leave the receipt of a request that ended to the counters and the log; why the log does not have it, if so."""
-        receipt, saved_ms = request.receipt, request.receipt.cached_tokens * self.ms_per_token
+        receipt, ids, ms = request.receipt, request.ids.array(request.receipt.prompt_tokens), self.ms_per_token
         self._receipts.append((receipt, "filled" if request.asked.fill_only else receipt.finish_reason or "failed"))
         if len(self._receipts) >= UNCOUNTED:
             self.counters.add()
-        if self._log is None:
-            return ""
-        return self._log.append(receipt, request.ids.array(receipt.prompt_tokens), request.provenance.fingerprint, saved_ms)
+        return self._log.append(receipt, ids, request.provenance.fingerprint, receipt.cached_tokens * ms) if self._log else ""
 
     def _remove(self, request: Running) -> None:
         for among in (self._live, self._waiting):

@@ -7,7 +7,7 @@ from typing import Any
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import ChatGeneration, LLMResult
 
-from agentcache.counters import Heard, Stats
+from agentcache import AnswerCounts
 
 
 class CacheCounts(BaseCallbackHandler):
@@ -18,10 +18,10 @@ class CacheCounts(BaseCallbackHandler):
     """
 
     def __init__(self) -> None:
-        self._heard = Heard()
+        self._heard = AnswerCounts()
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> dict[str, dict[str, float]]:
         """The counts so far."""
         return self._heard.told(None)
 

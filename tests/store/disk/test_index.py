@@ -100,9 +100,17 @@ def test_what_is_found_belongs_to_the_scope(index: Index) -> None:
     for scope in (replace(SCOPE, namespace="other"), replace(SCOPE, fingerprint="other"), replace(SCOPE, regime="other")):
         assert index.longest(scope, ids, 700) == []
         assert index.longest(scope, ids, 700, parent=SCOPE.root) == []
-    assert index.longest(SCOPE, ids, 700, "int8") == []
-    index.add(rows_of_prompt(ids[:600], precision="int8"))
-    assert [common for _, common in index.longest(SCOPE, ids, 700, "int8")] == [512, 88]
+
+
+def test_fewer_bits_are_never_found_for_exact(index: Index) -> None:
+    ids = random_ids(700)
+    index.add(rows_of_prompt(ids, precision="int8"))
+    assert index.longest(SCOPE, ids, 700) == []
+    assert [common for _, common in index.longest(SCOPE, ids, 700, "int8")] == [512, 188]
+    index.add(rows_of_prompt(ids[:600]))
+    assert [common for _, common in index.longest(SCOPE, ids, 700)] == [512, 88]
+    found = index.longest(SCOPE, ids, 700, "int8")
+    assert [(row.precision, common) for row, common in found] == [("exact", 512), ("int8", 188)]
 
 
 def test_of_equal_runs_the_shortest_page_is_read(index: Index) -> None:

@@ -31,7 +31,7 @@ def llm(model_folder: str, request: pytest.FixtureRequest) -> Any:
     return make
 
 
-class Heard(BaseCallbackHandler):
+class AnswerCounts(BaseCallbackHandler):
     """What callbacks were told."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def test_stop(llm: Any) -> None:
 
 
 def test_usage_and_receipt(llm: Any) -> None:
-    model, heard = llm(), Heard()
+    model, heard = llm(), AnswerCounts()
     model.invoke(PROMPT)
     result = model.generate([PROMPT, "x"], callbacks=[heard])
     info = result.generations[0][0].generation_info
@@ -107,13 +107,13 @@ def test_usage_and_receipt(llm: Any) -> None:
 
 
 def test_callbacks_hear_a_stream_and_its_account(llm: Any) -> None:
-    heard = Heard()
+    heard = AnswerCounts()
     pieces = list(llm().stream(PROMPT, config={"callbacks": [heard]}))
     assert [piece for piece in pieces if piece] == heard.tokens
     (end,) = heard.ends
     assert end.generations[0][0].text == "".join(pieces)
     assert end.generations[0][0].generation_info["usage_metadata"]["output_tokens"] == 12
-    quiet, loud = Heard(), Heard()
+    quiet, loud = AnswerCounts(), AnswerCounts()
     llm().invoke(PROMPT, config={"callbacks": [quiet]})
     llm(streaming=True).invoke(PROMPT, config={"callbacks": [loud]})
     assert (quiet.tokens, "".join(loud.tokens)) == ([], "".join(pieces))
@@ -208,7 +208,7 @@ def test_logprobs_if_asked(llm: Any) -> None:
         assert [other["logprob"] for other in best] == sorted((other["logprob"] for other in best), reverse=True)
         assert each["logprob"] < 0
     assert "logprobs" not in llm().generate([PROMPT]).generations[0][0].generation_info
-    heard = Heard()
+    heard = AnswerCounts()
     list(llm(logprobs=True, temperature=1.0, seed=3).stream(PROMPT, config={"callbacks": [heard]}))
     assert len(heard.ends[0].generations[0][0].generation_info["logprobs"]["content"]) == 12
 

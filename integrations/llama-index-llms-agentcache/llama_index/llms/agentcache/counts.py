@@ -8,7 +8,7 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 
-from agentcache.counters import Heard, Stats
+from agentcache import AnswerCounts
 
 from .events import ReceiptEvent
 
@@ -19,14 +19,14 @@ class CacheCounts(BaseEventHandler):
     `get_dispatcher().add_event_handler(CacheCounts())` begins. At most four refusals of an answer are counted: more are no part of `raw`.
     """
 
-    _heard: Heard = PrivateAttr(default_factory=Heard)
+    _heard: AnswerCounts = PrivateAttr(default_factory=AnswerCounts)
 
     @classmethod
     def class_name(cls) -> str:
         return "AgentCacheCounts"
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> dict[str, dict[str, float]]:
         """The counts so far."""
         return self._heard.told(None)
 
