@@ -31,8 +31,8 @@ def _loaded(statement: str) -> set[str]:
 def test_public_names() -> None:
     names = (
         "AnswerCounts Arrangement Calibration CallerWarnings Chunk Completion Constraint Delta Document Engine EngineLease Forgotten "
-        "InvalidCall Layout LayoutOptions Learnt Loading Logprob Message MissWarnings Missed ModelFacts Move PASSAGES Part Reason Receipt Recorder "
-        "Refusal RemoteEngine "
+        "InvalidCall Layout LayoutOptions Learnt Loading Logprob Message MissWarnings Missed ModelFacts Move PASSAGES Part Reason "
+        "Receipt Recorder Refusal RemoteEngine "
         "Sampling Schema Session Span StoreOptions Stream Tool ToolCall ToolGroup __version__ embedded errors foreign_settings volatile"
     )
     assert agentcache.__all__ == names.split()
