@@ -71,14 +71,18 @@ def test_sampling_for_truth_compares_no_more_than_the_exact_prefix(tmp_path: Pat
         assert (audit.checked, audit.wrong) == (receipt.cached_tokens - receipt.segment_tokens, 0)
 
 
-def test_an_answered_request_waits_for_no_collection_of_garbage() -> None:
+def test_an_answered_request_waits_for_no_collection_of_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[int] = []
+    monkeypatch.setattr(Running, "__del__", lambda one: gone.append(id(one)), raising=False)
     with engine() as running:
         running.generate(FIRST, sampling=GREEDY)
+        submit, asked = running.scheduler.submit, list[int]()
+        monkeypatch.setattr(running.scheduler, "submit", lambda one: (asked.append(id(one)), submit(one)))
         gc.collect()
         gc.disable()
         try:
             assert running.generate(OTHER, sampling=GREEDY).receipt.segments
-            assert wait_until(lambda: not any(type(one) is Running for one in gc.get_objects()), seconds=5)
+            assert len(asked) == 1 and wait_until(lambda: asked[0] in gone, seconds=5)
         finally:
             gc.enable()
 
