@@ -16,9 +16,9 @@ from .errors import FAULTS, AgentCacheError, GenerationError, OutOfMemoryError
 from .kv import PAGE_TOKENS, Page, Sequence, stored_slots, stored_states
 from .model.attention import Part
 from .model.hf import HFModel
-from .model.kernels.openmp import use_threads
 from .model.numerics import MAX_ROWS
 from .model.rope import turn
+from .openmp import use_threads
 from .plan import Attach
 
 log = logging.getLogger("agentcache")

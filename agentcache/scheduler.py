@@ -18,6 +18,7 @@ import torch
 from .errors import AgentCacheError, CancelledError, EngineClosedError
 from .lifecycle import Lifecycle
 from .model.numerics import MAX_ROWS
+from .openmp import release_team
 from .page_memory import Shapes, pool, prepared
 from .request import Running
 from .runner import FAULTS, Outcome, Runner, StockSequence, Work, as_failure
@@ -120,6 +121,7 @@ class Scheduler:
 
     def submit(self, request: Running) -> None:
         """Hand a request to the device thread."""
+        release_team()  # while its caller waits
         with self._gate:
             if self._closed.is_set():
                 raise EngineClosedError("the engine is closed: create a new one")
@@ -183,6 +185,8 @@ class Scheduler:
         return POLL_S if self._waiting else None
 
     def _collect(self, wait: float | None) -> None:
+        if wait is None:
+            release_team()
         while True:
             try:
                 request = self._inbox.get(wait != 0.0, wait)

@@ -5,9 +5,8 @@ masked where a key comes after r, or is outside the window or the chunk; a sink 
 
     m = max over z and all blocks of s_b        l = exp(z - m) + Σ_b Σ exp(s_b - m)        out = Σ_b exp(s_b - m) V_b / l
 
-in fp32, blocks in ascending order. A fully masked block adds exact zeros, so the result of a row does not depend on how many rows or
-blocks were in the call. Compiled by `kernels/paged_attention.py`; where nothing is compiled, by the library's products, in tiles of heads
-and queries that keep the scores within a fixed buffer.
+in fp32, blocks in ascending order. Masked keys add exact zeros, so the result of a row does not depend on how many rows or blocks were in
+the call. Compiled by `kernels/paged_attention.py`; where nothing is compiled, by the library's products, in tiles of heads and queries.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch
 
 from ..kv import PAGE_TOKENS, Page, Sequence
 from .kernels.scratch import scratch
-from .numerics import LEAST_WEIGHT, Numerics
+from .numerics import LEAST_WEIGHT, TILE, Numerics
 
-_LEAST = -87.0  # its exponential is a normal number below LEAST_WEIGHT
-SCORE_ELEMENTS = 1 << 21  # 8 MB of fp32 scores per tile: stays in the last-level cache next to keys and values
+SCORE_ELEMENTS = 1 << 19  # fp32 scores of a tile, 2 MB: stays in the caches next to keys and values
+SINKS = 16  # scores before those of keys, where a layer has sinks: keeps the others aligned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,85 +115,60 @@ def _rows(spans: list[range]) -> slice | torch.Tensor:
     return torch.tensor([row for span in spans for row in span])
 
 
-def _mask(batch: Batch, first: int, count: int, group: int, block: int, how: Attention) -> torch.Tensor | None:
-    """True where a query row may not see a key of this block; None if it may see all. Rows are (token, head of the group)."""
-    low, high = block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS
-    if high <= first + 1 and low >= how.first_key(first + count - 1):
-        return None
-    key = (first, count, group, block, how.window, how.chunk)
+def _mask(batch: Batch, first: int, count: int, group: int, keys: range, how: Attention) -> torch.Tensor:
+    """True where a query row may not see one of these keys. Rows are (token, head of the group)."""
+    key = (first, count, group, keys.start, how.window, how.chunk)
     if key not in batch.masks:
-        hidden = how.hidden(torch.arange(first, first + count)[:, None], torch.arange(low, high)[None])
+        hidden = how.hidden(torch.arange(first, first + count)[:, None], torch.arange(keys.start, keys.stop)[None])
         batch.masks[key] = hidden.repeat_interleave(group, 0)
     return batch.masks[key]
-
-
-def _block(batch: Batch, kind: str, page: Page, layer: int, heads: slice) -> torch.Tensor:
-    """Keys or values of one page for some heads, in the type that is computed in."""
-    stored = (page.layer_keys if kind == "keys" else page.layer_values)[layer]
-    part = stored if heads.stop - heads.start == stored.shape[0] else stored[heads]
-    return scratch(kind, part.numel()).view(part.shape).copy_(part) if batch.numerics.widen else part
 
 
 def _tile(
     batch: Batch, q: torch.Tensor, pages: list[Page], layer: int, heads: slice, span: tuple[int, int, int], how: Attention
 ) -> torch.Tensor:
-    """One tile: q [heads, rows, width of keys] of positions span = (first, count, group) -> fp32 [heads, rows or more, width of values]."""
+    """One tile: q [heads, rows, width of keys] of positions span = (first, count, group) -> fp32 [heads, rows or more, width of values].
+
+    Positions of one multiple of TILE take the same keys, whichever of them are asked for: so they are added in the same order.
+    """
     first, count, group = span
+    start = first // TILE * TILE
     if short := -q.shape[1] % batch.numerics.query_rows:
         q = torch.nn.functional.pad(q, (0, 0, 0, short))
-    blocks = range(how.first_key(first) // PAGE_TOKENS, (first + count - 1) // PAGE_TOKENS + 1)
-    shape = (len(blocks), q.shape[0], q.shape[1], PAGE_TOKENS)
-    scores = scratch("scores", shape[0] * shape[1] * shape[2] * PAGE_TOKENS).view(shape)
-    real = count * group  # rows behind it are padding
-    for i, block in enumerate(blocks):
-        keys = _block(batch, "keys", pages[block], layer, heads)
-        if keys.dtype == torch.float32:
-            torch.bmm(q, keys, out=scores[i])
+    low = how.first_key(start) // PAGE_TOKENS * PAGE_TOKENS
+    sinks, widths = how.sinks is not None, range(low, start + TILE, PAGE_TOKENS)
+    blocks = [(pages[at // PAGE_TOKENS], min(PAGE_TOKENS, start + TILE - at)) for at in widths]
+    scores = scratch("scores", q.shape[0] * q.shape[1] * (SINKS * sinks + start + TILE - low)).view(*q.shape[:2], -1)
+    columns = scores[:, :, SINKS * sinks :].split([keys for _, keys in blocks], 2)
+    for (page, keys), column in zip(blocks, columns):
+        part = page.layer_keys[layer][heads, :, :keys]
+        if q.dtype == torch.float32:
+            torch.bmm(q, _wide("keys", part), out=column)
         else:
-            scores[i].copy_(torch.bmm(q, keys))
-    if not batch.numerics.widen:
+            column.copy_(torch.bmm(q, part))
+    if q.dtype != torch.float32:
         scores.mul_(how.scale)
     if how.softcap:
         scores.div_(how.softcap).tanh_().mul_(how.softcap)
-    for i, block in enumerate(blocks):
-        hidden = _mask(batch, first, count, group, block, how)
-        if hidden is not None:
-            scores[i, :, :real].masked_fill_(hidden, float("-inf"))
-    most = scores.amax((0, 3), keepdim=True)
-    sinks = None if how.sinks is None else _sinks(how.sinks, heads, group, q.shape[1])
-    if sinks is not None:
-        most = torch.maximum(most, sinks)
-    _exponentiate(scores, most)
-    sums = scores.sum(-1)
-    total = sums[0]
-    for i in range(1, len(blocks)):
-        total = total + sums[i]
-    if sinks is not None:
-        total = total + (sinks - most).exp_()[0, ..., 0]
+    seen = range(low if how.first_key(first + count - 1) > low else start, start + TILE)
+    scores[:, : count * group, seen.start - start - TILE :].masked_fill_(_mask(batch, first, count, group, seen, how), float("-inf"))
+    if how.sinks is not None:
+        scores[:, :, :SINKS] = float("-inf")
+        scores[:, :, 0] = how.sinks.detach().float().view(-1, group)[heads].repeat(1, -(-q.shape[1] // group))[:, : q.shape[1]]
+    torch.threshold_(torch.softmax(scores, -1, out=scores), LEAST_WEIGHT, 0.0)  # products with subnormal numbers are slow
     out = torch.zeros(*q.shape[:2], pages[0].layer_values[layer].shape[-1], dtype=torch.float32)
-    for i, block in enumerate(blocks):
-        values = _block(batch, "values", pages[block], layer, heads)
-        if values.dtype == torch.float32:
-            out.baddbmm_(scores[i], values)
+    for (page, keys), column in zip(blocks, columns):
+        part = page.layer_values[layer][heads, :keys]
+        if q.dtype == torch.float32:
+            out.baddbmm_(column, _wide("values", part))
         else:
-            out.add_(torch.bmm(scores[i].to(values.dtype), values))
-    return out.div_(total[..., None])
+            out.add_(torch.bmm(column.to(part.dtype), part))
+    return out
 
 
-def _sinks(sinks: torch.Tensor, heads: slice, group: int, rows: int) -> torch.Tensor:
-    """The sinks of rows (token, head of the group), [1, heads, rows, 1] in fp32."""
-    own = sinks.detach().float().view(-1, group)[heads]
-    return own.repeat(1, -(-rows // group))[None, :, :rows, None]
-
-
-def _exponentiate(scores: torch.Tensor, most: torch.Tensor) -> None:
-    """scores = exp(scores - most), in place; what would be below `LEAST_WEIGHT` is 0.
-
-    The library's exponential takes a slow path where its result is subnormal or 0, and hidden keys and sharp heads are full of those:
-    up to 25 times slower. So none is asked for. Not a number stays that.
-    """
-    torch.threshold_(scores.sub_(most), _LEAST, _LEAST).exp_()
-    torch.threshold_(scores, LEAST_WEIGHT, 0.0)
+def _wide(kind: str, part: torch.Tensor) -> torch.Tensor:
+    """Keys or values of one page in fp32."""
+    return part if part.dtype == torch.float32 else scratch(kind, part.numel()).view(part.shape).copy_(part)
 
 
 def write(part: Part, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -222,26 +196,20 @@ def attend(batch: Batch, part: Part, layer: int, query: torch.Tensor, how: Atten
         keys, values = [page.layer_keys[layer] for page in pages], [page.layer_values[layer] for page in pages]
         room = partial(scratch, "scores")
         return paged_attention.attend(query, keys, values, part.start, how.scale, how.window, how.chunk, how.softcap, how.sinks, room)
-    scale = how.scale
-    if count == 1 and blocks * PAGE_TOKENS * heads <= SCORE_ELEMENTS:  # a decoding step: the same without the loops
-        q = query.view(kv_heads, group, dim)
-        q = q.float() * scale if batch.numerics.widen else q
-        done = _tile(batch, q, part.sequence.pages, layer, slice(0, kv_heads), (part.start, 1, group), how)
-        return done[:, :group].reshape(1, heads, width).to(query.dtype)
-    most = max(1, SCORE_ELEMENTS // (blocks * PAGE_TOKENS))  # rows x heads of a tile
-    step = max(1, min(count, most // group))
-    together = max(1, min(kv_heads, most // (step * group)))
     rows = query.view(count, kv_heads, group, dim).permute(1, 0, 2, 3)
-    rows = rows.float() * scale if batch.numerics.widen else rows
+    rows = rows.float() * how.scale if batch.numerics.widen or rows.dtype == torch.float32 else rows
     out = query.new_empty(count, heads, width)
     target = out.view(count, kv_heads, group, width).permute(1, 0, 2, 3)
-    for at in range(0, count, step):
-        n = min(step, count - at)
+    at = part.start
+    while at < part.start + count:
+        stop = min(part.start + count, (at // TILE + 1) * TILE)
+        n, own = stop - at, slice(at - part.start, stop - part.start)
+        together = max(1, min(kv_heads, SCORE_ELEMENTS // (n * group * stop)))
         for head in range(0, kv_heads, together):
             chosen = slice(head, min(kv_heads, head + together))
-            q = rows[chosen, at : at + n].reshape(-1, n * group, dim)
-            done = _tile(batch, q, part.sequence.pages, layer, chosen, (part.start + at, n, group), how)
-            target[chosen, at : at + n] = done[:, : n * group].view(-1, n, group, width).to(query.dtype)
+            done = _tile(batch, rows[chosen, own].reshape(-1, n * group, dim), part.sequence.pages, layer, chosen, (at, n, group), how)
+            target[chosen, own] = done[:, : n * group].view(-1, n, group, width).to(query.dtype)
+        at = stop
     return out
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..kv import Sequence
 from ..kv_spec import KVSpec
+from ..openmp import use_threads
 from . import steps
 from .attention import Attention, Batch, Part
 from .attention_interface import ATTENTION, rotary_hook, running
@@ -25,7 +26,6 @@ from .behaviour import foreign_hooks, refuse_activated
 from .family import STEPPED, Layer, Support, examine, first_use, has_experts, obstacle, slots_of
 from .fingerprint import Fingerprint
 from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear, by_itself, linear
-from .kernels.openmp import use_threads
 from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .rope import Rotary, changes_by_length, rotary_of, unrotated

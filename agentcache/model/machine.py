@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..openmp import use_threads
 from .kernels import choice, jit
 from .kernels.instructions import has_16bit_units, level, limits
-from .kernels.openmp import use_threads
 from .numerics import probe
 
 

@@ -23,7 +23,8 @@ from .kernels.linear_library import UPCAST_BLOCK, product_of_library
 _CANDIDATES = (2, 4, 8, 16, 32)  # never 1: a single row takes another code path in every library tried
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 24, 32, 40, 72, 128)
 _EVEN = tuple(rows for rows in _ROWS if rows % _CANDIDATES[0] == 0)  # others are padded whatever is found
-LEAST_WEIGHT = 2.0**-125  # of a key, beside a largest one of 1: what would be less is 0
+LEAST_WEIGHT = 2.0**-125  # of a key in attention: what would be less is 0
+TILE = 128  # positions that attention of the library's products computes at a time, and to a multiple of which it takes keys
 COLUMNS = 256  # of a probed weight: enough to be cut between threads as larger ones are
 _PRIME = 65521  # below 2^16
 MAX_ROWS = 512  # larger products are never made, so purity is never needed beyond
@@ -116,13 +117,14 @@ def _probe_linear(kernel: Kernel, widths: tuple[int, ...], dtype: torch.dtype, d
 
 
 def _probe_attention(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, seen: Any) -> set[int]:
-    block = MAX_ROWS
+    block = PAGE_TOKENS
     keys = torch.stack([pattern(head_dim, block, dtype, device, 11 + h) for h in range(heads)])
     values = torch.stack([pattern(block, head_dim, dtype, device, 31 + h) for h in range(heads)])
     queries = torch.stack([pattern(_ROWS[-1], head_dim, dtype, device, 51 + h) for h in range(heads)])
     weights = torch.stack([pattern(_ROWS[-1], block, dtype, device, 71 + h) for h in range(heads)]).abs()
     impure: set[int] = set()
-    for left, right in ((queries, keys), (weights, values)):
+    cuts = range(TILE, block + 1, TILE)
+    for left, right in (*((queries, keys[:, :, :at]) for at in cuts), *((weights[:, :, :at], values[:, :at]) for at in cuts)):
         full = torch.bmm(left, right)
         impure |= _impure(lambda a, b, x=left, y=right: torch.bmm(x[:, a:b].contiguous(), y), full, _EVEN)
         one = torch.cat([torch.bmm(left[h : h + 1].contiguous(), right[h : h + 1]) for h in range(heads)])
@@ -172,7 +174,7 @@ def _probe(
         from .kernels import paged_attention
 
         compiled = paged_attention.takes(dtype, device, head_dims)
-    seen = blake3(f"{kernel} {widen} {compiled} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT}".encode())
+    seen = blake3(f"{kernel} {widen} {compiled} {UPCAST_BLOCK} {MAX_ROWS} {LEAST_WEIGHT} {TILE}".encode())
     with torch.inference_mode():
         _probe_functions(dtype, device, seen)
         rows = _safe_multiple(_probe_linear(kernel, widths, dtype, device, seen), _EVEN)

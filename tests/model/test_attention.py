@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -101,18 +100,18 @@ def test_what_lies_behind_a_row_does_not_show() -> None:
     assert not torch.equal(run(sequence, q, 540, 20), before)
 
 
-def test_exponentials_are_normal_numbers_or_nothing() -> None:
-    """Subnormal results cost the library's exponential up to 25 times its time; what is not a number must be seen all the same."""
-    scores = torch.tensor([[3.0, 2.5, -84.5, -100.0, -5000.0, float("-inf"), 3.0, -60.0]])
-    expected = (scores.double() - 3).exp()
-    attention._exponentiate(scores, torch.tensor([[3.0]]))
-    assert torch.allclose(scores.double(), expected, rtol=1e-6, atol=numerics.LEAST_WEIGHT)
-    assert scores[0, 3:6].tolist() == [0.0, 0.0, 0.0]
-    assert not ((scores > 0) & (scores < torch.finfo(torch.float32).tiny)).any()
-    broken = torch.tensor([[0.0, float("nan")]])
-    attention._exponentiate(broken, torch.tensor([[0.0]]))
-    assert broken.isnan().any()
-    assert math.exp(attention._LEAST) < numerics.LEAST_WEIGHT
+@pytest.mark.parametrize(("score", "weighs"), [(-80.0, True), (-87.0, False), (-100.0, False), (float("-inf"), False)])
+def test_weights_are_normal_numbers_or_nothing(score: float, weighs: bool) -> None:
+    """Products with subnormal numbers are slow; what is not a number must be seen all the same."""
+    sequence, q = case(2, 1, 1, 16, torch.float32)
+    page = sequence.pages[0]
+    page.keys.zero_()
+    page.keys[..., 0, 0], page.values[..., 0, :], page.values[..., 1, :] = score, 1e38, 0.0
+    q[1].zero_()
+    q[1, 0, 0] = 4.0
+    assert bool((run(sequence, q, 1, 1) > 0).all()) == weighs
+    page.keys[..., 0, 0] = float("nan")
+    assert run(sequence, q, 1, 1).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

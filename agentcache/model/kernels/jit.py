@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from . import instructions, openmp
+from ... import openmp
+from . import instructions
 
 try:
     import llvmlite

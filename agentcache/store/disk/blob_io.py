@@ -12,6 +12,7 @@ import numpy as np
 
 from ...errors import StoreError
 from ...kv import Page
+from ...openmp import use_one_thread
 from . import blob_files
 from .blob import PIECE, Progress, fits, mac_of, open_blob, opened, view
 from .blob_format import plan, section_context, tail_context
@@ -93,7 +94,7 @@ def read_many(
 
     reading = Reading(folder, [Filling(*job) for job in jobs], stop, progress)
     helpers = min(threads, sum(row.sections for row, _, _ in jobs)) - 1
-    pool = ThreadPoolExecutor(max(1, helpers), "agentcache-read")
+    pool = ThreadPoolExecutor(max(1, helpers), "agentcache-read", use_one_thread)
     try:
         others = [pool.submit(reading.work) for _ in range(helpers)]
         reading.work()

@@ -18,6 +18,7 @@ import numpy as np
 from ...errors import BlobError, StoreError, StoreFullError
 from ...kv import PAGE_TOKENS, Page
 from ...kv_spec import KVSpec
+from ...openmp import use_one_thread
 from ...types import Grade, Precision, Reason, StoreOptions
 from ..deletion import Deletions
 from ..entry import Entry, Match
@@ -85,7 +86,7 @@ class DiskTier:
         self.leases = Leases(self.index, self.process, lambda job: self.writer.after(job))
         budget = WriteBudget(options.write_bytes_per_hour)
         self.writer = Writer(self._save, budget, self.index.touch, self.leases.awaited, self.deletions)
-        self._readers = ThreadPoolExecutor(READERS, "agentcache-reader")
+        self._readers = ThreadPoolExecutor(READERS, "agentcache-reader", use_one_thread)
         self._compute: dict[str, float] = {}
         self._bad: set[int] = set()  # rows found bad, where the index may not be told
         self._pinned: dict[Hashable, list[list[int]]] = {}

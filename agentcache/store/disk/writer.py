@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from ...errors import FAULTS
 from ...kv import PAGE_TOKENS, Page
+from ...openmp import use_one_thread
 from ..deletion import Deletion, Deletions
 from ..entry import Entry
 from ..keys import Ids, Role, Scope
@@ -200,6 +201,7 @@ class Writer:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        use_one_thread()
         while True:
             awaited = not self.quiet.is_set() and bool(self._pending) and self._awaited()  # not under the lock: offers wait for no index
             with self._changed:

@@ -1,0 +1,54 @@
+"""PyTorch's OpenMP runtime, on whose threads compiled functions run as well. Knows nothing of models.
+
+Each thread that computes has a team of its own there. As soon as the teams of a process have more threads than cores, GNU's runtime lets
+all of them sleep between two products, and each product first wakes them: a short prompt takes up to twice its time. So threads that only
+copy have no team, and threads that wait for the device give theirs back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PROCESS = os.getpid()
+
+
+@functools.cache
+def runtime() -> Any | None:
+    """The library, if it is GNU's and came with PyTorch; it is loaded already, so these are the same threads."""
+    found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    return ctypes.CDLL(str(found[0])) if found else None
+
+
+def use_threads(threads: int) -> int:
+    """Let this thread compute with so many threads, or with as many as OpenMP will start; returns how many.
+
+    With OMP_THREAD_LIMIT below it, or with OMP_DYNAMIC, a team may be smaller than PyTorch counts on. Parts of its own 16-bit products are
+    then computed by no thread, and stay as memory was before.
+    """
+    found = runtime()
+    if found is not None:
+        found.omp_set_dynamic(0)  # for what this thread starts
+        threads = min(threads, found.omp_get_thread_limit())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    return threads
+
+
+def use_one_thread() -> None:
+    """Let this thread, and no other, compute alone."""
+    torch.get_num_threads()  # PyTorch sets the number at its first use in a thread
+    if (found := runtime()) is not None:
+        found.omp_set_num_threads(1)
+
+
+def release_team() -> None:
+    """End the team of this thread, if it has one; its next product starts another. Does nothing in a forked process: no team came along."""
+    found = runtime()
+    if found is not None and os.getpid() == _PROCESS:
+        found.omp_pause_resource_all(1)  # omp_pause_soft; OpenMP 5.0, section 3.1.1

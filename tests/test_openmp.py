@@ -1,0 +1,80 @@
+"""Teams of OpenMP threads: who has one, and that they end. More threads than cores would make each product wait for its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentcache import Engine, openmp
+from agentcache.types import Sampling
+from tests.engines import engine, wait_until
+
+TASKS = Path("/proc/self/task")
+pytestmark = pytest.mark.skipif(openmp.runtime() is None or not TASKS.exists(), reason="needs GNU's OpenMP and Linux")
+
+
+@pytest.fixture(autouse=True)
+def two_threads(threads: Callable[[int], None]) -> None:
+    threads(2)
+
+
+def tasks() -> int:
+    return len(os.listdir(TASKS))
+
+
+def compute() -> int:
+    """A product of two threads; returns how many this process has then."""
+    torch.ones(512, 512) @ torch.ones(512, 512)
+    return tasks()
+
+
+def test_a_released_team_is_gone() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        alone = pool.submit(tasks).result()
+        assert pool.submit(compute).result() == alone + 1
+        pool.submit(openmp.release_team).result()
+        assert wait_until(lambda: tasks() == alone)
+        assert pool.submit(compute).result() == alone + 1, "the next product has one again"
+
+
+def test_a_thread_that_computes_alone_has_none() -> None:
+    with ThreadPoolExecutor(1, initializer=openmp.use_one_thread) as pool:
+        assert pool.submit(compute).result() == pool.submit(tasks).result()
+        assert pool.submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == 2, "others compute with as many as before"
+
+
+def test_callers_and_an_idle_device_have_none() -> None:
+    def foreign() -> int:
+        return tasks() - threading.active_count()
+
+    def ask(running: Engine) -> None:
+        running.generate([{"role": "user", "content": "Hello"}], sampling=Sampling(max_tokens=1))
+
+    with engine() as running:
+        ask(running)
+    openmp.release_team()
+    before = foreign()
+    with engine() as running:
+        compute()
+        assert foreign() > before
+        ask(running)
+        assert wait_until(lambda: foreign() == before)
+
+
+def test_a_forked_process_releases_none() -> None:
+    compute()
+    child = os.fork()
+    if child == 0:  # waiting for threads that did not come along would never end
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        openmp.release_team()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
