@@ -66,7 +66,7 @@ def test_callers_and_an_idle_device_have_none() -> None:
         compute()
         assert foreign() > before
         ask(running)
-        assert wait_until(lambda: foreign() == before)
+        assert wait_until(lambda: foreign() <= before), "others may have ended since"
 
 
 def test_a_forked_process_releases_none() -> None:
