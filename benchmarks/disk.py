@@ -189,6 +189,8 @@ def main(
     with report_errors():
         options = Options(numbers(tools, "tools"), tail, repeats, min(repeats, slow_repeats))
         loading, rows = Loading(model, shape, dtype, threads), list[dict[str, Any]]()
+        if store_dir is not None:
+            store_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=store_dir) as folder:
             place = str(Path(folder) / "store")
             with report.measuring("disk", loading, json_file, store=StoreOptions(place, refuse_slow=False)) as run:
