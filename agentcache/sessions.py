@@ -148,8 +148,7 @@ class Sessions:
             pinned, path = self._keep(group, scope, ids, frozenset(before.page_keys) if before else frozenset())
             own, left = {*group.page_keys, *(entry.key.hex() for entry in path)}, tuple[str, ...]()
             if before is not None:
-                if not _begins(group.scope, ids, before):
-                    left = tuple(one for one in before.page_keys if one not in own)
+                left = tuple(one for one in before.page_keys if one not in own)
                 known = (*(one for one in before.superseded if one not in own), *left)
                 told_of = (*(name for name in before.splices if name not in group.splices), *group.splices)
                 group = replace(group, superseded=known[-SUPERSEDED:], splices=told_of[-SUPERSEDED:])
@@ -362,8 +361,21 @@ class Sessions:
                 if deletion.forced and gone:
                     self._unpin(self._held.pop(key))
                     self._drop_splices(key[0], group.splices)
+                    if deletion.group is not None:
+                        self._forget_own(group)
                 elif deletion.group is not None and not deletion.group.startswith(SESSION):  # a tool group goes with what continues it
                     self._unpin(held)
+
+    def _forget_own(self, group: ToolGroup) -> None:
+        """Let go of a forgotten session's pages that no other process may have heard of: its answer here, where it is not the last."""
+        disk = self._store.disk
+        with suppress(StoreError):
+            others = [one for one in (*(disk.index.groups(group.namespace) if disk else ()), *self.all) if one.name != group.name]
+            own = Deletion.of_group(group, others, forced=False)
+            if disk:
+                disk.writer.drop(own)
+            self._store.tree.remove(own)
+            self._delete(tuple(key.hex() for key in own.keys), group)
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:

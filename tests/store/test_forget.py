@@ -210,6 +210,26 @@ def test_a_group_pruned_elsewhere_is_not_held_any_more(model: Any, tmp_path: Pat
         assert running.groups == ()
 
 
+@pytest.mark.parametrize("told", ["before it goes on", "after it went on", "once it is forgotten"])
+def test_a_session_takes_answers_of_other_processes_along(model: Any, tmp_path: Path, told: str) -> None:
+    turns = chat(long_text(40))
+    with engine(model=model, store=tmp_path) as first, engine(model=model, store=tmp_path) as second:
+        done = first.generate(turns, session="s", **ALICE)
+        if told == "before it goes on":
+            assert first.flush()
+        longer = second.generate([*turns, done.message, {"role": "user", "content": "Go on."}], session="s", **ALICE).receipt
+        assert (longer.cached_tokens > 0) == (told == "before it goes on")
+        assert second.flush()
+        if told == "after it went on":
+            assert first.flush()
+        second.forget(session="s", namespace="alice")
+        if told != "once it is forgotten":
+            assert spaces(second) == set()
+        assert first.generate(turns, **ALICE, reuse="exact").receipt.cached_tokens == 0
+        second.forget(namespace="alice")
+        assert spaces(first) == set()
+
+
 def test_a_request_that_runs_keeps_nothing_of_what_is_forgotten(running: Engine) -> None:
     stream = running.stream(TURNS, namespace="alice", sampling=decode(40))
     next(stream)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import StoreError
 from ..deletion import MOST, Deletion
-from ..tool_group import ToolGroup
+from ..tool_group import SESSION, ToolGroup
 from . import process_identity
 from .database import Database, T, Use, corrupt
 from .folder import Folder
@@ -41,6 +41,15 @@ def pinned(connection: sqlite3.Connection) -> set[int]:
     for name in live:
         found.update(page for (page,) in connection.execute("SELECT page FROM pins WHERE process = ?", (name,)))
     return found
+
+
+def _last(group: ToolGroup, held: list[ToolGroup]) -> ToolGroup:
+    """The later of two answers of a session, whichever process recorded it first; pages of the other are superseded."""
+    if not held or not group.name.startswith(SESSION):
+        return group
+    before, last = sorted((*held, group), key=lambda one: one.created)
+    left = dict.fromkeys(key for key in (*before.superseded, *before.page_keys, *last.superseded) if key not in last.page_keys)
+    return replace(last, superseded=tuple(left), splices=tuple(dict.fromkeys((*before.splices, *last.splices))))
 
 
 class IndexMetadata:
@@ -144,27 +153,30 @@ class IndexMetadata:
 
     def put_group(self, group: ToolGroup, since: int | None = None) -> None:
         """Keep a manifest, in place of an older one of that name; not if that was deleted after generation `since`."""
-        sealed = guard(self.folder, group.to_json().encode(), named("group", group.namespace, group.name, group.fingerprint))
+        about = (group.namespace, group.name, group.fingerprint)
 
         def put(connection: sqlite3.Connection) -> None:
             gone = self.deletions_in(connection, since) if since is not None else ()
-            about = (group.namespace, group.created), (group.namespace, group.name)
-            if any(one.covers(*about[0]) or one.names(*about[1]) or one.about(group.scope) for one in gone):
+            if any(one.covers(about[0], group.created) or one.names(*about[:2]) or one.about(group.scope) for one in gone):
                 return
-            values = (group.namespace, group.name, group.fingerprint, group.regime, sealed, group.tip, group.created or time.time())
-            connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, tick(connection)))
+            last = _last(group, self._groups(connection, *about))
+            sealed = guard(self.folder, last.to_json().encode(), named("group", *about))
+            record = (*about, last.regime, sealed, last.tip, last.created or time.time(), tick(connection))
+            connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", record)
 
         self._write(put, None)
 
     def group(self, namespace: str, name: str, fingerprint: str) -> ToolGroup | None:
         """The manifest of that name; None if there is none, or it is damaged."""
-        return next((found for found in self.groups(namespace, name) if found.fingerprint == fingerprint), None)
+        return next(iter(self._db.read(lambda connection: self._groups(connection, namespace, name, fingerprint))), None)
 
     def groups(self, namespace: str | None = None, name: str | None = None) -> list[ToolGroup]:
         """All manifests (of a namespace, of a name) that are not damaged, the latest recorded last."""
-        where, values = _where({"namespace": namespace, "name": name})
-        sql = f"SELECT namespace, name, fingerprint, manifest FROM groups{where} ORDER BY used"
-        records = self._db.read(lambda connection: connection.execute(sql, values).fetchall())
+        return self._db.read(lambda connection: self._groups(connection, namespace, name))
+
+    def _groups(self, connection: sqlite3.Connection, *about: str | None) -> list[ToolGroup]:
+        where, values = _where(dict(zip(("namespace", "name", "fingerprint"), about)))
+        records = connection.execute(f"SELECT namespace, name, fingerprint, manifest FROM groups{where} ORDER BY used", values).fetchall()
         return [found for record in records if (found := self._group(*record)) is not None]
 
     def _group(self, namespace: str, name: str, fingerprint: str, manifest: object) -> ToolGroup | None:
