@@ -18,6 +18,8 @@ WORKERS ?= 2
 # Beside each other: lint and the integrations, then the files of the core. What measures time or uses all cores is marked `alone`, and is.
 # Processes that share cores do not spin where a thread waits: others would wait for it. That alone is most of the time of small models.
 SHARE := OMP_WAIT_POLICY=passive
+# Dozens of tests start processes of their own: each would compile torch and transformers anew where Python may not keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 CHECK = echo "make: lint, and the tests of the integrations" && \
 	$(SHARE) $(MAKE) -j$(WORKERS) --output-sync=target lint $(SUITES) KINDS=$(1) && \
 	echo "make: tests of the core, $(WORKERS) files at a time" && \

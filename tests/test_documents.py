@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ import pytest
 from agentcache import PASSAGES, Sampling
 from agentcache.errors import ConfigError, StoreFullError
 from agentcache.store.tool_group import ToolGroup
-from tests.checkout import ROOT
 from tests.engines import engine, long_text
+from tests.processes import Child
 
 TEXTS = {f"text-{number}": f"Text {number}. {long_text(24, number)}." for number in range(8)}
 SHORT = Sampling(max_tokens=2, ignore_eos=True)
@@ -187,24 +185,19 @@ def test_texts_that_cannot_be_learnt_are_refused(texts: Any) -> None:
         running.learn(texts)
 
 
-CHILD = """
-import sys
-from tests.engines import engine
-from tests.test_documents import TEXTS
-with engine(store=sys.argv[1]) as running:
-    running.learn(TEXTS, pack_tokens=1, progress=lambda done, total: print(done, flush=True))
-"""
+def learn(parent: Connection, folder: Path) -> None:
+    """In a process of its own: learn the texts, and tell of each."""
+    with engine(store=folder) as running:
+        running.learn(TEXTS, pack_tokens=1, progress=lambda done, total: parent.send(done))
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
 @pytest.mark.parametrize(("learnt", "pause"), [(1, 0.0), (3, 0.008), (5, 0.02)])
 def test_a_kill_costs_the_passages_that_were_cut(tmp_path: Path, learnt: int, pause: float) -> None:
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, env=dict(os.environ)) as child:
-        assert child.stdout is not None
-        told = [child.stdout.readline() for _ in range(learnt)]
-        time.sleep(pause)  # the kill meets computing, writing or recording; the promise is the same
-        child.kill()
-        told += child.stdout.readlines()
+    child = Child(learn, tmp_path)
+    told = [child.hear() for _ in range(learnt)]
+    time.sleep(pause)  # the kill meets computing, writing or recording; the promise is the same
+    told += child.kill()
     with engine(store=tmp_path) as running:
         kept = {one.source for one in running.documents()}
         assert len(told) <= len(kept) <= len(TEXTS)

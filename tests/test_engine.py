@@ -295,21 +295,32 @@ def test_memory_is_that_of_the_device_where_the_weights_are(monkeypatch: pytest.
         assert asked == ["cpu"]
 
 
+TWO_THREADS = """
+import warnings
+warnings.simplefilter("always")
+import torch
+torch.set_num_threads(2)
+from agentcache import Engine, Sampling
+with Engine("embedded", store=None) as running:
+    print(running.generate("What is 3 times 4? " * 60, sampling=Sampling(max_tokens=4)).ids)
+"""
+
+
+def answer_of_a_team(**more: str) -> tuple[str, int]:
+    """Ids that a process finds which asks for two threads, and how often it warns."""
+    done = subprocess.run([sys.executable, "-c", TWO_THREADS], env={**os.environ, **more}, capture_output=True, text=True, check=True)
+    return done.stdout, done.stderr.count("threads are used")
+
+
+@pytest.fixture(scope="module")
+def whole_team() -> tuple[str, int]:
+    return answer_of_a_team()
+
+
 @pytest.mark.parametrize("given", ["OMP_THREAD_LIMIT=1", "OMP_DYNAMIC=true"])
-def test_a_team_smaller_than_pytorch_counts_on(given: str) -> None:
+def test_a_team_smaller_than_pytorch_counts_on(given: str, whole_team: tuple[str, int]) -> None:
     """PyTorch's own bf16 products are wrong there."""
-    code = (
-        "import warnings\nwarnings.simplefilter('always')\nimport torch\ntorch.set_num_threads(2)\n"
-        "from agentcache import Engine, Sampling\n"
-        "with Engine('embedded', store=None) as running:\n"
-        "    print(running.generate('What is 3 times 4? ' * 60, sampling=Sampling(max_tokens=4)).ids)"
-    )
-
-    def run(**more: str) -> tuple[str, int]:
-        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **more}, capture_output=True, text=True, check=True)
-        return done.stdout, done.stderr.count("threads are used")
-
     name, _, value = given.partition("=")
-    answer, warned = run()
-    assert run(**{name: value}) == (answer, 1 if "LIMIT" in given else 0), "said once, where the engine is made"
+    answer, warned = whole_team
+    assert answer_of_a_team(**{name: value}) == (answer, 1 if "LIMIT" in given else 0), "said once, where the engine is made"
     assert not warned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from agentcache.store.keys import Role
 from tests import models
 from tests.asking import Asking, user
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text
-from tests.store.child_processes import end_process, start_process
+from tests.processes import Child
+from tests.store.child_processes import answer_in_session
 
 LONG = SYSTEM + long_text(150)  # two pages
 FIRST, SECOND = "What was the wind? " + long_text(80, 1), "And the tide? " + long_text(80, 2)
@@ -62,7 +62,7 @@ def test_a_request_names_the_session_of_its_namespace(running: Engine) -> None:
 def test_a_second_process_computes_only_the_new_turn(tmp_path: Path) -> None:
     conversation = tmp_path / "talk.json"
     conversation.write_text(json.dumps(chat(FIRST, system=SYSTEM)))
-    found = [end_process(start_process("answer_in_session", tmp_path / "store", conversation, 1), 240) for _ in range(2)]
+    found = [Child(answer_in_session, tmp_path / "store", conversation, 1).end() for _ in range(2)]
     assert [one["resumed"] for one in found] == ["", "extend"]
     assert found[1]["cached_tokens"] >= found[0]["tokens"] - 1
     assert found[1]["disk_tokens"] == found[1]["cached_tokens"]
@@ -72,12 +72,10 @@ def test_a_second_process_computes_only_the_new_turn(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_the_last_turn_that_was_written(tmp_path: Path) -> None:
     conversation = tmp_path / "talk.json"
     conversation.write_text(json.dumps(chat(FIRST, system=SYSTEM)))
-    child = start_process("answer_in_session", tmp_path / "store", conversation, 0)
-    assert child.stdout is not None
-    written = [json.loads(child.stdout.readline()) for _ in range(2)][-1]
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    found = end_process(start_process("answer_in_session", tmp_path / "store", conversation, 1), 240)
+    child = Child(answer_in_session, tmp_path / "store", conversation, 0)
+    written = [child.hear() for _ in range(2)][-1]
+    child.kill()
+    found = Child(answer_in_session, tmp_path / "store", conversation, 1).end()
     assert found["resumed"] in ("exact", "extend")
     assert found["cached_tokens"] >= written["tokens"] - 1
     assert found["same"] or not found["bitwise"]

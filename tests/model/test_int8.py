@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from agentcache.model.verdict import verdict
 from tests import models
 from tests.engines import TOOLS, chat, decode, long_text
 from tests.families import Run, differing, pack, stock_logits, tokens
+from tests.processes import Child
 
 pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="needs llvmlite and PyTorch's OpenMP runtime")
 FAMILIES = {"qwen3": "stepped", "smollm3": "generic"}
@@ -98,23 +98,18 @@ def test_an_embedding_that_was_the_head_stays_as_it_is() -> None:
         assert type(made.get_output_embeddings()) is int8.Int8Linear
 
 
-ASKED = """
-import sys
-import torch
-from agentcache import Engine
-from tests.engines import TOOLS, chat, decode, long_text
-logits = []
-with Engine(sys.argv[1], weights="int8", store=sys.argv[2]) as engine:
-    done = engine.generate(chat(long_text(150)), TOOLS, sampling=decode(6), on_logits=lambda row: logits.append(row.clone()))
-print([list(done.ids), str(torch.stack(logits).double().sum().item()), done.receipt.disk_tokens > 400, done.receipt.bitwise])
-"""
-
-
 def ask(engine: Engine, **options: Any) -> tuple[list[int], str, Any]:
     """Ids, a digest of the logits, the receipt."""
     logits: list[torch.Tensor] = []
     done = engine.generate(chat(long_text(150)), TOOLS, sampling=decode(6), on_logits=lambda row: logits.append(row.clone()), **options)
     return list(done.ids), str(torch.stack(logits).double().sum().item()), done.receipt
+
+
+def ask_later(parent: Connection, folder: Path, store: Path) -> None:
+    """In a process of its own."""
+    with Engine(str(folder), weights="int8", store=store) as engine:
+        ids, digest, receipt = ask(engine)
+    parent.send((ids, digest, receipt.disk_tokens > 400, receipt.bitwise))
 
 
 def test_hits_have_the_bits_of_off_in_later_processes_too(folder: Path, tmp_path: Path) -> None:
@@ -126,8 +121,7 @@ def test_hits_have_the_bits_of_off_in_later_processes_too(folder: Path, tmp_path
         assert warm[2].path == FAMILIES[engine.model.config.model_type]
         assert warm[2].cached_tokens > 400
         known = engine.fingerprint.whole if engine.fingerprint else ""
-    done = subprocess.run([sys.executable, "-c", ASKED, folder, tmp_path / "store"], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == str([*off[:2], True, True])
+    assert Child(ask_later, folder, tmp_path / "store").end() == (*off[:2], True, True)
     with Engine(str(folder), store=tmp_path / "store") as plain:  # its pages are others
         assert plain.fingerprint is not None
         assert plain.fingerprint.whole != known

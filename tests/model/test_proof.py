@@ -12,12 +12,20 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from agentcache import Engine
 from agentcache.bench import families
 from agentcache.model import proof, recurrent
 from agentcache.model.family import Support
 from agentcache.model.hf import HFModel
 from tests import models
 from tests.engines import chat, decode, engine
+
+LATER = """
+import sys
+from agentcache import Engine
+with Engine(sys.argv[1]) as engine:
+    print(engine.model.support.paged, engine.model.support.proof)
+"""
 
 
 @pytest.fixture
@@ -49,18 +57,11 @@ def test_two_processes_make_one_proof(family: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("AGENTCACHE_DIR", str(tmp_path / "store"))
     families.build(family).save_pretrained(tmp_path)
     models.toy_tokenizer().save_pretrained(tmp_path)
-    lines = (
-        "import sys",
-        "from agentcache import Engine",
-        "with Engine(sys.argv[1]) as engine:",
-        "    print(engine.model.support.paged, engine.model.support.proof)",
-    )
     paged = not families.TINY[family].unpaged
-    for proof_of in ("made", "found"):
-        done = subprocess.run(
-            [sys.executable, "-c", "\n".join(lines), str(tmp_path)], check=True, timeout=120, stdout=subprocess.PIPE, text=True
-        )
-        assert done.stdout.split() == [str(paged), proof_of]
+    with Engine(str(tmp_path)) as running:
+        assert (running.model.support.paged, running.model.support.proof) == (paged, "made")
+    done = subprocess.run([sys.executable, "-c", LATER, str(tmp_path)], check=True, timeout=120, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == [str(paged), "found"]
 
 
 def test_progress_is_shown_where_a_proof_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,9 @@
-"""A process of its own that asks, forks, forgets and writes as it is told, a line of JSON each. Holds no tests."""
+"""A process of its own that asks, forks, forgets and writes as it is told. Holds no tests."""
 
 from __future__ import annotations
 
-import json
-import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from agentcache import Engine, StoreOptions
@@ -11,13 +11,13 @@ from agentcache.types import Message
 from tests.engines import decode
 
 
-def obey(model: str, store: str) -> None:
-    """Answer one line after the other until there are none."""
-    with Engine(model, store=StoreOptions(store, check_one_in=0, refuse_slow=False, turns="int8")) as running:
+def obey(parent: Connection, model: Path, store: Path) -> None:
+    """Answer one thing after the other until it is killed."""
+    with Engine(str(model), store=StoreOptions(store, check_one_in=0, refuse_slow=False, turns="int8")) as running:
         said: Any
-        print(json.dumps({"ready": True}), flush=True)
-        for line in sys.stdin:
-            told = json.loads(line)
+        parent.send("ready")
+        while True:
+            told = parent.recv()
             what, namespace = told.pop("do"), told.pop("namespace", "default")
             if what == "ask":
                 messages = [Message(**one) for one in told.pop("messages")]
@@ -37,4 +37,4 @@ def obey(model: str, store: str) -> None:
                 said = {"pages": gone.pages, "memory_pages": gone.memory_pages}
             else:
                 said = {"written": running.flush(30.0)}
-            print(json.dumps(said), flush=True)
+            parent.send(said)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
-import select
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,41 +13,27 @@ import pytest
 
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
-from tests.checkout import ROOT
 from tests.engines import long_text
+from tests.processes import Child
+from tests.store.forgetting_worker import obey
 
 WORKERS = 3
 RUN = 8  # ids in a row that tell a prompt from others
 
 
-class Worker:
-    """A process with an engine on the store, which answers a line for a line."""
+class Worker(Child):
+    """A process with an engine on the store, which answers each thing that it is told."""
 
     def __init__(self, model: Path, store: Path) -> None:
-        program = f"from tests.store import forgetting_worker as own; own.obey({str(model)!r}, {str(store)!r})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self.heard()
+        super().__init__(obey, model, store)
+        self.hear()
 
     def tell(self, what: str, **told: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": what, **told}) + "\n")
-        self.process.stdin.flush()
+        self.pipe.send({"do": what, **told})
 
-    def heard(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], 120)[0], "a worker hangs"
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return found
-
-    def __call__(self, what: str, **told: Any) -> dict[str, Any]:
+    def __call__(self, what: str, **told: Any) -> Any:
         self.tell(what, **told)
-        return self.heard()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.communicate()
+        return self.hear()
 
 
 class History:
@@ -126,7 +108,7 @@ def play(store: Path, model: Path, count: int, seed: int) -> tuple[int, int, int
                 workers[victim].kill()
                 kills += 1
                 if victim != at:
-                    workers[at].heard()
+                    workers[at].hear()
                 workers[victim] = Worker(model, store)
                 if victim == at:  # nobody was told that it is done: it is asked for again
                     workers[at]("forget", **what)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,18 @@ from agentcache import Engine
 from agentcache.store.admin import check
 from agentcache.store.disk.folder import Folder
 from tests.engines import MB, decode
-from tests.store.child_processes import PROMPTS, end_process, start_process, wait_for_files
+from tests.processes import Child
+from tests.store.child_processes import PROMPTS, ask_for_a_while, compute_once, wait_for_files
 
 # -- two start together ------------------------------------------------------------------------------------------------
 
 
 def test_of_two_that_start_together_one_computes(model_folder: Path, tmp_path: Path) -> None:
     ready, go = [tmp_path / "ready-0", tmp_path / "ready-1"], tmp_path / "go"
-    processes = [start_process("compute_once", model_folder, tmp_path / "store", path, go) for path in ready]
-    wait_for_files(ready, processes)
+    children = [Child(compute_once, model_folder, tmp_path / "store", path, go) for path in ready]
+    wait_for_files(ready, children)
     go.touch()
-    first, second = sorted((end_process(process, 120) for process in processes), key=lambda found: int(found["computed"]))
+    first, second = sorted((child.end() for child in children), key=lambda found: int(found["computed"]))
     assert first["ids"] == second["ids"]
     assert second["computed"] > 1500, "one of them computes it"
     assert first["computed"] < 600, "and the other one does not, but for what was no whole page yet"
@@ -33,13 +33,13 @@ def test_of_two_that_start_together_one_computes(model_folder: Path, tmp_path: P
 
 @pytest.mark.parametrize(("count", "seconds"), [(2, 2), pytest.param(8, 60, marks=pytest.mark.slow)])
 def test_many_processes_admit_evict_and_match(model_folder: Path, tmp_path: Path, count: int, seconds: int) -> None:
-    expected, go, store = tmp_path / "expected", tmp_path / "go", tmp_path / "store"
+    go, store = tmp_path / "go", tmp_path / "store"
     with Engine(str(model_folder), store=None, reuse="off") as running:
-        expected.write_text(json.dumps([list(running.generate(prompt, sampling=decode(3)).ids) for prompt in PROMPTS]))
-    processes = [start_process("ask_for_a_while", model_folder, store, number, seconds, expected, go) for number in range(count)]
-    wait_for_files([Path(f"{go}{number}") for number in range(count)], processes)
+        right = [list(running.generate(prompt, sampling=decode(3)).ids) for prompt in PROMPTS]
+    children = [Child(ask_for_a_while, model_folder, store, number, seconds, right, go) for number in range(count)]
+    wait_for_files([Path(f"{go}{number}") for number in range(count)], children)
     go.touch()
-    found = [end_process(process, seconds + 200) for process in processes]
+    found = [child.end() for child in children]
     assert all(each["wrong"] == 0 and each["asked"] > 0 for each in found), found
     assert sum(each["disk_tokens"] for each in found) > 0
     folder = Folder.open(store)
