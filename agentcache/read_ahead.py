@@ -22,7 +22,7 @@ from .store.store import Store
 if TYPE_CHECKING:
     from .store.page_prefetch import PagePrefetch
 
-KNOWN = 1024  # sessions whose successor is remembered
+KNOWN = 1024  # sessions and namespaces that are remembered
 TRUST = 3  # times in a row to be wrong until nothing is read
 
 Key = tuple[str, str, str]  # namespace, name and fingerprint of a session
@@ -35,8 +35,7 @@ class ReadAhead:
     def __init__(self, store: Store, spec: KVSpec, chain: Callable[[Key], Chain | None]) -> None:
         self._store, self._spec, self._chain = store, spec, chain
         self._lock = threading.Lock()
-        self._next: OrderedDict[Key, Key] = OrderedDict()  # by the session that came before
-        self._last: dict[str, Key] = {}  # by namespace
+        self._next: OrderedDict[Key, Key] = OrderedDict()  # after a session; after (namespace, "", ""), the last one
         self._trust = 1
         self._due: tuple[Running, Key] | None = None  # once that is filled, the session's pages are read
         self._reading: tuple[PagePrefetch, Key] | None = None
@@ -44,14 +43,14 @@ class ReadAhead:
     def asked(self, running: Running, key: Key) -> None:
         """Learn that a session is asked; the request goes on with what is being read for it."""
         with self._lock:
-            before = self._last.get(key[0], key)
-            self._last[key[0]] = key
+            before = self._next.pop(last := (key[0], "", ""), key)
+            self._next[last] = key
             if before != key:
                 if (expected := self._next.pop(before, None)) is not None:
                     self._trust = min(self._trust + 1, TRUST) if expected == key else max(self._trust - 1, -TRUST)
                 self._next[before] = key
-                if len(self._next) > KNOWN:
-                    self._next.popitem(last=False)
+            while len(self._next) > KNOWN:
+                self._next.popitem(last=False)
             if self._reading is not None and self._reading[1] == key:
                 running.prefetch, running.looked = self._reading[0], True
                 running.prefetch.hand_over()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentcache import Completion, StoreOptions, sessions
+from agentcache import Completion, StoreOptions, read_ahead, sessions
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.store.store import Store
 from tests import models
@@ -107,21 +107,30 @@ def queries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class HeldRead:
-    """Reading of a chain of so many tokens, which is done, and not told, until it goes on."""
+    """Reading of bob's chain, while alice decodes, which is done, and not told, until it goes on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-        self.done, self.goes_on, self.keys = threading.Event(), threading.Event(), list[bytes]()
-        read = DiskTier.read
+    def __init__(self) -> None:
+        self.goes_on, self.keys = threading.Event(), list[bytes]()
 
-        def held(disk: DiskTier, found: Any, *rest: Any) -> Any:
-            wrong = read(disk, found, *rest)
-            if found.tokens == tokens:
-                self.keys += [row.page_key for row in found.rows]
-                self.done.set()
-                assert self.goes_on.wait(60)
-            return wrong
 
-        monkeypatch.setattr(DiskTier, "read", held)
+@pytest.fixture
+def reading(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldRead]:
+    agents.rounds(2)
+    agents.push_out("bob")
+    made, done, read, tokens = HeldRead(), threading.Event(), DiskTier.read, agents.engine.session("bob").tokens
+
+    def held(disk: DiskTier, found: Any, *rest: Any) -> Any:
+        wrong = read(disk, found, *rest)
+        if found.tokens == tokens:
+            made.keys += [row.page_key for row in found.rows]
+            done.set()
+            assert made.goes_on.wait(60)
+        return wrong
+
+    monkeypatch.setattr(DiskTier, "read", held)
+    with agents.decoding("alice"):
+        assert done.wait(60)
+        yield made
 
 
 def test_pages_of_the_next_session_come_while_one_decodes(agents: Agents) -> None:
@@ -137,15 +146,10 @@ def test_pages_of_the_next_session_come_while_one_decodes(agents: Agents) -> Non
     check_store(agents.engine.store)
 
 
-def test_a_request_takes_over_what_is_being_read(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
-    agents.rounds(2)
-    agents.push_out("bob")
-    reading = HeldRead(monkeypatch, agents.engine.session("bob").tokens)
-    with agents.decoding("alice"):
-        assert wait_until(reading.done.is_set)
-        stream = agents.engine.session("bob").stream(agents.talks["bob"], sampling=decode(4))
-        reading.goes_on.set()
-        receipt = stream.completion.receipt
+def test_a_request_takes_over_what_is_being_read(agents: Agents, reading: HeldRead) -> None:
+    stream = agents.engine.session("bob").stream(agents.talks["bob"], sampling=decode(4))
+    reading.goes_on.set()
+    receipt = stream.completion.receipt
     assert receipt.disk_tokens
     assert receipt.cached_tokens >= receipt.prompt_tokens - 40
     assert len(reading.keys) == len(set(reading.keys)), "a page was read twice"
@@ -172,14 +176,32 @@ def test_nothing_is_read_into_too_small_a_memory(model: Any, tmp_path: Path, que
     agents.close()
 
 
-def test_a_session_forgotten_while_it_is_read_stays_forgotten(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
-    agents.rounds(2)
-    agents.push_out("bob")
-    reading = HeldRead(monkeypatch, agents.engine.session("bob").tokens)
-    with agents.decoding("alice"):
-        assert wait_until(reading.done.is_set)
-        agents.engine.forget(session="bob")
-        reading.goes_on.set()
+def test_a_session_forgotten_while_it_is_read_stays_forgotten(agents: Agents, reading: HeldRead) -> None:
+    agents.engine.forget(session="bob")
+    reading.goes_on.set()
     receipt = agents.ask("bob").receipt
     assert receipt.resumed == ""
     assert receipt.cached_tokens < 512
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_what_was_read_for_other_weights_is_not_used(agents: Agents, model: Any, reading: HeldRead, asked: str) -> None:
+    weight, session, prompt = model.model.layers[0].self_attn.k_proj.weight, agents.engine.session("bob"), agents.talks["bob"]
+    try:
+        stream = session.stream(prompt, sampling=decode(4)) if asked == "before" else None
+        weight.data.mul_(-1.0)
+        stream = stream or session.stream(prompt, sampling=decode(4))
+        reading.goes_on.set()
+        done = stream.completion
+        assert (done.receipt.cached_tokens, done.receipt.disk_tokens) == (0, 0)
+        assert done.ids == agents.engine.generate(prompt, sampling=decode(4), reuse="off").ids
+    finally:
+        weight.data.mul_(-1.0)
+
+
+def test_what_is_remembered_of_an_order_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "KNOWN", 8)
+    ahead = read_ahead.ReadAhead(None, None, None)
+    for number in range(40):
+        ahead.asked(None, (f"namespace {number // 2}", f"session {number}", "weights"))
+        assert sum(len(known) for known in vars(ahead).values() if isinstance(known, dict)) <= 8

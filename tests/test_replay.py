@@ -213,7 +213,7 @@ def test_a_policy_bounds_what_a_replay_asks_for(file: Callable[..., Path], tmp_p
     assert cached["guest"] == 0 < cached["default"], "the rule allows no reuse"
 
 
-def test_an_adapter_answers_a_replay(file: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_adapter_answers_a_replay(file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     with Engine("embedded", store=None) as spare:  # PEFT writes into the model that it wraps
         place = save_for(spare.model.model, tmp_path / "lora")
@@ -230,8 +230,15 @@ def test_an_adapter_answers_a_replay(file: Callable[..., Path], tmp_path: Path) 
         first = run.run(asked).difference
     assert first is not None
     assert (first.reason, first.page, first.token) == ("bits", 0, 300)
-    source = str(file(recorded(*QUESTIONS)))
+    source, generate, answered = str(file(recorded(*QUESTIONS))), Engine.generate, set[str | None]()
+
+    def spied(*given: Any, **more: Any) -> Any:
+        answered.add(more["adapter"])
+        return generate(*given, **more)
+
+    monkeypatch.setattr(Engine, "generate", spied)
     assert cli(source, "--adapter", f"legal={place}", "--limit", "1", "--max-tokens", "2")[0] == 0
+    assert answered == {"legal"}
     assert cli(source, "--adapter", "legal")[0] == 1
 
 

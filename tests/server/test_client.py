@@ -26,7 +26,7 @@ from agentcache.errors import (
     PolicyError,
     ToolSchemaError,
 )
-from tests.serving import ALICE, ASKED, BOB, SYSTEM, TIDE, Served, keyed, ready, serving
+from tests.serving import ADMIN, ALICE, ASKED, BOB, SYSTEM, TIDE, Served, keyed, ready, serving
 
 SHORT = Sampling(max_tokens=24, logprobs=1)
 TIDES = ("The ebb begins at noon and ends at dusk. ", "A bell rings twice in fog, once an hour. ", "Ropes are sold at the old lock. ")
@@ -223,6 +223,8 @@ def test_keys_decide_the_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert alice.generate(ASKED, sampling=SHORT).receipt.namespace == "alice"
             assert bob.generate(ASKED, sampling=SHORT).receipt.cached_tokens == 0
             assert [bob.groups, bob.release("own")] == [(), False]
+            with RemoteEngine(url, ADMIN) as root:
+                assert [sum(each.stats()["requests"].values()) for each in (alice, bob, root)] == [2, 1, 3]
             with pytest.raises(PolicyError, match="may pin 3 pages"):
                 alice.warm(SYSTEM * 5, name="large")
             with pytest.raises(ConfigError, match="API key is unknown"):

@@ -9,7 +9,7 @@ import pytest
 import script
 from harbour import ASKED, tide
 from langchain.agents import create_agent
-from langchain_agentcache import AgentCacheMiddleware, ChatAgentCache
+from langchain_agentcache import AgentCacheMiddleware, CacheCounts, ChatAgentCache
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
@@ -56,9 +56,9 @@ def question(number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("middleware", [[], [AgentCacheMiddleware()]], ids=["alone", "with middleware"])
 async def test_tools_first_then_the_object(embedded: ChatAgentCache, middleware: list[Any]) -> None:
-    running = agent(embedded, TOOLS, middleware=middleware)
+    running, counts = agent(embedded, TOOLS, middleware=middleware), CacheCounts()
     for number, ask in ((1204, running.invoke), (77, running.ainvoke)):
-        state = ask(question(number), LIMIT)
+        state = ask(question(number), {**LIMIT, "callbacks": [counts]})
         state = await state if ask == running.ainvoke else state
         assert state["structured_response"] == Invoice(status="open", amount=240)
         assert [message.content for message in state["messages"] if isinstance(message, ToolMessage)] == [
@@ -71,6 +71,7 @@ async def test_tools_first_then_the_object(embedded: ChatAgentCache, middleware:
         assert account["cached_tokens"] >= account["draft"]["prompt_tokens"], "and so does the request for the object"
         written = account["draft"]["completion_tokens"] + account["completion_tokens"]
         assert last.usage_metadata["output_tokens"] == written
+    assert sum(counts.stats["requests"].values()) == 2 * len((first, account["draft"], last))
 
 
 def test_no_agent_goes_round(embedded: ChatAgentCache) -> None:
