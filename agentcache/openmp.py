@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
-
-_PROCESS = os.getpid()
 
 
 @functools.cache
@@ -48,7 +47,14 @@ def use_one_thread() -> None:
 
 
 def release_team() -> None:
-    """End the team of this thread, if it has one; its next product starts another. Does nothing in a forked process: no team came along."""
+    """End the team of this thread, if it has one; its next product starts another. A thread that forked has left its team behind."""
     found = runtime()
-    if found is not None and os.getpid() == _PROCESS:
+    if found is not None and not (threading.current_thread() is threading.main_thread() and _forked(os.getpid())):
         found.omp_pause_resource_all(1)  # omp_pause_soft; OpenMP 5.0, section 3.1.1
+
+
+@functools.cache
+def _forked(process: int) -> bool:
+    """Tell whether this process was forked and runs no program of its own: PF_FORKNOEXEC among the flags of proc(5)."""
+    flags = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]
+    return bool(int(flags) & 0x40)

@@ -395,16 +395,16 @@ def test_pages_that_were_there_serve_a_session_as_prefixes(model: Any, tmp_path:
         assert {row.role for row in running.store.disk.index.rows()} == {Role.PREFIX}
 
 
-def test_a_shorter_answer_supersedes_no_page_that_holds_it(model: Any, tmp_path: Path) -> None:
+def test_a_shorter_answer_retires_no_page_that_holds_it(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         session = running.session("alice")
         for tokens in (8, 4):
             session.generate(chat(FIRST, system=LONG), sampling=decode(tokens))
         running.flush()
         assert running.store.disk
-        [known] = running.store.disk.index.groups()
-        assert known.superseded == ()
         assert {row.role for row in running.store.disk.index.rows()} == {Role.PREFIX}
+        running.forget(session="alice")
+        assert not list(running.store.disk.index.rows())
 
 
 def test_a_memory_too_small_for_a_session_still_answers(model: Any, tmp_path: Path) -> None:

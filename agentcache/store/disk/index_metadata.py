@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import StoreError
 from ..deletion import MOST, Deletion
-from ..tool_group import SESSION, ToolGroup
+from ..tool_group import ToolGroup
 from . import process_identity
 from .database import Database, T, Use, corrupt
 from .folder import Folder
@@ -37,18 +37,16 @@ def pinned(connection: sqlite3.Connection) -> set[int]:
     """Pages that running processes hold."""
     newest = connection.execute("SELECT process, max(since) FROM pins GROUP BY process").fetchall()
     live = [name for name, since in newest if process_identity.alive(name, since)]
-    found: set[int] = set()
-    for name in live:
-        found.update(page for (page,) in connection.execute("SELECT page FROM pins WHERE process = ?", (name,)))
-    return found
+    return {page for name in live for (page,) in connection.execute("SELECT page FROM pins WHERE process = ?", (name,))}
 
 
 def _last(group: ToolGroup, held: list[ToolGroup]) -> ToolGroup:
     """The later of two answers of a session, whichever process recorded it first; pages of the other are superseded."""
-    if not held or not group.name.startswith(SESSION):
+    if not (held and group.lease_end):
         return group
     before, last = sorted((*held, group), key=lambda one: one.created)
-    left = dict.fromkeys(key for key in (*before.superseded, *before.page_keys, *last.superseded) if key not in last.page_keys)
+    known = before.superseded if before is group else ()  # else the later one has them
+    left = dict.fromkeys(key for key in (*known, *before.page_keys, *last.superseded) if key not in last.page_keys)
     return replace(last, superseded=tuple(left), splices=tuple(dict.fromkeys((*before.splices, *last.splices))))
 
 
@@ -161,8 +159,8 @@ class IndexMetadata:
                 return
             last = _last(group, self._groups(connection, *about))
             sealed = guard(self.folder, last.to_json().encode(), named("group", *about))
-            record = (*about, last.regime, sealed, last.tip, last.created or time.time(), tick(connection))
-            connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", record)
+            values = (*about, last.regime, sealed, last.tip, last.created or time.time(), tick(connection))
+            connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
 
         self._write(put, None)
 
@@ -176,8 +174,8 @@ class IndexMetadata:
 
     def _groups(self, connection: sqlite3.Connection, *about: str | None) -> list[ToolGroup]:
         where, values = _where(dict(zip(("namespace", "name", "fingerprint"), about)))
-        records = connection.execute(f"SELECT namespace, name, fingerprint, manifest FROM groups{where} ORDER BY used", values).fetchall()
-        return [found for record in records if (found := self._group(*record)) is not None]
+        records = connection.execute(f"SELECT namespace, name, fingerprint, manifest FROM groups{where} ORDER BY used", values)
+        return [found for record in records.fetchall() if (found := self._group(*record)) is not None]
 
     def _group(self, namespace: str, name: str, fingerprint: str, manifest: object) -> ToolGroup | None:
         plain = unguard(self.folder, manifest, named("group", namespace, name, fingerprint))
