@@ -1,8 +1,7 @@
 """PyTorch's OpenMP runtime, on whose threads compiled functions run as well. Knows nothing of models.
 
-Each thread that computes has a team of its own there. As soon as the teams of a process have more threads than cores, GNU's runtime lets
-all of them sleep between two products, and each product first wakes them: a short prompt takes up to twice its time. So threads that only
-copy have no team, and threads that wait for the device give theirs back.
+Each thread that computes has a team. Once teams have more threads than cores, GNU's runtime lets them sleep between products, and a short
+prompt takes up to twice its time. So threads that only copy have no team, and those that wait for the device release theirs.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ def runtime() -> Any | None:
 def use_threads(threads: int) -> int:
     """Let this thread compute with so many threads, or with as many as OpenMP will start; returns how many.
 
-    With OMP_THREAD_LIMIT below it, or with OMP_DYNAMIC, a team may be smaller than PyTorch counts on. Parts of its own 16-bit products are
-    then computed by no thread, and stay as memory was before.
+    With OMP_THREAD_LIMIT or OMP_DYNAMIC a team may be smaller than PyTorch counts on: parts of its 16-bit products are then not computed.
     """
     found = runtime()
     if found is not None:
@@ -56,5 +54,4 @@ def release_team() -> None:
 @functools.cache
 def _forked(process: int) -> bool:
     """Tell whether this process was forked and runs no program of its own: PF_FORKNOEXEC among the flags of proc(5)."""
-    flags = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]
-    return bool(int(flags) & 0x40)
+    return bool(int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]) & 0x40)
