@@ -28,8 +28,7 @@ def use_threads(threads: int) -> int:
 
     With OMP_THREAD_LIMIT or OMP_DYNAMIC a team may be smaller than PyTorch counts on: parts of its 16-bit products are then not computed.
     """
-    found = runtime()
-    if found is not None:
+    if (found := runtime()) is not None:
         found.omp_set_dynamic(0)  # for what this thread starts
         threads = min(threads, found.omp_get_thread_limit())
     if threads != torch.get_num_threads():
@@ -46,12 +45,13 @@ def use_one_thread() -> None:
 
 def release_team() -> None:
     """End the team of this thread, if it has one; its next product starts another. A thread that forked has left its team behind."""
-    found = runtime()
-    if found is not None and not (threading.current_thread() is threading.main_thread() and _forked(os.getpid())):
-        found.omp_pause_resource_all(1)  # omp_pause_soft; OpenMP 5.0, section 3.1.1
+    pause = getattr(runtime(), "omp_pause_resource_all", None)  # of OpenMP 5.0
+    if pause is not None and not (threading.current_thread() is threading.main_thread() and _forked(os.getpid())):
+        pause(1)  # omp_pause_soft
 
 
 @functools.cache
 def _forked(process: int) -> bool:
     """Tell whether this process was forked and runs no program of its own: PF_FORKNOEXEC among the flags of proc(5)."""
-    return bool(int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]) & 0x40)
+    stat = Path("/proc/self/stat")
+    return not stat.exists() or bool(int(stat.read_text().rpartition(")")[2].split()[6]) & 0x40)

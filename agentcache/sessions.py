@@ -372,10 +372,13 @@ class Sessions:
         with suppress(StoreError):
             others = [one for one in (*(disk.index.groups(group.namespace) if disk else ()), *self.all) if one.name != group.name]
             own = Deletion.of_group(group, others, forced=False)
-            if disk:
-                disk.writer.drop(own)
             self._store.tree.remove(own)
-            self._delete(tuple(key.hex() for key in own.keys), group)
+            if disk:
+                from .store.disk import session_rows
+
+                disk.writer.drop(own)  # and what it wrote before; not what a later request computes anew
+                keys = [key.hex() for key in own.keys]
+                disk.writer.after(lambda: disk.forget(list(session_rows.retire(disk.index, keys, group.fingerprint)), group.fingerprint))
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:
