@@ -23,6 +23,7 @@ from .model.fingerprint import Fingerprint
 from .read_ahead import Chain, Key, ReadAhead
 from .request import Running
 from .store.deletion import Deletion
+from .store.disk import session_rows
 from .store.entry import Entry
 from .store.keys import Ids, Role, Scope, chain
 from .store.tool_group import SESSION, ToolGroup
@@ -171,8 +172,6 @@ class Sessions:
             path = tree.path(scope, ids)
             pinned = scope if tree.pin(scope, ids, Role.PREFIX) else None
         if disk := self._store.disk:
-            from .store.disk import session_rows
-
             new = [key for key in group.page_keys if key not in known]
             disk.offer(path)
             disk.writer.after(lambda: session_rows.keep(disk.index, new, group.fingerprint))
@@ -198,7 +197,6 @@ class Sessions:
                     entry.role, first[entry.key] = Role.TURN, entry
             tree.eviction.retire(list(first.values())[::-1])
         if disk := self._store.disk:
-            from .store.disk import session_rows
 
             def retire() -> None:
                 disk.writer.tell_uses()  # else they look as if they were used since
@@ -209,7 +207,6 @@ class Sessions:
     def _delete(self, keys: tuple[str, ...], group: ToolGroup) -> None:
         """Delete pages of branches too old to be remembered: forgetting the session could not find them."""
         if keys and (disk := self._store.disk):
-            from .store.disk import session_rows
 
             def delete() -> None:
                 gone = session_rows.retire(disk.index, keys, group.fingerprint)
@@ -344,8 +341,6 @@ class Sessions:
 
     def _end_leases(self) -> None:
         if disk := self._store.disk:
-            from .store.disk import session_rows
-
             disk.writer.after(lambda: session_rows.end_leases(disk.index))
 
     def _record(self) -> None:
@@ -374,11 +369,14 @@ class Sessions:
             own = Deletion.of_group(group, others, forced=False)
             self._store.tree.remove(own)
             if disk:
-                from .store.disk import session_rows
-
                 disk.writer.drop(own)  # and what it wrote before; not what a later request computes anew
                 keys = [key.hex() for key in own.keys]
-                disk.writer.after(lambda: disk.forget(list(session_rows.retire(disk.index, keys, group.fingerprint)), group.fingerprint))
+
+                def forget() -> None:
+                    disk.forget(list(session_rows.retire(disk.index, keys, group.fingerprint)), group.fingerprint)
+                    disk.index.database.empty_log()
+
+                disk.writer.after(forget)
 
     @property
     def all(self) -> tuple[ToolGroup, ...]:

@@ -332,7 +332,7 @@ def test_an_encrypted_store_shows_no_signature(tmp_path: Path) -> None:
         signed, windows = noted(index)
         values = signed.signatures.signer.sign(windows[0]).values.tobytes()
         digest = signed.signatures.signer.sign(windows[0]).digest
-        index.empty_log()
+        index.database.empty_log()
         content = index.folder.index.read_bytes()
         assert values[:32] not in content
         assert digest not in content

@@ -14,12 +14,14 @@ import pytest
 
 from agentcache import Constraint, Engine, Forgotten, Reason
 from agentcache.errors import ConfigError, EngineClosedError, GenerationError
-from agentcache.store.admin.prune import prune
-from agentcache.store.disk import blob_io
+from agentcache.store.admin.prune import finish, prune
+from agentcache.store.disk import blob_files, blob_io, process_identity
+from agentcache.store.disk.database import Database
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.index_metadata import IndexMetadata
-from agentcache.store.keys import Role
+from agentcache.store.keys import Role, as_ids
+from agentcache.types import Message
 from tests.chat_templates import TOOL_TEMPLATES
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, tool, wait_until
 from tests.store import stored_pages
@@ -208,6 +210,36 @@ def test_a_group_pruned_elsewhere_is_not_held_any_more(model: Any, tmp_path: Pat
         receipt = running.generate(chat("hi", system=system), TOOLS, **ALICE).receipt
         assert receipt.cached_tokens == 0
         assert running.groups == ()
+
+
+@pytest.mark.parametrize("step", [(blob_files, "unlink"), (Index, "drop_splices"), (Database, "empty_log")], ids=lambda step: step[1])
+def test_a_killed_deletion_is_finished_by_the_next_opening(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: tuple[Any, str]
+) -> None:
+    """The writer of the pages still runs: nothing but the deletion itself tells that its files are left over."""
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with engine(model=model, store=tmp_path) as running:
+        ids = running.renderer.render([Message(**one) for one in TURNS], namespace="alice").ids
+        running.generate(TURNS, **ALICE)
+        assert running.flush()
+        pid, start, machine = process_identity.token().split(".")
+        with monkeypatch.context() as dying:
+            dying.setattr(process_identity, "token", lambda: f"{pid}.{int(start) + 1}.{machine}")
+            dying.setattr(*step, kill)
+            with pytest.raises(KeyboardInterrupt):
+                outside(tmp_path, namespace="alice")
+        folder = Folder.open(tmp_path)
+        with Index(folder) as index:
+            assert index.unfinished()
+            finish(folder, index)
+            assert index.unfinished() == list(index.rows()) == []
+        assert list(folder.blobs.glob("*/*.safetensors")) == []
+        told = as_ids(ids[:8]).tobytes()
+        assert not any(told in file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
+        assert running.generate(TURNS, **ALICE).receipt.cached_tokens == 0
 
 
 @pytest.mark.parametrize("told", ["before it goes on", "after it went on", "once it is forgotten"])

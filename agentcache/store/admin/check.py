@@ -192,23 +192,24 @@ def _orphans(folder: Folder, index: Index, fix: bool) -> list[Problem]:
 
 
 def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True) -> tuple[int, int]:
-    """Remove rows, then their blobs; returns how many, and of how many bytes. On a full disk one by one, and the blob first."""
+    """Remove blobs and rows; returns how many, and of how many bytes. On a full disk one by one.
+
+    Blobs go first: a process that is killed between leaves rows, which `finish` finds, where it would find no blob without a row.
+    """
     wanted = list(ids)
+    failed: list[StoreError] = []
 
     def free(row: Row) -> None:
-        with suppress(BlobError):  # a name that no blob can have
-            blob_files.unlink(folder, row.blob)
-
-    try:
-        gone = index.remove(wanted, force=force)
-    except StoreFullError:
-        gone = [row for id in wanted for row in index.remove([id], force=force, freeing=free)]
-    failed: list[StoreError] = []
-    for row in gone:
         try:
-            free(row)
+            with suppress(BlobError):  # a name that no blob can have
+                blob_files.unlink(folder, row.blob)
         except StoreError as error:  # Windows deletes no file that is open: the others go all the same
             failed.append(error)
+
+    try:
+        gone = index.remove(wanted, force=force, freeing=free)
+    except StoreFullError:
+        gone = [row for id in wanted for row in index.remove([id], force=force, freeing=free)]
     if failed:
         raise failed[0]
     return len(gone), sum(row.bytes for row in gone)

@@ -38,7 +38,7 @@ def rebuild(folder: Folder, rows: Iterable[Row]) -> int:
         with Index(folder, part) as index:
             count = _fill(index, rows, known)
             index.restore_lists({name: list(_records(folder, f"SELECT * FROM {name}")) for name in LISTS})
-            emptied = index.empty_log()
+            emptied = index.database.empty_log()
         if not emptied or Path(f"{part}-wal").exists():  # closing tries too, and keeps to itself that the disk is full
             raise StoreFullError(f"the index of {str(folder.path)!r} cannot be rebuilt: no room for the new one; the old one stays")
         for suffix in ("-wal", "-shm"):

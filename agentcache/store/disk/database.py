@@ -104,6 +104,19 @@ class Database:
 
         return self._persist(transact, BRIEF_S if brief else BUSY_S)
 
+    def empty_log(self) -> bool:
+        """Leave no copy of deleted rows in the write-ahead log. False: others read it all the time, or it is not ours to write."""
+
+        def empty(connection: sqlite3.Connection) -> None:
+            if connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                raise sqlite3.OperationalError("the log is locked")  # by another checkpoint, which SQLite does not wait for
+
+        if self.folder.writable:
+            with suppress(StoreBusyError):
+                self.read(empty)
+                return True
+        return False
+
     def close(self) -> None:
         """Close the connections of all threads. Later use raises StoreError."""
         self._closed = True

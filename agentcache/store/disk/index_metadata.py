@@ -335,12 +335,6 @@ class IndexMetadata:
         if self._snapshot(wrong):
             self._db.write(mend)
 
-    def empty_log(self) -> bool:
-        """Leave no copy of deleted rows in the write-ahead log. False: another process is reading it, or it is not ours to write."""
-        if not self.folder.writable:
-            return False
-        return not self._db.read(lambda connection: connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone())[0]
-
     def _snapshot(self, use: Use[T]) -> T:
         """Several reads of one state of the file."""
 
