@@ -275,7 +275,10 @@ class Store:
         if older_than is not None and (group is not None or not number or not 0 <= older_than < math.inf):
             raise ConfigError(f"older_than={shown(older_than)}: must be seconds as a number, at least 0, and no group beside it")
         namespace = "default" if group is not None and namespace is None else namespace
-        known = {(one.name, one.namespace, one.fingerprint): one for one in (*(self.disk.index.groups() if self.disk else ()), *held)}
+        known: dict[tuple[str, ...], ToolGroup] = {}
+        for one in (*(self.disk.index.groups() if self.disk else ()), *held):  # another process may have recorded a later answer
+            name = one.name, one.namespace, one.fingerprint
+            known[name] = one.merge(known.get(name))
         named = [one for one in known.values() if one.namespace == namespace and group in (one.name, one.documents)]
         others = [one for one in known.values() if one not in named]
         before = None if older_than is None else time.time() - older_than

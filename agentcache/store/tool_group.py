@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import StoreCorruptError
@@ -65,6 +65,14 @@ class ToolGroup:
     def spares(self, other: ToolGroup) -> bool:
         """Tell whether pages that another one names stay when this is deleted: not those of sessions that continue a tool group."""
         return bool(self.lease_end) or not other.lease_end
+
+    def merge(self, known: ToolGroup | None) -> ToolGroup:
+        """The later of two answers of a session, whoever recorded it first, with the other's pages as superseded; else this group."""
+        if known is None or not self.lease_end:
+            return self
+        before, last = sorted((known, self), key=lambda one: one.created)
+        left = dict.fromkeys(key for key in (*before.superseded, *before.page_keys, *last.superseded) if key not in last.page_keys)
+        return replace(last, superseded=tuple(left), splices=tuple(dict.fromkeys((*before.splices, *last.splices))))
 
     @property
     def scope(self) -> Scope:

@@ -242,19 +242,21 @@ def test_a_killed_deletion_is_finished_by_the_next_opening(
         assert running.generate(TURNS, **ALICE).receipt.cached_tokens == 0
 
 
-@pytest.mark.parametrize("told", ["before it goes on", "after it went on", "once it is forgotten"])
+@pytest.mark.parametrize("told", ["before it goes on", "after it went on", "once it is forgotten", "before another branch"])
 def test_a_session_takes_answers_of_other_processes_along(model: Any, tmp_path: Path, told: str) -> None:
     turns = chat(long_text(40))
     with engine(model=model, store=tmp_path) as first, engine(model=model, store=tmp_path) as second:
         done = first.generate(turns, session="s", **ALICE)
-        if told == "before it goes on":
+        if told.startswith("before"):
             assert first.flush()
-        longer = second.generate([*turns, done.message, {"role": "user", "content": "Go on."}], session="s", **ALICE).receipt
-        assert (longer.cached_tokens > 0) == (told == "before it goes on")
+        more = [*turns, done.message, {"role": "user", "content": "Go on."}]
+        later = chat(long_text(40, 1)) if told == "before another branch" else more
+        longer = second.generate(later, session="s", **ALICE).receipt
+        assert (longer.cached_tokens > 0) == told.startswith("before")
         assert second.flush()
         if told == "after it went on":
             assert first.flush()
-        second.forget(session="s", namespace="alice")
+        (first if told == "before another branch" else second).forget(session="s", namespace="alice")
         if told != "once it is forgotten":
             assert spaces(second) == set()
         assert first.generate(turns, **ALICE, reuse="exact").receipt.cached_tokens == 0

@@ -40,16 +40,6 @@ def pinned(connection: sqlite3.Connection) -> set[int]:
     return {page for name in live for (page,) in connection.execute("SELECT page FROM pins WHERE process = ?", (name,))}
 
 
-def _last(group: ToolGroup, held: list[ToolGroup]) -> ToolGroup:
-    """The later of two answers of a session, whichever process recorded it first; pages of the other are superseded."""
-    if not (held and group.lease_end):
-        return group
-    before, last = sorted((*held, group), key=lambda one: one.created)
-    known = before.superseded if before is group else ()  # else the later one has them
-    left = dict.fromkeys(key for key in (*known, *before.page_keys, *last.superseded) if key not in last.page_keys)
-    return replace(last, superseded=tuple(left), splices=tuple(dict.fromkeys((*before.splices, *last.splices))))
-
-
 class IndexMetadata:
     """The index but for its pages. In a read-only folder nothing is written, nor raised for that. path, unshared: see Database.
 
@@ -157,7 +147,7 @@ class IndexMetadata:
             gone = self.deletions_in(connection, since) if since is not None else ()
             if any(one.covers(about[0], group.created) or one.names(*about[:2]) or one.about(group.scope) for one in gone):
                 return
-            last = _last(group, self._groups(connection, *about))
+            last = group.merge(next(iter(self._groups(connection, *about)), None))
             sealed = guard(self.folder, last.to_json().encode(), named("group", *about))
             values = (*about, last.regime, sealed, last.tip, last.created or time.time(), tick(connection))
             connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
