@@ -71,8 +71,9 @@ class ToolGroup:
         if known is None or not self.lease_end:
             return self
         before, last = sorted((known, self), key=lambda one: one.created)
-        left = dict.fromkeys(key for key in (*before.superseded, *before.page_keys, *last.superseded) if key not in last.page_keys)
-        return replace(last, superseded=tuple(left), splices=tuple(dict.fromkeys((*before.splices, *last.splices))))
+        left = before.superseded if before is self else ()  # else the later one has them
+        left = tuple(dict.fromkeys(key for key in (*left, *before.page_keys, *last.superseded) if key not in last.page_keys))
+        return replace(last, superseded=left, splices=tuple(dict.fromkeys((*before.splices, *last.splices))))
 
     @property
     def scope(self) -> Scope:
