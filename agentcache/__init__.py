@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .caller_warnings import CallerWarnings
     from .client import RemoteEngine
     from .counters import AnswerCounts
-    from .document_packs import Document, Learnt
+    from .document_packs import Arrangement, Document, Learnt
     from .engine import Engine
     from .events import Chunk
     from .layout.declared import volatile
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 from . import embedded, errors
 from .types import (
     PASSAGES,
-    Arrangement,
     Constraint,
     Forgotten,
     Layout,
@@ -56,6 +55,7 @@ DISTRIBUTION = "agentcache-llm"  # how agentcache_llm.py tells this package from
 
 _LAZY = {
     "AnswerCounts": "counters",
+    "Arrangement": "document_packs",
     "Calibration": "calibration",
     "CallerWarnings": "caller_warnings",
     "Chunk": "events",

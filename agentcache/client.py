@@ -30,10 +30,10 @@ from .remote_stream import RemoteEvents, RemoteRequest, RemoteStream, checked, r
 from .shared_engines import EngineLease, shared_engine
 from .store.tool_group import ToolGroup
 from .stream import Completion, Stream
-from .types import Arrangement, Constraint, Forgotten, Layout, Message, Probe, Sampling, Tool
+from .types import Constraint, Forgotten, Layout, Message, Probe, Sampling, Tool
 
 if TYPE_CHECKING:
-    from .document_packs import Document, Learnt
+    from .document_packs import Arrangement, Document, Learnt
     from .layout import Volatile
 
 T = TypeVar("T")
@@ -220,6 +220,8 @@ class RemoteEngine(ProcessOwned):
         """Order retrieved passages along what the server has cached, as `Engine.arrange` does; rendered: tools_order, template_kwargs."""
         self._check_namespace(namespace)
         body = {"passages": passages, "messages": _plain(messages), "tools": plain_tools(tools), **rendered}
+        from .document_packs import Arrangement
+
         said = self._call("POST", "/v1/engine/arrange", body)
         return Arrangement(**{**said, "order": tuple(said["order"])})
 

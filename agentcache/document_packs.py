@@ -1,4 +1,5 @@
-"""Texts that are learnt: their names, their digests, the packs in which they are computed, and what became of them. Knows no engine."""
+"""Texts that are learnt: their names, their digests, the packs in which they are computed, and what became of them. Also the order of
+passages. Knows no engine."""
 
 from __future__ import annotations
 
@@ -18,6 +19,28 @@ if TYPE_CHECKING:
     from .kv_spec import KVSpec
     from .prompt_schema import Schema
     from .store.tool_group import ToolGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """An order of retrieved passages, along what is cached of them."""
+
+    # numbers of the passages as they are to be shown; of equal ones only the first
+    order: tuple[int, ...]
+    # given, with equal ones
+    passages: int
+    # of the passages, cached in this order
+    cached_tokens: int
+    # of the passages, cached in the order in which they came
+    given_tokens: int
+
+    @property
+    def ranks(self) -> str:
+        """The order in which the passages came, as text for the prompt; empty where they are shown in it."""
+        if list(self.order) == sorted(self.order):
+            return ""
+        places = sorted(range(len(self.order)), key=lambda place: self.order[place])
+        return f"Best passages first: {', '.join(str(place + 1) for place in places)}."
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from .layout import Renderer
 from .layout.request import Rendered
 from .store.keys import Scope, as_ids
 from .store.store import Store
-from .types import PASSAGES, Arrangement, Forgotten, Message, check_name
+from .types import PASSAGES, Forgotten, Message, check_name
 
 if TYPE_CHECKING:
-    from .document_packs import Document, Learnt
+    from .document_packs import Arrangement, Document, Learnt
     from .model.hf import HFModel
     from .prompt_schema import Schema
     from .store.tool_group import ToolGroup
@@ -52,6 +52,7 @@ class Documents:
 
         messages: the prompt, with PASSAGES in the place of all passages. Computes nothing; `rendered` as of `stream`.
         """
+        from . import document_packs as packs
         from . import passage_order
 
         self.check_open()
@@ -64,7 +65,7 @@ class Documents:
         same = [first.setdefault(text, number) for number, text in enumerate(passages)]
         known, regime = self.model.fingerprint, self.model.regime(len(layout.ids))
         if regime is None or known is None or known.refusal or not isinstance(layout, Rendered):
-            return Arrangement(tuple(first.values()), len(passages), 0, 0)
+            return packs.Arrangement(tuple(first.values()), len(passages), 0, 0)
         head = as_ids(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)])  # its last token may be another before a passage
         ids = [as_ids(self.renderer.ids(text, namespace)) for text in passages]
         return passage_order.arrange(self.store, Scope(namespace, known.whole, regime), head, ids, same)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .document_packs import Arrangement
 from .store.keys import Ids, Scope
 from .store.store import Store
-from .types import PAGE_TOKENS, Arrangement
+from .types import PAGE_TOKENS
 
 LEAST = 32  # tokens that another order must gain
 SIZE = 4  # bytes of an id: as bytes, runs of ids are compared in a fraction of the time that arrays take

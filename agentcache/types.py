@@ -341,28 +341,6 @@ PASSAGES = "{passages}"  # stands in a message for the passages that `Engine.arr
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
-    """An order of retrieved passages, along what is cached of them."""
-
-    # numbers of the passages as they are to be shown; of equal ones only the first
-    order: tuple[int, ...]
-    # given, with equal ones
-    passages: int
-    # of the passages, cached in this order
-    cached_tokens: int
-    # of the passages, cached in the order in which they came
-    given_tokens: int
-
-    @property
-    def ranks(self) -> str:
-        """The order in which the passages came, as text for the prompt; empty where they are shown in it."""
-        if list(self.order) == sorted(self.order):
-            return ""
-        places = sorted(range(len(self.order)), key=lambda place: self.order[place])
-        return f"Best passages first: {', '.join(str(place + 1) for place in places)}."
-
-
-@dataclass(frozen=True, slots=True)
 class Forgotten:
     """Pages and texts that `forget` deleted."""
 
@@ -384,12 +362,14 @@ class StoreOptions:
     precision: Precision = "exact"  # "int8" and "int4" save bytes, and serve reuse="lossy" only
     turns: Precision = "exact"  # of sessions that are idle, on disk; other bits serve reuse="lossy" only, and "int4" asks for a calibration
     refuse_slow: bool = True  # compute tokens whose pages take longer to read
+    overwrite: bool = False  # files of deleted pages, before they are unlinked
     check_one_in: int = 64  # of so many exact hits from disk one is recomputed in idle time and compared; 0: none
     encryption_key: bytes | None = field(default=None, repr=False)  # 32 bytes; None: AGENTCACHE_KEY, else no encryption
 
     def __post_init__(self) -> None:
-        if not isinstance(self.refuse_slow, bool):
-            raise ConfigError(f"refuse_slow={self.refuse_slow!r}: must be True or False")
+        for name in ("refuse_slow", "overwrite"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name}={value!r}: must be True or False")
         for name in ("disk_bytes", "write_bytes_per_hour", "check_one_in"):
             if not _whole(value := getattr(self, name)) or value < 0:
                 raise ConfigError(f"{name}={value!r}: must be a whole number of at least 0")

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,6 +60,7 @@ def prune(
     everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also what running processes have pinned.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite files before they are deleted.")] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,6 +81,7 @@ def prune(
             which: ToolGroup | str | None = None if group is None else one(index, group, namespace, fingerprint, adapter)
             space = None if which else namespace
             which = _adapter(index, adapter) if adapter is not None and which is None else which
+            folder = replace(folder, overwrite=overwrite)
             done = pruned(folder, index, namespace=space, older_than=age, group=which, max_bytes=most, force=force, dry_run=dry_run)
             left = index.total()
     if as_json:

@@ -665,7 +665,9 @@ def test_opening_a_store_sweeps_leftovers_of_killed_writers(tmp_path: Path, unfi
     folder = Folder.open(options.folder)
     for _ in range(5):
         os.waitpid(fork_quietly(die), 0)
-        assert [file.part for file in blob_files.files(folder)] == [unfinished], "each sweeps what the one before it left"
+        assert [file.suffix == blob_files.PART for file in blob_files.files(folder)] == [unfinished], (
+            "each sweeps what the one before it left"
+        )
     disk = DiskTier(options)
     assert disk.writer.flush()
     assert list(blob_files.files(folder)) == []

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentcache import Constraint, Engine, Forgotten, Reason
-from agentcache.errors import ConfigError, EngineClosedError, GenerationError
+from agentcache.errors import ConfigError, EngineClosedError, GenerationError, StoreBusyError
 from agentcache.store.admin.prune import finish, prune
 from agentcache.store.disk import blob_files, blob_io, process_identity
 from agentcache.store.disk.database import Database
@@ -21,7 +22,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.index_metadata import IndexMetadata
 from agentcache.store.keys import Role, as_ids
-from agentcache.types import Message
+from agentcache.types import PAGE_TOKENS, Message, StoreOptions
 from tests.chat_templates import TOOL_TEMPLATES
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text, tool, wait_until
 from tests.store import stored_pages
@@ -240,6 +241,34 @@ def test_a_killed_deletion_is_finished_by_the_next_opening(
         told = as_ids(ids[:8]).tobytes()
         assert not any(told in file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
         assert running.generate(TURNS, **ALICE).receipt.cached_tokens == 0
+
+
+def test_files_of_forgotten_pages_are_overwritten(model: Any, tmp_path: Path) -> None:
+    with engine(model=model, store=StoreOptions(tmp_path, overwrite=True)) as running, ExitStack() as files:
+        running.generate(TURNS, **ALICE)
+        assert running.flush()
+        kept = [files.enter_context(path.open("rb")) for path in tmp_path.glob("blobs/*/*")]
+        assert kept
+        running.forget(namespace="alice")
+        assert not any(map(any, (file.read() for file in kept)))
+        assert list(tmp_path.glob("blobs/*/*")) == []
+
+
+def test_mapped_files_are_overwritten_once_they_are_free(model: Any, tmp_path: Path) -> None:
+    options = StoreOptions(tmp_path, overwrite=True, refuse_slow=False, check_one_in=0)
+    turns = chat(long_text(500))
+    with engine(model=model, store=options) as first, engine(model=model, store=options) as reader:
+        first.generate(turns, **ALICE)
+        assert first.flush()
+        done = reader.generate(turns, **ALICE)
+        assert done.receipt.disk_tokens >= PAGE_TOKENS
+        with pytest.raises(StoreBusyError, match="deleted pages are not overwritten"):
+            first.forget(namespace="alice")
+        assert {path.suffix for path in tmp_path.glob("blobs/*/*")} == {blob_files.DELETED}
+        again = reader.generate(turns, **ALICE)
+        assert (again.ids, again.receipt.cached_tokens) == (done.ids, 0)
+        reader.forget(namespace="alice")
+        assert list(tmp_path.glob("blobs/*/*")) == []
 
 
 @pytest.mark.parametrize("told", ["before it goes on", "after it went on", "once it is forgotten", "before another branch"])

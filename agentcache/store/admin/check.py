@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]  # bytes looked at so far, of how many
 class Problem:
     """Damage that the check found."""
 
-    kind: str  # index, page, missing, quarantined, orphan or part
+    kind: str  # index, page, missing, quarantined, orphan, part or deleted
     name: str  # of the file
     why: str
     bytes: int = 0
@@ -111,7 +111,7 @@ def described(folder: Folder) -> Iterator[Row]:
     from ..disk import blob_io
 
     for file in blob_files.files(folder):
-        if not file.part:
+        if file.suffix == blob_files.WHOLE:
             with suppress(BlobError):
                 yield blob_io.describe(folder, file.name)
 
@@ -170,7 +170,7 @@ def _check_files(folder: Folder, report: Report, progress: Progress) -> None:
     """Without an index: each page against itself."""
     from ..disk import blob_io
 
-    finished = [file for file in blob_files.files(folder) if not file.part]
+    finished = [file for file in blob_files.files(folder) if file.suffix == blob_files.WHOLE]
     total = sum(file.bytes for file in finished)
     for file in finished:
         try:
@@ -187,8 +187,12 @@ def _check_files(folder: Folder, report: Report, progress: Progress) -> None:
 
 def _orphans(folder: Folder, index: Index, fix: bool) -> list[Problem]:
     found, _ = (blob_files.sweep if fix else blob_files.orphans)(folder, index.has_blobs)
-    words = {False: ("orphan", "no row of the index names it"), True: ("part", "its writer died before it was finished")}
-    return [Problem(words[file.part][0], file.name, words[file.part][1], file.bytes, mended=fix) for file in found]
+    words = {
+        blob_files.WHOLE: ("orphan", "no row of the index names it"),
+        blob_files.PART: ("part", "its writer died before it was finished"),
+        blob_files.DELETED: ("deleted", "it waits to be overwritten"),
+    }
+    return [Problem(words[file.suffix][0], file.name, words[file.suffix][1], file.bytes, mended=fix) for file in found]
 
 
 def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True) -> tuple[int, int]:
@@ -201,7 +205,7 @@ def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True)
 
     def free(row: Row) -> None:
         try:
-            with suppress(BlobError):  # a name that no blob can have
+            with suppress(BlobError, StoreBusyError):  # a name that no blob can have; a blob that waits to be overwritten
                 blob_files.unlink(folder, row.blob)
         except StoreError as error:  # Windows deletes no file that is open: the others go all the same
             failed.append(error)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ...errors import StoreFullError, StorePermissionError
+from ...errors import StoreBusyError, StoreFullError, StorePermissionError
 from ...types import PAGE_TOKENS
 from ..deletion import Deletion
 from ..disk import blob_files, process_identity, session_rows
@@ -113,9 +113,16 @@ def prune(
         done.splices = index.drop_named_splices(group.namespace, [name for name in group.splices if name not in others])
         index.drop_segments_under(group.namespace, group.fingerprint, {item.parent for item in going})
     index.drop_dead_pins()
+    _check_overwritten(folder)
     if index.database.empty_log() and note:  # else the next opening finishes it
         index.drop_meta(note)
     return done
+
+
+def _check_overwritten(folder: Folder) -> None:
+    if folder.overwrite and (waiting := sum(file.suffix == blob_files.DELETED for file in blob_files.files(folder))):
+        said = f"{waiting} deleted pages are not overwritten yet: running processes have them in memory until their next request"
+        raise StoreBusyError(f"{said}; `agentcache prune` or opening the store after that overwrites them")
 
 
 def finish(folder: Folder, index: Index) -> None:

@@ -2,6 +2,7 @@
 
 blobs/ab/NAME.safetensors        NAME = 32 hexadecimal digits "-" the writer's process token; ab = its first two digits
 blobs/ab/NAME.part               being written
+blobs/ab/NAME.deleted            to be overwritten, once no process has it mapped: who maps a file shares a lock on it
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import Any
 
 import psutil
 
-from ...errors import BlobError, StoreError, StoreFullError, StorePermissionError
-from ...private import NEW, PLAIN, ours
+from ...errors import BlobError, StoreBusyError, StoreError, StoreFullError, StorePermissionError
+from ...private import NEW, PLAIN, lock, ours
 from . import process_identity
 from .folder import Folder
 
-WHOLE, PART = ".safetensors", ".part"
+WHOLE, PART, DELETED = ".safetensors", ".part", ".deleted"
 NAME = re.compile(rf"(?a:[0-9a-f]{{32}})-({process_identity.TOKEN.pattern})")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAMAGED = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.EIO)
@@ -37,17 +38,18 @@ ALIGN = 4096  # where data starts: whole pages of memory and of most disks
 IOV = 512  # buffers per call, below every system's limit
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs"}  # where a deleted file that is mapped can still be read
 POPULATE_READ = 22  # of madvise, Linux 5.14; Python has no name for it before 3.13
+ZEROS = 1 << 20  # bytes that are overwritten at once
 PROBE = 1 << 18  # bytes between two looks at what the system holds in memory
 _seeking = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of the store. writer: the token of the process that wrote it. part: it was never finished."""
+    """One file of the store. writer: the token of the process that wrote it."""
 
     name: str
     writer: str
-    part: bool
+    suffix: str
     bytes: int
     changed: float
 
@@ -272,17 +274,36 @@ def new_file(folder: Folder) -> Iterator[tuple[str, int]]:
 
 
 def unlink(folder: Folder, name: str, suffix: str = WHOLE) -> bool:
-    """Delete a file of the store; returns whether it was there."""
+    """Delete a file of the store; returns whether it was there. StoreBusyError: it is to be overwritten, and mapped by a process."""
     try:
         with _place(folder, name) as (path, place):
+            if folder.overwrite or suffix == DELETED:
+                suffix = _overwrite(path, suffix, place)
             os.unlink(path + suffix, dir_fd=place)
     except FileNotFoundError:
         return False
+    except BlockingIOError as error:
+        raise StoreBusyError(f"blob {name!r} is deleted, but not overwritten yet: a running process has its page in memory") from error
     except StoreError:
         raise
     except OSError as error:
         raise refusal(name, error, "deleting") from error
     return True
+
+
+def _overwrite(path: str, suffix: str, place: int | None) -> str:
+    """Write zeros over a file, under a suffix that no row's has, which is returned. BlockingIOError: a process has it mapped."""
+    os.rename(path + suffix, path + DELETED, src_dir_fd=place, dst_dir_fd=place)
+    fd = os.open(path + DELETED, os.O_RDWR | PLAIN, dir_fd=place)
+    try:
+        lock(fd)
+        size, zeros = os.fstat(fd).st_size, memoryview(bytes(ZEROS))
+        for at in range(0, size, ZEROS):
+            write_from(fd, [zeros[: size - at]], at)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return DELETED
 
 
 def files(folder: Folder) -> Iterator[File]:
@@ -293,24 +314,24 @@ def files(folder: Folder) -> Iterator[File]:
             for entry in os.scandir(place):
                 name, dot, suffix = entry.name.rpartition(".")
                 found = NAME.fullmatch(name)
-                if found is None or dot + suffix not in (WHOLE, PART) or name[:2] != os.path.basename(place):
+                if found is None or dot + suffix not in (WHOLE, PART, DELETED) or name[:2] != os.path.basename(place):
                     continue
                 with suppress(FileNotFoundError):  # deleted or renamed meanwhile
                     about = entry.stat(follow_symlinks=False)
-                    yield File(name, found[1], dot + suffix == PART, about.st_size, about.st_mtime)
+                    yield File(name, found[1], dot + suffix, about.st_size, about.st_mtime)
     except OSError as error:
         raise refusal("*", error, "listing") from error
 
 
 def orphans(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> tuple[list[File], int]:
-    """Files that no row names, nor ever will: their writers are dead. And the bytes of those whose writers may still be running.
+    """Files that no row names, nor ever will: deleted ones, and those of dead writers. And the bytes of those whose writers may still run.
 
     known: which of these names have a row; asked after the files were listed, so that a row inserted meanwhile is seen.
     """
     found = list(files(folder))
-    rows = known([file.name for file in found if not file.part])
-    unnamed = [file for file in found if file.part or file.name not in rows]
-    dead = [file for file in unnamed if not process_identity.alive(file.writer, since=file.changed)]
+    rows = known([file.name for file in found if file.suffix == WHOLE])
+    unnamed = [file for file in found if file.suffix != WHOLE or file.name not in rows]
+    dead = [file for file in unnamed if file.suffix == DELETED or not process_identity.alive(file.writer, since=file.changed)]
     return dead, sum(file.bytes for file in unnamed) - sum(file.bytes for file in dead)
 
 
@@ -319,5 +340,5 @@ def sweep(folder: Folder, known: Callable[[list[str]], Collection[str]]) -> tupl
     found = orphans(folder, known)
     for file in found[0]:
         with suppress(StoreError):  # Windows deletes no file that is open: the next sweep does
-            unlink(folder, file.name, PART if file.part else WHOLE)
+            unlink(folder, file.name, file.suffix)
     return found

@@ -66,7 +66,7 @@ class DiskTier:
         self.options = options
         self.written: Precision = options.precision
         self.precision: Precision = options.turns if self.written == "exact" else self.written  # the fewest bits that lossy requests get
-        self.folder = Folder.open(options.folder, key=options.encryption_key)
+        self.folder = Folder.open(options.folder, key=options.encryption_key, overwrite=options.overwrite)
         self.seen = self.folder.generation
         try:
             self.index = Index(self.folder)

@@ -17,7 +17,7 @@ import os
 import secrets
 import stat
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +61,21 @@ def _from_hex(text: str) -> bytes | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folder:
-    """An opened store's folder, checked. key: authenticates stored bytes. writable: if not, all is read-only, which is no error."""
+    """An opened store's folder, checked. key: authenticates stored bytes. writable: if not, all is read-only, which is no error. overwrite:
+    blobs are, before they are unlinked."""
 
     path: Path
     key: bytes = field(repr=False)
     writable: bool
     encrypted: bool
+    overwrite: bool = False
     _cipher: Any = field(default=None, repr=False)
     _made: bytes = field(default=b"", repr=False)  # its file `key`, which no other folder has
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str] | None = None, *, create: bool = True, key: bytes | None = None) -> Folder:
+    def open(
+        cls, path: str | os.PathLike[str] | None = None, *, create: bool = True, key: bytes | None = None, overwrite: bool = False
+    ) -> Folder:
         """Open the store at `path` (default_path()), and make it unless `create` is off.
 
         key: 32 bytes to encrypt with (default_key()); it must be given exactly if the store was made with it.
@@ -86,7 +90,7 @@ class Folder:
             raise ConfigError(f"an encryption key of {len(secret)} bytes: must be {KEY_BYTES}")
         try:
             writable = _prepare(place, create, secret)
-            return _opened(place, secret, writable)
+            return replace(_opened(place, secret, writable), overwrite=overwrite)
         except StoreError:
             raise
         except OSError as error:

@@ -21,6 +21,7 @@ import torch
 from ...errors import BlobError, StoreError
 from ...kv import PAGE_TOKENS, Page
 from ...page_memory import zeros
+from ...private import lock
 from . import blob_files
 from .blob import PIECE, Blob, Progress, fits, open_blob, same, tensors, view
 from .folder import Folder
@@ -60,6 +61,7 @@ class Filling:
         self.here = blob_files.in_memory(self.blob.fd, size)
         if self.here or (self.lies and self.tokens == PAGE_TOKENS):
             with suppress(OSError):  # a limit on maps: read instead
+                lock(self.blob.fd, shared=True)  # as long as it is mapped: nobody overwrites it
                 self.mapped = memoryview(blob_files.map_file(self.blob.fd, size))
 
     @property
