@@ -104,6 +104,7 @@ def ordered(engine: Engine, texts: Sequence[str], prompts: int, repeats: int) ->
         engine_timing.ask(engine, prompt("\n\n".join(rng.sample(list(texts), 6)), f"Question {number}?"), (), 1, namespace="order")
     for number in range(repeats):
         found, question = rng.sample(list(texts), len(texts)), f"Question {prompts + number}: what does the pilot say?"
+        engine.flush()  # as while passages are retrieved
         began = time.perf_counter()
         order = engine.arrange(found, prompt(PASSAGES, question), namespace="order")
         ms = (time.perf_counter() - began) * 1e3
