@@ -57,6 +57,9 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         cells = [number(mixed["prefill_tokens"]), f"{mixed['prefill_over_alone']:.2f}", *gaps]
         title = "ms between tokens while another request prefills"
         made.append(table(title, ["prefill", "of its time alone", "alone", "median", "p95"], [cells]))
+    if rounds := found.get("rounds"):
+        lines = [[number(row["rows"]), number(row.get("alone_ms", 0.0), 1), number(row["with_token_ms"], 1)] for row in rounds]
+        made.append(table("ms of a round with rows of a prompt", ["rows", "alone", "and a token of another"], lines))
     if agents := found.get("agents"):
         cells = [number(agents["agents"]), number(agents["one_per_s"], 1), number(agents["all_per_s"], 1), f"{agents['ratio']:.2f}x"]
         made.append(table("agents decoding at once, tokens per second", ["agents", "one", "all", "ratio"], [cells]))
@@ -94,6 +97,7 @@ def steps(
     later_step: Annotated[bool, typer.Option("--later-step", help="190 new tokens behind 3-4k, against a kept cache.")] = False,
     decode_contexts: Annotated[str, typer.Option("--decode-contexts", "--contexts", help="ms per token at these contexts.")] = "",
     mixed: Annotated[bool, typer.Option("--mixed", help="Time between tokens while another request prefills 3k.")] = False,
+    rounds: Annotated[bool, typer.Option("--rounds", help="Rounds with rows of a prompt, with and without a decoded token.")] = False,
     agents: Annotated[int, typer.Option(min=0, help="Tokens per second of so many agents at once.")] = 0,
     overhead: Annotated[bool, typer.Option("--overhead", help="Layout, lookup and planning at 3k and 37k tokens.")] = False,
     admitting: Annotated[bool, typer.Option("--admitting", help="What writing to disk costs a cold request.")] = False,
@@ -106,7 +110,14 @@ def steps(
     """Later steps, decoding, packing, what stands around the forwards, and memory."""
     with report_errors():
         contexts = numbers(decode_contexts, "decode-contexts") or ((2900, 12000) if everything else ())
-        wanted = {"memory": memory, "later_step": later_step, "mixed": mixed, "overhead": overhead, "admitting": admitting}
+        wanted = {
+            "memory": memory,
+            "later_step": later_step,
+            "mixed": mixed,
+            "rounds": rounds,
+            "overhead": overhead,
+            "admitting": admitting,
+        }
         wanted["checkpoints"] = checkpoints
         loading = Loading(model, shape, dtype, threads)
         with (
@@ -134,6 +145,7 @@ def _parts(engine: Any, repeats: int) -> dict[str, Callable[[], Any]]:
         "memory": lambda: steps_parts.memory(engine),
         "later_step": lambda: steps_parts.later_step(engine, repeats),
         "mixed": lambda: steps_parts.mixed(engine),
+        "rounds": lambda: steps_parts.rounds(engine, repeats),
         "overhead": steps_parts.overhead,
         "admitting": lambda: steps_parts.admitting(engine, repeats),
         "checkpoints": lambda: steps_parts.checkpoints(engine),

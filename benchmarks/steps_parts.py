@@ -24,6 +24,7 @@ from agentcache.bench.shapes import TOKENIZER_VOCAB, fill, random_model
 from agentcache.checkpoints import CHECKPOINT_TOKENS
 from agentcache.errors import CancelledError
 from agentcache.kv import Sequence
+from agentcache.runner import Work
 from agentcache.store.keys import as_ids
 from agentcache.types import Message
 
@@ -188,6 +189,39 @@ def mixed(engine: Engine, prefill_tokens: int = 3000) -> dict[str, Any]:
         "gap_alone_ms": statistics.median(quiet) * 1e3,
         "load": {"foreign": load.foreign, "load_average": load.average},
     }
+
+
+def rounds(engine: Engine, repeats: int, context: int = 1536) -> list[dict[str, float]]:
+    """Rounds that compute rows of a prompt behind `context` tokens: alone, and with a token of a request behind 2,900; median ms.
+
+    Only while the engine is idle: it runs the model in this thread.
+    """
+    spec, ids, run = engine.model.spec, [5 + n % 500 for n in range(2900)], engine.scheduler.runner.run
+    assert spec is not None
+    regime = engine.model.regime(len(ids)) or ""
+
+    def filled(length: int) -> Sequence:
+        sequence = Sequence(spec, state=engine.model.begin())
+        while sequence.length < length:
+            run([Work(sequence, ids[sequence.length : min(length, sequence.length + 512)], regime)])
+        return sequence
+
+    def timed(**rows: int) -> float:
+        found = []
+        for _ in range(repeats):
+            works = [Work(at[name], ids[at[name].length :][:count], regime) for name, count in rows.items()]
+            lengths, began = {name: at[name].length for name in rows}, time.perf_counter()
+            run(works)
+            found.append((time.perf_counter() - began) * 1e3)
+            for name, length in lengths.items():
+                at[name].withdraw(length)
+        return statistics.median(found)
+
+    at = {"filling": filled(context), "decoding": filled(len(ids) - 1)}
+    return [{"rows": 0, "with_token_ms": timed(decoding=1)}] + [
+        {"rows": rows, "alone_ms": timed(filling=rows), "with_token_ms": timed(decoding=1, filling=rows)}
+        for rows in (16, 32, 48, 64, 96, 128, 256)
+    ]
 
 
 def _rate(engine: Engine, count: int, tokens: int, namespace: str, first: int) -> float:

@@ -102,6 +102,14 @@ def test_time_between_tokens_during_a_prefill(engine: Engine) -> None:
     assert found["gap_p95_ms"] >= found["gap_median_ms"] > 0
 
 
+def test_rounds_with_and_without_a_token(engine: Engine) -> None:
+    first, *others = steps_parts.rounds(engine, repeats=1, context=64)
+    assert first["rows"] == 0
+    assert [row["rows"] for row in others] == [16, 32, 48, 64, 96, 128, 256]
+    assert all(min(row["alone_ms"], row["with_token_ms"]) > 0 for row in others)
+    assert [column.header for column in steps.tables({"rounds": [first, *others]})[0].columns][0] == "rows"
+
+
 def test_overhead_on_a_one_layer_model() -> None:
     [figures] = steps_parts.overhead(sizes=(3000,), steps=2).values()
     assert figures["prompt_tokens"] > 2800
