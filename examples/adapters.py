@@ -34,4 +34,6 @@ def main(model: str, router: str, caller: str, judge: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 5:
+        sys.exit(__doc__)
     main(*sys.argv[1:5])

@@ -59,4 +59,6 @@ def main(model: str, question: str, steps: int = 6) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:3])

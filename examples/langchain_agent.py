@@ -46,4 +46,6 @@ def main(model: str, question: str = "When is high water in Port Averil tomorrow
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(*sys.argv[1:3])

@@ -54,4 +54,6 @@ def main(model: str, folder: str, question: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
     main(*sys.argv[1:4])

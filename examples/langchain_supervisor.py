@@ -56,4 +56,6 @@ def main(model: str, question: str = "Is it safe to sail from Port Averil?") -> 
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(*sys.argv[1:3])

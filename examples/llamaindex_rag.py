@@ -61,5 +61,7 @@ async def main(llm: AgentCacheLLM) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     with AgentCacheLLM(model=sys.argv[1]) as model:
         asyncio.run(main(model))
