@@ -48,21 +48,19 @@ def there_and_back(keys: torch.Tensor, values: torch.Tensor, precision: str) -> 
     for name, dtype, shape in quantize.parts(precision, kv_heads, (head_dim, values.shape[-1]), tokens):
         assert found[name].shape == shape
         assert found[name].is_contiguous()
-        assert str(found[name].dtype) == {"F32": "torch.float32", "I8": "torch.int8", "U8": "torch.uint8"}[dtype]
+        assert str(found[name].dtype) == {"F32": "torch.float32", "U8": "torch.uint8"}[dtype]
     out = torch.full_like(keys, 7), torch.full_like(values, 7)
     quantize.dequantize(found, precision, *out)
     return out
 
 
 def half_steps(x: torch.Tensor, precision: str) -> torch.Tensor:
-    """The bound, computed another way: half a step of each key's channel or value's token (int8) or group (int4)."""
-    x = x.double()
-    if precision == "int8":
-        return (x.abs().amax(2, keepdim=True) / 254).expand_as(x)
+    """The bound, computed another way: half a step of each group."""
+    x, (size, steps) = x.double(), {"int8": (128, 510), "int4": (64, 30)}[precision]
     bound = torch.empty_like(x)
-    for start in range(0, x.shape[2], 64):
-        group = x[:, :, start : start + 64]
-        bound[:, :, start : start + 64] = (group.amax(2, keepdim=True) - group.amin(2, keepdim=True)) / 30
+    for start in range(0, x.shape[2], size):
+        group = x[:, :, start : start + size]
+        bound[:, :, start : start + size] = (group.amax(2, keepdim=True) - group.amin(2, keepdim=True)) / steps
     return bound
 
 
@@ -76,7 +74,7 @@ def test_no_element_is_off_by_more_than_half_a_step(
     values = noise(kind, (kv_heads, tokens, head_dim), seed + 1).to(dtype)
     for x, y in zip((keys, values), there_and_back(keys, values, precision)):
         assert y.dtype == dtype
-        largest = x.double().abs().amax() if precision == "int4" else x.double().abs()
+        largest = x.double().abs().amax()
         allowed = half_steps(x, precision) * (1 + 1e-5) + largest * (ULP[dtype] + 4 * ULP[torch.float32]) + FLOOR[dtype]
         assert ((x.double() - y.double()).abs() <= allowed).all()
 
@@ -86,19 +84,15 @@ def test_no_element_is_off_by_more_than_half_a_step(
 def test_zeros_and_constants_come_back_as_they_were(precision: str, dtype: torch.dtype) -> None:
     zeros = torch.zeros(2, 16, 100, dtype=dtype), torch.zeros(2, 100, 16, dtype=dtype)
     assert all(torch.equal(x, y) for x, y in zip(zeros, there_and_back(*zeros, precision)))
-    levels = quantize._levels(torch.zeros(4), torch.zeros(1), -127, 127)
-    assert torch.equal(levels, torch.zeros(4))  # 0 / 0 would depend on how a processor casts NaN
+    assert not any(map(torch.any, quantize.quantize(*zeros, precision).values())), "0 / 0 would depend on how a processor casts NaN"
     constant = tuple(torch.full_like(x, -2.75) for x in zeros)
     assert all(torch.allclose(x, y, rtol=1e-6, atol=0) for x, y in zip(constant, there_and_back(*constant, precision)))
 
 
 def test_the_end_of_the_range_does_not_wrap() -> None:
-    """A scale rounded to 16 bits once made 127.5 of the largest element, and -128 of that."""
+    """A scale rounded to 16 bits once made more of the largest element than a byte holds."""
     for seed in range(20):
         keys, values = noise("noise", (2, 64, 512), seed).bfloat16(), noise("ends", (2, 512, 64), seed).bfloat16()
-        found = quantize.quantize(keys, values, "int8")
-        for name in ("keys", "values"):
-            assert found[name].min() >= -127
         for x, y in zip((keys, values), there_and_back(keys, values, "int8")):
             assert (x.sign() == y.sign())[x.abs() > x.abs().amax() / 100].all()
             assert ((x.float() - y.float()).norm() / x.float().norm()) < 0.01
@@ -157,7 +151,7 @@ def test_an_exact_row_is_never_served_from_a_lossy_blob(tmp_path: Path) -> None:
         fill_page(folder, replace(written, precision="exact"), Page(SPEC), tokens=512)
 
 
-@pytest.mark.parametrize(("precision", "share"), [("exact", 1.0), ("int8", 0.5098), ("int4", 0.313)])
+@pytest.mark.parametrize(("precision", "share"), [("exact", 1.0), ("int8", 0.53125), ("int4", 0.313)])
 def test_bytes_per_token_are_those_of_the_documentation(tmp_path: Path, precision: str, share: float) -> None:
     """docs/format-blobs.md says what a full page of a model with 28 layers and 8 heads of 128 takes; here with one layer."""
     spec = KVSpec(1, 8, 128, torch.bfloat16)
@@ -168,6 +162,6 @@ def test_bytes_per_token_are_those_of_the_documentation(tmp_path: Path, precisio
 def test_drift_on_noise() -> None:
     """Relative error of normal noise, as documented."""
     keys, values = noise("noise", (8, 128, 512), 1), noise("noise", (8, 512, 128), 2)
-    for precision, most in (("int8", 0.0085), ("int4", 0.095)):
+    for precision, most in (("int8", 0.0065), ("int4", 0.095)):
         for x, y in zip((keys, values), there_and_back(keys, values, precision)):
             assert most / 2 < (x - y).norm() / x.norm() < most
