@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from agentcache.store.disk.database import alone
 from agentcache.store.disk.folder import Folder
 from tests import models
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text, tool, wait_until
+from tests.processes import Child
 
 TURNS = chat("What is the wind?", "North, four.", "And the tide? " + long_text(30))
 
@@ -312,9 +316,16 @@ def answer_of_a_team(**more: str) -> tuple[str, int]:
     return done.stdout, done.stderr.count("threads are used")
 
 
+def answer_here(parent: Connection) -> None:
+    """The same in a process that has imported an engine, whose environment says nothing of teams."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as warned:
+        exec(TWO_THREADS, {})
+    parent.send((out.getvalue(), warned.getvalue().count("threads are used")))
+
+
 @pytest.fixture(scope="module")
 def whole_team() -> tuple[str, int]:
-    return answer_of_a_team()
+    return Child(answer_here).end()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("given", ["OMP_THREAD_LIMIT=1", "OMP_DYNAMIC=true"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,26 @@ import pytest
 from agentcache import Engine
 from agentcache.bench import families
 from agentcache.errors import ModelError
+from agentcache.store import page_prefetch
 from tests import models
 from tests.asking import SYSTEM, TOOLS, Asking, user
-from tests.checkout import ROOT
+from tests.processes import Child
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
 KINDS = {"window": "gemma3_text", "sinks": "gpt_oss", "recurrent": "qwen3_5_text", "latent": "youtu"}
 FIRST = [SYSTEM, user("How high is the tide?")]
-SERVE = """
-import json, sys
-from contextlib import closing
-from pathlib import Path
-from agentcache.store import page_prefetch
-from tests.asking import Asking
-page_prefetch.too_slow, page_prefetch.give_up = lambda *_: 0.0, lambda *_: False  # a busy disk is not refused here
-for line in sys.stdin:
-    folder, options, messages = json.loads(line)
-    one = Asking(Path(folder), Path(folder) / "store", **options)
-    with closing(one.engine):
-        said, _ = one(messages)
-    print(json.dumps([said.receipt.cached_tokens, list(said.ids), sorted({one.reason for one in said.receipt.refusals})]), flush=True)
-"""
+
+
+def serve(parent: Connection) -> None:
+    """In a process of its own: answer from the store in each folder that is named, until it is killed."""
+    page_prefetch.too_slow, page_prefetch.give_up = lambda *_: 0.0, lambda *_: False  # type: ignore[assignment]  # a busy disk is not refused
+    while True:
+        folder, options, messages = parent.recv()
+        one = Asking(folder, folder / "store", **options)
+        with closing(one.engine):
+            said, _ = one(messages)
+        parent.send((said.receipt.cached_tokens, list(said.ids), sorted({one.reason for one in said.receipt.refusals})))
 
 
 def save(kind: str, folder: Path) -> None:
@@ -52,16 +49,14 @@ def one_thread(threads: Callable[[int], None]) -> None:
 @pytest.fixture(scope="module")
 def second_process() -> Iterator[Callable[..., Any]]:
     """Ask a model of a folder in another process: cached tokens, and the ids of the answer."""
-    with subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    child = Child(serve)
 
-        def ask(folder: Path, options: dict[str, Any], messages: list[Any]) -> tuple[int, list[int]]:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            print(json.dumps([str(folder), options, messages]), file=process.stdin, flush=True)
-            return tuple(json.loads(process.stdout.readline()))
+    def ask(*asked: Any) -> Any:
+        child.pipe.send(asked)
+        return child.hear()
 
-        yield ask
-        process.communicate()
+    yield ask
+    child.kill()
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -19,8 +16,8 @@ from agentcache.model.fingerprint import Fingerprint
 from agentcache.model.hf import HFModel
 from tests import models
 from tests.families import Run, greedy, tokens
+from tests.processes import Child
 
-ROOT = Path(__file__).parents[2]
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 
 
@@ -239,11 +236,6 @@ def test_a_replaced_tensor_is_noticed() -> None:
 
 
 LOADED = "gpt_oss gemma3_text qwen3_5_text youtu mixtral qwen3".split()  # of each kind of layers one
-OTHER_ORDER = """
-import json, sys
-from tests.model.test_fingerprint import fingerprints
-print(json.dumps(fingerprints(sys.argv[1:])))
-"""
 
 
 def fingerprints(names: list[str]) -> dict[str, str]:
@@ -258,9 +250,13 @@ def fingerprints(names: list[str]) -> dict[str, str]:
     return found
 
 
+def load_in_order(parent: Connection, names: list[str]) -> None:
+    """In a process of its own, which has loaded no model."""
+    parent.send(fingerprints(names))
+
+
 def test_models_loaded_before_change_no_fingerprint() -> None:
-    command = [sys.executable, "-c", OTHER_ORDER, *LOADED[::-1]]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
-        own, other = fingerprints(LOADED), json.loads(child.communicate()[0])
+    child = Child(load_in_order, LOADED[::-1])
+    own, other = fingerprints(LOADED), child.end()
     assert all(own.values())
     assert own == other
