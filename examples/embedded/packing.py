@@ -136,8 +136,8 @@ def turnings(text: str, names: Sequence[str]) -> set[int]:
 
 def _common(one: Ints, other: Ints) -> int:
     short = min(len(one), len(other))
-    differs = np.flatnonzero(one[:short] != other[:short])
-    return int(differs[0]) if len(differs) else short
+    differs = one[:short] != other[:short]
+    return int(differs.argmax()) if differs.any() else short
 
 
 def _until_choice(ids: Ints, found: list[Place], kinds: list[str]) -> tuple[Ints, list[Place]]:

@@ -68,12 +68,14 @@ def test_cases_show_passages_in_another_order_and_among_others() -> None:
     assert questions.cases([replace(asked[0], found=asked[0].found[:1])], 4, shifts.DOCUMENTS) == []
 
 
-def test_consent_is_refused_where_answers_change_more(tmp_path: Path) -> None:
+def test_consent_is_refused_where_answers_change_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, corpus, out = tmp_path / "asked.jsonl", tmp_path / "corpus.json", tmp_path / "kept.json"
     ours = questions.questions(None, None, 6)
     corpus.write_text(json.dumps(sorted({text for one in ours for text in one.found})))
     asked.write_text("\n".join(json.dumps({"query": one.text, "answer": one.answers[0]}) for one in ours[:40]))
     given = ["calibrate", "--model", "embedded", "--corpus", str(corpus), "--questions", str(asked), "--cases", "2", "--answer", "6"]
+    seen, measure = list[search.Seen](), search.measure
+    monkeypatch.setattr(search, "measure", lambda *said: seen or seen.extend(measure(*said)) or seen)  # other bounds, the same figures
     done = CliRunner().invoke(app, [*given, "--kl", "9", "--top1", "0", "--out", str(out), "--json", str(tmp_path / "said.json")])
     assert done.exit_code == 0, done.output
     said = json.loads((tmp_path / "said.json").read_text())
