@@ -85,9 +85,11 @@ def test_consent_is_refused_where_answers_change_more(tmp_path: Path, monkeypatc
     known = Calibration.load(out)
     assert known.measured["method"] == said["chosen"]
     assert known.least == max(16, 2 * known.steps[0][0])
-    refused = CliRunner().invoke(app, [*given, "--kl", "0", "--decision", "1", "--out", str(tmp_path / "none.json")])
+    seen[:] = [(found, {**figures, "decision": 0.5}) for found, figures in seen]
+    bounds = ["--kl", "9", "--top1", "0", "--decision", "0.6"]
+    refused = CliRunner().invoke(app, [*given, *bounds, "--out", str(tmp_path / "none.json")])
     assert (refused.exit_code, (tmp_path / "none.json").exists()) == (1, False)
-    assert "decision=1.0" in refused.output
+    assert "decision=0.6" in refused.output
 
 
 def test_a_setting_must_keep_whole_answers() -> None:
