@@ -218,10 +218,10 @@ class RemoteEngine(ProcessOwned):
         self, passages: Seq[str], messages: Messages, tools: Tools = (), *, namespace: str = "default", **rendered: Any
     ) -> Arrangement:
         """Order retrieved passages along what the server has cached, as `Engine.arrange` does; rendered: tools_order, template_kwargs."""
-        self._check_namespace(namespace)
-        body = {"passages": passages, "messages": _plain(messages), "tools": plain_tools(tools), **rendered}
         from .document_packs import Arrangement
 
+        self._check_namespace(namespace)
+        body = {"passages": passages, "messages": _plain(messages), "tools": plain_tools(tools), **rendered}
         said = self._call("POST", "/v1/engine/arrange", body)
         return Arrangement(**{**said, "order": tuple(said["order"])})
 

@@ -265,6 +265,8 @@ def test_mapped_files_are_overwritten_once_they_are_free(model: Any, tmp_path: P
         with pytest.raises(StoreBusyError, match="deleted pages are not overwritten"):
             first.forget(namespace="alice")
         assert {path.suffix for path in tmp_path.glob("blobs/*/*")} == {blob_files.DELETED}
+        told = as_ids(first.renderer.render([Message(**one) for one in turns], namespace="alice").ids[:8]).tobytes()
+        assert not any(told in file.read_bytes() for file in tmp_path.iterdir() if file.is_file()), "in the index or its log"
         again = reader.generate(turns, **ALICE)
         assert (again.ids, again.receipt.cached_tokens) == (done.ids, 0)
         reader.forget(namespace="alice")

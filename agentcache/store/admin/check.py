@@ -195,10 +195,10 @@ def _orphans(folder: Folder, index: Index, fix: bool) -> list[Problem]:
     return [Problem(words[file.suffix][0], file.name, words[file.suffix][1], file.bytes, mended=fix) for file in found]
 
 
-def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True) -> tuple[int, int]:
-    """Remove blobs and rows; returns how many, and of how many bytes. On a full disk one by one.
+def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True, noted: bool = False) -> tuple[int, int]:
+    """Remove rows, then their blobs; returns how many, and of how many bytes. On a full disk one by one, and the blob first.
 
-    Blobs go first: a process that is killed between leaves rows, which `finish` finds, where it would find no blob without a row.
+    noted: the blobs first. A process that is killed between leaves rows then, which `finish` deletes, and no blob without a row.
     """
     wanted = list(ids)
     failed: list[StoreError] = []
@@ -211,9 +211,12 @@ def delete(folder: Folder, index: Index, ids: Iterable[int], force: bool = True)
             failed.append(error)
 
     try:
-        gone = index.remove(wanted, force=force, freeing=free)
+        gone = index.remove(wanted, force=force, freeing=free if noted else None)
+        left = [] if noted else gone
     except StoreFullError:
-        gone = [row for id in wanted for row in index.remove([id], force=force, freeing=free)]
+        gone, left = [row for id in wanted for row in index.remove([id], force=force, freeing=free)], []
+    for row in left:
+        free(row)
     if failed:
         raise failed[0]
     return len(gone), sum(row.bytes for row in gone)

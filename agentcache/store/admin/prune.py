@@ -100,7 +100,7 @@ def prune(
     if dry_run:
         done.pages, done.bytes = len(going), sum(item.size for item in going)
         return done
-    done.pages, done.bytes = _remove(folder, index, going, force)
+    done.pages, done.bytes = _remove(folder, index, going, force, bool(note))
     if untold is not None:  # the disk was full, for all who write
         index.record_deletion(untold)
     for found in names:
@@ -113,9 +113,9 @@ def prune(
         done.splices = index.drop_named_splices(group.namespace, [name for name in group.splices if name not in others])
         index.drop_segments_under(group.namespace, group.fingerprint, {item.parent for item in going})
     index.drop_dead_pins()
-    _check_overwritten(folder)
     if index.database.empty_log() and note:  # else the next opening finishes it
         index.drop_meta(note)
+    _check_overwritten(folder)
     return done
 
 
@@ -160,16 +160,16 @@ def _item(row: Row) -> _Item:
     return _Item(row.id, row.place, row.bytes, row.page_key, row.parent, row.fingerprint)
 
 
-def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool) -> tuple[int, int]:
+def _remove(folder: Folder, index: Index, items: Iterable[_Item], force: bool, noted: bool) -> tuple[int, int]:
     """Delete, last pages first; the pages and bytes that went. Pages pinned since they were chosen stay."""
     left = iter(sorted(items, key=lambda item: -item.place))
     count = size = 0
     while batch := [item.id for item in islice(left, BATCH)]:
-        more, bytes = delete(folder, index, batch, force)
+        more, bytes = delete(folder, index, batch, force, noted)
         count, size = count + more, size + bytes
         if not force and more < len(batch):  # they have continuations that stay, or are pinned now
             held = _held(index)
-            more, bytes = delete(folder, index, [id for id in batch if id not in held])
+            more, bytes = delete(folder, index, [id for id in batch if id not in held], noted=noted)
             count, size = count + more, size + bytes
     return count, size
 

@@ -306,7 +306,7 @@ class Index(IndexMetadata):
         """Remove rows, in this order; returns those removed, for the caller to unlink their blobs.
 
         Left alone unless forced: what running processes pin, and what still has children. freeing: unlinks each blob before the rows are
-        gone for good, where rows without blobs are wanted by nobody.
+        gone for good; where a process that ends between the two may leave rows without blobs.
         """
         wanted = list(ids)
 
