@@ -102,8 +102,13 @@ def test_time_between_tokens_during_a_prefill(engine: Engine) -> None:
     assert found["gap_p95_ms"] >= found["gap_median_ms"] > 0
 
 
-def test_rounds_with_and_without_a_token(engine: Engine) -> None:
+def test_rounds_with_and_without_a_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, ran = engine.scheduler.runner.run, list[list[tuple[int, int]]]()
+    monkeypatch.setattr(
+        engine.scheduler.runner, "run", lambda works: ran.append([(one.sequence.length, len(one.ids)) for one in works]) or run(works)
+    )
     first, *others = steps_parts.rounds(engine, repeats=1, context=64)
+    assert ran[-3:] == [[(2899, 1), (64, 128)], [(64, 256)], [(2899, 1), (64, 256)]]
     assert first["rows"] == 0
     assert [row["rows"] for row in others] == [16, 32, 48, 64, 96, 128, 256]
     assert all(min(row["alone_ms"], row["with_token_ms"]) > 0 for row in others)

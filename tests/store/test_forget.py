@@ -243,6 +243,23 @@ def test_a_killed_deletion_is_finished_by_the_next_opening(
         assert running.generate(TURNS, **ALICE).receipt.cached_tokens == 0
 
 
+def test_killed_making_of_room_leaves_no_row_alone(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells the next opening of it: files without rows are swept, rows without files would be taken for damage."""
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with engine(model=model, store=tmp_path) as running:
+        running.generate(TURNS, **ALICE)
+        assert running.flush()
+        with monkeypatch.context() as dying:
+            dying.setattr(blob_files, "unlink", kill)
+            with pytest.raises(KeyboardInterrupt):
+                outside(tmp_path, max_bytes=0)
+        assert running.store.disk
+        assert list(running.store.disk.index.rows()) == []
+
+
 def test_files_of_forgotten_pages_are_overwritten(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=StoreOptions(tmp_path, overwrite=True)) as running, ExitStack() as files:
         running.generate(TURNS, **ALICE)
