@@ -59,13 +59,13 @@ def twin(folder: Path, other: Path) -> Path:
     return other
 
 
-def by_peft(folder: Path, family: str = "qwen3", **overrides: Any) -> Any:
-    """The tiny model with that adapter, as PEFT computes it."""
+def by_peft(folder: Path, family: str = "qwen3", *, model: Any = None, **overrides: Any) -> Any:
+    """The tiny model of a family, or this one, with that adapter, as PEFT computes it."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(models.build(family, **overrides), str(folder)).eval()
+        return PeftModel.from_pretrained(model if model is not None else models.build(family, **overrides), str(folder)).eval()
 
 
 def generated(model: Any, ids: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:

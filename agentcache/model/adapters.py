@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import ConfigError, ModelError
-from .attention import Batch
 from .int8 import Int8Linear, wide
 from .kernels import linear_compiled
 from .kernels.linear_library import product_of_library
@@ -92,7 +91,7 @@ class Adapter:
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, low_ranks: Iterable[LowRank], invocation: Sequence[int] = ()) -> None:
         self.invocation, self.name = tuple(invocation), ""
-        self._modules = [(low, _linear(model, low)) for low in low_ranks]
+        self._modules = [(low, _linear(model, low, bool(invocation))) for low in low_ranks]
         if not self._modules:
             raise ConfigError("the adapter holds no LoRA weights: nothing to add")
         self._layers = layers
@@ -132,10 +131,17 @@ class Adapter:
         some = x[rows].float()
         if not len(some):
             return
-        inner = _products(some, [bound.low.down for bound, _ in found])
+        inner = products(some, [bound.low.down for bound, _ in found])
         for (bound, out), narrow in zip(found, inner):
-            (delta,) = _products(narrow, [bound.up])
+            (delta,) = products(narrow, [bound.up])
             out[rows] = bound.join(out[rows], delta)
+
+    def low_rank(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """D and U for a caller that multiplies by parts of this weight itself (latents.py); None if it is not adapted."""
+        if (bound := self._bound.get(id(weight))) is None:
+            return None
+        self._seen.add(id(weight))
+        return bound.low.down, bound.up
 
     def add_from(self, start: int, weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
         """Adapt one product y [1, rows, out] of x [1, rows, in] from row `start` on, in place."""
@@ -146,14 +152,6 @@ class Adapter:
         lost = [bound.low.path for weight, bound in self._bound.items() if weight not in self._seen]
         if lost:
             raise ModelError(f"the adapter targets {lost[0]!r}, whose product its model does not compute as a linear layer")
-
-
-def adapted(batch: Batch, weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Adapt one product y [1, rows, out] of x [1, rows, in] of a packed forward by the modules of transformers, in place."""
-    whole = batch.parts[0].sequence.state is not None  # runs alone, and its adapter acts on all of it, however it is cut
-    if whole or y.shape[-2] == batch.rows:  # else it is seen that the adapter was lost
-        for adapter, rows in batch.acting:
-            adapter.add(slice(None) if whole else rows, [weight], x.flatten(0, -2), [y.view(-1, y.shape[-1])])
 
 
 def load(source: Any, model: nn.Module, layers: nn.ModuleList, scale: float = 1.0) -> Adapter:
@@ -212,7 +210,7 @@ def _low_rank(path: str, parts: dict[str, torch.Tensor], scaling: Any) -> LowRan
     return LowRank(path, parts["down"], parts["up"] * factor, None if bias is None else bias * factor, parts.get("magnitude"))
 
 
-def _linear(model: nn.Module, low: LowRank) -> Any:
+def _linear(model: nn.Module, low: LowRank, activated: bool) -> Any:
     """The layer that is adapted; ModelError if it is none that we can."""
     try:
         module: Any = model.get_submodule(low.path)
@@ -220,6 +218,9 @@ def _linear(model: nn.Module, low: LowRank) -> Any:
         raise ModelError(f"the adapter targets {low.path!r}, which {type(model).__name__!r} has not: it is of another base") from error
     if type(module) not in (nn.Linear, Int8Linear) or (low.magnitude is not None and type(module) is not nn.Linear):
         raise ModelError(f"the adapter targets {low.path!r}, a {type(module).__name__}, whose products cannot be adapted")
+    parted = "expand_kv" in vars(model.get_submodule(low.path.rpartition(".")[0])) and low.path.endswith(".kv_b_proj")
+    if parted and (activated or low.magnitude is not None or low.bias is not None):
+        raise ModelError(f"the adapter targets {low.path!r} of latent attention: there it can be LoRA or rsLoRA without biases only")
     shape, own = (len(low.up), low.down.shape[1]), tuple(module.weight.shape)
     if shape != own or low.up.shape[1] != len(low.down):
         raise ModelError(f"the adapter of {low.path!r} has shape {shape}, its layer {own}: it is of another base")
@@ -259,7 +260,7 @@ def _multiple(weight: torch.Tensor) -> int:
     return safe_rows(*weight.shape, torch.get_num_threads()) if weight.device.type == "cpu" else 0
 
 
-def _products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """x [rows, in] times each weight [out, in] transposed, fp32."""
     if all(map(linear_compiled.takes, weights)):
         return linear_compiled.chains(x, [(weight, None) for weight in weights])

@@ -105,7 +105,14 @@ class Batch:
             first = part.offset + max(0, part.sequence.acts_from - part.start)
             if part.sequence.adapter is not None and first < part.offset + part.count:
                 spans.setdefault(part.sequence.adapter, []).append(range(first, part.offset + part.count))
-        self.acting = [(adapter, _rows(own)) for adapter, own in spans.items()]
+        whole = bool(self.parts) and self.parts[0].sequence.state is not None  # runs alone, adapted whole, however it is cut
+        self.acting = [(adapter, slice(None) if whole else _rows(own)) for adapter, own in spans.items()]
+
+    def adapt(self, weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Adapt one product y [1, rows, out] of x [1, rows, in] by the modules of transformers, in place."""
+        for adapter, rows in self.acting:
+            if y.shape[-2] == self.rows or self.parts[0].sequence.state is not None:  # else it is seen that the adapter was lost
+                adapter.add(rows, [weight], x.flatten(0, -2), [y.view(-1, y.shape[-1])])
 
 
 def _rows(spans: list[range]) -> slice | torch.Tensor:
@@ -221,7 +228,8 @@ def attend_gathered(part: Part, layer: int, query: torch.Tensor, how: Attention)
     positions = torch.arange(part.start, part.start + part.count, device=query.device)[:, None]
     hidden = how.hidden(positions, torch.arange(low, part.start + part.count, device=query.device)[None])
     group = query.shape[1] // keys.shape[1]
-    q, keys, values = (t.transpose(0, 1) for t in (query, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)))
+    keys, values = (t.expand(-1, group, -1) if t.shape[1] == 1 else t.repeat_interleave(group, 1) for t in (keys, values))
+    q, keys, values = (t.transpose(0, 1) for t in (query, keys, values))
     if how.softcap or how.sinks is not None:
         scores = (q @ keys.transpose(1, 2)).float() * how.scale
         if how.softcap:

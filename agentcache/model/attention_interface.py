@@ -36,7 +36,9 @@ def _register(before: str) -> None:
         batch: Batch | None = getattr(running, "batch", None)
         if batch is None:
             if (watched := getattr(running, "watched", None)) is not None:
-                watched.append(watch(running.config, module, key, value, kw))
+                latent, running.latent = getattr(running, "latent", None), None
+                own_key, own_value = (key, value) if latent is None else latent.pair
+                watched.append(watch(running.config, module, own_key, own_value, kw))
             out = _stock_attention(eager, module)(module, query, key, value, attention_mask, **kw)
             if (shadow := getattr(running, "shadow", None)) is not None:
                 own = _paged(shadow[0], module, query, key, value, kw)
@@ -58,11 +60,15 @@ def _paged(batch: Batch, module: Any, query: torch.Tensor, key: torch.Tensor, va
     call, running.layers = running.layers, running.layers + 1
     slot = running.slots[call]
     how = attention_of(running.config, module.layer_idx, query.shape[-1], given)
+    latent, running.latent = getattr(running, "latent", None), None  # of this layer (latents.py)
+    if latent is not None:
+        query, (key, value) = latent.query(query, batch), latent.pair
     q = query[0].transpose(0, 1).contiguous()
     if slot in running.slots[:call]:
         return steps.attended(batch, slot, q, value.shape[-1], how)[None]
     k, v = (t[0].transpose(0, 1).contiguous() for t in (key, value))
-    return steps.mix(batch, slot, q, k, v, how)[None].contiguous()  # as modules expect it
+    out = steps.mix(batch, slot, q, k, v, how)[None]
+    return (out if latent is None else latent.out(out, batch)).contiguous()  # as modules expect it
 
 
 for _before in ("sdpa", "eager"):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,6 +190,7 @@ class HFModel:
 
     def _discover(self, decoder: Any) -> str:
         """Find out what the layers keep, and prove that it can be reused; why not, if it cannot."""
+        from .latents import Latents
         from .proof import proven
 
         if any(m._compiled_call_impl is not None for m in self.model.modules()):
@@ -197,6 +198,8 @@ class HFModel:
         if not hasattr(decoder, "layers"):
             return f"{type(decoder).__name__!r} of model type {self.support.name!r} has no list of layers"
         self._adopt()
+        latents = Latents(decoder)
+        self._restore.append(latents.remove)
         places = [self._watched(place) for place in _PLACES]
         layers = places[0]
         if why := obstacle(layers):
@@ -221,7 +224,7 @@ class HFModel:
         with self.shallow():
             verdict, found = proven(self, max((layer.how.window or layer.how.chunk for layer in layers), default=0))
         others = (m for name, m in decoder.named_modules() if name.endswith(".experts") and not has_experts(m))
-        pure = verdict.pure and next(others, None) is None  # each of those sees few rows, by chance alike
+        pure = verdict.pure and latents.pure and next(others, None) is None  # each of those sees few rows, by chance alike
         self.support = Support(self.support.name, not verdict.why, verdict.why, pure, verdict.joins, "found" if found else "made")
         return verdict.why
 
@@ -301,7 +304,7 @@ class HFModel:
         running.config, running.slots = self.config, self._slots
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
-            glance, adapt = token.glance if token is not None else None, self._adapt(batch) if adapters else None
+            glance, adapt = token.glance if token is not None else None, batch.adapt if adapters else None
             with RowPureLinear(numerics.kernel, numerics.rows, head, glance, adapt) as products:
                 if state is not None:
                     state.cut(products, *parts[0].cuts)
@@ -313,11 +316,6 @@ class HFModel:
         for adapter, _ in batch.acting:
             adapter.check_applied()
         return logits
-
-    def _adapt(self, batch: Batch) -> Callable[..., None]:
-        from .adapters import adapted
-
-        return partial(adapted, batch)
 
     def _padded(self, wanted: Seq[int], weight: torch.Tensor | None = None) -> torch.Tensor:
         """The rows whose logits are asked for, padded unless the head (of this weight) computes each by itself."""

@@ -100,11 +100,13 @@ def _check_given(model: Any, tokenizer: Any, loading: Any) -> None:
 
 
 def quantize(model: Any) -> None:
-    """Make the weights of a causal model's layers and head int8, in place."""
+    """Make the weights of a causal model's layers and head int8, in place, but for those that latent attention takes apart (latents.py)."""
     from . import int8
 
     int8.check()
-    int8.quantize((*decoder_of(model).layers.modules(), model.get_output_embeddings()))
+    layers = list(decoder_of(model).layers.modules())
+    parted = {module.kv_b_proj for module in layers if hasattr(module, "expand_kv")}
+    int8.quantize((*(layer for layer in layers if layer not in parted), model.get_output_embeddings()))
 
 
 def _check_weights(weights: Any, bits: int | None, device: str | None) -> None:

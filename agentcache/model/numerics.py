@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,13 +86,16 @@ def _safe_multiple(impure: set[int], tried: tuple[int, ...]) -> int | None:
     return None
 
 
+def safe_multiple(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
+    """To which multiple rows of x [..., rows, ins] are padded for `run`; 0 if no padding makes them independent."""
+    return _safe_multiple(_impure(lambda start, stop: run(x[..., start:stop, :].contiguous()), run(x), _EVEN), _EVEN) or 0
+
+
 @functools.cache
 def safe_rows(outs: int, ins: int, threads: int) -> int:
-    """To which multiple rows of the library's fp32 products with weights [outs, ins] are padded; 0 if no padding makes them independent."""
+    """The same for the library's fp32 products with weights [outs, ins]."""
     weight, x = (pattern(rows, ins, torch.float32, torch.device("cpu"), salt) for salt, rows in enumerate((outs, MAX_ROWS)))
-    full = product_of_library(x, weight, None)
-    impure = _impure(lambda start, stop: product_of_library(x[start:stop].contiguous(), weight, None), full, _EVEN)
-    return _safe_multiple(impure, _EVEN) or 0
+    return safe_multiple(lambda x: product_of_library(x, weight, None), x)
 
 
 def _probed_product(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -54,11 +54,12 @@ def _kinds(model: HFModel) -> dict[str, int]:
     kinds = Counter(_sees(how) for how in ways)
     states = sum(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=model.config).layers)
     shared = len(ways) - model.spec.layers if model.spec is not None else 0
-    latent = sum(hasattr(module, "expand_kv") for module in model.decoder.modules())
+    latent = [module for module in model.decoder.modules() if hasattr(module, "expand_kv")]
+    held = "latents" if latent and "expand_kv" in vars(latent[0]) else "keys and values of each head"
     extra = {
         "keep a state that does not grow": states,
         "of these, read what an earlier one keeps": shared,
-        "of these, latent: pages hold keys and values of each head": latent,
+        f"of these, latent: pages hold {held}": len(latent),
     }
     return dict(kinds) | {what: count for what, count in extra.items() if count}
 

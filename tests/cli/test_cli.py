@@ -111,8 +111,8 @@ def test_doctor_of_a_model(model_folder: Path) -> None:
         ),
         (
             "youtu",
-            {"reuse": True, "promise": "the bits", "KV bytes per token": 2560},
-            {"attend to all tokens": 4, "of these, latent: pages hold keys and values of each head": 4},
+            {"reuse": True, "promise": "the bits", "KV bytes per token": 640},
+            {"attend to all tokens": 4, "of these, latent: pages hold latents": 4},
         ),
         ("llama", {"reuse": True, "proof": "none needed", "promise": "the bits", "KV bytes per token": 1024}, {"attend to all tokens": 4}),
         ("jamba", {"reuse": False, "why not": "continued after 64 tokens", "reused": "nothing", "promise": "the model's own"}, None),
