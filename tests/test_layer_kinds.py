@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "two read what earlier ones keep": ("gemma3n_text", {}, 2 * 2 * 2 * 16 * 4, True),
     "widths that differ": ("gemma4_unified_text", {}, 2 * 2 * (2 * 16 + 2 * 32) * 4, True),
     "both": ("gemma4_text", {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16}, 2 * 2 * (16 + 32) * 4, True),
-    "keys wider than values": ("minicpm3", {}, 4 * 4 * (24 + 16) * 4, True),
+    "latents, keys wider than values": ("minicpm3", {}, 4 * (24 + 16) * 4, True),
 }
 
 

@@ -198,8 +198,7 @@ class HFModel:
         if not hasattr(decoder, "layers"):
             return f"{type(decoder).__name__!r} of model type {self.support.name!r} has no list of layers"
         self._adopt()
-        latents = Latents(decoder)
-        self._restore.append(latents.remove)
+        self._restore.append((latents := Latents(decoder)).remove)
         places = [self._watched(place) for place in _PLACES]
         layers = places[0]
         if why := obstacle(layers):

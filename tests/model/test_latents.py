@@ -104,7 +104,7 @@ def test_a_product_that_its_owner_changes_later_is_obeyed(tmp_path: Path) -> Non
         assert agrees(answer(running, prompt, None)[0], (list(before[0]), before[1]))
 
 
-def test_a_hook_that_comes_and_goes_in_a_forward_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_there_for_part_of_a_forward_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build("youtu")
     layer, inner, handles = model.model.layers[1].self_attn.kv_b_proj, steps.mix, list[Any]()
 
