@@ -23,6 +23,8 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num
 SEES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {}, TINY),
     "gemma4": ("gemma4_text", {"pad_token_id": 0, "hidden_size_per_layer_input": 16}, {**TINY, "num_key_value_heads": 2, "head_dim": 16}),
+    "kimi_k25": ("deepseek_v3", {}, {**TINY, "num_heads": 2}),
+    "llava_onevision": ("qwen2", {}, TINY),
     "llama4": ("llama4_text", {}, {**TINY, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 64}),
     "mistral3": ("ministral3", {}, TINY),
     "qwen3_5": (
@@ -32,7 +34,7 @@ SEES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-AS_A_WHOLE = ("gemma3", "gemma4", "mistral3")  # of the others transformers loads the language model alone
+AS_A_WHOLE = ("gemma3", "gemma4", "kimi_k25", "llava_onevision", "mistral3")  # of the others transformers loads the language model alone
 
 
 @pytest.fixture(autouse=True)

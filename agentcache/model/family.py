@@ -18,7 +18,7 @@ STEPPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # whose layers step
 # what a module may hand to its attention beside tensors: other things that are not empty decide scores in a way of their own
 _KNOWN = frozenset(
     "scaling sliding_window softcap s_aux dropout is_causal attention_mask position_ids batch use_cache output_attentions "
-    "output_hidden_states cache_position output_router_logits return_dict layer_idx".split()
+    "output_hidden_states cache_position output_router_logits return_dict layer_idx logits_to_keep".split()
 )
 _STRANGE = {
     "indices": "an indexer, with keys of its own, chooses the tokens that each row sees",

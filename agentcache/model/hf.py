@@ -246,8 +246,8 @@ class HFModel:
         if self.experts:
             from .experts import adopt
 
-            if chosen := adopt(self.model, self.config):
-                self._restore.append(lambda: self.model.set_experts_implementation(chosen))
+            if chosen := adopt(self.decoder, self.config):  # the model around it may not offer the choice
+                self._restore.append(lambda: self.decoder.set_experts_implementation(chosen))
 
     def _hook(self) -> None:
         from .recurrent import Mixers, layers_with_state
