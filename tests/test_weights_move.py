@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from agentcache import Engine, StoreOptions
+from agentcache.bench import families
 from agentcache.errors import ModelError, WeightsChangedError
 from agentcache.model import steps
 from agentcache.model.fingerprint import Fingerprint
@@ -334,14 +335,14 @@ def test_what_was_decoded_under_other_weights_is_not_kept() -> None:
 
 
 @contextmanager
-def amid(monkeypatch: pytest.MonkeyPatch, first: Callable[[], Any], then: Callable[[], Any]) -> Iterator[None]:
-    """Act once as the first layer of one forward attends, and once two layers later, as another thread could."""
+def amid(monkeypatch: pytest.MonkeyPatch, first: Callable[[], Any], then: Callable[[], Any], layers: int = 2) -> Iterator[None]:
+    """Act once as the first layer of one forward attends, and once some layers later, as another thread could."""
     inner, calls = steps.mix, 0
 
     def mix(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls in (1, 3):
+        if calls in (1, 1 + layers):
             (first if calls == 1 else then)()
         return inner(*args, **kwargs)
 
@@ -365,6 +366,34 @@ def test_a_change_undone_within_one_forward_is_noticed(kind: str, monkeypatch: p
             done = running.generate(SHORT, sampling=decode(1))
         assert any("begun anew" in note for note in done.receipt.notes)
         (ids, logits), (expected, wanted) = answer(running, SHORT), answer(running, SHORT, "off")
+        assert ids == expected
+        assert torch.equal(logits, wanted), "pages of two models were kept"
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.Tensor.detach])
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [
+        ("qwen3", "mlp.down_proj"),
+        ("granite", "mlp.down_proj"),
+        ("granitemoe", "block_sparse_moe.experts"),
+        ("youtu", "self_attn.kv_b_proj"),
+    ],
+)
+def test_a_weight_exchanged_for_part_of_a_forward_is_noticed(
+    family: str, path: str, kind: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `torch.func.functional_call` in another thread exchanges all of them."""
+    model = families.build(family)
+    held = model.model.layers[0].get_submodule(path)._parameters
+    name, weight = next(iter(held.items()))
+    other = kind(weight.detach() * 2)
+    with engine(model=model, store=None) as running:
+        expected, wanted = answer(running, SHORT, "off")
+        with amid(monkeypatch, lambda: held.update({name: other}), lambda: held.update({name: weight}), layers=1):
+            done = running.generate(SHORT, sampling=decode(1))
+        assert any("begun anew" in note for note in done.receipt.notes)
+        ids, logits = answer(running, SHORT)
         assert ids == expected
         assert torch.equal(logits, wanted), "pages of two models were kept"
 

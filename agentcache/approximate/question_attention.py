@@ -44,7 +44,7 @@ def asked_for(runner: Runner, sequence: PageTable, ids: Sequence[int], steps: Se
     states, asking = torch.cat(hidden), min(ASKING, len(ids) - steps[-1].stop)
     assert model.rotary is not None and model.numerics is not None
     cos, sin = model.rotary.rows([(regime, len(ids) - asking, len(ids))], asking)
-    query = queries(model.model, layer, states[-asking:], cos, sin, model.numerics.kernel)
+    query = queries(model.model, layer, states[-asking:], cos, sin, model.numerics)
     keys = torch.cat([sequence.read(layer, step.start, step.stop)[0] for step in steps if step.layers is None])
     best = _attention(query.float(), keys.float()).topk(count).indices
     return sorted(whole[at] for at in best.tolist())

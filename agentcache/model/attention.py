@@ -84,7 +84,7 @@ class Part:
 class Batch:
     """One packed forward. `rows` includes the padding rows at the end. later: parts that come in at a layer, in the order of rows.
 
-    acting: adapters, and the rows of `parts` that each acts on.
+    acting: adapters, and the rows of `parts` that each acts on. token: notices weights that are not the model's.
     """
 
     parts: list[Part]
@@ -93,6 +93,7 @@ class Batch:
     later: list[Part] = field(default_factory=list)
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     acting: list[tuple[Any, slice | torch.Tensor]] = field(default_factory=list)
+    token: Any = None
 
     def __post_init__(self) -> None:
         self.join([])

@@ -44,8 +44,8 @@ def _register(before: str) -> None:
                 own = _paged(shadow[0], module, query, key, value, kw)
                 shadow.append(float((own - out[0]).abs().max() / out[0].abs().max()))
             return out
-        if running.token is not None:
-            running.token.glance_layer(module.layer_idx)
+        if batch.token is not None:
+            batch.token.glance_layer(module.layer_idx)
         return _paged(batch, module, query, key, value, kw), None
 
     def mask(*args: Any, **kw: Any) -> Any:

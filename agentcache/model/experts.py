@@ -47,9 +47,8 @@ def _computed(batch: Batch, module: Any, x: torch.Tensor, chosen: torch.Tensor, 
     """The experts' sum for each row [rows, hidden]: of those that each has chosen [rows, experts], by its weights [rows, experts]."""
     real, count = sum(part.count for part in batch.parts), chosen.shape[1]
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    if running.token is not None:
-        for name in names:
-            running.token.glance(getattr(module, name))
+    for name in names if batch.token is not None else ():
+        batch.token.glance(getattr(module, name), True)
     flat = chosen[:real].flatten()
     order = flat.argsort(stable=True)
     found = x.new_zeros(real * count, x.shape[1])

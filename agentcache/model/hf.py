@@ -287,19 +287,19 @@ class HFModel:
         spans = [(regime, p.start, p.start + p.count) for p, regime in zip(parts, regimes, strict=True)]
         tables = self.rotary.rows(spans, rows) if self.rotary is not None else None
         first, later = [p for p in parts if not p.entry], [p for p in parts if p.entry]
-        batch = Batch(first, rows, numerics, later)
+        token = self.fingerprint.token if self.fingerprint is not None else None
+        batch = Batch(first, rows, numerics, later, token=token)
         adapters = {p.sequence.adapter for p in parts} - {None}
         for adapter in adapters:
             adapter.refresh()
         if tables is not None and self.stepped:
             below = sum(p.count for p in first)
             hidden = steps.hidden_states(self.model, ids[: -(-below // numerics.rows) * numerics.rows], *tables, batch, wanted, layers)
-            return hidden if layers is not None else self._head(hidden)
+            return hidden if layers is not None else self._head(hidden, batch)
         if later or layers is not None:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
-        token = self.fingerprint.token if self.fingerprint is not None else None
-        running.batch, running.tables, running.layers, running.token = batch, tables, 0, token
+        running.batch, running.tables, running.layers = batch, tables, 0
         running.config, running.slots = self.config, self._slots
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
@@ -324,13 +324,16 @@ class HFModel:
         short = 0 if alone else -len(wanted) % self.numerics.rows
         return torch.tensor([*wanted, *[wanted[-1]] * short], device=self.device)
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _head(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The logits of rows [rows, hidden]."""
         assert self.numerics is not None
         if not len(hidden):
             return hidden.new_empty(0, self.vocab, dtype=torch.float32)
         head = self.model.get_output_embeddings()
-        logits = linear(self.numerics.kernel, hidden[self._padded(range(len(hidden)), head.weight)], head.weight, head.bias, head=True)
+        weight = head.weight
+        if batch.token is not None:
+            batch.token.glance(weight, True)
+        logits = linear(self.numerics.kernel, hidden[self._padded(range(len(hidden)), weight)], weight, head.bias, head=True)
         return logits[: len(hidden)].float()
 
     def _generic(self, ids: torch.Tensor, positions: torch.Tensor, wanted: Seq[int], state: Any = None) -> torch.Tensor:

@@ -92,8 +92,9 @@ class StateToken:
         inner = [value for own in seen for value in _inner(own)]
         adapted = [own for module, own in zip(self.modules, seen) if not behaviour.of_library(module)]
         self._quick = _Copies([*adapted, *inner])
-        self._strayed = False
+        self._strayed, self._known = False, set(map(id, self.tensors))
         self._near: dict[int, _Near] = {}
+        self._attends: _Near | None = None
         self._written = written
         self._layers = []
         for layer in decoder_of(model).layers:
@@ -117,16 +118,22 @@ class StateToken:
         """Whether another adapter is on, or scaled or merged otherwise. Costs nothing where there are none."""
         return not self._quick.hold()
 
-    def glance(self, weight: torch.Tensor) -> None:
-        """Look at what may steer the product with this weight, as it is computed: a change may be taken back before the forward ends."""
+    def glance(self, weight: torch.Tensor, own: bool = False) -> None:
+        """Look at what may steer the product with this weight, as it is computed: a change may be taken back before the forward ends.
+
+        own: it is a tensor of the model, unless another took its place; others may be made in the forward.
+        """
         near = self._near.get(id(weight))
+        if near is None and id(weight) not in self._known:
+            near, self._strayed = self._attends, self._strayed or own
         if near is not None and not near.holds():
             self._strayed = True
 
     def glance_layer(self, layer: int) -> None:
         """Look at what may steer this layer, now that it attends; at all of them, where its number counts something else."""
-        own = self._layers[layer : layer + 1] or self._layers
-        if not all(known.holds() for known in own):
+        layers = self._layers[layer : layer + 1] or self._layers
+        self._attends = layers[-1]
+        if not all(known.holds() for known in layers):
             self._strayed = True
 
     def _surround(self, module: torch.nn.Module, above: tuple[torch.nn.Module, ...]) -> None:
@@ -214,10 +221,11 @@ class _Near:
         self._unhooked = [hooks for module in hooked for hooks in (module._forward_hooks, module._forward_pre_hooks) if not hooks]
         adapted = [module.__dict__ for module in modules if not behaviour.of_library(module)]
         self._adapted = _Copies([*adapted, *(value for own in adapted for value in _inner(own))]) if adapted else None
+        self._parameters = _Copies([module._parameters for module in hooked if module._parameters])
 
     def holds(self) -> bool:
-        """Whether no hook came, and no adapter is another."""
-        return not any(self._unhooked) and (self._adapted is None or self._adapted.hold())
+        """Whether no hook came, and no adapter or parameter is another."""
+        return not any(self._unhooked) and self._parameters.hold() and (self._adapted is None or self._adapted.hold())
 
 
 def _multiplies_first(module: torch.nn.Module) -> bool:

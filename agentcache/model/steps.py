@@ -19,12 +19,11 @@ from torch.nn.modules import module as torch_module
 from .attention import Attention, Batch, Part, attend, write
 from .behaviour import EVERY_MODULE, forwards, namespaces
 from .kernels import dispatch
-from .kernels.dispatch import Int8Linear, Kernel, linear, linears
+from .kernels.dispatch import Int8Linear, linear, linears
+from .numerics import Numerics
 
 if TYPE_CHECKING:
     from .kernels.layer import Programs
-
-Acting = Seq[tuple[Any, slice | torch.Tensor]]  # adapters, and the rows that each acts on
 
 
 def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -33,39 +32,42 @@ def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(block: Any, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
-    query, key, value = _projected(batch.numerics.kernel, block, x, cos, sin, batch.acting)
+    query, key, value = _projected(batch, block, x, cos, sin)
     out = mix(batch, layer, query, key, value, Attention(block.scaling, window(block)))
-    return _products(batch.numerics.kernel, out.view(x.shape[0], -1), [block.o_proj], batch.acting)[0]
+    return _products(batch, out.view(x.shape[0], -1), [block.o_proj])[0]
 
 
-def queries(model: Any, index: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+def queries(model: Any, index: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:
     """Queries [rows, heads, head_dim] of a layer, of what `hidden_states` returns for the layers below it; near, not bit by bit."""
     layer = model.model.layers[index]
     x = hidden / model.model.norm.weight * layer.input_layernorm.weight  # another norm of the same rows
-    (query,) = _heads(kernel, x, layer.self_attn, "q", ())
+    (query,) = _heads(Batch([], len(x), numerics), x, layer.self_attn, "q")
     return dispatch.heads(query, *_scale(layer.self_attn, "q_norm"), cos[:, None], sin[:, None])
 
 
-def _products(kernel: Kernel, x: torch.Tensor, modules: Seq[Any], acting: Acting = ()) -> list[torch.Tensor]:
+def _products(batch: Batch, x: torch.Tensor, modules: Seq[Any]) -> list[torch.Tensor]:
     """Rows times the weights of linear layers, with what adapters add to them."""
-    outs, weights = linears(kernel, x, [(module.weight, module.bias) for module in modules]), [module.weight for module in modules]
-    for adapter, rows in acting:
+    weights = [module.weight for module in modules]
+    for weight in weights if batch.token is not None else ():
+        batch.token.glance(weight, True)
+    outs = linears(batch.numerics.kernel, x, [(weight, module.bias) for weight, module in zip(weights, modules)])
+    for adapter, rows in batch.acting:
         adapter.add(rows, weights, x, outs)
     return outs
 
 
 def _projected(
-    kernel: Kernel, block: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, acting: Acting = ()
+    batch: Batch, block: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value [rows, heads, head_dim] of normalised rows."""
-    query, key, value = _heads(kernel, x, block, "qkv", acting)
+    query, key, value = _heads(batch, x, block, "qkv")
     query = dispatch.heads(query, *_scale(block, "q_norm"), cos, sin)
     return query, dispatch.heads(key, *_scale(block, "k_norm"), cos, sin), value
 
 
-def _heads(kernel: Kernel, x: torch.Tensor, block: Any, names: str, acting: Acting) -> list[torch.Tensor]:
+def _heads(batch: Batch, x: torch.Tensor, block: Any, names: str) -> list[torch.Tensor]:
     """Some of the q, k and v projections of normalised rows, [rows, heads, head_dim] each."""
-    parts = _products(kernel, x, [getattr(block, f"{name}_proj") for name in names], acting)
+    parts = _products(batch, x, [getattr(block, f"{name}_proj") for name in names])
     return [part.view(len(x), -1, block.head_dim) for part in parts]
 
 
@@ -146,25 +148,25 @@ def hidden_states(
 
 
 def _mlp(layer: Any, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    mlp, h, kernel = layer.mlp, rms_norm(layer.post_attention_layernorm, x), batch.numerics.kernel
-    gate, up = _products(kernel, h, [mlp.gate_proj, mlp.up_proj], batch.acting)
-    return _products(kernel, mlp.act_fn(gate).mul_(up), [mlp.down_proj], batch.acting)[0].add_(x)
+    mlp, h = layer.mlp, rms_norm(layer.post_attention_layernorm, x)
+    gate, up = _products(batch, h, [mlp.gate_proj, mlp.up_proj])
+    return _products(batch, mlp.act_fn(gate).mul_(up), [mlp.down_proj])[0].add_(x)
 
 
 def _top(layer: Any, index: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
     """The last layer -> its output for the wanted rows. The others leave their keys and values: nobody reads what else they would be."""
-    kernel, block, rows = batch.numerics.kernel, layer.self_attn, len(wanted)
+    block, rows = layer.self_attn, len(wanted)
     h = rms_norm(layer.input_layernorm, x)
-    key, value = _heads(kernel, h, block, "kv", batch.acting)
+    key, value = _heads(batch, h, block, "kv")
     _write(batch, index, dispatch.heads(key, *_scale(block, "k_norm"), cos, sin), value)
     if not rows:
         return x[:0]
     chosen = torch.cat([wanted, wanted[-1:].expand(-rows % batch.numerics.rows)])
-    few = Batch([_only(batch, row, at) for at, row in enumerate(wanted.tolist())], len(chosen), batch.numerics)
-    (query,) = _heads(kernel, h[chosen], block, "q", few.acting)
+    few = Batch([_only(batch, row, at) for at, row in enumerate(wanted.tolist())], len(chosen), batch.numerics, token=batch.token)
+    (query,) = _heads(few, h[chosen], block, "q")
     query = dispatch.heads(query, *_scale(block, "q_norm"), cos[chosen], sin[chosen])
     out = attended(few, index, query, value.shape[-1], Attention(block.scaling, window(block)))
-    x = _products(kernel, out.view(len(chosen), -1), [block.o_proj], few.acting)[0].add_(x[chosen])
+    x = _products(few, out.view(len(chosen), -1), [block.o_proj])[0].add_(x[chosen])
     return _mlp(layer, x, few)[:rows]
 
 
@@ -182,7 +184,7 @@ def _compiled(model: Any, batch: Batch) -> Programs | None:
         return None
     from .kernels.layer import programs
 
-    return programs(model, sum(part.count for part in batch.parts), pairs, partial(_agrees, kernel=kernel))
+    return programs(model, sum(part.count for part in batch.parts), pairs, partial(_agrees, batch=batch))
 
 
 def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, compiled: Programs) -> torch.Tensor:
@@ -204,9 +206,9 @@ def _few(decoder: Any, ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
     return rms_norm(decoder.norm, compiled.x[:rows])
 
 
-def _agrees(compiled: Programs, layer: Any, kernel: Kernel) -> bool:
+def _agrees(compiled: Programs, layer: Any, batch: Batch) -> bool:
     """Whether a first layer's compiled functions give the bits of the ordinary operations, on numbers of many sizes."""
-    sizes, rows = compiled.sizes, max(2, compiled.rows)
+    sizes, rows, kernel = compiled.sizes, max(2, compiled.rows), batch.numerics.kernel
     random = torch.Generator().manual_seed(1)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -225,7 +227,7 @@ def _agrees(compiled: Programs, layer: Any, kernel: Kernel) -> bool:
     activated = layer.mlp.act_fn(compiled.gate)
     compiled.enter(1, activated)
     block, mlp = layer.self_attn, layer.mlp
-    expected = list(_projected(kernel, block, rms_norm(layer.input_layernorm, x), cos, sin))
+    expected = list(_projected(batch, block, rms_norm(layer.input_layernorm, x), cos, sin))
     x = x + linear(kernel, attended.view(rows, -1), block.o_proj.weight, block.o_proj.bias)
     gate, up = linears(kernel, rms_norm(layer.post_attention_layernorm, x), [(p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)])
     expected += [x, gate, x + linear(kernel, mlp.act_fn(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)]

@@ -66,6 +66,7 @@ def test_two_processes_make_one_proof(family: str, tmp_path: Path, monkeypatch: 
 
 def test_progress_is_shown_where_a_proof_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     logging.enable_progress_bar()  # a test before this one may have switched it off
+    monkeypatch.setattr(proof, "SHOWN_AFTER_S", 600)
     load("gemma2")
     assert "Proving" not in capsys.readouterr().err
     monkeypatch.setattr(proof, "SHOWN_AFTER_S", 0)

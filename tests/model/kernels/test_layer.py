@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentcache.model import steps
+from agentcache.model.attention import Batch
 from agentcache.model.kernels import jit, layer, norm_rope
 
 pytestmark = pytest.mark.skipif(jit.compiler() is None, reason="products cannot be compiled here")
@@ -32,7 +34,7 @@ def qwen3(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
 def made(model: Any, rows: int, agrees: layer.Check | None = None, pairs: bool = False) -> layer.Programs | None:
     kernel: Any = "onednn" if pairs or model.dtype == torch.float32 else "upcast"
     with torch.inference_mode():
-        return layer.programs(model, rows, pairs, agrees or partial(steps._agrees, kernel=kernel))
+        return layer.programs(model, rows, pairs, agrees or partial(steps._agrees, batch=Batch([], 0, SimpleNamespace(kernel=kernel))))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
