@@ -16,7 +16,7 @@ import torch
 from agentcache import Engine, StoreOptions
 from agentcache.bench import families
 from agentcache.errors import ModelError, WeightsChangedError
-from agentcache.model import steps
+from agentcache.model import hf, steps
 from agentcache.model.fingerprint import Fingerprint
 from agentcache.store.disk.disk_tier import DiskTier
 from agentcache.types import Reason
@@ -396,6 +396,31 @@ def test_a_weight_exchanged_for_part_of_a_forward_is_noticed(
         ids, logits = answer(running, SHORT)
         assert ids == expected
         assert torch.equal(logits, wanted), "pages of two models were kept"
+
+
+def test_a_head_exchanged_for_its_product_chooses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layers, product, calls = models.build("qwen3"), steps.hidden_states, hf.linear, 0
+    held = model.lm_head._parameters
+    weight, other = held["weight"], torch.nn.Parameter(-held["weight"])
+
+    def hidden_states(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        found, calls = layers(*args, **kwargs), calls + 1
+        held["weight"] = other if calls == 1 else weight
+        return found
+
+    def linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = product(*args, **kwargs)
+        held["weight"] = weight
+        return found
+
+    with engine(model=model, store=None) as running:
+        expected = answer(running, SHORT, "off")
+        monkeypatch.setattr(steps, "hidden_states", hidden_states)
+        monkeypatch.setattr(hf, "linear", linear)
+        found = answer(running, SHORT)
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
 
 
 def test_a_prompt_of_two_models_is_never_answered() -> None:
