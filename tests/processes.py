@@ -1,18 +1,25 @@
-"""Processes of tests, forked from a server that has imported an engine once: importing takes longer than what most of them do.
+"""Processes of tests, forked from a server that has imported PyTorch and transformers: importing takes longer than what most of them do.
 
-The server is a process of its own, started before any model ran in it. What is proven about imports, starts and ends needs fresh ones.
+The server is a process of its own, in which nothing of ours is imported and nothing was computed: variables of the environment that limit
+instructions take effect in its children. What is proven about starts, ends and teams of threads needs fresh processes.
 """
 
 from __future__ import annotations
 
+import io
 import multiprocessing
+import os
+import sys
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.engines", "agentcache.model.loading"])
+SERVER.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.tokenization_auto", "llvmlite.binding"])
 
 
 class Child:
@@ -21,7 +28,8 @@ class Child:
     def __init__(self, function: Callable[..., None], *given: object) -> None:
         self.pipe, pipe = SERVER.Pipe()
         self.process: BaseProcess = SERVER.Process(target=function, args=(pipe, *given))
-        self.process.start()
+        with mock.patch.dict(os.environ, PYTHONWARNDEFAULTENCODING="1"):  # which Python reads as it starts: here, the server
+            self.process.start()
         pipe.close()
 
     def hear(self) -> Any:
@@ -45,3 +53,22 @@ class Child:
             while True:
                 rest.append(self.pipe.recv())
         return rest
+
+
+def program(source: str, *arguments: object, **environment: str) -> tuple[str, str]:
+    """Run a program with these arguments and variables in a process that has imported none of our modules; what it wrote and warned."""
+    failed, out, warned = Child(_run, source, list(map(str, arguments)), environment).end()
+    assert not failed, f"{failed}\n{warned}"
+    return out, warned
+
+
+def _run(parent: Connection, source: str, arguments: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    failed = ""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as warned:
+        try:
+            exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
+        except BaseException:  # SystemExit too: none of them is to end early
+            failed = traceback.format_exc()
+    parent.send((failed, out.getvalue(), warned.getvalue()))

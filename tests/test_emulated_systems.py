@@ -6,7 +6,6 @@ In a process that other systems' lacks were brought into (emulated_systems.py). 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT
+from tests.processes import program
 
 # In memory, with reuse off, reopened from disk, after damage to the index, and from an archive in another store.
 ASKED = """
@@ -84,11 +84,8 @@ print(json.dumps(said | {"tokens": tokens[0]}))
 
 def asked(system: str, place: Path) -> dict[str, Any]:
     """What a process says that has become this system."""
-    environment = {**os.environ, "AGENTCACHE_DIR": str(place / "default"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-X", "warn_default_encoding", "-c", ASKED, system, str(place)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said, _ = program(ASKED, system, place, AGENTCACHE_DIR=str(place / "default"))
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 

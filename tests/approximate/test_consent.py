@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.checkout import ROOT
 from tests.import_graph import importers
+from tests.processes import program
 
 WING = "agentcache.approximate"
 PROGRAM = """
-import sys
+import sys, warnings
+warnings.simplefilter("error")
 from agentcache.errors import CalibrationError
 from tests.engines import chat, decode, engine
 
@@ -32,9 +31,7 @@ with engine(store=sys.argv[1]) as running:
 
 
 def test_without_consent_no_line_of_it_is_imported(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path / "store")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["[]", "True"], done.stderr
+    assert program(PROGRAM, tmp_path / "store")[0].splitlines() == ["[]", "True"]
 
 
 def test_the_core_names_it_in_one_file() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.keys import Ids, Scope, chain
 from tests.approximate.windows import WordWindow, words
-from tests.checkout import ROOT
+from tests.processes import program
 
 SCOPE = Scope("default", "weights")
 PARENT = b"p" * 32
@@ -55,13 +54,12 @@ def test_similarity_is_estimated() -> None:
 
 
 def test_minhash_are_the_same_in_every_process() -> None:
-    program = (
+    source = (
         "from agentcache.approximate.minhash import Signer, shingles\n"
         "from tests.approximate.windows import WordWindow, words\n"
         "print(Signer().sign(WordWindow(0, 64, words(5), words(6))).values.tolist())"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(Signer().sign(WordWindow(0, 64, words(5), words(6))).values.tolist())
+    assert program(f"import warnings\nwarnings.simplefilter('error')\n{source}")[0].strip() == str(Signer().sign(WordWindow(0, 64, words(5), words(6))).values.tolist())
 
 
 def test_shingles_are_runs_of_words() -> None:
@@ -198,9 +196,8 @@ def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_approximate_reuse_imports_without_the_library() -> None:
-    program = "import sys; sys.modules['datasketch'] = None; import agentcache.approximate.segments as made; print(made.Segments.__name__)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "Segments"
+    source = "import sys; sys.modules['datasketch'] = None; import agentcache.approximate.segments as made; print(made.Segments.__name__)"
+    assert program(source)[0].strip() == "Segments"
 
 
 # -- in the index of the store -----------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
-"""Every program in examples/ runs from the command line and says what its docstring promises."""
+"""Every program in examples/ runs and says what its docstring promises."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkout import ROOT
+from tests.processes import program
 from tests.saved_adapters import save_for
 
 EXAMPLES = {
@@ -40,10 +39,6 @@ def test_every_example_is_run_here_or_by_its_integration() -> None:
 def test_example_runs(name: str, model_folder: Path, tmp_path: Path) -> None:
     arguments, said = EXAMPLES[name]
     arguments = [saved(word, model_folder, tmp_path / word) if word.isupper() else word for word in arguments]
-    command = [sys.executable, str(ROOT / "examples" / name), str(model_folder), *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240, env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
-    assert "cached" in done.stdout
+    printed, _ = program((ROOT / "examples" / name).read_text(encoding="utf-8"), model_folder, *arguments)
+    assert said in printed
+    assert "cached" in printed

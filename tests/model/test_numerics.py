@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +15,7 @@ from agentcache.model.kernels import dispatch, linear_library, paged_attention
 from agentcache.model.kernels.dispatch import RowPureLinear, linear
 from agentcache.model.numerics import Numerics, probe
 from tests import models
+from tests.processes import program
 
 CPU = torch.device("cpu")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -157,10 +155,6 @@ def test_what_is_probed_with_is_what_every_machine_makes(dtype: torch.dtype) -> 
 
 def test_kernels_between_the_products_count() -> None:
     asked = "probe(torch.float32, torch.device('cpu'), (64,), 2, (16,)).digest"
-    told = f"from agentcache.model.numerics import probe; import torch; print({asked})"
-    digests = []
-    for capability in ("default", "avx2"):
-        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True)
-        digests.append(done.stdout.strip())
-    assert len(set(digests)) == 2, digests
+    told = f"from agentcache.model.numerics import probe; import torch; torch.set_num_threads(1); print({asked})"
+    digests = {program(told, ATEN_CPU_CAPABILITY=capability)[0] for capability in ("default", "avx2")}
+    assert len(digests) == 2, digests

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from agentcache.bench.options import Isa, environment_of
 from agentcache.model.kernels import instructions, jit
+from tests.processes import program
 
 LEVELS = ("avx2", "avx512", "avx512_bf16", "amx")
 FEATURES = {"avx2": True, "fma": True, "avx512f": True, "avx512bf16": True, "amx-tile": True, "avxneconvert": True, "avx512fp16": False}
@@ -24,6 +22,7 @@ from agentcache import Engine, Sampling
 from agentcache.model.kernels import instructions, jit
 from tests import models
 
+torch.set_num_threads(1)
 found = jit.compiler()
 said = {"level": instructions.level(), "lanes": found.lanes if found else 0, "pairs": jit.multiplies_pairs()}
 tools = [{"name": "tide", "description": "Tells the tide. " * 60, "parameters": {"type": "object", "properties": {}}}]
@@ -40,11 +39,9 @@ print(json.dumps(said))
 """
 
 
-def asked(isa: Isa, program: str) -> dict[str, Any]:
+def asked(isa: Isa, source: str) -> dict[str, Any]:
     """What a process says that has no other instructions."""
-    environment = {**os.environ, **environment_of(isa), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said: dict[str, Any] = json.loads(program(source, **environment_of(isa))[0].splitlines()[-1])
     return said
 
 
