@@ -19,7 +19,8 @@ from typing import Any
 from unittest import mock
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.tokenization_auto", "llvmlite.binding"])
+IMPORTED = ["transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.tokenization_auto", "llvmlite.binding"]
+SERVER.set_forkserver_preload(IMPORTED)
 
 
 class Child:
@@ -56,19 +57,22 @@ class Child:
 
 
 def program(source: str, *arguments: object, **environment: str) -> tuple[str, str]:
-    """Run a program with these arguments and variables in a process that has imported none of our modules; what it wrote and warned."""
-    failed, out, warned = Child(_run, source, list(map(str, arguments)), environment).end()
-    assert not failed, f"{failed}\n{warned}"
-    return out, warned
+    """Run a program with these arguments and variables, in a process that has imported none of our modules; what it printed and warned."""
+    child = Child(_run, source, list(map(str, arguments)), environment)
+    printed, warned = child.hear()
+    child.process.join(260.0)
+    assert child.process.exitcode == 0, warned
+    return printed, warned
 
 
 def _run(parent: Connection, source: str, arguments: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     sys.argv[1:] = arguments
-    failed = ""
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as warned:
         try:
             exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
-        except BaseException:  # SystemExit too: none of them is to end early
-            failed = traceback.format_exc()
-    parent.send((failed, out.getvalue(), warned.getvalue()))
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            parent.send((out.getvalue(), warned.getvalue()))

@@ -371,9 +371,9 @@ async def events(request: Request) -> Response:
     async def told() -> AsyncIterator[str]:
         while not state.closing.is_set():
             seen = state.records.changes
+            loading = any(model.state == "loading" for model in state.models.all)
             yield sse(_status(state, tenant, 20), "status")
             await asyncio.sleep(CALM_S)
-            loading = any(model.state == "loading" for model in state.models.all)
             for _ in range(1 if loading else 15):
                 if seen == state.records.changes and not state.closing.is_set():
                     await state.records.wait(PROGRESS_S)

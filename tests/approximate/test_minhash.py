@@ -55,11 +55,13 @@ def test_similarity_is_estimated() -> None:
 
 def test_minhash_are_the_same_in_every_process() -> None:
     source = (
+        "import warnings; warnings.simplefilter('error')\n"
         "from agentcache.approximate.minhash import Signer, shingles\n"
         "from tests.approximate.windows import WordWindow, words\n"
         "print(Signer().sign(WordWindow(0, 64, words(5), words(6))).values.tolist())"
     )
-    assert program(f"import warnings\nwarnings.simplefilter('error')\n{source}")[0].strip() == str(Signer().sign(WordWindow(0, 64, words(5), words(6))).values.tolist())
+    expected = Signer().sign(WordWindow(0, 64, words(5), words(6))).values.tolist()
+    assert program(source)[0].strip() == str(expected)
 
 
 def test_shingles_are_runs_of_words() -> None:

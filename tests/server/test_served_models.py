@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agentcache import Engine
-from agentcache.server.served_models import ServedModel
+from agentcache.server.cache_api import events
+from agentcache.server.registered_tools import RegisteredTools
+from agentcache.server.served_models import ServedModel, ServedModels
+from agentcache.server.state import Limits, ServerState
+from agentcache.server.tenants import Tenants
 from tests.serving import ASKED, ENDLESS, commanded, ready, serving
 
 CHAT = "/v1/chat/completions"
@@ -42,6 +48,28 @@ def test_health_is_answered_while_weights_load() -> None:
         asking.join()
         assert answers == [200], "a request waits until its model is there"
         assert http.get("/ready").json()["ready"]
+
+
+def test_the_end_of_loading_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was ready right after an event was shown as loading for 15 seconds."""
+    model, waits = embedded(), list[float]()
+    state = ServerState(ServedModels([model]), Tenants.read(None, 16), RegisteredTools(None), Limits())
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def told() -> list[str]:
+        app = SimpleNamespace(state=SimpleNamespace(server=state))
+        given: Any = SimpleNamespace(app=app, state=SimpleNamespace(tenant=state.tenants.of("")))
+        said: AsyncIterator[Any] = (await events(given)).body_iterator  # type: ignore[attr-defined]
+        model.state = "loading"
+        first = await anext(said)
+        model.state = "ready"
+        return [first, await anext(said)]
+
+    monkeypatch.setattr(state.records, "wait", wait)
+    assert [word in said for word, said in zip(("loading", "ready"), asyncio.run(told()), strict=True)] == [True, True]
+    assert len(waits) == 1
 
 
 def test_a_model_that_cannot_be_loaded_says_why() -> None:
