@@ -15,18 +15,16 @@ INTEGRATIONS := $(wildcard integrations/*)
 SUITES := $(addprefix tests-of/,$(INTEGRATIONS))
 PYTEST := "$(CURDIR)/$(BIN)/python" -m pytest
 WORKERS ?= 2
-# Beside each other: lint and the integrations, then the files of the core. What measures time or uses all cores is marked `alone`, and is.
+# Beside each other: the files of the core, and one after the other lint and the integrations. What measures time or uses all cores is marked
+# `alone`, and is.
 # Processes that share cores do not spin where a thread waits: others would wait for it. That alone is most of the time of small models.
 SHARE := OMP_WAIT_POLICY=passive
 # Dozens of tests start processes of their own: each would compile torch and transformers anew where Python may not keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
-CHECK = echo "make: lint, and the tests of the integrations" && \
-	$(SHARE) $(MAKE) -j$(WORKERS) --output-sync=target lint $(SUITES) KINDS=$(1) && \
-	echo "make: tests of the core, $(WORKERS) files at a time" && \
-	$(SHARE) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not alone" && \
+CHECK = $(SHARE) $(MAKE) -j2 --output-sync=target core lint $(SUITES) KINDS=$(1) && \
 	echo "make: tests of the core that run alone" && $(PYTEST) -m "$(subst |, or ,$(2))" $$(grep -rlE "mark\.($(2))" tests --include=*.py)
 
-.PHONY: help setup demo test test-all lint bench serve clean $(SUITES)
+.PHONY: help setup demo test test-all core lint bench serve clean $(SUITES)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +48,10 @@ test-all: $(STAMP)  ## the check with the slow tests
 
 $(SUITES): tests-of/%: $(STAMP)
 	@echo "make: tests of $*" && cd "$*" && $(PYTEST) -m "$(KINDS)"
+
+core: $(STAMP)
+	+@echo "make: tests of the core, $(WORKERS) files at a time, and beside them lint and the tests of the integrations" && \
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not alone"
 
 lint: $(STAMP)  ## ruff, mypy, import-linter
 	@echo "make: ruff" && $(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet --diff .
