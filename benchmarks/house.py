@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -81,10 +81,14 @@ def circle(among: Graph) -> list[str]:
     return []
 
 
-def closure(store: str) -> list[Path]:
+def fresh(source: str) -> str:
+    """Run a program in a process of its own; what it printed."""
+    return subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def closure(store: str, run: Callable[[str], str] = fresh) -> list[Path]:
     """Files of the wheel that an exact request loads, with this store: an expression of Python."""
-    ran = subprocess.run([sys.executable, "-c", CLOSURE % store], cwd=ROOT, capture_output=True, text=True, check=True)
-    return sorted({path for path in map(Path, ran.stdout.split()) if path.is_relative_to(WHEEL)})
+    return sorted({path for path in map(Path, run(CLOSURE % store).split()) if path.is_relative_to(WHEEL)})
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------

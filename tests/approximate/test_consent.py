@@ -11,6 +11,7 @@ WING = "agentcache.approximate"
 PROGRAM = """
 import sys, warnings
 warnings.simplefilter("error")
+warnings.simplefilter("ignore", EncodingWarning)  # on, for other programs
 from agentcache.errors import CalibrationError
 from tests.engines import chat, decode, engine
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import house
+from tests.processes import program
 
 # what an exact request needs none of: loaded by the first request, page or caller that does
 UNUSED = (
@@ -55,7 +56,7 @@ MOST_LINES = 12_500  # of the wheel, that an exact request loads
 
 @pytest.fixture(scope="module")
 def loaded() -> list[Path]:
-    return house.closure("None")
+    return house.closure("None", lambda source: program(source)[0])
 
 
 @pytest.mark.parametrize("part", UNUSED)
