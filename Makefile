@@ -49,8 +49,9 @@ test-all: $(STAMP)  ## the check with the slow tests
 $(SUITES): tests-of/%: $(STAMP)
 	@echo "make: tests of $*" && cd "$*" && $(PYTEST) -m "$(KINDS)"
 
+# With "+" its output is not held back to the end as that of the others; `make -n` would run it.
 core: $(STAMP)
-	+@echo "make: tests of the core, $(WORKERS) files at a time, and beside them lint and the tests of the integrations" && \
+	$(if $(findstring n,$(filter-out -%,$(firstword $(MAKEFLAGS)))),,+)@echo "make: tests of the core, $(WORKERS) files at a time, beside lint and the integrations" && \
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not alone"
 
 lint: $(STAMP)  ## ruff, mypy, import-linter
