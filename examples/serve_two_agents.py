@@ -32,14 +32,15 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def agent(url: str, port: str) -> list[dict[str, Any]]:
     """An agent's two steps: it calls the tool, and answers from the result."""
+    asked = {"tools": [TIDE], "max_tokens": 64}
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": f"When is high water in {port}?"},
     ]
-    first = post(url, "/v1/chat/completions", {"messages": messages, "tools": [TIDE], "tool_choice": "required"})
+    first = post(url, "/v1/chat/completions", {**asked, "messages": messages, "tool_choice": "required"})
     said = first["choices"][0]["message"]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": f"High water in {port} at 11."} for call in said["tool_calls"]]
-    return [first, post(url, "/v1/chat/completions", {"messages": [*messages, said, *results], "tools": [TIDE]})]
+    return [first, post(url, "/v1/chat/completions", {**asked, "messages": [*messages, said, *results]})]
 
 
 def main(url: str = "http://127.0.0.1:8787") -> None:

@@ -1,4 +1,7 @@
-"""What every test gets: warnings are errors and sockets are blocked (pyproject.toml), two or fewer threads, tiny models on request."""
+"""What every test gets: warnings are errors and sockets are blocked (pyproject.toml), two or fewer threads, tiny models on request.
+
+Imports PyTorch only where a test is run: pytest's own process, which starts those that run tests, needs none.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,13 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from agentcache import Engine
-from agentcache.approximate import segment_prefetch
-from agentcache.store import page_prefetch
-from tests import models
-from tests.asking import Asking
-from tests.engines import engine
+if TYPE_CHECKING:
+    from agentcache import Engine
+    from tests.asking import Asking
 
 os.environ["AGENTCACHE_DIR"] = ""  # nothing goes to disk but where a test asks for it
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once instead of asking a network that is blocked
@@ -26,14 +25,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a folder fails at once 
 def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine reading a few kB may look slower than computing them, which is the question in few tests: `impatient` ones."""
     if request.node.get_closest_marker("impatient") is None:
-        monkeypatch.setattr(page_prefetch, "give_up", lambda *_: False)
-        monkeypatch.setattr(page_prefetch, "too_slow", lambda *_: False)
-        monkeypatch.setattr(segment_prefetch, "too_slow", lambda *_: False)
+        for name in ("store.page_prefetch.give_up", "store.page_prefetch.too_slow", "approximate.segment_prefetch.too_slow"):
+            monkeypatch.setattr(f"agentcache.{name}", lambda *_: False)
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., Any]:
     """tiny("llama", torch.bfloat16): a model shared by the session; build your own with models.build if you change its weights."""
+    from tests import models
+
     return functools.cache(models.build)
 
 
@@ -46,6 +46,8 @@ def model(tiny: Callable[..., Any]) -> Any:
 @pytest.fixture(params=["memory", "disk"])
 def running(model: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """An engine that keeps pages in memory alone, and one that has a store on disk."""
+    from tests.engines import engine
+
     with engine(model=model, store=tmp_path / "store" if request.param == "disk" else None) as made:
         yield made
 
@@ -53,12 +55,16 @@ def running(model: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
 @pytest.fixture
 def toy_tokenizer() -> Any:
     """A tokenizer of this test's own, with a ChatML template that takes tools."""
+    from tests import models
+
     return models.toy_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a user has one: weights, config, tokenizer and chat template of a tiny Qwen3."""
+    from tests import models
+
     folder = tmp_path_factory.mktemp("model")
     models.build("qwen3").save_pretrained(folder)
     models.toy_tokenizer().save_pretrained(folder)
@@ -68,6 +74,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """threads(1): run the rest of this test on so many; what was set before comes back."""
+    import torch
+
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -76,6 +84,8 @@ def threads() -> Iterator[Callable[[int], None]]:
 @pytest.fixture
 def asking() -> Iterator[Callable[..., Asking]]:
     """asking("lfm2", folder): an engine of a tiny model of a family, over a store, asked for answers; closed after the test."""
+    from tests.asking import Asking
+
     made: list[Asking] = []
 
     def make(*args: Any, **options: Any) -> Asking:
