@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, StoreError, WeightsChangedError
+from .errors import FAULTS, AgentCacheError, EngineClosedError, GenerationError, NonFiniteLogitsError, WeightsChangedError
 from .events import Chunk, Done, Progress
 from .kv import Sequence
 from .matching import Matching, at_checkpoint
 from .model.sampling import logprob_of
-from .page_check import finite, first_wrong
 from .plan import Attach, Plan, make
 from .receipt import Sealed
 from .request import Provenance, Running
@@ -98,7 +96,11 @@ class Lifecycle:
             sequence.marks = frozenset(marks if running.asked.reuse != "off" else ())
             found = at_checkpoint(found, sequence.cuts)
         computed_once = running.completion_tokens > 0 or bool(running.suspects)
-        below = None if computed_once or (near and near.scope) else self.matching.shared_layers(running, found.tokens)
+        below = None
+        if model.adapters and not computed_once and not (near and near.scope):
+            from .shared_layers import shared_layers
+
+            below = shared_layers(model, self.store, running, found.tokens)
         ranges = near.propose(found.tokens, below) if near is not None and not computed_once else ()
         below = None if ranges else below
         running.attached = tuple(one for one in (found, below) if one is not None and one.tokens)
@@ -330,17 +332,12 @@ class Lifecycle:
                 self.store.forget(scope, running.ids.array(), since, sequence.pages[since // PAGE_TOKENS :])
 
     def _quarantine_suspects(self, running: Running) -> None:
-        """The prompt is computed without its suspects: if it is finite now, the first of them that differs is wrong, and quarantined."""
+        """The prompt is computed without its suspects: if it is finite now, one of them is wrong."""
         suspects, sequence, running.suspects = running.suspects, running.sequence, ()
-        if not suspects or not isinstance(sequence, Sequence) or not finite(sequence, 0, sequence.length):
-            return
-        entry = next(filter(None, (first_wrong(one, sequence) for one in suspects)), None)
-        if entry is None or running.scope is None or entry.scope.weights != running.scope.weights:
-            return  # where weights have changed since, nothing can be said
-        ids, why = np.concatenate([running.ids.array(entry.first), entry.ids]), "what is computed after it is NaN or infinite"
-        with suppress(StoreError):  # memory has dropped it
-            self.store.quarantine(entry.scope, ids, entry.key, why)
-        running.account.record_note(f"page {entry.place} of the kept prompt was wrong: {why}; it is not used again")
+        if suspects and isinstance(sequence, Sequence) and finite(sequence, 0, sequence.length):
+            from .page_check import quarantine
+
+            quarantine(self.store, running, suspects, sequence)
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -382,3 +379,17 @@ class Lifecycle:
         if running.ranges is not None:
             running.ranges.close()
             running.ranges = None  # it knows the request, and pages: neither is to wait for a collection of garbage
+
+
+def finite(sequence: Sequence, start: int, stop: int) -> bool:
+    """Tell whether positions [start, stop) are free of NaN and infinity. The last layer tells: the residual stream carries them there.
+
+    Recurrent layers may come after it: their checkpoints are looked at.
+    """
+    for page, slot, count, _ in sequence.slots(start, stop):
+        if not all(known.finite for slots, known in page.checkpoints.items() if slot < slots <= slot + count):
+            return False
+        keys, values = page.layer_keys[-1][..., slot : slot + count], page.layer_values[-1][:, slot : slot + count]
+        if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+            return False
+    return True

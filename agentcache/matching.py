@@ -1,19 +1,16 @@
-"""Lookup of cached pages for a request: its scope, the longest exact prefix, layers that other adapters computed alike. Computes nothing.
+"""Lookup of cached pages for a request: its scope, and the longest exact prefix. Computes nothing.
 
 scope of the base, and of what an Activated LoRA does not act on      fingerprint of the weights
 scope of any other adapter                                            the same + digest of the adapter
-layers below the first one that differs                               equal in both: pages of one are attached to the other, up to there
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .kv import last_checkpoint
 from .model.hf import HFModel
-from .page import states_until
 from .request import RENEWALS, Running
 from .store.entry import Match
 from .store.keys import Scope
@@ -88,33 +85,3 @@ class Matching:
         if adapter is not None and found.tokens == running.covered_tokens:
             found = replace(found, missed=Reason.ADAPTER, detail="the adapter acts from here on")
         return found
-
-    def shared_layers(self, running: Running, tokens: int) -> Match | None:
-        """Pages after the first `tokens` that others computed, and whose lowest layers are the same: those that spare the most layers.
-
-        They end where no inputs of the next layer were kept.
-        """
-        model, scope = self.model, running.scope
-        if scope is None or scope.precision != "exact" or running.asked.reuse == "off" or not model.adapters or not model.stepped:
-            return None
-        best: tuple[int, Scope, int, int] | None = None
-        for layers, other in self._others(running, scope):
-            found = self.store.match(other, running.covered_ids, peek=True)
-            stop = states_until(found.pages, layers, tokens, found.tokens) if found.tokens > tokens else tokens
-            if stop > tokens and (best is None or (stop - tokens) * layers > best[0]):
-                best = (stop - tokens) * layers, other, stop, layers
-        if best is None:
-            return None
-        _, other, stop, layers = best
-        used = self.store.match(other, running.covered_ids)  # counted as used, and all of it on the device
-        return replace(used, tokens=stop, layers=layers) if used.tokens >= stop else None
-
-    def _others(self, running: Running, scope: Scope) -> Iterator[tuple[int, Scope]]:
-        """Scopes under which others compute the same lowest layers as this request, and how many."""
-        whole = self.model.spec.layers if self.model.spec else 0
-        asked = running.asked.adapter
-        own = whole if asked is None or asked.invocation else asked.first_layer
-        firsts = {known.digest: known.first_layer for known in list(self.model.adapters.values()) if not known.invocation}
-        for first, other in [(whole, scope.weights), *((first, f"{scope.weights}+{digest}") for digest, first in firsts.items())]:
-            if other != scope.fingerprint and (layers := min(own, first)):
-                yield layers, replace(scope, fingerprint=other)

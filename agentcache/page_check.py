@@ -1,28 +1,20 @@
-"""Compare pages: are their numbers finite, and is a kept page equal to a computed one? Knows no model and no request."""
+"""Compare cached pages with computed ones: is a page equal, and which of the attached ones was wrong? Knows no model."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import numpy as np
 import torch
 
+from .errors import StoreError
 from .kv import PAGE_TOKENS, Page, Sequence
+from .request import Running
 from .store.entry import Entry, Match
+from .store.store import Store
 
 CLOSE = 0.05  # relative error that kernels which round differently may have; wrong pages are far from it
 LOSSY_CLOSE = 0.5  # the same of a page stored with fewer bits, with room to spare
-
-
-def finite(sequence: Sequence, start: int, stop: int) -> bool:
-    """Tell whether positions [start, stop) are free of NaN and infinity. The last layer tells: the residual stream carries them there.
-
-    Recurrent layers may come after it: their checkpoints are looked at.
-    """
-    for page, slot, count, _ in sequence.slots(start, stop):
-        if not all(known.finite for slots, known in page.checkpoints.items() if slot < slots <= slot + count):
-            return False
-        keys, values = page.layer_keys[-1][..., slot : slot + count], page.layer_values[-1][:, slot : slot + count]
-        if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
-            return False
-    return True
 
 
 def alike(own: Page, kept: Page, tokens: int, close: float, layers: int | None = None) -> bool:
@@ -51,3 +43,14 @@ def first_wrong(cached: Match, sequence: Sequence) -> Entry | None:
         if not alike(own, page, tokens, CLOSE if entry.scope.precision == "exact" else LOSSY_CLOSE, cached.layers):
             return entry
     return None
+
+
+def quarantine(store: Store, running: Running, suspects: tuple[Match, ...], sequence: Sequence) -> None:
+    """A prompt computed without its suspects is finite: the first of them that differs from it is wrong, and quarantined."""
+    entry = next(filter(None, (first_wrong(one, sequence) for one in suspects)), None)
+    if entry is None or running.scope is None or entry.scope.weights != running.scope.weights:
+        return  # where weights have changed since, nothing can be said
+    ids, why = np.concatenate([running.ids.array(entry.first), entry.ids]), "what is computed after it is NaN or infinite"
+    with suppress(StoreError):  # memory has dropped it
+        store.quarantine(entry.scope, ids, entry.key, why)
+    running.account.record_note(f"page {entry.place} of the kept prompt was wrong: {why}; it is not used again")

@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .ahead import Ahead, Piece
+from .ahead import Piece
 from .errors import FAULTS, AgentCacheError, GenerationError, OutOfMemoryError
-from .kv import PAGE_TOKENS, Page, Sequence, stored_slots, stored_states
+from .kv import Sequence
 from .model.attention import Part
 from .model.hf import HFModel
-from .model.numerics import MAX_ROWS
-from .model.rope import turn
 from .openmp import use_threads
-from .plan import Attach
 
 log = logging.getLogger("agentcache")
 
@@ -120,7 +116,7 @@ def process_threads() -> int:
 
 
 class Runner:
-    """The only place that calls the model. Not thread safe: one thread owns the device."""
+    """Runs the model. Not thread safe: one thread owns the device."""
 
     def __init__(self, model: HFModel) -> None:
         self.model = model
@@ -128,56 +124,6 @@ class Runner:
     def follow_threads(self) -> None:
         """Make this thread compute with the number of threads the process asks for now; other threads may mean other numerics."""
         use_threads(process_threads())
-
-    @torch.no_grad()  # not inference mode: pages made here are written outside of it, too
-    def attach(self, sequence: Sequence, ranges: Iterable[Attach], regime: str, held: bool = False) -> None:
-        """Copy the keys, re-indexed, and values of stored runs to where the plan wants them, ahead of the sequence's length.
-
-        held: the sequence stops at the first range of each run.
-        """
-        spans: list[Ahead] = []
-        for step in ranges:
-            start, stop = step.start - step.shift, step.stop - step.shift
-            assert step.run is not None
-            sequence.reserve_to(step.stop)
-            for page, slot, count in stored_slots(step.pages, step.base, start, stop):
-                self._move(sequence, step, page, slot, count, regime)
-            states = None if step.layers is None else stored_states(step.pages, step.base, step.layers, start, stop)
-            first = step.run not in [span.run for span in spans]
-            spans.append(Ahead(step.start, step.stop, step.layers, states, step.run, held and first))
-        sequence.place(spans)
-
-    def _move(self, sequence: Sequence, step: Attach, page: Page, slot: int, count: int, regime: str) -> None:
-        """Copy `count` slots of one stored page to where they are wanted."""
-        assert self.model.rotary is not None and self.model.unrotated is not None
-        source = step.base + step.pages.index(page) * PAGE_TOKENS + slot
-        target, moved = source + step.shift, step.shift != 0
-        cos, sin = self.model.rotary.turns(regime, source, target, count)
-        fixed = self.model.unrotated
-        for own, into, some, offset in sequence.slots(target, target + count):
-            span, here = slice(slot + offset, slot + offset + some), slice(into, into + some)
-            for layer in range(sequence.spec.layers if step.layers is None else step.layers):
-                keys = page.layer_keys[layer][..., span]
-                if layer not in fixed and moved:
-                    keys = turn(keys, cos[:, offset : offset + some], sin[:, offset : offset + some])
-                own.layer_keys[layer][..., here] = keys
-                own.layer_values[layer][:, here] = page.layer_values[layer][:, span]
-
-    @torch.inference_mode()
-    def stored_keys(self, step: Attach, layer: int, start: int, stop: int, regime: str) -> torch.Tensor:
-        """Keys of one layer as stored with the range's pages, re-indexed to prompt positions [start, stop): fp32."""
-        assert self.model.rotary is not None and self.model.unrotated is not None
-        cos, sin = self.model.rotary.turns(regime, start - step.shift, start, stop - start)
-        pieces = stored_slots(step.pages, step.base, start - step.shift, stop - step.shift)
-        stored = torch.cat([page.layer_keys[layer][..., slot : slot + count] for page, slot, count in pieces], -1).float()
-        return stored if layer in self.model.unrotated else turn(stored, cos, sin)
-
-    @torch.inference_mode()
-    def run_below(self, sequence: Sequence, ids: list[int], start: int, regime: str, layers: int) -> None:
-        """Run tokens ahead of the sequence through the first layers, which leaves their true keys and values there."""
-        for at in range(start, start + len(ids), MAX_ROWS):
-            some = ids[at - start : at - start + MAX_ROWS]
-            self.model.forward(torch.tensor(some), [Part(sequence, at, len(some))], [regime], [], layers=layers)
 
     def run(self, work: list[Work]) -> list[Outcome]:
         """Run all work in one forward and advance its sequences. Members of a pack that fails are run one by one."""

@@ -23,6 +23,7 @@ from .model.fingerprint import Fingerprint
 from .request import Running
 from .shared_engines import EngineLease
 from .store.deletion import Deletion
+from .store.forgetting import delete
 from .store.keys import Scope, as_ids, chain
 from .store.tool_group import SESSION, ToolGroup
 from .types import Forgotten, Layout, check_name
@@ -75,7 +76,7 @@ class ToolGroups:
                 raise ConfigError(f"session={session!r}, group={group!r}: give one of them")
             group = SESSION + session
         held = (*self.all, *(self._sessions.all if self._sessions else ()))
-        return self._store.delete(namespace, group, older_than, held)
+        return delete(self._store, namespace, group, older_than, held)
 
     def tools(self, namespace: str, name: str, adapter: Adapter | None = None) -> tuple[str, ...]:
         """The recorded tool order of a group, of this or an earlier process."""

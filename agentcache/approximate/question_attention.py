@@ -13,21 +13,21 @@ import torch
 
 from ..kv import Sequence as PageTable
 from ..model.attention import Part
+from ..model.hf import HFModel
 from ..model.numerics import MAX_ROWS
 from ..model.steps import queries
 from ..plan import Attach
-from ..runner import Runner
 
 ASKING = 64  # last tokens of a prompt at most, whose attention counts
 
 
 @torch.inference_mode()
-def asked_for(runner: Runner, sequence: PageTable, ids: Sequence[int], steps: Sequence[Attach], regime: str, share: float) -> list[int]:
+def asked_for(model: HFModel, sequence: PageTable, ids: Sequence[int], steps: Sequence[Attach], regime: str, share: float) -> list[int]:
     """Positions of the share of wholly attached tokens that the end of the prompt attends to most in the middle layer, in order.
 
     Leaves keys and values below that layer at positions that are computed later.
     """
-    model, layer = runner.model, sequence.spec.layers // 2
+    layer = sequence.spec.layers // 2
     whole = [place for step in steps if step.layers is None for place in range(step.start, step.stop)]
     count = round(share * len(whole))
     if not count:

@@ -24,7 +24,6 @@ from ..kv import Sequence as PageTable
 from ..kv import stored_states
 from ..plan import Attach
 from ..request import Running
-from ..runner import Runner
 from ..scheduler import Scheduler
 from ..store.entry import Match
 from ..store.keys import Ids, Scope
@@ -33,6 +32,7 @@ from .calibrations import Calibrations, Given
 from .drift_monitor import DriftMonitor
 from .minhash import TAU
 from .minhash_index import MinHashIndex
+from .moved_pages import attach, run_below, stored_keys
 from .ngram_index import Run, stored_repeats
 from .question_attention import asked_for
 from .segment_prefetch import SegmentPrefetch, SegmentQuery, prefetch
@@ -40,6 +40,7 @@ from .windows import TokenTexts, Window, windows
 
 if TYPE_CHECKING:
     from ..model.adapters import Adapter
+    from ..model.hf import HFModel
 
 PROBED = 4  # tokens of a halo, the last ones, that are compared with the stored ones
 
@@ -147,7 +148,7 @@ class SegmentReuse:
         self.windows: Sequence[Window] = ()
         self._noted: Sequence[Window] = ()
         self._owner, self._running = owner, running
-        self._runner, self._store = owner.runner, owner.store
+        self._model, self._store = owner.runner.model, owner.store
         self._steps: list[Attach] = []
         self._kernels: list[frozenset[str]] = []
         self._segments: list[Segment] = []
@@ -178,7 +179,7 @@ class SegmentReuse:
 
     def pending(self, scope: Scope | None, ms_per_token: float, wake: Callable[[], None]) -> bool:
         """Tell whether pages that the prompt repeats are on their way from disk."""
-        spec, calibration = self._runner.model.spec, self.calibration  # from disk come pages of its first source
+        spec, calibration = self._model.spec, self.calibration  # from disk come pages of its first source
         if not self.windows or scope is None or spec is None or self._owner.off or not self._calibrations:
             return False
         stored: Precision = disk.written if (disk := self._store.disk) else "exact"
@@ -221,7 +222,7 @@ class SegmentReuse:
         if sum(run.stop - run.start for run in runs) <= spared:
             return ()
         self.calibration, found = calibration, []
-        layers = calibration.boundaries if self._runner.model.stepped else ()
+        layers = calibration.boundaries if self._model.stepped else ()
         for run in runs:
             held = (
                 layer
@@ -257,11 +258,11 @@ class SegmentReuse:
         if not self._steps:
             return
         assert isinstance(running.sequence, PageTable) and running.scope is not None
-        held = bool(calibration.probe or (calibration.share and self._runner.model.stepped))
-        self._runner.attach(running.sequence, self._steps, running.scope.regime, held)
-        if calibration.choice == "question" and calibration.share and self._runner.model.stepped:
+        held = bool(calibration.probe or (calibration.share and self._model.stepped))
+        attach(self._model, running.sequence, self._steps, running.scope.regime, held)
+        if calibration.choice == "question" and calibration.share and self._model.stepped:
             ids, regime = running.ids.all, running.scope.regime
-            self._asked = asked_for(self._runner, running.sequence, ids, self._steps, regime, calibration.share)
+            self._asked = asked_for(self._model, running.sequence, ids, self._steps, regime, calibration.share)
         running.account.record_segments(tuple(self._segments))
         self.scope = near_scope(running.scope, calibration)
         self.advance()
@@ -279,7 +280,7 @@ class SegmentReuse:
                 segment = self._segments[junction.run]
                 running.account.record_refused_segment(segment, Refusal(Reason.PROBE, segment.start, segment.stop, why))
                 spans = []
-            elif calibration.share and self._runner.model.stepped:
+            elif calibration.share and self._model.stepped:
                 spans = self._repair(sequence, spans, calibration)
             if not running.receipt.segments and sequence.exact_until == sequence.length:
                 self.scope, self._kernels = None, []
@@ -292,7 +293,7 @@ class SegmentReuse:
         if not bound or not tokens:
             return ""
         step, regime = next(step for step in self._steps if step.run == junction.run), self._running.scope.regime
-        found = _difference(self._runner, sequence, step, junction.start - tokens, junction.start, regime)
+        found = _difference(self._model, sequence, step, junction.start - tokens, junction.start, regime)
         return "" if found <= bound else f"keys of its recomputed head differ by {found:.3f} from the stored ones, allowed are {bound:.3f}"
 
     def _repair(self, sequence: PageTable, spans: list[Ahead], calibration: Calibration) -> list[Ahead]:
@@ -322,7 +323,7 @@ class SegmentReuse:
             return []
         assert running.scope is not None
         ids = running.ids.all[span.start : span.stop]
-        deviation = _deviations(self._runner, sequence, ids, span.start, running.scope.regime)
+        deviation = _deviations(self._model, sequence, ids, span.start, running.scope.regime)
         return sorted((deviation.topk(count).indices + span.start).tolist())
 
     # -- choosing and ending ---------------------------------------------------------------------------------------
@@ -378,21 +379,21 @@ def source(scope: Scope, calibration: Calibration) -> Scope:
 
 
 @torch.inference_mode()
-def _difference(runner: Runner, sequence: PageTable, step: Attach, start: int, stop: int, regime: str) -> float:
+def _difference(model: HFModel, sequence: PageTable, step: Attach, start: int, stop: int, regime: str) -> float:
     """Distance of the keys computed for positions [start, stop) from the stored ones, re-indexed: relative, in the middle layer."""
     layer = sequence.spec.layers // 2
     computed = sequence.read(layer, start, stop)[0].permute(1, 2, 0).float()
-    return float((computed - runner.stored_keys(step, layer, start, stop, regime)).norm() / computed.norm())
+    return float((computed - stored_keys(model, step, layer, start, stop, regime)).norm() / computed.norm())
 
 
 @torch.inference_mode()
-def _deviations(runner: Runner, sequence: PageTable, ids: list[int], start: int, regime: str) -> torch.Tensor:
+def _deviations(model: HFModel, sequence: PageTable, ids: list[int], start: int, regime: str) -> torch.Tensor:
     """Distance of layer 1's values, of tokens ahead from `start` on, from those that this context gives: relative, [tokens].
 
     Runs two layers over them, which leaves the true keys and values there.
     """
     stop = start + len(ids)
     stored = sequence.read(1, start, stop)[1].float()
-    runner.run_below(sequence, ids, start, regime, layers=2)
+    run_below(model, sequence, ids, start, regime, layers=2)
     found = sequence.read(1, start, stop)[1].float()
     return (found - stored).flatten(1).norm(dim=1) / found.flatten(1).norm(dim=1).clamp_min(1e-9)

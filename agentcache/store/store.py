@@ -6,19 +6,18 @@ admit    memory at once, disk after the answer
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import AgentCacheError, ConfigError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning, shown
+from ..errors import AgentCacheError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import Page
-from ..types import Forgotten, Grade, Reason, StoreOptions, check_name
+from ..types import Grade, Reason, StoreOptions
 from .deletion import Deletion, Deletions, Moment
 from .entry import Entry, Match, PageQuery
 from .keys import Ids, PinName, Role, Scope, as_ids, chain
@@ -145,7 +144,10 @@ class Store:
             if received is not None and self.deletions.meet(scope, ids, received):
                 return
             path = self.tree.admit(scope, ids, pages, numerics, prefix_tokens)
-            self.tree.thin_checkpoints(path, prefix_tokens)
+            if any(entry.page and entry.page.checkpoints for entry in path):
+                from .memory.checkpoint_room import thin
+
+                thin(self.tree, path, prefix_tokens)
             if self.disk:
                 self.disk.offer(path)
 
@@ -259,51 +261,6 @@ class Store:
             self.disk.writer.drop(done)
         self._tell_cleared(done.namespace)
         return self.tree.remove(done)
-
-    def delete(self, namespace: str | None, group: str | None, older_than: float | None, held: Seq[ToolGroup] = ()) -> Forgotten:
-        """Delete pages and what belongs to them, in memory and on disk, pinned ones too: of a namespace and an age, or of one tool group.
-
-        held: manifests of the tool groups that are held here. ConfigError: nothing is named, or what cannot be. StoreError: not all of it
-        could be deleted on disk.
-        """
-        if namespace is None and group is None and older_than is None:
-            raise ConfigError("forget(): name what is to be forgotten: namespace=, group=, session= or older_than= (0 for everything)")
-        for setting, value in (("namespace", namespace), ("group", group)):
-            if value is not None:
-                check_name(setting, value)
-        number = isinstance(older_than, (int, float)) and not isinstance(older_than, bool)
-        if older_than is not None and (group is not None or not number or not 0 <= older_than < math.inf):
-            raise ConfigError(f"older_than={shown(older_than)}: must be seconds as a number, at least 0, and no group beside it")
-        namespace = "default" if group is not None and namespace is None else namespace
-        known: dict[tuple[str, ...], ToolGroup] = {}
-        for one in (*(self.disk.index.groups() if self.disk else ()), *held):  # another process may have recorded a later answer
-            name = one.name, one.namespace, one.fingerprint
-            known[name] = one.merge(known.get(name))
-        named = [one for one in known.values() if one.namespace == namespace and group in (one.name, one.documents)]
-        others = [one for one in known.values() if one not in named]
-        before = None if older_than is None else time.time() - older_than
-        wanted = [Deletion(namespace, before)] if group is None else [Deletion.of_group(one, others, forced=True) for one in named]
-        with ExitStack() as under_way:
-            pages = size = 0
-            for one in wanted:
-                with self.deletions.lock:
-                    more, bytes = self.let_go(one)
-                    if self.disk is None:
-                        self.deletions.hear(replace(one, generation=self.deletions.generation + 1))
-                    else:  # until it is heard, what runs on pages that are gone would admit them anew
-                        under_way.enter_context(self.deletions.under_way(one))
-                pages, size = pages + more, size + bytes
-            found = Forgotten(pages, size, groups=tuple(one.name for one in named))
-            if self.disk is None:
-                return found
-            from .admin.prune import prune
-
-            for which in (None,) if group is None else named:
-                done = prune(self.disk.folder, self.disk.index, namespace=namespace, older_than=older_than, group=which, force=True)
-                groups = found.groups if which else tuple(done.groups)
-                found = Forgotten(pages, size, found.pages + done.pages, found.bytes + done.bytes, groups, found.splices + done.splices)
-            self.heed()
-            return found
 
     def clear(self, namespace: str | None = None, grade: Grade | None = None) -> None:
         """Free all pages in memory, or those of one namespace or grade; what is on disk stays."""

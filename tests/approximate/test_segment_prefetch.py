@@ -20,6 +20,7 @@ from agentcache.approximate.segment_prefetch import SegmentPrefetch, SegmentQuer
 from agentcache.errors import ConfigError, StoreError
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
+from agentcache.store.forgetting import delete
 from agentcache.store.keys import Ids, Scope, chain
 from agentcache.store.policy import Rate
 from agentcache.store.store import Store
@@ -365,15 +366,15 @@ def test_what_is_deleted_meanwhile_is_not_noted(folder: Path, monkeypatch: pytes
     assert store.disk is not None
     index, received, deleted = said(store), store.heed(), []
 
-    def delete() -> None:
-        deleted.append(store.delete(SCOPE.namespace, None, None))
+    def clear() -> None:
+        deleted.append(delete(store, SCOPE.namespace, None, None))
 
     if when == "before it is noted":
-        delete()
+        clear()
     else:
         part, name = (index, "note_now") if when == "before it is signed" else (index.signatures.signer, "sign")
         called = getattr(part, name)
-        monkeypatch.setattr(part, name, lambda *given: (deleted or delete(), called(*given))[1])
+        monkeypatch.setattr(part, name, lambda *given: (deleted or clear(), called(*given))[1])
     said(store).note(SCOPE, KEPT, windows(KEPT), received)
     assert store.flush(20)
     assert len(deleted) == 1

@@ -14,6 +14,7 @@ import torch
 
 from agentcache import Engine, Reason
 from agentcache.approximate.calibrations import find, place
+from agentcache.approximate.moved_pages import attach
 from agentcache.approximate.ngram_index import Run
 from agentcache.approximate.segments import ranges
 from agentcache.calibration import Calibration
@@ -83,7 +84,7 @@ def attached(runner: Runner, kept: Sequence, repeats: list[Repeat], known: Calib
     plan = make(length, 0, Reason.COLD, "", ranges(repeats, known)[0])
     sequence = Sequence(kept.spec)
     steps = [step for step in plan.steps if isinstance(step, Attach)]
-    runner.attach(sequence, steps, "")
+    attach(runner.model, sequence, steps, "")
     return sequence
 
 
@@ -179,7 +180,7 @@ def test_a_moved_segment_equals_computing_in_layer_0(family: str) -> None:
     fill(runner, there, [*tokens(333, seed=3), *ids], 512)
     known = Calibration("x", layers, ((8, layers),), 32, 1.0)
     moved = Sequence(model.spec)
-    runner.attach(moved, ranges([repeat(kept, 333, 1200, 333)], known)[0], "")
+    attach(runner.model, moved, ranges([repeat(kept, 333, 1200, 333)], known)[0], "")
     span = moved.ahead[0]
     assert (span.start, span.stop) == (341, 1200)
     for one, two in zip(there.read(0, 341, 1200), moved.read(0, 341, 1200), strict=True):

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from agentcache import Engine
+from agentcache.approximate import segments
 from agentcache.approximate.calibrate import shifts
 from agentcache.approximate.calibrate.trials import Trials
 from agentcache.errors import ConfigError
@@ -149,16 +150,16 @@ def test_paired_requests_are_held_against_everything_computed(engine: Engine, tm
 def test_a_differing_answer_is_decoded_to_its_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that were taken are spoilt, so that answers must differ."""
     bench = Trials(engine)
-    real = engine.scheduler.runner.attach
+    real = segments.attach
 
-    def spoilt(sequence: Any, *rest: Any) -> None:
-        real(sequence, *rest)
+    def spoilt(model: Any, sequence: Any, *rest: Any) -> None:
+        real(model, sequence, *rest)
         for span in sequence.ahead:
             for own, into, some, _ in sequence.slots(span.start, span.stop):
                 for values in own.layer_values:
                     values[:, into : into + some] *= -3.0
 
-    monkeypatch.setattr(engine.scheduler.runner, "attach", spoilt)
+    monkeypatch.setattr(segments, "attach", spoilt)
     rows = Rows(None, {})
     segments_paired.Paired(engine, {"ours": bench.calibration(8)}).run(made.tasks(2, 3, ("dated system",)), rows, quiet)
     for row in rows.of("paired"):

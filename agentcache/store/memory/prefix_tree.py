@@ -35,7 +35,7 @@ class PrefixTree:
     """Cached pages in memory under a byte budget: least recently used leaves go first, tool groups last, pinned ones never. Thread safe.
 
     A page counts with all its bytes, however full. changes: counts admissions and removals: a match may have become longer. host_bytes:
-    bytes of pages of another device that may wait in the computer's own memory. lock: guards pages and index. index: also finds pages.
+    bytes of pages of another device that may wait in the computer's own memory. lock: guards all of it. index: also finds pages.
     """
 
     def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
@@ -45,7 +45,7 @@ class PrefixTree:
         self.changes = 0
         self.lock = threading.RLock()
         self._roots: dict[Scope, Entry] = {}
-        self._pins = Pins()
+        self.pins = Pins()
         self._log = EvictionLog()
         self.index: EntryIndex | None = None
 
@@ -189,7 +189,7 @@ class PrefixTree:
                 "bytes": self.bytes,
                 "host_bytes": self.host_bytes,
                 "scopes": len(self._roots),
-                "pins": len(self._pins),
+                "pins": len(self.pins),
                 "pinned_pages": sum(entry.pins > 0 for entry in self.eviction),
                 "indexed": 0 if self.index is None else len(self.index),
                 "evictions": len(self._log),
@@ -256,33 +256,6 @@ class PrefixTree:
             entry.numerics |= numerics
             self.eviction.recount(entry)
 
-    def thin_checkpoints(self, path: Seq[Entry], prefix_tokens: int) -> None:
-        """Keep the last checkpoint of a path, that of its stable prefix and those in which pins end; others, newest first, up to SHARE."""
-        with self.lock:
-            known = [
-                (entry, slots, known.bytes)
-                for entry in reversed(path)
-                if entry.page is not None
-                for slots, known in sorted(entry.page.checkpoints.items(), reverse=True)
-                if slots <= len(entry.ids)
-            ]
-            if not known:
-                return
-            from ...checkpoints import SHARE
-
-            prefix = next((one for one in known if one[0].first + one[1] <= prefix_tokens), None)
-            vital = [one for one in known if one in (known[0], prefix) or one[1] in self._pins.ends(one[0])]
-            room = sum(entry.page.spec.page_bytes for entry in path if entry.page) * SHARE / (1 - SHARE)
-            room -= sum(size for _, _, size in vital)
-            for entry, slots, size in known:
-                if (entry, slots, size) in vital:
-                    continue
-                room -= size
-                if room < 0 and entry.page is not None:
-                    entry.page.checkpoints = {at: one for at, one in entry.page.checkpoints.items() if at != slots}
-                    self.eviction.recount(entry)
-                    entry.row, entry.thinned = 0, True  # it is offered to the disk again
-
     def _rename(self, entry: Entry, ids: Ids) -> None:
         """Give an entry without children more or fewer tokens."""
         assert entry.parent is not None and not entry.children
@@ -324,7 +297,7 @@ class PrefixTree:
             for scope in [s for s in self._roots if namespace in (None, s.namespace) and grade in (None, s.precision)]:
                 for child in list(self._roots[scope].children.values()):
                     self._drop_tree(child, reason)
-            self._pins.clear(namespace, grade)
+            self.pins.clear(namespace, grade)
 
     def remove(self, deletion: Deletion) -> tuple[int, int]:
         """Drop what was deleted on purpose, and what continues it; returns how many pages, and of how many bytes.
@@ -334,16 +307,16 @@ class PrefixTree:
         with self.lock:
             pages, size = len(self), self.bytes + self.host_bytes
             for entry in [entry for entry in self.eviction if deletion.takes(entry)]:
-                kept = self._pins.tokens(entry) if deletion.group is not None else 0
+                kept = self.pins.tokens(entry) if deletion.group is not None else 0
                 if entry.page is not None and kept < len(entry.ids):
                     self._shorten(entry, kept, Reason.DELETED)
-            self._pins.release_evicted()
+            self.pins.release_evicted()
             return pages - len(self), size - self.bytes - self.host_bytes
 
     def pinned(self) -> list[tuple[PinName, list[Entry]]]:
         """The pages of each pinned prefix, under its name."""
         with self.lock:
-            return self._pins.paths
+            return self.pins.paths
 
     def _shorten(self, entry: Entry, kept: int, reason: Reason) -> list[Key]:
         """Keep the first `kept` tokens of a page, and nothing that continues it; returns the keys of what is gone."""
@@ -369,14 +342,14 @@ class PrefixTree:
             if at < len(ids):
                 return 0
             self.eviction.touch(path)
-            self._pins.add(scope.pin_name(ids), path, len(ids), role)
+            self.pins.add(scope.pin_name(ids), path, len(ids), role)
             self.eviction.make_room()
             return len(path)
 
     def release_pin(self, name: PinName, role: Role = Role.GROUP) -> bool:
         """Take back one pin of that name and role; False if there is none."""
         with self.lock:
-            released = self._pins.release(name, role)
+            released = self.pins.release(name, role)
             self.eviction.make_room()
             return released
 

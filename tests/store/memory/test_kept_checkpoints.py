@@ -8,6 +8,7 @@ from agentcache.checkpoints import SHARE, Checkpoint
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
 from agentcache.store.keys import Ids, Scope, as_ids
+from agentcache.store.memory.checkpoint_room import thin
 from agentcache.store.memory.prefix_tree import PrefixTree
 
 SPEC = KVSpec(1, 1, 8, torch.float32)
@@ -39,7 +40,7 @@ def test_the_needed_ones_stay_and_others_up_to_their_share() -> None:
         ids, pages = prompt(1920, {mark: checkpoint(size) for mark in marks})
         tree.admit(HERE, ids, pages, "n")
         tree.pin(HERE, ids[:1152])
-        tree.thin_checkpoints(tree.path(HERE, ids), 700)
+        thin(tree, tree.path(HERE, ids), 700)
         vital, found = {640, 1152, 1920}, kept(tree)
         assert vital <= set(found)
         assert tree.bytes == 4 * SPEC.page_bytes + len(found) * size
@@ -58,7 +59,7 @@ def test_checkpoints_after_the_kept_tokens_stay_with_their_sequence() -> None:
     tree = PrefixTree(1 << 30)
     ids, pages = prompt(512, {64: checkpoint(1 << 20), 128: checkpoint(1 << 20), 448: checkpoint(1 << 20)})
     tree.admit(HERE, ids[:192], pages, "n")  # a request goes on in that page
-    tree.thin_checkpoints(tree.path(HERE, ids[:192]), 0)
+    thin(tree, tree.path(HERE, ids[:192]), 0)
     assert sorted(pages[0].checkpoints) == [128, 448]
 
 

@@ -1,0 +1,35 @@
+"""Room that checkpoints of recurrent layers may take in memory, beside the pages of their conversation. Knows no layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...checkpoints import SHARE
+from ..entry import Entry
+from .prefix_tree import PrefixTree
+
+
+def thin(tree: PrefixTree, path: Sequence[Entry], prefix_tokens: int) -> None:
+    """Keep the last checkpoint of a path, that of its stable prefix and those in which pins end; others, newest first, up to SHARE."""
+    with tree.lock:
+        known = [
+            (entry, slots, known.bytes)
+            for entry in reversed(path)
+            if entry.page is not None
+            for slots, known in sorted(entry.page.checkpoints.items(), reverse=True)
+            if slots <= len(entry.ids)
+        ]
+        if not known:
+            return
+        prefix = next((one for one in known if one[0].first + one[1] <= prefix_tokens), None)
+        vital = [one for one in known if one in (known[0], prefix) or one[1] in tree.pins.ends(one[0])]
+        room = sum(entry.page.spec.page_bytes for entry in path if entry.page) * SHARE / (1 - SHARE)
+        room -= sum(size for _, _, size in vital)
+        for entry, slots, size in known:
+            if (entry, slots, size) in vital:
+                continue
+            room -= size
+            if room < 0 and entry.page is not None:
+                entry.page.checkpoints = {at: one for at, one in entry.page.checkpoints.items() if at != slots}
+                tree.eviction.recount(entry)
+                entry.row, entry.thinned = 0, True  # it is offered to the disk again
