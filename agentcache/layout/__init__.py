@@ -1,5 +1,5 @@
 """Messages and tools to token ids and named spans. Knows nothing of models or stores; `renderer.py` is the conductor."""
 
-from .renderer import Renderer, TemplateReport, Volatile
+from .renderer import Renderer, Volatile
 
-__all__ = ["Renderer", "TemplateReport", "Volatile"]
+__all__ = ["Renderer", "Volatile"]

@@ -25,13 +25,12 @@ from .memory import Generated, Kept, Memory, chain, link
 from .plain import VOLATILE, check_list, is_system
 from .request import Options, Rendered, Request, Requests
 from .spans import Frame
-from .template import SENTINEL, Template, TemplateReport
+from .template import SENTINEL, Template
 from .tokenise import Encoded, Encoder, common_chars, common_ids
 
 if TYPE_CHECKING:
     from .declared import Declarations
-
-__all__ = ["Renderer", "TemplateReport"]
+    from .template_report import TemplateReport
 
 Volatile = str | Message | Mapping[str, Any] | Sequence[str | Message | Mapping[str, Any]]
 TEXTS = 4096  # remembered texts that stand in many prompts
@@ -71,7 +70,7 @@ class Renderer:
     @property
     def report(self) -> TemplateReport:
         """The report of the chat template; found by rendering small conversations, once."""
-        return self._template.report
+        return self._requests.report
 
     # --- the path of one request -----------------------------------------------------------------------------------------
 

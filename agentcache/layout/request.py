@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, TemplateError, shown
 from ..namespace_lru import Covering, NamespaceLRU
@@ -17,6 +18,9 @@ from .plain import Plain, plain_messages
 from .schemas import canonical_tools, check_values, order_tools, plain_tools, said, tool_name
 from .template import Template
 from .tokenise import EMPTY, Encoded, Encoder, Neutraliser
+
+if TYPE_CHECKING:
+    from .template_report import TemplateReport
 
 TOOL_LISTS = 128  # remembered tool lists; each costs two small renderings and a walk over its schemas to find again
 
@@ -91,6 +95,13 @@ class Requests:
         self._canon: Canon | None = None
         self._tools: NamespaceLRU[bytes, ToolList] = NamespaceLRU(TOOL_LISTS)
 
+    @cached_property
+    def report(self) -> TemplateReport:
+        """The report of the chat template: loaded for the first request to whose notes it matters."""
+        from .template_report import report_of
+
+        return report_of(self._template)
+
     def forget(self, deletion: Covering) -> None:
         """Forget the messages and tools of namespaces of which something was deleted on purpose."""
         self._tools.forget(deletion)
@@ -107,8 +118,8 @@ class Requests:
             return Request(turns, listed, [], chain(listed.root, turns), options)
         turns, notes, renamed = self.canon().messages(messages, options.namespace)
         listed = self._listed(plain_tools(tools), options)
-        notes = [*listed.notes, *(note for note in notes if note != ABSENT or not self._template.report.absent_is_empty)]
-        if renamed and self._template.report.renders_call_ids:
+        notes = [*listed.notes, *(note for note in notes if note != ABSENT or not self.report.absent_is_empty)]
+        if renamed and self.report.renders_call_ids:
             notes.append("tool-call ids replaced by their position")
         return Request(turns, listed, notes, chain(listed.root, turns), options)
 

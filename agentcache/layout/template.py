@@ -12,18 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import PromptError, TemplateError
 from .plain import Plain
 from .rendering import EndlessError, Rendering
 from .tokenise import common_chars
 
-ToolsAt = Literal["before system", "after system", "first user", "last user", "other", "absent"]
-
-_SYSTEM, _FIRST, _ANSWER, _SECOND = "Zsysqa words.", "Zuserqb words?", "Zansqc words.", "Zuserqd words?"
-_RESULTS = ("Zresqe", "Zresqf")
-_TOOL: Plain = {
+SYSTEM, FIRST, ANSWER, SECOND = "Zsysqa words.", "Zuserqb words?", "Zansqc words.", "Zuserqd words?"
+RESULTS = ("Zresqe", "Zresqf")
+TOOL: Plain = {
     "type": "function",
     "function": {
         "name": "zprobe_fn",
@@ -40,20 +38,6 @@ MOST_CHARS = 64_000_000  # that one may have: more than a context of ten million
 SENTINEL = "Qzsentinel"
 # What a user's text may start with: a stable prefix ends before any token that depends on it.
 _OPENINGS = ("Qz opening", "\n\nQz", "  Qz", "7 Qz", "!Qz", "é", "字", "/Qz", '"Qz', "qz")
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateReport:
-    """Findings of probing. P1 = system, user; P2 = P1 + call, result; P3 = P2 + call, result; P4 = P3 + answer, user."""
-
-    step_preserving: bool | None  # P1 is a prefix of P2 and P2 of P3; None: the template refused the probe
-    turn_preserving: bool | None  # P3 is a prefix of P4; None as above
-    tools_at: ToolsAt
-    system: Literal["kept", "dropped", "refused"]
-    renders_call_ids: bool
-    parallel_calls: bool
-    absent_is_empty: bool  # a call without content renders as one with empty content, or is refused
-    dated: bool  # today's date may be shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +59,6 @@ class Template:
         self._dated = {"date_string": datetime.fromisoformat(date).strftime("%d %b %Y")} if date else {}  # where a template asks for no day
         self._sources: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._report: TemplateReport | None = None
         self._shapes: dict[bool, Shape] = {}
 
     @property
@@ -139,20 +122,13 @@ class Template:
         if self._given is not None:
             return self._given
         try:
-            source = self._tokenizer.get_chat_template(None, [_TOOL] if tools else None)
+            source = self._tokenizer.get_chat_template(None, [TOOL] if tools else None)
         except (ValueError, AttributeError) as error:
             raise TemplateError(
                 f"the tokenizer {getattr(self._tokenizer, 'name_or_path', '')!r} has no chat template: pass chat_template=..., "
                 "or give the whole prompt as a string instead of messages"
             ) from error
         return str(source)
-
-    @property
-    def report(self) -> TemplateReport:
-        with self._lock:
-            if self._report is None:
-                self._report = self._probe_report()
-            return self._report
 
     def shape(self, tools: bool) -> Shape:
         with self._lock:
@@ -169,28 +145,29 @@ class Template:
 
     def tools_text(self, tools: Sequence[Plain], kwargs: Mapping[str, Any] | None) -> str | None:
         """The text that these tools add to a prompt ("" if it cannot be told apart), or None if the template ignores tools."""
-        user = {"role": "user", "content": _FIRST}
+        user = {"role": "user", "content": FIRST}
         names = [str(tool.get("function", tool)["name"]) for tool in tools]
-        for messages in ([{"role": "system", "content": _SYSTEM}, user], [user]):
-            shown = self._try(messages, tools, True, kwargs)
+        for messages in ([{"role": "system", "content": SYSTEM}, user], [user]):
+            shown = self.attempt(messages, tools, True, kwargs)
             if shown is None:
                 continue
             if not all(name in shown for name in names):
                 return None
-            return _inserted(shown, self._try(messages, (), True, kwargs) or "", names[0])
+            return _inserted(shown, self.attempt(messages, (), True, kwargs) or "", names[0])
         return ""
 
     def openings(self, leading: Sequence[Plain], tools: Sequence[Plain], kwargs: Mapping[str, Any]) -> list[str]:
         """Prompts that start with these messages and tools and go on in different ways; none if the template refuses them all."""
         user: Plain = {"role": "user", "content": SENTINEL}
         more: list[Plain] = [{"role": "assistant", "content": "Qzanswer"}, {"role": "user", "content": "qzmore"}]
-        tried = ([user], [user, *more], [user, *_tool_step(1, 0)])
-        shown = [text for later in tried if (text := self._try([*leading, *later], tools, True, kwargs)) is not None]
+        tried = ([user], [user, *more], [user, *tool_step(1, 0)])
+        shown = [text for later in tried if (text := self.attempt([*leading, *later], tools, True, kwargs)) is not None]
         return shown + [shown[0].replace(SENTINEL, opening, 1) for opening in _OPENINGS if shown and SENTINEL in shown[0]]
 
-    def _try(
+    def attempt(
         self, messages: Sequence[Plain], tools: Sequence[Plain] = (), generation: bool = True, kwargs: Mapping[str, Any] | None = None
     ) -> str | None:
+        """The same; None if the template refuses these messages."""
         try:
             return self.render(messages, tools, generation, kwargs)
         except EndlessError:
@@ -198,45 +175,13 @@ class Template:
         except PromptError:
             return None
 
-    def _probe_report(self) -> TemplateReport:
-        source = self.source(True)
-        system, tools = self._probe_system(), (_TOOL,)
-        start = [{"role": "system", "content": _SYSTEM}] if system == "kept" else []
-        conversation = [*start, {"role": "user", "content": _FIRST}]
-        prompts = [self._try(conversation, tools)]
-        for number in (0, 1):
-            conversation = [*conversation, *_tool_step(1, number)]
-            prompts.append(self._try(conversation, tools))
-        conversation = [*conversation, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _SECOND}]
-        prompts.append(self._try(conversation, tools))
-        kept = [None if one is None or two is None else two.startswith(one) for one, two in zip(prompts, prompts[1:], strict=False)]
-        other = self._try([*start, {"role": "user", "content": _FIRST}, *_tool_step(1, 0, foreign=True)], tools)
-        call, result = _tool_step(1, 0)
-        bare = self._try([*conversation[: len(start) + 1], {**call, "content": None}, result], tools)
-        return TemplateReport(
-            step_preserving=None if None in kept[:2] else all(kept[:2]),
-            turn_preserving=kept[2],
-            tools_at=_tools_at(prompts[0], prompts[3], self._try(conversation[: len(start) + 1]) or ""),
-            system=system,
-            renders_call_ids=other != prompts[1],
-            absent_is_empty=bare is None or bare == prompts[1],
-            parallel_calls=_shows(self._try([*conversation[: len(start) + 1], *_tool_step(2, 0)], tools), *_RESULTS),
-            dated="strftime_now" in source,
-        )
-
-    def _probe_system(self) -> Literal["kept", "dropped", "refused"]:
-        shown = self._try([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _FIRST}], (_TOOL,))
-        if shown is None:
-            return "refused"
-        return "kept" if _SYSTEM in shown else "dropped"
-
     def _probe_shape(self, tools: bool) -> Shape:
         """The longest probe conversation that this template accepts, cut into headers and closers at each message boundary."""
-        given: Sequence[Plain] = (_TOOL,) if tools else ()
-        first = {"role": "user", "content": _FIRST}
-        start = [{"role": "system", "content": _SYSTEM}, first]
-        chat = [{"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _SECOND}]
-        calls = [[*_tool_step(count, 0), *_tool_step(1, 1)] for count in (2, 1)]
+        given: Sequence[Plain] = (TOOL,) if tools else ()
+        first = {"role": "user", "content": FIRST}
+        start = [{"role": "system", "content": SYSTEM}, first]
+        chat = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": SECOND}]
+        calls = [[*tool_step(count, 0), *tool_step(1, 1)] for count in (2, 1)]
         candidates = [(given, [*start, *step, *chat]) for step in calls]
         candidates += [(given, [*start, *chat]), (given, [first, *calls[1], *chat]), (given, [first, *chat])]
         candidates += [((), [first, *step, *chat]) for step in calls]  # where tools stand before the last user message, they hide the rest
@@ -245,13 +190,13 @@ class Template:
         seen: list[tuple[list[Plain], str, list[str | None]]] = []
         generation = ""
         for listed, conversation in candidates:
-            joint = self._try(conversation, listed)
+            joint = self.attempt(conversation, listed)
             if joint is None:
                 continue
-            bare = self._try(conversation, listed, False)
+            bare = self.attempt(conversation, listed, False)
             if bare is not None and joint.startswith(bare):
                 generation = generation or joint[len(bare) :]
-            parts = [self._try(conversation[: count + 1], listed, False) for count in range(len(conversation))]
+            parts = [self.attempt(conversation[: count + 1], listed, False) for count in range(len(conversation))]
             seen.append((conversation, joint, parts))
             _learn(conversation, joint, parts, headers, closers)
         start_of_any = _shared_start(headers)
@@ -267,37 +212,15 @@ class Template:
         return Shape(headers, closers, generation)
 
 
-def _tool_step(calls: int, number: int, foreign: bool = False) -> list[Plain]:
+def tool_step(calls: int, number: int, foreign: bool = False) -> list[Plain]:
     """An assistant message with `calls` calls, and their results."""
     ids = _IDS[2:] if foreign else _IDS[:2]
     wanted = [
         {"id": ids[(number + n) % 2], "type": "function", "function": {"name": "zprobe_fn", "arguments": {"zarg": f"zval{n}"}}}
         for n in range(calls)
     ]
-    results = [{"role": "tool", "tool_call_id": call["id"], "name": "zprobe_fn", "content": _RESULTS[n]} for n, call in enumerate(wanted)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "zprobe_fn", "content": RESULTS[n]} for n, call in enumerate(wanted)]
     return [{"role": "assistant", "content": "", "tool_calls": wanted}, *results]
-
-
-def _shows(text: str | None, *words: str) -> bool:
-    return text is not None and all(word in text for word in words)
-
-
-def _tools_at(first: str | None, last: str | None, plain: str) -> ToolsAt:
-    """Places of the tool in P1 and P4, against the system text and the two user texts. `plain` is P1 without tools."""
-    if first is None or "Zdescqg" not in first and "zprobe_fn" not in first:
-        return "absent"
-    word = "Zdescqg" if "Zdescqg" in first else "zprobe_fn"
-    at = first.index(word)
-    if last is not None and _FIRST in last and _SECOND in last and word in last and last.index(word) > last.index(_FIRST):
-        return "last user"
-    if _FIRST not in first or at > first.index(_FIRST):
-        return "other"
-    if _SYSTEM not in first:
-        return "before system"
-    if at < first.index(_SYSTEM):
-        return "before system"
-    gap = plain[plain.index(_SYSTEM) + len(_SYSTEM) : plain.index(_FIRST)].strip() if _shows(plain, _SYSTEM, _FIRST) else ""
-    return "first user" if gap and gap in first[first.index(_SYSTEM) : at] else "after system"
 
 
 def _inserted(shown: str, plain: str, name: str) -> str:
@@ -305,7 +228,7 @@ def _inserted(shown: str, plain: str, name: str) -> str:
     head = common_chars(shown, plain)
     tail = common_chars(shown[head:][::-1], plain[head:][::-1])
     piece = shown[head : len(shown) - tail]
-    for word in (_SYSTEM, _FIRST):
+    for word in (SYSTEM, FIRST):
         if word not in piece:
             continue
         before, _, after = piece.partition(word)
@@ -344,7 +267,7 @@ def _learn(
         at = joint.find(word, cursor)
         if at < 0:
             return
-        if kind == "system" and 0 <= joint.find(_FIRST) < at:
+        if kind == "system" and 0 <= joint.find(FIRST) < at:
             continue  # glued to a later message
         part = parts[index - 1] if index else None
         boundary = -1 if part is None else common_chars(joint, part)

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import ConfigError, PromptError
 from ..layout.repairs import applicable
 from ..layout.template import Template
+from ..layout.template_report import report_of
 from ..layout.tokenise import common_chars
 from .templated import checked, load, read_template
 
@@ -66,7 +67,7 @@ def template_of(name: str) -> Any:
 def probe(tokenizer: Any) -> list[Probe]:
     """All questions to the template of a tokenizer, in the order of the table."""
     ask = _Asking(tokenizer)
-    known, dated, repairs = ask.template.report, ask.dated(), applicable(ask.template.source(True))
+    known, dated, repairs = ask.report, ask.dated(), applicable(ask.template.source(True))
     at_user, by_step = "the run before is computed again at each new question", "each step is computed again from where it was rewritten"
     return [
         _kept("prefix kept from step to step", known.step_preserving, by_step),
@@ -115,7 +116,8 @@ class _Asking:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.template = Template(tokenizer, None)
-        self._system = [_SYSTEM] if self.template.report.system == "kept" else []
+        self.report = report_of(self.template)
+        self._system = [_SYSTEM] if self.report.system == "kept" else []
 
     def _text(self, messages: Sequence[Plain], tools: Sequence[Plain] = (_TOOL,)) -> str | None:
         """The rendering after a system message; None if the template refuses it."""
