@@ -1,5 +1,5 @@
-"""Texts that are learnt: their names, their digests, the packs in which they are computed, and what became of them. Also the order of
-passages. Knows no engine."""
+"""Texts that are learnt: their names, their digests, the packs in which they are computed, and what became of them. Knows no forward,
+nor where pages lie."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import ConfigError
-from .types import PAGE_TOKENS, PASSAGES, Message
+from .errors import ConfigError, SchemaError
+from .prompt_schema import Schema
+from .types import PAGE_TOKENS, PASSAGES, Forgotten, Message, check_name
 
 if TYPE_CHECKING:
     from .kv_spec import KVSpec
-    from .prompt_schema import Schema
+    from .layout import Renderer
+    from .model.hf import HFModel
+    from .store.store import Store
     from .store.tool_group import ToolGroup
+    from .tool_groups import ToolGroups
+
+Progress = Callable[[int, int], None] | bool  # called with what is done and what there is to do; True: a bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +74,6 @@ class Learnt:
     computed_tokens: int = 0
     # texts that were there already
     known: int = 0
-
-
-def learn_schema(learn: Callable[..., Learnt], release: Callable[..., int], schema: Schema, **given: Any) -> Learnt:
-    """Learn the parts of a schema under its name, and release those that it has no more."""
-    known = [
-        learn(texts, messages=[Message(schema.role, f"{before}{PASSAGES}")], name=schema.name, pack_tokens=1, **given)
-        for before, some in groupby(schema.modules(), lambda module: module.before)
-        for texts in [{module.source: module.text for module in some}]
-    ]
-    present = {module.source for module in schema.modules()}
-    release(schema.name, given["namespace"], lambda source, digest: source not in present)
-    documents = tuple(one for each in known for one in each.documents)
-    return Learnt(documents, sum(each.computed_tokens for each in known), sum(each.known for each in known))
 
 
 def digest(*parts: bytes) -> str:
@@ -154,7 +147,7 @@ def behind(settle: Callable[[ToolGroup], None], told: Callable[[int], None], mos
         end(0)
 
 
-def teller(progress: Callable[[int, int], None] | bool, total: int) -> Callable[[int], None]:
+def teller(progress: Progress, total: int) -> Callable[[int], None]:
     """Tells of more tokens that are done: the caller's own function of tokens done and to do, a bar, or nobody."""
     done = 0
     if progress and not callable(progress):
@@ -173,3 +166,106 @@ def teller(progress: Callable[[int, int], None] | bool, total: int) -> Callable[
                 bar.close()
 
     return tell
+
+
+class Owner(Protocol):
+    """An engine, as far as documents need one."""
+
+    model: HFModel
+    store: Store
+    renderer: Renderer
+
+    def check_open(self) -> None: ...
+
+    def pin(self, *given: Any, **options: Any) -> ToolGroup: ...
+
+    def forget(self, *, namespace: str | None = None, group: str | None = None) -> Forgotten: ...
+
+    @property
+    def _groups(self) -> ToolGroups: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts that begin with learnt texts, as `Engine.learn` takes them."""
+
+    system: str | None
+    messages: Sequence[Message | Mapping[str, Any]]
+    tools: Sequence[Any]
+    separator: str
+    namespace: str
+
+
+def learn(
+    engine: Owner, texts: Mapping[str, str] | Sequence[str] | Schema, prompts: Prompts, name: str, pack_tokens: int, progress: Progress
+) -> Learnt:
+    """See `Engine.learn`."""
+    engine.check_open()
+    system, messages, namespace = prompts.system, prompts.messages, prompts.namespace
+    if isinstance(texts, Schema):
+        if system or messages:
+            raise SchemaError(f"system={system!r:.80}, messages={messages!r:.80}: a schema's prompts begin with its own parts")
+        return _learn_schema(engine, texts, prompts, progress)
+    check_name("name", name)
+    if type(pack_tokens) is not int or pack_tokens < 1:
+        raise ConfigError(f"pack_tokens={pack_tokens!r}: must be a whole number, at least 1")
+    given, start = named(texts), [Message("system", system)] if system else []
+    prompt = opening(messages or [*start, Message("user", PASSAGES)])
+    above = repr((prompt, [*prompts.tools], prompts.separator)).encode("utf-8", "surrogatepass")
+    digests = {source: digest(above, text.encode("utf-8", "surrogatepass")) for source, text in given.items()}
+    held = {one.digest for one in documents(engine, name, namespace)}
+    sizes = {source: len(engine.renderer.ids(given[source], namespace)) for source in given if digests[source] not in held}
+    computed, told = 0, teller(progress, sum(sizes.values()))
+    most = ahead(engine.store.budget_bytes, engine.model.spec, max([pack_tokens, *sizes.values()]))
+    with behind(engine._groups.settle, told, most) as settle:
+        for pack in packs(sizes, pack_tokens):
+            shown = prompt[-1].content.replace(PASSAGES, prompts.separator.join(given[source] for source in pack))
+            number = digest(*(digests[source].encode() for source in pack))[:12]
+            group = engine.pin(
+                [*prompt[:-1], replace(prompt[-1], content=shown)], prompts.tools, name=f"{name}/{number}", namespace=namespace
+            )
+            settle(replace(group, sources=tuple((source, digests[source], sizes[source]) for source in pack)))
+            computed += group.computed_tokens
+    release(engine, name, namespace, lambda source, known: source in digests and known != digests[source])
+    found = {one.source: one for one in documents(engine, name, namespace)}
+    return Learnt(tuple(found[source] for source in digests if source in found), computed, len(digests) - len(sizes))
+
+
+def _learn_schema(engine: Owner, schema: Schema, prompts: Prompts, progress: Progress) -> Learnt:
+    """Learn the parts of a schema under its name, and release those that it has no more."""
+    known = []
+    for before, some in groupby(schema.modules(), lambda module: module.before):
+        texts, start = {module.source: module.text for module in some}, [Message(schema.role, f"{before}{PASSAGES}")]
+        known.append(learn(engine, texts, replace(prompts, messages=start, separator="\n\n"), schema.name, 1, progress))
+    present = {module.source for module in schema.modules()}
+    release(engine, schema.name, prompts.namespace, lambda source, digest: source not in present)
+    found = tuple(one for each in known for one in each.documents)
+    return Learnt(found, sum(each.computed_tokens for each in known), sum(each.known for each in known))
+
+
+def documents(engine: Owner, name: str | None, namespace: str | None) -> tuple[Document, ...]:
+    """See `Engine.documents`."""
+    engine.check_open()
+    token_bytes = engine.model.spec.token_bytes if engine.model.spec else 0
+    return tuple(
+        Document(group.documents, source, digest, tokens, tokens * token_bytes, group.name)
+        for group in _packs_of(engine, name, namespace)
+        for source, digest, tokens in group.sources
+    )
+
+
+def release(engine: Owner, name: str, namespace: str, goes: Callable[[str, str], bool]) -> int:
+    """Release the texts of which `goes` says so; how many."""
+    released = 0
+    for group in _packs_of(engine, name, namespace):
+        left = tuple(one for one in group.sources if not goes(one[0], one[1]))
+        released += len(group.sources) - len(left)
+        if not left:
+            engine.forget(group=group.name, namespace=namespace)
+        elif left != group.sources:
+            engine._groups.renew(replace(group, sources=left))
+    return released
+
+
+def _packs_of(engine: Owner, name: str | None, namespace: str | None) -> list[ToolGroup]:
+    return [one for one in engine._groups.packs() if namespace in (None, one.namespace) and name in (None, one.documents)]

@@ -30,7 +30,6 @@ from .receipt import Account
 from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, fitted
 from .runner import Runner
 from .scheduler import Scheduler
-from .store.deletion import Deletion
 from .store.memory.eviction import budgets
 from .store.store import DEFAULT, Store
 from .stream import Completion, Completions, Stream
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .session import Session
     from .shared_engines import EngineLease
+    from .store.deletion import Deletion
     from .store.tool_group import ToolGroup
     from .tool_groups import ToolGroups
 

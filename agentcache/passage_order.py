@@ -1,18 +1,21 @@
-"""Order of retrieved passages: along the longest cached run of them, by the pages that requests find. Computes and renders nothing.
+"""Order of retrieved passages: along the longest cached run of them, by the pages that requests find. Computes nothing.
 
 head | passage separator passage separator ... | tail        the head is what the prompt has before its first passage
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from .document_packs import Arrangement
-from .store.keys import Ids, Scope
+from .document_packs import Arrangement, Owner
+from .errors import ConfigError
+from .layout.request import Rendered
+from .store.keys import Ids, Scope, as_ids
 from .store.store import Store
-from .types import PAGE_TOKENS
+from .types import PAGE_TOKENS, PASSAGES, Message
 
 LEAST = 32  # tokens that another order must gain
 SIZE = 4  # bytes of an id: as bytes, runs of ids are compared in a fraction of the time that arrays take
@@ -52,7 +55,28 @@ class Passages:
         return None
 
 
-def arrange(store: Store, scope: Scope, head: Ids, ids: Sequence[Ids], same: Sequence[int]) -> Arrangement:
+def arrange(
+    engine: Owner, passages: Sequence[str], messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[Any], namespace: str,
+    rendered: Mapping[str, Any],
+) -> Arrangement:  # fmt: skip
+    """See `Engine.arrange`."""
+    engine.check_open()
+    engine.store.heed()
+    layout = engine.renderer.render(messages, tools, namespace=namespace, **rendered)
+    at = layout.text.find(PASSAGES)
+    if at < 0 or isinstance(passages, str) or not all(isinstance(text, str) for text in passages):
+        raise ConfigError(f"arrange(): passages are a list of texts, and a message holds {PASSAGES!r} in their place")
+    first: dict[str, int] = {}
+    same = [first.setdefault(text, number) for number, text in enumerate(passages)]
+    known, regime = engine.model.fingerprint, engine.model.regime(len(layout.ids))
+    if regime is None or known is None or known.refusal or not isinstance(layout, Rendered):
+        return Arrangement(tuple(first.values()), len(passages), 0, 0)
+    head = as_ids(layout.ids[: max(0, layout.encoded.tokens_before(at) - 1)])  # its last token may be another before a passage
+    ids = [as_ids(engine.renderer.ids(text, namespace)) for text in passages]
+    return _best(engine.store, Scope(namespace, known.whole, regime), head, ids, same)
+
+
+def _best(store: Store, scope: Scope, head: Ids, ids: Sequence[Ids], same: Sequence[int]) -> Arrangement:
     """Put passages into the order in which most of their tokens are cached after `head`; as given where that gains nothing.
 
     ids: of each passage alone, the best first. same: for each the number of the first one with the same text.

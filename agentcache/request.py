@@ -19,8 +19,8 @@ from .model.sampling import Sampler, TextStream
 from .plan import Plan
 from .receipt import Account, Receipt
 from .runner import StockSequence, Work
-from .store.deletion import Moment
 from .store.entry import Entry, Match
+from .store.heard_deletions import Moment
 from .store.keys import Ids, Scope, as_ids
 from .types import Grade, Layout, Logprob, Reuse, Sampling
 

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
-from ..store.deletion import Moment
 from ..store.disk.disk_tier import DiskTier
 from ..store.disk.folder import Folder
 from ..store.disk.index_metadata import named, tick
 from ..store.disk.schema import guard, unguard
+from ..store.heard_deletions import Moment
 from ..store.keys import Ids, Scope, chain
 from ..store.store import Store
 from ..types import PAGE_TOKENS

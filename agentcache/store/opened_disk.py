@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..errors import StoreError
 from ..types import StoreOptions
-from .deletion import Deletions
 from .disk.disk_tier import DiskTier
+from .heard_deletions import Deletions
 
 
 def open_tier(options: StoreOptions, deletions: Deletions, instead: bool) -> DiskTier:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 from ..errors import AgentCacheError, StoreCorruptError, StoreError, StoreFullError, StoreLostError, StoreWarning
 from ..kv import Page
 from ..types import Grade, Reason, StoreOptions
-from .deletion import Deletion, Deletions, Moment
 from .entry import Entry, Match, PageQuery
+from .heard_deletions import Deletions, Moment
 from .keys import Ids, PinName, Role, Scope, as_ids, chain
 from .memory.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:  # a store in memory only loads nothing of the disk
+    from .deletion import Deletion
     from .disk.disk_tier import DiskTier
     from .disk.index import Row
     from .page_prefetch import PagePrefetch

@@ -15,9 +15,9 @@ from agentcache.approximate import minhash
 from agentcache.approximate.minhash import LEFT, PERMUTATIONS, PLACES, SHINGLE, Kept, LSHIndex, Signer, shingles
 from agentcache.approximate.minhash_index import MOST_ROWS, MinHashIndex
 from agentcache.errors import ConfigError
-from agentcache.store.deletion import Moment
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
+from agentcache.store.heard_deletions import Moment
 from agentcache.store.keys import Ids, Scope, chain
 from tests.approximate.windows import WordWindow, words
 from tests.processes import program

@@ -20,8 +20,8 @@ from ...kv import PAGE_TOKENS, Page
 from ...kv_spec import KVSpec
 from ...openmp import use_one_thread
 from ...types import Grade, Precision, Reason, StoreOptions
-from ..deletion import Deletions
 from ..entry import Entry, Match
+from ..heard_deletions import Deletions
 from ..keys import Ids, Role, Scope, as_ids
 from ..policy import Rate, WriteBudget
 from . import blob_files, blob_io, process_identity, session_rows

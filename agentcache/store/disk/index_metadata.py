@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import StoreError
-from ..deletion import MOST, Deletion
+from ..deletion import Deletion
+from ..heard_deletions import MOST
 from ..tool_group import ToolGroup
 from . import process_identity
 from .database import Database, T, Use, corrupt

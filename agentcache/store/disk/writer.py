@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from ...errors import FAULTS
 from ...kv import PAGE_TOKENS, Page
 from ...openmp import use_one_thread
-from ..deletion import Deletion, Deletions
+from ..deletion import Deletion
 from ..entry import Entry
+from ..heard_deletions import Deletions
 from ..keys import Ids, Role, Scope
 from ..policy import WriteBudget
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ...errors import ConfigError
 from ...kv import PAGE_TOKENS, Page
 from ...types import Grade, Reason
-from ..deletion import Deletion
 from ..entry import Entry, EntryIndex, Match, best_child
 from ..keys import Ids, PinName, Role, Scope, page_key
 from .eviction import Eviction
@@ -24,6 +23,7 @@ from .pins import Pins
 
 if TYPE_CHECKING:
     from ...checkpoints import Checkpoint
+    from ..deletion import Deletion
 
 CHILDREN = 256  # continuations of one page; the oldest unpinned leaf goes first
 LONGER = "new behind all that is kept"  # the cached prompt ended
