@@ -84,11 +84,8 @@ async def opened(
     record = state.records.open(identity, tenant.namespace, name, request.url.path, group)
     try:
         stream = await anyio.to_thread.run_sync(ask, engine, tenant.namespace)
-    except AgentCacheError as error:
-        record.fail(str(error))
-        raise ServerError.of(error) from error
-    except BaseException:
-        record.fail("refused")
+    except BaseException as error:
+        record.fail(str(error) if isinstance(error, AgentCacheError) else "refused")
         raise
     stack.callback(stream.close)
     return Answer(identity, stream, engine, record)
@@ -106,7 +103,7 @@ async def whole(state: ServerState, request: Request, answer: Answer, work: Awai
         raise ServerError(499, str(error), code="client_left") from error
     except AgentCacheError as error:
         answer.record.fail(str(error))
-        raise ServerError.of(error) from error
+        raise
     answer.record.end(answer.stream.receipt)
     return JSONResponse({**told, ANSWER: answer.record.as_dict()})
 

@@ -15,7 +15,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import Field
 
 from .. import __version__
-from ..errors import AgentCacheError
 from ..types import Reason
 from .answers import EVENTS, sse
 from .chat import chat, with_role
@@ -159,7 +158,7 @@ async def _registered(group: Registered, request: Request) -> Response:
 
 
 async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGroup:
-    """The group's pages, pinned if it is. ServerError 403: the tenant would pin more than it may."""
+    """The group's pages, pinned if it is. PolicyError: the tenant would pin more than it may."""
 
     def warm() -> ToolGroup:
         named: dict[str, Any] = {"name": group.name, "namespace": group.namespace, "adapter": adapter_of(engine, group.model)}
@@ -170,10 +169,7 @@ async def _warmed(engine: Engine, group: Registered, tenant: Tenant) -> ToolGrou
             engine.release(group.name, namespace=group.namespace)
         return made
 
-    try:
-        return await anyio.to_thread.run_sync(warm)
-    except AgentCacheError as error:
-        raise ServerError.of(error) from error
+    return await anyio.to_thread.run_sync(warm)
 
 
 def _about(group: Registered, made: ToolGroup | None, held: bool) -> dict[str, Any]:
@@ -283,10 +279,7 @@ async def probe(body: ProbeBody, request: Request) -> Response:
             adapter = body.adapter or adapter_of(engine, body.model)
             return engine.probe(messages, body.tools, namespace=tenant.namespace, volatile=volatile, adapter=adapter).as_dict()
 
-        try:
-            return JSONResponse(await anyio.to_thread.run_sync(look))
-        except AgentCacheError as error:
-            raise ServerError.of(error) from error
+        return JSONResponse(await anyio.to_thread.run_sync(look))
 
 
 @router.post("/v1/cache/forget", tags=["cache"])
@@ -302,10 +295,7 @@ async def forget(body: ForgetBody, request: Request) -> Response:
 
 
 async def _forget(engine: Engine, namespace: str, group: str | None, older_than: float | None) -> dict[str, Any]:
-    try:
-        done = await anyio.to_thread.run_sync(lambda: engine.forget(namespace=namespace, group=group, older_than=older_than))
-    except AgentCacheError as error:
-        raise ServerError.of(error) from error
+    done = await anyio.to_thread.run_sync(lambda: engine.forget(namespace=namespace, group=group, older_than=older_than))
     return {"memory_pages": done.memory_pages, "disk_pages": done.pages, "disk_bytes": done.bytes, "groups": list(done.groups)}
 
 
