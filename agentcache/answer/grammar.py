@@ -42,7 +42,8 @@ class Grammars:
         """How this model writes calls."""
         if self._form is None:
             tool = Tool(PROBE_TOOL, "", {"type": "object", "properties": {"zarg": {"type": "string"}}})
-            asked = [Message("user", "zask"), Message("assistant", "", (ToolCall(PROBE_TOOL, PROBE_ARGUMENTS, "zcall0001"),))]
+            call = ToolCall(PROBE_TOOL, PROBE_ARGUMENTS, "call00001")  # as the layout numbers it: there is nothing to report
+            asked = [Message("user", "zask"), Message("assistant", "", (call,))]
             try:
                 shown = self._render(asked, [tool], namespace="grammar", generation=False).text
             except PromptError:  # a template without tools, or without calls
