@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...checkpoints import SHARE
+from ... import checkpoints
 from ..entry import Entry
 from .prefix_tree import PrefixTree
 
@@ -23,7 +23,8 @@ def thin(tree: PrefixTree, path: Sequence[Entry], prefix_tokens: int) -> None:
             return
         prefix = next((one for one in known if one[0].first + one[1] <= prefix_tokens), None)
         vital = [one for one in known if one in (known[0], prefix) or one[1] in tree.pins.ends(one[0])]
-        room = sum(entry.page.spec.page_bytes for entry in path if entry.page) * SHARE / (1 - SHARE)
+        share = checkpoints.SHARE
+        room = sum(entry.page.spec.page_bytes for entry in path if entry.page) * share / (1 - share)
         room -= sum(size for _, _, size in vital)
         for entry, slots, size in known:
             if (entry, slots, size) in vital:
