@@ -374,10 +374,10 @@ def test_a_change_undone_within_one_forward_is_noticed(kind: str, monkeypatch: p
 @pytest.mark.parametrize(
     ("family", "path"),
     [
-        ("qwen3", "mlp.down_proj"),
-        ("granite", "mlp.down_proj"),
-        ("granitemoe", "block_sparse_moe.experts"),
-        ("youtu", "self_attn.kv_b_proj"),
+        ("qwen3", "0.mlp.down_proj"),
+        ("granite", "0.mlp.down_proj"),
+        ("granitemoe", "0.block_sparse_moe.experts"),
+        ("youtu", "1.self_attn.kv_b_proj"),
     ],
 )
 def test_a_weight_exchanged_for_part_of_a_forward_is_noticed(
@@ -385,7 +385,7 @@ def test_a_weight_exchanged_for_part_of_a_forward_is_noticed(
 ) -> None:
     """As `torch.func.functional_call` in another thread exchanges all of them."""
     model = families.build(family)
-    held = model.model.layers[0].get_submodule(path)._parameters
+    held = model.model.layers.get_submodule(path)._parameters
     name, weight = next(iter(held.items()))
     other = kind(weight.detach() * 2)
     with engine(model=model, store=None) as running:

@@ -68,6 +68,7 @@ class Latent:
 
     def __init__(self, module: Any, latent: torch.Tensor, rotated: torch.Tensor) -> None:
         self._module, self.pair = module, (torch.cat([rotated, latent], -1), latent)
+        self._weight: torch.Tensor | None = None  # read once: it may have to be dequantised
 
     def query(self, query: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Queries [1, heads, tokens, nope + rotated] for these keys: [1, heads, tokens, rotated + rank]."""
@@ -81,7 +82,8 @@ class Latent:
     def _product(self, x: torch.Tensor, side: int, batch: Batch) -> torch.Tensor:
         """x [heads, tokens, ins] times each head's part of keys (side 0) or of values (1), as adapters change it."""
         shape = _shape(self._module)
-        y = _multiply(x, _weight(self._module, batch), shape, side)
+        self._weight = _weight(self._module, batch) if self._weight is None else self._weight
+        y = _multiply(x, self._weight, shape, side)
         for adapter, rows in batch.acting:
             if (low := adapter.low_rank(self._module.kv_b_proj.weight)) is not None:
                 y[:, rows] = (y[:, rows].float() + _low_product(x[:, rows].float(), low, shape, side)).to(y.dtype)
