@@ -82,7 +82,7 @@ class Latent:
     def _product(self, x: torch.Tensor, side: int, batch: Batch) -> torch.Tensor:
         """x [heads, tokens, ins] times each head's part of keys (side 0) or of values (1), as adapters change it."""
         shape = _shape(self._module)
-        self._weight = _weight(self._module, batch) if self._weight is None else self._weight
+        self._weight = _weight(self._module) if self._weight is None else self._weight
         y = _multiply(x, self._weight, shape, side)
         for adapter, rows in batch.acting:
             if (low := adapter.low_rank(self._module.kv_b_proj.weight)) is not None:
@@ -106,11 +106,9 @@ def _shape(module: Any) -> tuple[int, int, int, int]:
     return module.num_heads, module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
 
 
-def _weight(module: Any, batch: Batch) -> torch.Tensor:
+def _weight(module: Any) -> torch.Tensor:
     """The weight of `kv_b_proj` as numbers [heads · (nope + width of values), rank]."""
     layer = module.kv_b_proj
-    if batch.token is not None:
-        batch.token.glance(layer.weight, True)
     if (state := getattr(layer.weight, "quant_state", None)) is not None:
         from bitsandbytes.functional import dequantize_4bit
 
