@@ -136,12 +136,12 @@ class Adapter:
             (delta,) = products(narrow, [bound.up])
             out[rows] = bound.join(out[rows], delta)
 
-    def low_rank(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """D and U for a caller that multiplies by parts of this weight itself (latents.py); None if it is not adapted."""
+    def low_rank(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """D, U and DoRA's gain for a caller that multiplies by parts of this weight itself (latents.py); None if it is not adapted."""
         if (bound := self._bound.get(id(weight))) is None:
             return None
         self._seen.add(id(weight))
-        return bound.low.down, bound.up
+        return bound.low.down, bound.up, bound.gain
 
     def add_from(self, start: int, weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
         """Adapt one product y [1, rows, out] of x [1, rows, in] from row `start` on, in place."""
@@ -219,8 +219,8 @@ def _linear(model: nn.Module, low: LowRank, activated: bool) -> Any:
     if type(module) not in (nn.Linear, Int8Linear) or (low.magnitude is not None and type(module) is not nn.Linear):
         raise ModelError(f"the adapter targets {low.path!r}, a {type(module).__name__}, whose products cannot be adapted")
     parted = "expand_kv" in vars(model.get_submodule(low.path.rpartition(".")[0])) and low.path.endswith(".kv_b_proj")
-    if parted and (activated or low.magnitude is not None or low.bias is not None):
-        raise ModelError(f"the adapter targets {low.path!r} of latent attention: there it can be LoRA or rsLoRA without biases only")
+    if parted and (activated or low.bias is not None):
+        raise ModelError(f"the adapter targets {low.path!r} of latent attention: there it can neither be Activated LoRA nor have biases")
     shape, own = (len(low.up), low.down.shape[1]), tuple(module.weight.shape)
     if shape != own or low.up.shape[1] != len(low.down):
         raise ModelError(f"the adapter of {low.path!r} has shape {shape}, its layer {own}: it is of another base")

@@ -86,7 +86,12 @@ class Latent:
         y = _multiply(x, self._weight, shape, side)
         for adapter, rows in batch.acting:
             if (low := adapter.low_rank(self._module.kv_b_proj.weight)) is not None:
-                y[:, rows] = (y[:, rows].float() + _low_product(x[:, rows].float(), low, shape, side)).to(y.dtype)
+                down, up, gain = low
+                some, own = x[:, rows].float(), y[:, rows].float()
+                if gain is not None:  # of each row of the weight: of what keys are multiplied by, and of values
+                    part = gain.view(shape[0], 1, -1).split(shape[1:3], -1)[side]
+                    own = own * part if side else _multiply((some * part).to(x.dtype), self._weight, shape, 0).float()
+                y[:, rows] = (own + _low_product(some, down, up, shape, side)).to(y.dtype)
         return y
 
 
@@ -134,9 +139,9 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, shape: tuple[int, int, int,
     return torch.bmm(x, _part(weight, shape, side).to(x.dtype))[:, :rows].to(dtype)
 
 
-def _low_product(x: torch.Tensor, low: tuple[torch.Tensor, torch.Tensor], shape: tuple[int, int, int, int], side: int) -> torch.Tensor:
-    """x [heads, tokens, ins] times each head's part of U D, for low = D [low rank, rank] and U [heads · (nope + width), low rank]."""
-    (down, up), narrow = low, (*shape[:3], len(low[0]))
+def _low_product(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, shape: tuple[int, int, int, int], side: int) -> torch.Tensor:
+    """x [heads, tokens, ins] times each head's part of U D, for D [low rank, rank] and U [heads · (nope + width of values), low rank]."""
+    narrow = (*shape[:3], len(down))
     if side:
         return _multiply(products(x.flatten(0, 1), [down])[0].unflatten(0, x.shape[:2]), up, narrow, 1)
     inner = _multiply(x, up, narrow, 0)

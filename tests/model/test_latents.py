@@ -14,7 +14,7 @@ from agentcache.model import latents, steps
 from agentcache.model.hf import HFModel
 from tests.engines import chat, engine, long_text
 from tests.families import Run, stock_logits, tokens
-from tests.saved_adapters import answer, by_peft, generated, same, save_for
+from tests.saved_adapters import ACTIVATED, answer, by_peft, generated, same, save_for
 
 LATENT = ["minicpm3", "youtu", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"]
 RANK, ROTATED = 16, 8  # of the tiny models
@@ -67,7 +67,7 @@ def test_an_impure_product_promises_tokens_alone(monkeypatch: pytest.MonkeyPatch
     assert not held.bitwise
 
 
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "r": 8}])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "r": 8}, {"use_dora": True}])
 def test_an_adapter_of_the_product_answers_as_in_peft(options: dict[str, Any], tmp_path: Path) -> None:
     wrapped, text = adapted(tmp_path, **options), long_text(150)
     with engine(model=families.build("youtu"), store=None) as running:
@@ -81,9 +81,9 @@ def test_an_adapter_of_the_product_answers_as_in_peft(options: dict[str, Any], t
         assert agrees(found, generated(wrapped, list(running.renderer.render(chat(*turns)).ids), 4))
 
 
-def test_other_adapters_of_the_product_are_refused(tmp_path: Path) -> None:
-    adapted(tmp_path, use_dora=True)
-    refused = pytest.raises(ModelError, match="kv_b_proj' of latent attention: there it can be LoRA or rsLoRA")
+def test_an_activated_adapter_of_the_product_is_refused(tmp_path: Path) -> None:
+    save_for(families.build("youtu"), tmp_path, **TARGETS, **ACTIVATED)
+    refused = pytest.raises(ModelError, match="kv_b_proj' of latent attention: there it can neither be Activated LoRA nor")
     with engine(model=families.build("youtu"), store=None) as running, refused:
         running.add_adapter("one", tmp_path)
 
