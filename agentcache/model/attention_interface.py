@@ -36,7 +36,7 @@ def _register(before: str) -> None:
         batch: Batch | None = getattr(running, "batch", None)
         if batch is None:
             if (watched := getattr(running, "watched", None)) is not None:
-                latent, running.latent = getattr(running, "latent", None), None
+                latent, running.latent = running.latent, None
                 own_key, own_value = (key, value) if latent is None else latent.pair
                 watched.append(watch(running.config, module, own_key, own_value, kw))
             out = _stock_attention(eager, module)(module, query, key, value, attention_mask, **kw)
@@ -60,7 +60,7 @@ def _paged(batch: Batch, module: Any, query: torch.Tensor, key: torch.Tensor, va
     call, running.layers = running.layers, running.layers + 1
     slot = running.slots[call]
     how = attention_of(running.config, module.layer_idx, query.shape[-1], given)
-    latent, running.latent = getattr(running, "latent", None), None  # of this layer (latents.py)
+    latent, running.latent = running.latent, None  # of this layer (latents.py)
     if latent is not None:
         query, (key, value) = latent.query(query, batch), latent.pair
     q = query[0].transpose(0, 1).contiguous()

@@ -230,7 +230,7 @@ class HFModel:
     @torch.inference_mode()
     def _watched(self, place: int) -> list[Layer]:
         """Every call of attention that one token at a position makes."""
-        running.watched, running.config = [], self.config
+        running.watched, running.config, running.latent = [], self.config, None
         at = torch.tensor([[place]], device=self.device)
         try:
             self.model(input_ids=torch.zeros_like(at), position_ids=at, use_cache=False)
@@ -299,7 +299,7 @@ class HFModel:
         if later or layers is not None:
             raise RuntimeError("the layers of this model are not stepped: nothing can come in or stop between them")
         self._adopt()
-        running.batch, running.tables, running.layers = batch, tables, 0
+        running.batch, running.tables, running.layers, running.latent = batch, tables, 0, None
         running.config, running.slots = self.config, self._slots
         head = getattr(self.model.get_output_embeddings(), "weight", None)
         try:
@@ -377,7 +377,7 @@ class HFModel:
         sequence = Sequence(self.spec)
         sequence.reserve(len(ids))
         running.shadow, running.config = [Batch([Part(sequence, 0, len(ids))], len(ids), self.numerics)], self.config
-        running.slots, running.layers = self._slots, 0
+        running.slots, running.layers, running.latent = self._slots, 0, None
         try:
             kept = torch.tensor(places, device=self.device)
             logits = self.model(input_ids=ids[None].to(self.device), use_cache=False, logits_to_keep=kept).logits[0]

@@ -60,7 +60,7 @@ class Deletions:
     def since(self, generation: int) -> list[Deletion]:
         """Those after a generation, and those under way."""
         if generation == self.generation:
-            return self._under_way
+            return self._under_way.copy()  # another thread may end one while this one looks
         from .deletion import EVERYTHING
 
         found = [deletion for deletion in self._heard if deletion.generation > generation]

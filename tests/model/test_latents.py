@@ -10,7 +10,7 @@ import torch
 
 from agentcache.bench import families
 from agentcache.errors import ModelError
-from agentcache.model import latents, steps
+from agentcache.model import attention_interface, latents, steps
 from agentcache.model.hf import HFModel
 from tests.engines import chat, engine, long_text
 from tests.families import Run, stock_logits, tokens
@@ -121,6 +121,22 @@ def test_a_hook_there_for_part_of_a_forward_is_noticed(monkeypatch: pytest.Monke
         monkeypatch.setattr(steps, "mix", mix)
         assert any("begun anew" in note for note in answer(running, prompt, None)[1].notes)
         assert same(answer(running, prompt, None)[0], expected)
+
+
+def test_a_failed_forward_leaves_no_latent_to_the_next_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent, other, ids = HFModel(families.build("youtu")), families.build("granite"), tokens(40)
+    expected = stock_logits(other, ids)
+    held = HFModel(other)
+
+    def fails(*args: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_interface, "attention_of", fails)
+        with pytest.raises(MemoryError):
+            Run(latent, ids).chunks(40)
+    found = Run(held, ids).chunks(40).logits[39]
+    assert float((found - expected[39]).abs().max()) < 1e-4
 
 
 def test_two_engines_share_a_model_until_the_last_one_ends() -> None:
