@@ -746,7 +746,8 @@ def test_what_nobody_thought_of_is_no_requests_trouble(small: Any, tmp_path: Pat
 def test_an_awaited_prefix_is_written_during_its_answer(small: Any, tmp_path: Path, waits: bool) -> None:
     with engine(model=small, store=tmp_path / "store") as running:
         disk = running.store.disk
-        stream = running.stream(PREFIX, sampling=decode(2000))
+        ended = threading.Event()
+        stream = running.stream(PREFIX, sampling=decode(2000), on_logits=lambda row: ended.wait(0.01))  # longer than what is waited for
         next(stream)
         other = DiskTier(StoreOptions(tmp_path / "store"))
         [(key, fingerprint)] = disk.leases.held
@@ -763,6 +764,7 @@ def test_an_awaited_prefix_is_written_during_its_answer(small: Any, tmp_path: Pa
             time.sleep(0.7)
             assert not disk.writer.quiet.is_set()
             assert disk.index.total()[0] == 0, "an answer gives way to nobody's writing without need"
+        ended.set()
         stream.close()
         other.close()
 
