@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agentcache import Constraint, Engine, Forgotten, Reason
+from agentcache import Constraint, Engine, Forgotten, Reason, private
 from agentcache.errors import ConfigError, EngineClosedError, GenerationError, StoreBusyError
 from agentcache.store.admin.prune import finish, prune
 from agentcache.store.disk import blob_files, blob_io, process_identity
@@ -288,6 +290,36 @@ def test_mapped_files_are_overwritten_once_they_are_free(model: Any, tmp_path: P
         assert (again.ids, again.receipt.cached_tokens) == (done.ids, 0)
         reader.forget(namespace="alice")
         assert list(tmp_path.glob("blobs/*/*")) == []
+
+
+def test_a_file_that_another_thread_overwrites_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, waited = threading.Event(), threading.Event()
+
+    def write_from(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+        writing.set()
+        assert waited.wait(30)
+        return os.pwritev(fd, buffers, at) + at
+
+    def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
+        if wait:
+            waited.set()
+        private.lock(fd, shared=shared, wait=wait)
+
+    def late() -> None:  # after what lay there was swept
+        deleted.append(writer.submit(blob_files.unlink, folder, name))
+        assert writing.wait(30)
+
+    deleted: list[Future[bool]] = []
+    folder = Folder.open(tmp_path, overwrite=True)
+    with Index(folder) as index, ThreadPoolExecutor(1) as writer:
+        assert index.total() == (0, 0)
+        with blob_files.new_file(folder) as (name, fd):
+            os.write(fd, b"text")
+        for target, what in ((blob_files, write_from), (blob_files, lock), (index, late)):
+            monkeypatch.setattr(target, "drop_dead_pins" if what is late else what.__name__, what)
+        prune(folder, index)
+        assert deleted[0].result(30)
+        assert list(blob_files.files(folder)) == []
 
 
 @pytest.mark.parametrize("told", ["before it goes on", "after it went on", "once it is forgotten", "before another branch"])

@@ -120,7 +120,16 @@ def prune(
 
 
 def _check_overwritten(folder: Folder) -> None:
-    if folder.overwrite and (waiting := sum(file.suffix == blob_files.DELETED for file in blob_files.files(folder))):
+    if not folder.overwrite:
+        return
+    waiting = 0
+    for file in blob_files.files(folder):
+        if file.suffix == blob_files.DELETED:
+            try:
+                blob_files.unlink(folder, file.name, file.suffix)
+            except StoreBusyError:
+                waiting += 1
+    if waiting:
         said = f"{waiting} deleted pages are not overwritten yet: running processes have them in memory until their next request"
         raise StoreBusyError(f"{said}; `agentcache prune` or opening the store after that overwrites them")
 

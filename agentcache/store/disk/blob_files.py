@@ -265,7 +265,7 @@ def new_file(folder: Folder) -> Iterator[tuple[str, int]]:
             except BaseException:
                 for suffix in (PART, WHOLE):
                     with suppress(OSError):
-                        os.unlink(path + suffix, dir_fd=place)
+                        os.unlink(path + (_overwrite(path, suffix, place) if folder.overwrite else suffix), dir_fd=place)
                 raise
     except StoreError:
         raise
@@ -296,7 +296,11 @@ def _overwrite(path: str, suffix: str, place: int | None) -> str:
     os.rename(path + suffix, path + DELETED, src_dir_fd=place, dst_dir_fd=place)
     fd = os.open(path + DELETED, os.O_RDWR | PLAIN, dir_fd=place)
     try:
-        lock(fd)
+        try:
+            lock(fd)
+        except BlockingIOError:  # who has it mapped shares; another thread or process that overwrites it is waited for
+            lock(fd, shared=True, wait=True)
+            lock(fd)
         size, zeros = os.fstat(fd).st_size, memoryview(bytes(ZEROS))
         for at in range(0, size, ZEROS):
             write_from(fd, [zeros[: size - at]], at)
