@@ -24,6 +24,7 @@ from .int8 import Int8Linear, wide
 from .kernels import linear_compiled
 from .kernels.linear_library import product_of_library
 from .numerics import safe_rows
+from .wrapped_weights import is_wrapper
 
 REVISION = "1"  # of the formula above: raise it when its bits change
 RANKS = 64  # ranks are padded with zeros to a multiple that compiled products take
@@ -216,7 +217,8 @@ def _linear(model: nn.Module, low: LowRank, activated: bool) -> Any:
         module: Any = model.get_submodule(low.path)
     except AttributeError as error:
         raise ModelError(f"the adapter targets {low.path!r}, which {type(model).__name__!r} has not: it is of another base") from error
-    if type(module) not in (nn.Linear, Int8Linear) or (low.magnitude is not None and type(module) is not nn.Linear):
+    plain = type(module) is nn.Linear and not is_wrapper(module.weight)
+    if type(module) not in (nn.Linear, Int8Linear) or (low.magnitude is not None and not plain):
         raise ModelError(f"the adapter targets {low.path!r}, a {type(module).__name__}, whose products cannot be adapted")
     parted = "expand_kv" in vars(model.get_submodule(low.path.rpartition(".")[0])) and low.path.endswith(".kv_b_proj")
     if parted and (activated or low.bias is not None):

@@ -12,14 +12,17 @@ from blake3 import blake3
 from torch.nn.modules import module as torch_module
 
 from ..errors import ModelError
-from .description import Names, describe, foreign_class, root
+from . import wrapped_weights
+from .description import Names, describe, foreign_class, release, root
 from .rope import changes_by_length
 
 INTERNAL = frozenset(torch.nn.Module().__dict__)  # attributes of every module: tensors, children and hooks have rules of their own
 EVERY_MODULE = ("_global_forward_pre_hooks", "_global_forward_hooks")  # hooks that torch calls for all modules
 _OWN = "agentcache."
 _LIBRARIES = frozenset({"torch", "transformers"})  # underscored attributes of their modules are notes about loading
-IRRELEVANT = frozenset("name_or_path warnings_issued generation_config loss_type gradient_checkpointing max_seq_len_cached _caches".split())
+IRRELEVANT = frozenset(
+    "name_or_path warnings_issued generation_config loss_type gradient_checkpointing max_seq_len_cached _caches extra_repr".split()
+)
 
 
 def of_library(module: torch.nn.Module) -> bool:
@@ -65,12 +68,13 @@ def traits(module: torch.nn.Module, names: Names, code: dict[type, str], written
     kind = type(module)
     if kind not in code:
         code[kind] = _code_of(kind, names)
-    return f"{code[kind]} {hooks} {list(module._modules)} {describe(settings(module, written), names)}"
+    wrapped = describe(found, names) if (found := wrapped_weights.settings(module)) else ""
+    return f"{code[kind]} {hooks} {list(module._modules)} {describe(settings(module, written), names)}{wrapped}"
 
 
 def _code_of(kind: type[torch.nn.Module], names: Names) -> str:
     """Digest of a class: its forward, what else it is made of, the functions beside those of libraries, the release that it comes from."""
-    told = [f"{kind.__module__}.{kind.__qualname__} {getattr(sys.modules.get(root(kind.__module__)), '__version__', '')}"]
+    told = [f"{kind.__module__}.{kind.__qualname__} {release(kind.__module__)}"]
     told.append(describe((kind, kind.forward, kind.__call__), names))
     for space in [space for space in namespaces([kind]) if root(space.__name__) in _LIBRARIES]:
         functions = {name: value for name, value in list(vars(space).items()) if isinstance(value, types.FunctionType)}

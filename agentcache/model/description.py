@@ -24,7 +24,8 @@ from ..errors import FAULTS
 
 DEPTH = 10  # of values within values
 _OURS = {"torch", "transformers", "accelerate", "bitsandbytes", "huggingface_hub", "peft", "numpy", "agentcache"}
-INSTALLED = frozenset(_OURS | sys.stdlib_module_names)  # their code is told by their releases
+_QUANTIZERS = {"torchao", "optimum", "hqq", "compressed_tensors", "gptqmodel", "awq", "auto_round", "aqlm", "eetq", "vptq"}
+INSTALLED = frozenset(_OURS | _QUANTIZERS | {"pydantic"} | sys.stdlib_module_names)  # their code is told by their releases
 _OPAQUE = frozenset(_OURS - {"numpy"})  # so is what their objects hold
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors outside of modules' own: version and address then, and digest
@@ -64,6 +65,12 @@ class Names:
 def root(name: str | None) -> str:
     """The top-level package of a module's name."""
     return (name or "").partition(".")[0]
+
+
+def release(name: str) -> str:
+    """The release of the package that a module of this name belongs to, the innermost one that tells it; "" if none does."""
+    steps = list(itertools.accumulate(name.split("."), "{}.{}".format))
+    return next((told for step in reversed(steps) if (told := getattr(sys.modules.get(step), "__version__", ""))), "")
 
 
 def foreign_class(kind: type) -> bool:
@@ -122,7 +129,7 @@ class _Description:
             for name, value in sorted(vars(base).items()):
                 value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
                 value = (value.fget, value.fset) if isinstance(value, property) else value
-                if isinstance(value, types.FunctionType) or not name.startswith("__"):
+                if isinstance(value, types.FunctionType) or not (name.startswith("__") or name == "_abc_impl"):
                     told.append(f"{name} {self.of(value, depth) if not isinstance(value, types.MemberDescriptorType) else ''}")
         return " ".join(told)
 

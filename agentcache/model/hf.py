@@ -29,6 +29,7 @@ from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear, by_its
 from .loading import decoder_of, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .rope import Rotary, changes_by_length, rotary_of, unrotated
+from .wrapped_weights import is_quantized
 
 if TYPE_CHECKING:
     from .adapters import Adapter
@@ -56,7 +57,7 @@ class HFModel:
         self.config = self.model.config.get_text_config()
         self.device = one_device(self.model)
         self.dtype: torch.dtype = self.model.dtype
-        self.quantized = getattr(self.model, "hf_quantizer", None) is not None or bool(getattr(self.model, "quantization_method", None))
+        self.quantized = is_quantized(self.model)
         self.weights = "int8" if any(type(module) is Int8Linear for module in self.model.modules()) else ""
         self.context_tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
         self.support = Support(getattr(self.config, "model_type", "") or type(self.config).__name__, False)

@@ -20,6 +20,7 @@ from .adapters import products
 from .attention import Batch
 from .attention_interface import running
 from .numerics import MAX_ROWS, choose_kernel, pattern, safe_multiple
+from .wrapped_weights import is_wrapper
 
 
 class Latents:
@@ -104,7 +105,7 @@ def _fits(module: Any) -> bool:
 
 def _plain(layer: Any) -> bool:
     hooked = type(layer) is nn.Linear and (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
-    return type(layer) is nn.Linear and (not hooked or hasattr(layer, "_hf_hook"))
+    return type(layer) is nn.Linear and not is_wrapper(layer.weight) and (not hooked or hasattr(layer, "_hf_hook"))
 
 
 def _shape(module: Any) -> tuple[int, int, int, int]:

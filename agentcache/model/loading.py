@@ -14,6 +14,7 @@ from transformers.utils import is_accelerate_available
 from .. import embedded
 from ..errors import ConfigError, DeviceMapError, ModelError, ModelLoadError
 from .kernels import linear_compiled
+from .wrapped_weights import is_quantized
 
 
 class Loading(TypedDict, total=False):
@@ -104,6 +105,8 @@ def quantize(model: Any) -> None:
     from . import int8
 
     int8.check()
+    if is_quantized(model):
+        raise ConfigError(f"weights='int8' with {type(model).__name__!r}, whose weights are quantised already: leave it out")
     layers = list(decoder_of(model).layers.modules())
     parted = {module.kv_b_proj for module in layers if hasattr(module, "expand_kv")}
     int8.quantize((*(layer for layer in layers if layer not in parted), model.get_output_embeddings()))

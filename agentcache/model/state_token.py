@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from . import behaviour
+from . import behaviour, wrapped_weights
 from .description import Names
 from .loading import decoder_of
 from .rope import changes_by_length
@@ -33,6 +33,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors one module computes with: parameters, buffers, plain attributes, and the scales that bitsandbytes keeps beside them."""
+    for name, tensor in _held(module):
+        yield from wrapped_weights.parts(name, tensor)
+
+
+def _held(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     own = module.__dict__
     for name, parameter in list(own["_parameters"].items()):
         if parameter is None:
@@ -81,7 +86,7 @@ class StateToken:
         exact = [id(holder) in ordered or any(map(_is_number, holder.values())) for holder in holders]
         self._held = _Copies([holder for holder, by_id in zip(holders, exact) if not by_id])
         self._exact = [holder for holder, by_id in zip(holders, exact) if by_id]
-        self._exact_held = list(chain.from_iterable(map(dict.values, self._exact)))
+        self._exact_held = list(chain.from_iterable(holder.values() for holder in self._exact))
         self._ids = list(map(id, self._exact_held))
         self._holders = holders
         self._orders = list(map(list, holders))
@@ -91,7 +96,8 @@ class StateToken:
         seen = [_Rest(own, frozenset(written[m])) if m in written else own for m, own in zip(self.modules, owned)]
         inner = [value for own in seen for value in _inner(own)]
         adapted = [own for module, own in zip(self.modules, seen) if not behaviour.of_library(module)]
-        self._quick = _Copies([*adapted, *inner])
+        self._wrappers = [(each, vars(each)) for module in self.modules for _, each in wrapped_weights.wrappers(module)]
+        self._quick = _Copies([*adapted, *inner, *(within for _, within in self._wrappers)])
         self._strayed, self._known = False, set(map(id, self.tensors))
         self._near: dict[int, _Near] = {}
         self._attends: _Near | None = None
@@ -151,8 +157,9 @@ class StateToken:
             return self._strayed or not (
                 list(map(_version, self._counted)) == self._versions
                 and self._held.hold()
-                and list(map(id, chain.from_iterable(map(dict.values, self._exact)))) == self._ids
+                and list(map(id, chain.from_iterable(holder.values() for holder in self._exact))) == self._ids
                 and self._quick.hold()
+                and all(vars(each) is within for each, within in self._wrappers)  # torch swaps wrappers, and leaves their ids
             )
         except RuntimeError:  # a dictionary grows now
             return True
@@ -204,7 +211,7 @@ class _Copies:
 
     def __init__(self, containers: list[Any]) -> None:
         self._containers = containers
-        self._copies = [one.copy() for one in containers]
+        self._copies = [one.copy() if hasattr(one, "copy") else dict(one) for one in containers]
 
     def hold(self) -> bool:
         """Whether all equal their copies."""

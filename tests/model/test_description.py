@@ -23,6 +23,7 @@ from tests.engines import chat, decode, engine
 SHORT = chat("The wind turns to the north. What did the keeper write down?")
 SOURCE = """
 import types
+from abc import ABC
 from decimal import Decimal
 from fractions import Fraction
 
@@ -36,7 +37,7 @@ TABLE = {"x": 1.0}
 def inner(x): return x
 def outer(x): return inner(x)
 
-class Box:
+class Box(ABC):
     v = 1.0
     def __init__(self): self.w = 1.0
 

@@ -34,6 +34,7 @@ from .linear_library import Projection
 from .norm_library import plain_heads, plain_norm
 
 Kernel = Literal["onednn", "library", "upcast", "aten"]
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # classes of weights whose memory holds their numbers; others multiply themselves
 SINGLE_ROW_OUTS = 16384  # an upcast head with more outputs sees few rows: each runs alone
 ANY = 1 << 62
 VECTORS = 64  # numbers that PyTorch's elementwise functions take at a time; by other code, of other bits, they take fewer at the end
@@ -80,7 +81,7 @@ _WAYS = {
 
 def _chosen(kernel: Kernel, weight: torch.Tensor, head: bool) -> Linear | None:
     """The way to multiply with this weight; None: by the library."""
-    ways = _WAYS.get((kernel, weight.dtype), ())
+    ways = _WAYS.get((kernel, weight.dtype), ()) if type(weight) in PLAIN else ()
     return next((way for way in ways if (head or not way.head) and way.takes(weight)), None)
 
 
@@ -122,7 +123,8 @@ def linears(kernel: Kernel, x: torch.Tensor, projections: Sequence[Projection], 
 def _by_library(kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if weight.dtype == torch.int8 and not x.numel():
         return x.new_empty(*x.shape[:-1], len(weight))
-    if kernel == "aten" or not x.numel() or x.device.type != "cpu" or weight.dtype != x.dtype or not x.is_floating_point():
+    library = type(weight) not in PLAIN or kernel == "aten" or x.device.type != "cpu"
+    if library or not x.numel() or weight.dtype != x.dtype or not x.is_floating_point():
         return functional.linear(x, weight, bias)
     flat, outs = x.reshape(-1, x.shape[-1]), weight.shape[0]
     if len(flat) in linear_library.FEW_ROWS and x.dtype == torch.float32 and isinstance(weight, torch.nn.Parameter):  # no cut of one
