@@ -186,6 +186,9 @@ def unwrap(wrapper: Any) -> Any:
         raise ModelError(f"{type(wrapper).__name__!r} is not a causal language model of transformers: pass a name, a folder or one")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"{type(model).__name__!r} is an encoder-decoder: only decoder-only models can be used")
+    for name, weight in model.named_parameters():
+        if weight.layout is not torch.strided:
+            raise ModelError(f"weight {name!r} has layout {weight.layout}: only dense weights can be used, as `.to_dense()` makes them")
     return model
 
 

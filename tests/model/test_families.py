@@ -312,6 +312,14 @@ def test_wrappers_are_taken_off_or_refused() -> None:
         HFModel(torch.nn.DataParallel(model))
 
 
+def test_weights_that_are_not_dense_are_refused() -> None:
+    model = models.build("llama")
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to_sparse(), requires_grad=False)
+    with pytest.raises(ModelError, match=r"'model.layers.1.mlp.up_proj.weight' has layout torch.sparse_coo"):
+        HFModel(model)
+
+
 # -- the owner's model object --------------------------------------------------------------------------------------------
 
 
