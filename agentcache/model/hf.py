@@ -281,7 +281,7 @@ class HFModel:
         numerics = self.numerics
         assert numerics is not None
         state: Any = parts[0].sequence.state
-        even = numerics.rows if state is None and self.support.row_pure else 1  # padding would be part of a state, and see experts
+        even = numerics.rows if state is None and self.support.row_pure and not self.quantized else 1  # padding would be part of a state
         rows = -(-len(ids) // even) * even
         positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in parts])
         ids, positions = (nn.functional.pad(t, (0, rows - len(t))).to(self.device) for t in (ids, positions))

@@ -208,7 +208,7 @@ class RowPureLinear(torch.overrides.TorchFunctionMode):
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         head = weight is self.head
         rows = x.shape[-2] if x.ndim > 1 else 0
-        if rows % self.rows == 0 or by_itself(self.kernel, weight, head):
+        if rows % self.rows == 0 or type(weight) not in PLAIN or by_itself(self.kernel, weight, head):
             return linear(self.kernel, x, weight, bias, head)
         return linear(self.kernel, functional.pad(x, (0, 0, 0, -rows % self.rows)), weight, bias, head)[..., :rows, :]
 
