@@ -54,11 +54,6 @@ def prompt_of(engine: Engine, tools: tuple[dict[str, Any], ...], number: int, ta
     return said, list(engine.renderer.render(said, tools).ids)
 
 
-def common(one: list[int], other: list[int]) -> int:
-    """Length of the longest common start."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def scope_of(engine: Engine, namespace: str, tokens: int) -> Scope:
     """The scope under which the store caches a prompt of so many tokens."""
     fingerprint, regime = engine.fingerprint, engine.model.regime(tokens)

@@ -14,7 +14,6 @@ TOKENIZER_VOCAB = 8192  # learned from a few hundred kB of text: about 4 charact
 _BLOCK = 4_194_319  # prime, so that no two rows of a weight are the same cut of the block
 _INIT_STD = 0.02
 
-_QWEN3 = {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "max_position_embeddings": 40960}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -23,19 +22,20 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size".split()
+
+Shape = tuple[str, dict[str, Any]]
 
 
-def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int, tied: bool) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-    }
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+_QWEN3 = {"rms_norm_eps": 1e-6, "rope_parameters": _rope(1e6), "max_position_embeddings": 40960}
+
+
+def _shape(family: str, sizes: tuple[int, ...], *, tied: bool, **more: Any) -> Shape:
+    return family, {**dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied, **more}
 
 
 def _every(layers: int, period: int, last: str, others: str) -> list[str]:
@@ -43,87 +43,43 @@ def _every(layers: int, period: int, last: str, others: str) -> list[str]:
 
 
 # name -> (family of transformers, its published config; ids of special tokens are left out: they belong to the tokenizer)
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-0.6b": ("qwen3", {**_sizes(1024, 3072, 28, 16, 8, 128, 151936, True), **_QWEN3}),
-    "qwen3-8b": ("qwen3", {**_sizes(4096, 12288, 36, 32, 8, 128, 151936, False), **_QWEN3}),
-    "llama-3.2-1b": (
-        "llama",
-        {
-            **_sizes(2048, 8192, 16, 32, 8, 64, 128256, True),
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": _LLAMA3_ROPE,
-            "max_position_embeddings": 131072,
-        },
+SHAPES: dict[str, Shape] = {
+    "qwen3-0.6b": _shape("qwen3", (1024, 3072, 28, 16, 8, 128, 151936), tied=True, **_QWEN3),
+    "qwen3-8b": _shape("qwen3", (4096, 12288, 36, 32, 8, 128, 151936), tied=False, **_QWEN3),
+    "llama-3.2-1b": _shape(
+        "llama", (2048, 8192, 16, 32, 8, 64, 128256), tied=True,
+        rms_norm_eps=1e-5, rope_parameters=_LLAMA3_ROPE, max_position_embeddings=131072,
     ),
-    "mistral-7b": (  # v0.3: without the sliding window of v0.1
-        "mistral",
-        {
-            **_sizes(4096, 14336, 32, 32, 8, 128, 32768, False),
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            "max_position_embeddings": 32768,
-            "sliding_window": None,
-        },
+    "mistral-7b": _shape(  # v0.3: without the sliding window of v0.1
+        "mistral", (4096, 14336, 32, 32, 8, 128, 32768), tied=False,
+        rms_norm_eps=1e-5, rope_parameters=_rope(1e6), max_position_embeddings=32768, sliding_window=None,
     ),
-    "llama-2-7b": (
-        "llama",
-        {
-            **_sizes(4096, 11008, 32, 32, 32, 128, 32000, False),
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-            "max_position_embeddings": 4096,
-        },
+    "llama-2-7b": _shape(
+        "llama", (4096, 11008, 32, 32, 32, 128, 32000), tied=False,
+        rms_norm_eps=1e-5, rope_parameters=_rope(1e4), max_position_embeddings=4096,
     ),
-    "gemma-3-1b": (
-        "gemma3_text",
-        {
-            **_sizes(1152, 6912, 26, 4, 1, 256, 262144, True),
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 512,
-            "max_position_embeddings": 32768,
-            "layer_types": _every(26, 6, "full_attention", "sliding_attention"),
-        },
+    "gemma-3-1b": _shape(
+        "gemma3_text", (1152, 6912, 26, 4, 1, 256, 262144), tied=True,
+        query_pre_attn_scalar=256, sliding_window=512, max_position_embeddings=32768,
+        layer_types=_every(26, 6, "full_attention", "sliding_attention"),
     ),
-    "qwen3.5-0.8b": (
-        "qwen3_5_text",
-        {
-            **_sizes(1024, 3584, 24, 8, 2, 256, 248320, True),
-            "max_position_embeddings": 262144,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "layer_types": _every(24, 4, "full_attention", "linear_attention"),
-        },
+    "qwen3.5-0.8b": _shape(
+        "qwen3_5_text", (1024, 3584, 24, 8, 2, 256, 248320), tied=True,
+        max_position_embeddings=262144, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
+        linear_value_head_dim=128, layer_types=_every(24, 4, "full_attention", "linear_attention"),
     ),
-    "granite-4-h-1b": (
-        "granitemoehybrid",
-        {
-            **_sizes(1536, 4096, 40, 12, 4, 128, 100352, True),
-            "shared_intermediate_size": 4096,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "position_embedding_type": "nope",
-            "mamba_n_heads": 48,
-            "mamba_d_head": 64,
-            "mamba_d_state": 128,
-            "mamba_expand": 2,
-            "max_position_embeddings": 131072,
-            "layers_block_type": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
-        },
+    "granite-4-h-1b": _shape(
+        "granitemoehybrid", (1536, 4096, 40, 12, 4, 128, 100352), tied=True,
+        shared_intermediate_size=4096, num_local_experts=0, num_experts_per_tok=0, position_embedding_type="nope",
+        mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, mamba_expand=2, max_position_embeddings=131072,
+        layers_block_type=["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
     ),
-    "gpt-oss-tiny": (  # the kinds of its layers; no such model is published
-        "gpt_oss",
-        {
-            **_sizes(1024, 1024, 12, 16, 4, 64, 32768, False),
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "sliding_window": 128,
-            "max_position_embeddings": 131072,
-        },
+    "gpt-oss-tiny": _shape(  # the kinds of its layers; no such model is published
+        "gpt_oss", (1024, 1024, 12, 16, 4, 64, 32768), tied=False,
+        num_local_experts=8, num_experts_per_tok=2, sliding_window=128, max_position_embeddings=131072,
     ),
-    "small": ("qwen3", {**_sizes(128, 384, 2, 4, 2, 64, TOKENIZER_VOCAB, True), **_QWEN3, "max_position_embeddings": 131072}),
-}
+    "small": _shape("qwen3", (128, 384, 2, 4, 2, 64, TOKENIZER_VOCAB), tied=True, **{**_QWEN3, "max_position_embeddings": 131072}),
+}  # fmt: skip
 
 
 def config(name: str) -> Any:

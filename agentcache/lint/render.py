@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..layout.tokenise import common_chars
+from ..layout.tokenise import common_chars, common_ids
 from .texts import shared_end
 from .values import Request, Said
 
@@ -101,11 +101,7 @@ def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Length of the common prefix of two texts or two lists of ids."""
     if isinstance(one, str) and isinstance(other, str):
         return common_chars(one, other)
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
+    return common_ids(one, other)
 
 
 def again(was: Prompt, now: Prompt, at: Parting) -> int:
