@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from ..terminal import report_errors, say_json
+from ..terminal import listing, report_errors, say_json
 from .store import JsonOption, count
 
 app = typer.Typer(help="Receipts that engines wrote with `receipts=FOLDER`.", no_args_is_help=True)
@@ -59,11 +58,6 @@ def sum_(
     if as_json:
         say_json({"by": by, "totals": found})
         return
-    table = Table(by, "requests", "prompt tokens", "cached", "computed", "saved", box=None)
-    for name, one in found.items():
-        table.add_row(
-            name,
-            *(str(one[key]) for key in ("requests", "prompt_tokens", "cached_tokens", "computed_tokens")),
-            f"{one['saved_ms'] / 1e3:.1f} s",
-        )
-    Console().print(table)
+    kinds = ("requests", "prompt_tokens", "cached_tokens", "computed_tokens")
+    rows = [(name, *(one[kind] for kind in kinds), f"{one['saved_ms'] / 1e3:.1f} s") for name, one in found.items()]
+    Console().print(listing((by, "#requests", "#prompt tokens", "#cached", "#computed", "#saved"), rows))

@@ -8,26 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, PromptError
+from ..layout.plain import Plain
 from ..layout.repairs import applicable
-from ..layout.template import Template
+from ..layout.template import ANSWER, FIRST, SECOND, SYSTEM, TOOL, Template, tool_step
 from ..layout.template_report import report_of
 from ..layout.tokenise import common_chars
 from .templated import checked, load, read_template
 
-Plain = dict[str, Any]
-
-_TOOL: Plain = {
-    "type": "function",
-    "function": {
-        "name": "zprobe_fn",
-        "description": "Zdescqg",
-        "parameters": {"type": "object", "properties": {"zarg": {"type": "string"}, "zbrg": {"type": "integer"}}},
-    },
-}
-_SYSTEM: Plain = {"role": "system", "content": "Zsysqa words."}
-_USER: Plain = {"role": "user", "content": "Zuserqb words?"}
-_NEXT: Plain = {"role": "user", "content": "Zuserqd words?"}
-_ANSWER: Plain = {"role": "assistant", "content": "Zansqc words."}
+_SYSTEM: Plain = {"role": "system", "content": SYSTEM}
+_USER: Plain = {"role": "user", "content": FIRST}
+_NEXT: Plain = {"role": "user", "content": SECOND}
+_ANSWER: Plain = {"role": "assistant", "content": ANSWER}
 _THOUGHT = "Zthoughtqh."
 _CLOCK = "{%- macro strftime_now(form) -%}DAY{%- endmacro -%}"
 
@@ -119,7 +110,7 @@ class _Asking:
         self.report = report_of(self.template)
         self._system = [_SYSTEM] if self.report.system == "kept" else []
 
-    def _text(self, messages: Sequence[Plain], tools: Sequence[Plain] = (_TOOL,)) -> str | None:
+    def _text(self, messages: Sequence[Plain], tools: Sequence[Plain] = (TOOL,)) -> str | None:
         """The rendering after a system message; None if the template refuses it."""
         try:
             return self.template.render([*self._system, *messages], tools, True)
@@ -133,13 +124,13 @@ class _Asking:
 
     def reasoning(self) -> bool | None:
         """True if a run with reasoning is unchanged at the next user turn; None if reasoning is never shown."""
-        call, result = _step({"zarg": "zval"})
+        call, result = tool_step(1, 0)
         run = [_USER, {**call, "reasoning_content": _THOUGHT}, result]
         return self.goes_on(run, [*run, _ANSWER, _NEXT]) if _THOUGHT in (self._text(run) or "") else None
 
     def toggled(self) -> Probe:
         """The share of a prompt with tools that is left when the tools are not sent."""
-        messages = [_USER, *_step({"zarg": "zval"})]
+        messages = [_USER, *tool_step(1, 0)]
         one, two = self._text(messages), self._text(messages, ())
         share = None if one is None or two is None else round(common_chars(one, two) / len(one), 3)
         cost = "keep the tools and forbid calls instead" if share is not None and share < 0.9 else ""
@@ -147,13 +138,13 @@ class _Asking:
 
     def dated(self) -> str | None:
         """The place where the template prints the time, if it does: rendered with two clocks, put before it as a macro."""
-        source = self._tokenizer.get_chat_template(None, [_TOOL])
+        source = self._tokenizer.get_chat_template(None, [TOOL])
         if "strftime_now" not in source:
             return None
         clocks = [Template(self._tokenizer, _CLOCK.replace("DAY", day) + source) for day in ("Zdayone", "Ydaytwo")]
         for start in (self._system, []):
             try:
-                one, two = (clock.render([*start, _USER], (_TOOL,), True) for clock in clocks)
+                one, two = (clock.render([*start, _USER], (TOOL,), True) for clock in clocks)
             except PromptError:
                 continue
             if one != two:
@@ -164,7 +155,7 @@ class _Asking:
 
     def tool_keys(self) -> bool | None:
         """True if the order of a schema's keys shows."""
-        turned = {"function": dict(reversed(list(_TOOL["function"].items()))), "type": "function"}
+        turned = {"function": dict(reversed(list(TOOL["function"].items()))), "type": "function"}
         return _differ(self._text([_USER]), self._text([_USER], (turned,)))
 
     def argument_keys(self) -> bool | None:
@@ -180,7 +171,7 @@ class _Asking:
 
     def beside(self) -> bool | None:
         """True if text next to a call is shown."""
-        call, result = _step({"zarg": "zval"})
+        call, result = tool_step(1, 0)
         shown = self._text([_USER, {**call, "content": "Zbesideqi"}, result])
         return None if shown is None else "Zbesideqi" in shown
 
@@ -199,9 +190,7 @@ def _differ(one: str | None, two: str | None) -> bool | None:
 
 
 def _step(arguments: Mapping[str, Any] | str) -> list[Plain]:
-    """A call and its result."""
-    call = {"id": "call00001", "type": "function", "function": {"name": "zprobe_fn", "arguments": arguments}}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call00001", "name": "zprobe_fn", "content": "Zresqe"},
-    ]
+    """A call with these arguments, and its result."""
+    call, result = tool_step(1, 0)
+    call["tool_calls"][0]["function"]["arguments"] = arguments
+    return [call, result]
