@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,8 +22,10 @@ from ...engine import Engine
 from ...layout.request import Rendered
 from ...types import PASSAGES, Reuse, Sampling
 from .questions import Question, prompt
+from .trials import answered
 
 Row = dict[str, Any]
+COUNTED = ("prompt_tokens", "computed_tokens", "cached_tokens", "segment_tokens")  # of each receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,7 @@ class Way:
 class Tally:
     """Sums of one way."""
 
-    prompt_tokens: int = 0
-    passage_tokens: int = 0
-    computed_tokens: int = 0
-    cached_tokens: int = 0
-    passage_cached_tokens: int = 0  # of the passages alone: without what every prompt begins with
-    segment_tokens: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)  # of prompts and passages, and how they were come by
     order_ms: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
@@ -74,21 +70,14 @@ def ask(engine: Engine, asked: Sequence[Question], way: Way, exact: Tally | None
             arranged = engine.arrange(texts, prompt(PASSAGES, "", one.text), namespace=space)
             order, ranks = arranged.order, arranged.ranks
             found.order_ms.append((time.perf_counter() - started) * 1e3)
-        logits: list[torch.Tensor] = []
         sampling = Sampling(max_tokens=tokens, forced=one.begin, stop=(".", "\n"))
         begun = len(engine.tokenizer(one.begin, add_special_tokens=False)["input_ids"]) if one.begin else 0
         messages = prompt("\n\n".join(texts[each] for each in order), ranks, one.text)
-        reuse = way.calibration or way.reuse
-        with_logits = partial(_note, logits)
-        answer = engine.generate(messages, sampling=sampling, namespace=space, reuse=reuse, on_logits=with_logits)
-        receipt = answer.receipt
-        found.prompt_tokens += receipt.prompt_tokens
-        passage_tokens = sum(len(engine.renderer.ids(text, space)) for text in texts)
-        found.passage_tokens += passage_tokens
-        found.computed_tokens += receipt.computed_tokens
-        found.cached_tokens += receipt.cached_tokens
-        found.passage_cached_tokens += min(passage_tokens, max(0, receipt.cached_tokens - head))
-        found.segment_tokens += receipt.segment_tokens
+        answer, logits = answered(engine, messages, sampling=sampling, namespace=space, reuse=way.calibration or way.reuse)
+        receipt, passage_tokens = answer.receipt, sum(len(engine.renderer.ids(text, space)) for text in texts)
+        found.tokens.update({kind: getattr(receipt, kind) for kind in COUNTED})
+        found.tokens["passage_tokens"] += passage_tokens
+        found.tokens["passage_cached_tokens"] += min(passage_tokens, max(0, receipt.cached_tokens - head))
         found.ttft_ms.append(receipt.ttft_ms)
         said = answer.text.removeprefix(one.begin).strip(" .\n")
         found.answers.append(said)
@@ -101,10 +90,6 @@ def ask(engine: Engine, asked: Sequence[Question], way: Way, exact: Tally | None
     return found
 
 
-def _note(seen: list[torch.Tensor], logits: torch.Tensor) -> None:
-    seen.append(logits.clone())
-
-
 def row(way: Way, found: Tally, exact: Tally, n: int) -> Row:
     """The figures of one way."""
     paired = sum(found.right) - sum(exact.right)
@@ -112,12 +97,8 @@ def row(way: Way, found: Tally, exact: Tally, n: int) -> Row:
         "order": way.order,
         "reuse": way.reuse,
         "repair": way.repair,
-        "prompt_tokens": found.prompt_tokens,
-        "passage_tokens": found.passage_tokens,
-        "computed_tokens": found.computed_tokens,
-        "cached_tokens": found.cached_tokens,
-        "segment_tokens": found.segment_tokens,
-        "hit_share": round(found.passage_cached_tokens / found.passage_tokens, 4),
+        **{kind: found.tokens[kind] for kind in (*COUNTED, "passage_tokens")},
+        "hit_share": round(found.tokens["passage_cached_tokens"] / found.tokens["passage_tokens"], 4),
         "order_ms": round(statistics.median(found.order_ms), 3) if found.order_ms else 0.0,
         "ttft_ms": round(statistics.median(found.ttft_ms), 3),
         "right": sum(found.right) / n,

@@ -164,6 +164,12 @@ def stored_as(engine: Engine, namespace: str, precision: Precision, since: int =
             entry.page = page
 
 
+def answered(engine: Engine, prompt: Any, tools: Any = (), **options: Any) -> tuple[Any, Logits]:
+    """The engine's completion, and the logits of each of its tokens. options: as of `Engine.generate`."""
+    seen: Logits = []
+    return engine.generate(prompt, tools, on_logits=lambda row: seen.append(row.clone()), **options), seen
+
+
 class Trials:
     """Cases asked of one engine under several methods; each case in a namespace of its own, which is emptied afterwards.
 
@@ -204,13 +210,9 @@ class Trials:
 
     def ask(self, call: Call, namespace: str, reuse: Reuse | Calibration, forced: tuple[int, ...], adapter: str | None) -> Asked:
         """One call with its recorded answer forced."""
-        seen: Logits = []
         sampling = Sampling(max_tokens=max(1, len(forced)), forced=forced, ignore_eos=True)
         began = time.perf_counter()
-        done = self.engine.generate(
-            call.prompt, call.tools, sampling=sampling, namespace=namespace, reuse=reuse, adapter=adapter,
-            on_logits=lambda row: seen.append(row.clone()),
-        )  # fmt: skip
+        done, seen = answered(self.engine, call.prompt, call.tools, sampling=sampling, namespace=namespace, reuse=reuse, adapter=adapter)
         return Asked(done.receipt, seen, done.receipt.ttft_ms or (time.perf_counter() - began) * 1e3)
 
     def _greedy(self, call: Call, namespace: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from ...errors import AgentCacheError, shown
 from ...traces import Call
 from ...turn_precision import TurnsFound
 from ...types import Precision, Sampling
-from .trials import Logits, nothing_kept, stored_as
+from .trials import Logits, answered, nothing_kept, stored_as
 
 Say = Callable[[str], None]
 PRECISIONS: tuple[Precision, ...] = ("int8", "int4")
@@ -96,6 +96,5 @@ def measure(
 
 
 def _asked(engine: Engine, call: Call, namespace: str, sampling: Sampling) -> _Answer:
-    rows: Logits = []
-    done = engine.generate(call.prompt, call.tools, sampling=sampling, namespace=namespace, on_logits=lambda row: rows.append(row.clone()))
+    done, rows = answered(engine, call.prompt, call.tools, sampling=sampling, namespace=namespace)
     return _Answer(done.ids, [(call.name, call.arguments) for call in done.message.tool_calls], rows[: len(done.ids)])
