@@ -17,6 +17,7 @@ import stat
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,7 +81,8 @@ class ReceiptLog:
         """End the chain. Closing twice is fine."""
         with self._lock:
             if not self._closed and self._lines:
-                self._write({"closed": True})
+                with suppress(OSError):  # the disk is full: `verify` says that the chain is not closed
+                    self._write({"closed": True})
                 os.close(self._file)
             self._closed = True
 
@@ -89,11 +91,10 @@ class ReceiptLog:
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._room <= 0:
-            if self._file >= 0:
+            fd = os.open(self.folder / f"{self._name}.{self._files + 1:06}.jsonl", NEW | os.O_APPEND, 0o600)
+            if self._file >= 0:  # not before: where there is no next file, its number would be that of another thread's file
                 os.close(self._file)
-            self._files += 1
-            self._file = os.open(self.folder / f"{self._name}.{self._files:06}.jsonl", NEW | os.O_APPEND, 0o600)
-            self._room = self._file_bytes
+            self._file, self._files, self._room = fd, self._files + 1, self._file_bytes
         body = json.dumps({"n": self._lines + 1} | line, separators=(",", ":")).encode()
         chain = _link(self._key, self._chain, body)
         whole = body[:-1] + b',"chain":"%b"}\n' % chain.hex().encode()

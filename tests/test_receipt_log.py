@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -148,6 +149,41 @@ def test_a_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.Monkey
         assert "its receipt is not in" in done.receipt.notes[-1]
         engine.generate(ask, sampling=Sampling(max_tokens=1))
     assert verify(tmp_path) == (2, []), "what was cut is taken back, and the chain goes on"
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_next_file_that_fails_closes_no_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    log, real, opened = ReceiptLog(tmp_path, file_bytes=1), os.open, list[int]()
+
+    def full(path: Any, *given: Any) -> int:
+        if ".000002." in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *given)
+
+    assert log.append(Receipt(id="0"), as_ids([1]), "f", 0.0) == ""
+    monkeypatch.setattr(os, "open", full)
+    assert "is not in" in log.append(Receipt(id="1"), as_ids([1]), "f", 0.0)
+    opened += [os.dup(0) for _ in range(3)]  # another thread's, in the meantime
+    monkeypatch.undo()
+    if not ended:
+        assert log.append(Receipt(id="2"), as_ids([1]), "f", 0.0) == ""
+    log.close()
+    for fd in opened:
+        os.close(fd)  # OSError: it was closed already
+    assert verify(tmp_path) == (1 if ended else 2, [])
+
+
+def test_a_chain_that_cannot_end_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = ReceiptLog(tmp_path)
+    log.append(Receipt(id="0"), as_ids([1]), "f", 0.0)
+    real, files = os.write, list[int]()
+    monkeypatch.setattr(os, "write", lambda fd, content: files.append(fd) or real(fd, content[:20]))
+    log.close()
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(files[0])
+    held, (fault,) = verify(tmp_path)
+    assert (held, "not closed" in fault.why) == (1, True)
 
 
 def test_cancelled_and_refused_requests_leave_receipts(tmp_path: Path) -> None:
