@@ -125,9 +125,13 @@ class Database:
                 with link.lock:
                     link.close()
             self._links.clear()
-        if self._use >= 0:
-            os.close(self._use)
-            self._use = -1
+            if self._use >= 0:
+                os.close(self._use)
+                self._use = -1
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"the index {str(self.path)!r} was closed")
 
     def _persist(self, use: Use[T], patience_s: float) -> T:
         link = self._link()
@@ -151,27 +155,27 @@ class Database:
     # -- connections -----------------------------------------------------------------------------------------------
 
     def _link(self) -> _Link:
-        if self._closed:  # nor may a late thread take the lock again
-            raise StoreError(f"the index {str(self.path)!r} was closed")
+        self._check_open()
         if self._pid != os.getpid():  # forked by something that runs no hooks of Python: these connections are the parent's
             _abandoned.append(self._links)
             self._fresh()
         link: _Link | None = getattr(self._local, "link", None)
         if link is None:
-            link = self._local.link = _Link(threading.current_thread())
+            link = _Link(threading.current_thread())
             with self._lock:
+                self._check_open()  # it may have been closed since: a late thread must not lock the file again
                 if self._use < 0 and self._shared and self.folder.writable:  # no process may replace a file that is in use
                     self._use = _lock(self.folder, shared=True)
                 for ended in [other for other in self._links if not other.thread.is_alive()]:
                     ended.close()
                     self._links.remove(ended)
                 self._links.append(link)
+            self._local.link = link
         return link
 
     def _connection(self, link: _Link) -> sqlite3.Connection:
         """Called with the link's lock held."""
-        if self._closed:
-            raise StoreError(f"the index {str(self.path)!r} was closed")
+        self._check_open()
         file = _state(self.path, whole=not self.folder.writable)
         if link.connection is not None and link.file != file:  # replaced (by rebuild) or, where read without locks, changed
             link.close()

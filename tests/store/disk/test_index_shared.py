@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -97,6 +98,28 @@ def test_threads_have_connections_of_their_own(index: Index) -> None:
     with pytest.raises(StoreError, match="closed"):
         index.total()
     index.close()
+
+
+class ClosedBefore:
+    """A lock of a database that is closed by another thread before it is taken."""
+
+    def __init__(self, index: Index) -> None:
+        self.index, self.lock = index, index.database._lock
+
+    def __enter__(self) -> None:
+        self.index.database._lock = self.lock
+        self.index.close()
+        self.lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()
+
+
+def test_a_thread_that_comes_while_it_closes_locks_nothing(folder: Folder, index: Index) -> None:
+    index.database._lock = ClosedBefore(index)  # type: ignore[assignment]
+    with ThreadPoolExecutor(1) as late, pytest.raises(StoreError, match="closed"):
+        late.submit(index.total).result()
+    os.close(database.alone(folder))  # StoreError: the index is in use
 
 
 def test_a_write_is_whole_or_not_at_all(index: Index) -> None:
