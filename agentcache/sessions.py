@@ -381,7 +381,7 @@ class Sessions:
     @property
     def all(self) -> tuple[ToolGroup, ...]:
         """The last answers that this engine holds, as they are recorded."""
-        return tuple(held.group for held in self._held.values())
+        return tuple(held.group for held in list(self._held.values()))  # other threads answer meanwhile
 
 
 def _key(group: ToolGroup) -> Key:

@@ -138,6 +138,26 @@ def test_two_threads_leave_a_session_at_one_of_their_answers(running: Engine) ->
     check_store(running.store)
 
 
+class LookedAt:
+    """A session of an engine; another thread's answer begins one of its own while this one is looked at."""
+
+    def __init__(self, held: Any, others: dict[Any, Any]) -> None:
+        self._held, self._others = held, others
+
+    def __getattr__(self, name: str) -> Any:
+        self._others.setdefault(len(self._others), self)
+        return getattr(self._held, name)
+
+
+def test_sessions_are_listed_while_others_begin(running: Engine) -> None:
+    for name in ("alice", "bob"):
+        talk(running.session(name), FIRST)
+    sessions = running._groups.sessions
+    key, held = next(iter(sessions._held.items()))
+    sessions._held[key] = LookedAt(held, sessions._held)  # type: ignore[assignment]
+    assert [group.name for group in sessions.all] == ["session:alice", "session:bob"]
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
