@@ -82,8 +82,8 @@ class ToolGroups:
         """The recorded tool order of a group, of this or an earlier process."""
         check_name("namespace", namespace)
         check_name("group", name)
-        if (namespace, name) in self._held:
-            return self._held[namespace, name].tools
+        if (held := self._held.get((namespace, name))) is not None:  # at once: another thread may release it
+            return held.tools
         whole = self._fingerprint.whole if self._fingerprint else ""
         kept = self._store.recorded(namespace, name, fingerprint_of(whole, adapter)) if whole else None
         if kept is None:

@@ -218,6 +218,22 @@ def test_sticky_order_keeps_the_group() -> None:
         assert any("reordered" in text for text in sticky.differences)
 
 
+class Released(dict[Any, Any]):
+    """Tool groups, each of which another thread releases once it was seen to be there."""
+
+    def __contains__(self, key: object) -> bool:
+        return self.pop(key, None) is not None
+
+
+def test_a_group_may_be_released_while_it_is_asked() -> None:
+    with engine(store=None) as running:
+        running.warm(SYSTEM, TOOLS, name="a")
+        groups = running._groups
+        groups._held = Released(groups._held)
+        done = running.generate(chat("hi"), TOOLS, sampling=decode(1), tools_order="sticky", group="a")
+        assert done.receipt.cached_tokens > 0
+
+
 def test_stream_chunks_are_the_completion() -> None:
     with engine() as running, running.stream(TURNS, sampling=decode(30)) as stream:
         chunks = list(stream)
