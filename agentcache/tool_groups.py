@@ -104,7 +104,7 @@ class ToolGroups:
         if scope is None:
             refused = request.receipt.refusals[0]
             raise ConfigError(f"this model's state cannot be kept ({refused.detail or refused.reason}): nothing to warm")
-        self._check_kept(request, scope, name)
+        self._check_kept(request, scope, layout, name)
         if not request.pinned_pages:
             need = -(-len(ids) // PAGE_TOKENS) * (spec.page_bytes if spec else 0)
             raise ConfigError(f"memory_bytes={self._store.budget_bytes!r} cannot hold this tool group: it needs {need} bytes")
@@ -130,7 +130,7 @@ class ToolGroups:
         )
         assert scope == group.scope and request.pinned_pages == group.pages
         with self._store.deletions.lock:
-            self._check_kept(request, scope, name)
+            self._check_kept(request, scope, layout, name)
             self._store.record(group)
             with self._lock:
                 before = self._held.get((group.namespace, name))
@@ -171,9 +171,20 @@ class ToolGroups:
         if request.pinned_pages and request.scope:
             self._store.release_pin(request.scope.pin_name(as_ids(layout.ids)))
 
-    def _check_kept(self, request: Running, scope: Scope, name: str | None) -> None:
-        if self._store.deletions.meet(scope, request.ids.array(), request.received):
-            raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
+    def _check_kept(self, request: Running, scope: Scope, layout: Layout, name: str | None) -> None:
+        store, ids, received = self._store, request.ids.array(), request.received
+        with store.deletions.lock:
+            gone = [one for one in store.deletions.since(received.generation) if one.meets(scope, ids, received.made)]
+            if not gone:
+                return
+            if request.pinned_pages and all(one.group is not None for one in gone):  # other deletions take pinned pages, too
+                keys = [entry.key for entry in store.tree.path(scope, ids) if any(one.reaches(entry) for one in gone)]
+                store.release_pin(scope.pin_name(as_ids(layout.ids)))
+                for one in gone:
+                    store.tree.remove(one)
+                if disk := store.disk:  # pinning has written them anew
+                    disk.writer.after(lambda: disk.forget(keys, scope.fingerprint))
+        raise GenerationError(f"tool group {name!r} was forgotten while it was computed: warm it again")
 
     def let_go(self, deletion: Deletion) -> None:
         """Unpin tool groups that were deleted on purpose."""

@@ -438,6 +438,26 @@ def test_a_tool_group_forgotten_during_warming_says_so(model: Any) -> None:
         assert {entry.role for entry in running.store.tree.entries("alice")} == {Role.GROUP}
 
 
+def test_a_tool_group_forgotten_once_it_is_pinned_stays_nowhere(running: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"system": SYSTEM + long_text(300), "tools": TOOLS, "name": "hers", "namespace": "alice"}
+    running.warm(**asked)
+    pin = running.store.pin
+
+    def pinned(*given: Any) -> int:
+        pages = pin(*given)
+        monkeypatch.undo()
+        assert running.forget(group="hers", namespace="alice").groups == ("hers",)
+        return pages
+
+    monkeypatch.setattr(running.store, "pin", pinned)
+    with pytest.raises(GenerationError, match="'hers' was forgotten while it was computed"):
+        running.warm(**asked)
+    assert running.groups == ()
+    assert running.flush()
+    held = running.store.audit()
+    assert [held.get(name, 0) for name in ("pages", "pins", "pinned_pages", "disk_pages", "disk_pins")] == [0] * 5
+
+
 def test_a_request_asks_the_index_only_after_a_deletion(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, looked = [], []
     deletions, generation = IndexMetadata.deletions, Folder.generation
