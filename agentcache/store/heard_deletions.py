@@ -30,7 +30,8 @@ class Moment(NamedTuple):
 
 
 class Deletions:
-    """Those that this process has heard of. Thread safe. lock: held while it lets go, and while pages are admitted that may have to go.
+    """Those that this process has heard of. Thread safe. lock: held while it lets go, while pages are admitted that may have to go, and
+    while the writing thread looks at more than one thing of a page in memory.
 
     generation: up to which deletion it has let go.
     """

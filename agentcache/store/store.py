@@ -172,7 +172,8 @@ class Store:
 
     def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:
         """A request that failed takes back what it gave, on disk too."""
-        gone = self.tree.forget(scope, ids, since, pages)
+        with self.deletions.lock:
+            gone = self.tree.forget(scope, ids, since, pages)
         if self.disk and gone:
             self.disk.take_back(gone, scope)
 

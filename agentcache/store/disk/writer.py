@@ -115,10 +115,11 @@ class Writer:
 
     def offer(self, path: list[Entry], settled: bool = False) -> None:
         """Write those of these entries, root first, that are not on disk; the last one, if it may still grow, once it has settled."""
-        now, generation = time.monotonic(), self._deletions.generation
-        with self._changed:
+        now = time.monotonic()
+        with self._deletions.lock, self._changed:  # else an entry may grow between two looks at it
             if self._closing:
                 return
+            generation = self._deletions.generation
             for entry in path:
                 if entry.row:
                     self._used[entry.row] = entry
@@ -273,7 +274,7 @@ class Writer:
             self.counts["parent missing"] += 1
             return
         row, what = self._save(pending)
-        with self._changed:
+        with self._deletions.lock, self._changed:  # else it may have grown since the look at its key
             if entry.key == pending.key and not self._abandoned:
                 entry.row = row
         self.counts[what] += 1

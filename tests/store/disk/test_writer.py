@@ -1,0 +1,105 @@
+"""The writing thread beside others: what grows, is taken back or is deleted between two of its steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentcache.store.entry import Entry
+from agentcache.store.keys import Scope, as_ids
+from agentcache.store.store import Store
+from agentcache.types import StoreOptions
+from tests.engines import MB
+from tests.store.stored_pages import noise_page, read_page, same_numbers
+
+SCOPE = Scope("tests", "weights")
+IDS = as_ids(range(200))
+LONG, SHORT = noise_page(tokens=200), noise_page(tokens=200)
+SHORT.filled = 100
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(64 * MB, options=StoreOptions(tmp_path))
+    yield opened
+    opened.close()
+
+
+class Contended:
+    """A lock that tells when another thread waits for it."""
+
+    def __init__(self, lock: Any, waits: threading.Event) -> None:
+        self._lock, self._waits = lock, waits
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waits.set()
+            self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+class Interrupted:
+    """An entry; before its `name` is looked at, or set, another thread goes on until it is through or has to wait."""
+
+    def __init__(self, entry: Entry, store: Store, name: str, other: Callable[[], object]) -> None:
+        moved = threading.Event()
+        store.deletions.lock = Contended(store.deletions.lock, moved)  # type: ignore[assignment]
+        thread = threading.Thread(target=lambda: (other(), moved.set()))
+        vars(self).update(entry=entry, name=name, thread=thread, moved=moved)
+
+    def _interrupt(self, name: str) -> None:
+        if name == self.name and self.thread.ident is None:
+            self.thread.start()
+            assert self.moved.wait(30)
+
+    def __getattr__(self, name: str) -> Any:
+        self._interrupt(name)
+        return getattr(self.entry, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._interrupt(f"set {name}")
+        setattr(self.entry, name, value)
+
+
+@pytest.mark.parametrize("name", ["ids", "set row"], ids=["while it is offered", "once it is written"])
+def test_a_page_that_grows_meanwhile_is_written_whole(store: Store, name: str) -> None:
+    assert store.disk
+    store.admit(SCOPE, IDS[:100], [SHORT], "n")
+    [entry] = store.tree.path(SCOPE, IDS[:100])
+
+    def grow() -> None:  # as `Store.admit` does, before it offers the page
+        with store.deletions.lock:
+            store.tree.admit(SCOPE, IDS, [LONG], "n")
+
+    growing: Any = Interrupted(entry, store, name, grow)
+    writer = store.disk.writer
+    writer.discard(frozenset([entry.key]))
+    writer.after(lambda: writer.write([growing]))
+    assert store.flush(), writer.failure
+    growing.thread.join(30)
+    store.admit(SCOPE, IDS, [LONG], "n")
+    assert store.flush(), writer.failure
+    assert store.disk.index.check() == []
+    [row] = store.disk.index.rows()
+    assert row.tokens == 200
+    assert same_numbers(read_page(store.disk.folder, row), LONG, 200)
+
+
+def test_a_page_that_is_cut_while_it_is_offered_is_sound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.disk
+    store.admit(SCOPE, IDS[:100], [SHORT], "n")
+    [entry] = store.tree.path(SCOPE, IDS[:100])
+    cut: Any = Interrupted(entry, store, "key", lambda: store.forget(SCOPE, IDS[:100], 50, [SHORT]))
+    writer = store.disk.writer
+    writer.discard(frozenset([entry.key]))
+    monkeypatch.setattr(store.disk, "take_back", lambda *_: cut.moved.set())
+    writer.after(lambda: writer.write([cut]))
+    assert store.flush(), writer.failure
+    cut.thread.join(30)
+    assert store.disk.index.check() == []
