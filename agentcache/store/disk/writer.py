@@ -285,8 +285,14 @@ class Writer:
         for entry in path:
             with self._changed:
                 pending = self._pending.pop((entry.scope, entry.key), None)
-            if pending is not None:
-                self._write(pending)
+                self._writing = pending.key if pending is not None else b""
+            try:
+                if pending is not None:
+                    self._write(pending)
+            finally:
+                with self._changed:
+                    self._writing = b""
+                    self._changed.notify_all()
         return all(entry.row for entry in path)
 
     def tell_uses(self) -> None:

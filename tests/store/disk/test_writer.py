@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agentcache.store.disk import blob_io
 from agentcache.store.entry import Entry
 from agentcache.store.keys import Scope, as_ids
 from agentcache.store.store import Store
@@ -103,3 +104,32 @@ def test_a_page_that_is_cut_while_it_is_offered_is_sound(store: Store, monkeypat
     assert store.flush(), writer.failure
     cut.thread.join(30)
     assert store.disk.index.check() == []
+
+
+def test_a_wrong_page_that_pinning_writes_is_quarantined(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, seen = store.disk, threading.Event()
+    assert disk
+    store.admit(SCOPE, IDS, [LONG], "n")
+    assert store.flush()
+    [row] = disk.index.rows()
+    disk.index.remove([row.id], force=True)  # as another process that needed room
+    quarantining = threading.Thread(target=store.quarantine, args=(SCOPE, IDS, row.page_key, "wrong"))
+    write, wait, quarantine = blob_io.write, disk.writer._changed.wait, disk.quarantine
+
+    def waits(seconds: float | None = None) -> bool:
+        if threading.current_thread() is quarantining:
+            seen.set()
+        return wait(seconds)
+
+    def written(*given: Any) -> Any:
+        quarantining.start()
+        assert seen.wait(30)
+        return write(*given)
+
+    monkeypatch.setattr(blob_io, "write", written)
+    monkeypatch.setattr(disk.writer._changed, "wait", waits)
+    monkeypatch.setattr(disk, "quarantine", lambda *given: (quarantine(*given), seen.set()))
+    assert store.pin(SCOPE, IDS) == 1
+    store.flush()
+    quarantining.join(30)
+    assert [one.bad for one in disk.index.rows()] in ([], ["wrong"])
