@@ -162,12 +162,12 @@ class Store:
             if self.deletions.meet(scope, tokens, Moment(generation, min(row.created for row in rows))):
                 return []
             path = self.tree.admit(scope, tokens, pages, rows[-1].numerics)[-len(rows) :]
-        for entry, row, page in zip(path, rows, pages[-len(rows) :], strict=False):
-            if entry.page is page and entry.parent is not None:
-                entry.numerics = row.numerics | entry.parent.numerics  # later pages may have come from other kernels
-                entry.made = row.created
-            if entry.key == row.page_key:
-                entry.row, entry.role = row.id, max(entry.role, Role(row.role))
+            for entry, row, page in zip(path, rows, pages[-len(rows) :], strict=False):
+                if entry.page is page and entry.parent is not None:
+                    entry.numerics = row.numerics | entry.parent.numerics  # later pages may have come from other kernels
+                    entry.made = row.created
+                if entry.key == row.page_key:
+                    entry.row, entry.role = row.id, max(entry.role, Role(row.role))
         return path
 
     def forget(self, scope: Scope, ids: Ids, since: int, pages: Seq[Page]) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -420,6 +421,39 @@ def test_pages_deleted_while_being_read_are_not_cached(model: Any, tmp_path: Pat
         assert done.ids == wanted
         assert done.receipt.cached_tokens == 0
         assert running.store.tree.entries("alice") == [], "what it computed was received before the deletion"
+
+
+class ThenForgotten:
+    """A lock; once it was held for the first time, old pages are forgotten before anything else is done."""
+
+    def __init__(self, running: Engine) -> None:
+        self.running, self.lock = running, running.store.deletions.lock
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()
+        self.running.store.deletions.lock = self.lock
+        assert self.running.forget(older_than=1800).pages
+
+
+def test_old_pages_forgotten_as_they_are_read_are_not_cached(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model=model, store=tmp_path) as running:
+        running.generate(TURNS, **ALICE)
+        assert running.flush()
+        disk, adopt = running.store.disk, running.store.adopt
+        disk.index.database.write(lambda connection: connection.execute("UPDATE pages SET created = created - 3600"))
+        running.store.clear()
+
+        def adopted(*given: Any) -> Any:
+            monkeypatch.undo()
+            running.store.deletions.lock = ThenForgotten(running)
+            return adopt(*given)
+
+        monkeypatch.setattr(running.store, "adopt", adopted)
+        assert running.generate(TURNS, **ALICE).receipt.disk_bytes, "it was read"
+        assert min(entry.made for entry in running.store.tree.entries("alice")) > time.time() - 1800
 
 
 def test_a_tool_group_forgotten_during_warming_says_so(model: Any) -> None:
