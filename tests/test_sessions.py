@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,18 @@ import torch
 
 from agentcache import Completion, Engine, Session, StoreOptions, sessions
 from agentcache.errors import ConfigError, EngineClosedError, StoreError
-from agentcache.store.disk import session_rows
+from agentcache.private import lock
+from agentcache.store.disk import blob_files, session_rows
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
 from agentcache.store.keys import Role
 from tests import models
 from tests.asking import Asking, user
 from tests.engines import SYSTEM, TOOLS, chat, check_store, decode, engine, long_text
 from tests.processes import Child
 from tests.store.child_processes import answer_in_session
+from tests.store.index_rows import random_ids
+from tests.store.stocked_store import store_group
 
 LONG = SYSTEM + long_text(150)  # two pages
 FIRST, SECOND = "What was the wind? " + long_text(80, 1), "And the tide? " + long_text(80, 2)
@@ -413,6 +419,18 @@ def test_pages_that_were_there_serve_a_session_as_prefixes(model: Any, tmp_path:
         running.session("alice").generate(asked, sampling=decode(4))
         running.flush()
         assert {row.role for row in running.store.disk.index.rows()} == {Role.PREFIX}
+
+
+def test_a_shorter_page_that_is_mapped_stops_no_writing(tmp_path: Path) -> None:
+    prompt = random_ids(200)
+    with Index(Folder.open(tmp_path, overwrite=True)) as index:
+        [shorter] = store_group(index, prompt[:100], role=Role.PREFIX)
+        [longer] = store_group(index, prompt, role=Role.TURN)
+        fd, _ = blob_files.open_file(index.folder, shorter.blob)
+        lock(fd, shared=True)  # as who maps it
+        session_rows.keep(index, [longer.page_key.hex()], longer.fingerprint)
+        os.close(fd)
+        assert [row.id for row in index.rows()] == [longer.id]
 
 
 def test_a_shorter_answer_retires_no_page_that_holds_it(model: Any, tmp_path: Path) -> None:

@@ -188,8 +188,7 @@ def import_group(
         found = pages_of(index, group, [row.precision for row in rows])
         missing = [(row, page) for row, page, known in zip(rows, pages, found, strict=True) if known is None]
         written = _take(folder, index, missing, progress)
-        for shorter in index.promote([row.id for row in found if row is not None], role):
-            blob_io.remove(folder, shorter)
+        _unlink(folder, index.promote([row.id for row in found if row is not None], role))
         index.put_group(group)
         return Imported(group, len(written), len(rows) - len(written), sum(row.bytes for row in written))
 
@@ -326,9 +325,13 @@ def _take(folder: Folder, index: Index, missing: Sequence[tuple[Row, Blob]], pro
         bad = [old.id for row in written if (old := index.row(row.page_key, row.fingerprint, row.precision)) is not None and old.bad]
         spare = index.remove(bad, force=True) + index.add(written)
     except BaseException:
-        for row in written:
-            blob_io.remove(folder, row)
+        _unlink(folder, written)
         raise
-    for row in spare:
-        blob_io.remove(folder, row)
+    _unlink(folder, spare)
     return written
+
+
+def _unlink(folder: Folder, rows: Sequence[Row]) -> None:
+    for row in rows:
+        with suppress(StoreError):  # what stays, such as a page that a process has mapped, is in no index: it is swept later
+            blob_io.remove(folder, row)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
+from ...errors import StoreError
 from ..keys import Role
 from ..tool_group import ToolGroup
 from . import blob_files
@@ -17,7 +19,8 @@ from .index import Index
 def keep(index: Index, keys: Iterable[str], fingerprint: str) -> None:
     """Let pages (keys in hexadecimal) be evicted after all turns."""
     for shorter in index.promote(_ids(index, keys, fingerprint), Role.PREFIX):
-        blob_files.unlink(index.folder, shorter.blob)
+        with suppress(StoreError):  # what stays, such as a page that a process has mapped, is in no index: it is swept later
+            blob_files.unlink(index.folder, shorter.blob)
 
 
 def retire(index: Index, keys: Iterable[str], fingerprint: str) -> frozenset[bytes]:

@@ -6,6 +6,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from safetensors import safe_open
 
 from agentcache.errors import AgentCacheError, BlobError, ConfigError, StoreError, StoreFormatError, StoreFullError, StorePermissionError
 from agentcache.kv_spec import KVSpec
+from agentcache.private import lock
 from agentcache.store.admin import archive
 from agentcache.store.admin.archive import export_group, import_group, open_archive
 from agentcache.store.admin.check import pages_of
@@ -64,6 +66,21 @@ def untouched(index: Index) -> bool:
 
 
 # -- there and back --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", ["shorter", "both"])
+def test_a_shorter_page_that_is_mapped_fails_no_import(tmp_path: Path, file: Path, known: str) -> None:
+    with Index(Folder.open(tmp_path / "there", overwrite=True)) as index, ExitStack() as readers:
+        shorter = store_group(index, PROMPT[:1100], role=Role.PREFIX)[-1]
+        if known == "both":
+            store_group(index, PROMPT, role=Role.TURN)
+        fd, _ = blob_files.open_file(index.folder, shorter.blob)
+        readers.callback(os.close, fd)
+        lock(fd, shared=True)  # as who maps it
+        import_group(index.folder, index, file)
+        assert all(pages_of(index, index.groups()[0]))
+        assert index.row(shorter.page_key, shorter.fingerprint) is None
+        assert [one.name for one in blob_files.files(index.folder) if one.suffix == blob_files.DELETED] == [shorter.blob]
 
 
 def test_what_is_imported_is_what_was_exported(index: Index, other: Index, file: Path) -> None:
