@@ -302,7 +302,7 @@ def test_a_file_that_another_thread_overwrites_is_waited_for(tmp_path: Path, mon
         return os.pwritev(fd, buffers, at) + at
 
     def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
-        if wait:
+        if wait and writing.is_set():
             waited.set()
         private.lock(fd, shared=shared, wait=wait)
 
@@ -321,6 +321,37 @@ def test_a_file_that_another_thread_overwrites_is_waited_for(tmp_path: Path, mon
         prune(folder, index)
         assert deleted[0].result(30)
         assert list(blob_files.files(folder)) == []
+
+
+def test_threads_that_overwrite_one_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, others, waiting = threading.Event(), threading.Event(), threading.Semaphore(0)
+    both = threading.Barrier(2, timeout=30)
+
+    def write_from(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+        writing.set()
+        assert others.wait(30)
+        return os.pwritev(fd, buffers, at) + at
+
+    def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
+        if wait and writing.is_set():
+            waiting.release()
+        private.lock(fd, shared=shared, wait=wait)
+        if shared and wait:
+            both.wait()  # each of them shares it when the first one wants it alone
+
+    folder = Folder.open(tmp_path, overwrite=True)
+    with blob_files.new_file(folder) as (name, fd):
+        os.write(fd, b"text")
+    monkeypatch.setattr(blob_files, "write_from", write_from)
+    monkeypatch.setattr(blob_files, "lock", lock)
+    with ThreadPoolExecutor(3) as threads:
+        deleted = [threads.submit(blob_files.unlink, folder, name)]
+        assert writing.wait(30)
+        deleted += [threads.submit(blob_files.unlink, folder, name, blob_files.DELETED) for _ in range(2)]
+        assert all(waiting.acquire(timeout=30) for _ in range(2))
+        others.set()
+    assert {one.result() for one in deleted} <= {True, False}, "StoreBusyError would mean that a process reads it"
+    assert list(blob_files.files(folder)) == []
 
 
 @pytest.mark.parametrize("told", ["before it goes on", "after it went on", "once it is forgotten", "before another branch"])

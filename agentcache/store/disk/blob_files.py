@@ -293,14 +293,12 @@ def unlink(folder: Folder, name: str, suffix: str = WHOLE) -> bool:
 
 def _overwrite(path: str, suffix: str, place: int | None) -> str:
     """Write zeros over a file, under a suffix that no row's has, which is returned. BlockingIOError: a process has it mapped."""
+    if place is not None:
+        lock(place, wait=True)  # until it is closed: threads and processes that overwrite take turns
     os.rename(path + suffix, path + DELETED, src_dir_fd=place, dst_dir_fd=place)
     fd = os.open(path + DELETED, os.O_RDWR | PLAIN, dir_fd=place)
     try:
-        try:
-            lock(fd)
-        except BlockingIOError:  # who has it mapped shares; another thread or process that overwrites it is waited for
-            lock(fd, shared=True, wait=True)
-            lock(fd)
+        lock(fd)
         size, zeros = os.fstat(fd).st_size, memoryview(bytes(ZEROS))
         for at in range(0, size, ZEROS):
             write_from(fd, [zeros[: size - at]], at)
