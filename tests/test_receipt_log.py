@@ -152,7 +152,7 @@ def test_a_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_next_file_that_fails_closes_no_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+def test_a_next_file_that_fails_closes_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
     log, real, opened = ReceiptLog(tmp_path, file_bytes=1), os.open, list[int]()
 
     def full(path: Any, *given: Any) -> int:

@@ -92,7 +92,7 @@ def test_a_page_that_grows_meanwhile_is_written_whole(store: Store, name: str) -
     assert same_numbers(read_page(store.disk.folder, row), LONG, 200)
 
 
-def test_a_page_that_is_cut_while_it_is_offered_is_sound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_cut_while_it_is_offered_is_sound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.disk
     store.admit(SCOPE, IDS[:100], [SHORT], "n")
     [entry] = store.tree.path(SCOPE, IDS[:100])
