@@ -106,7 +106,8 @@ class RemoteEngine(ProcessOwned):
         thread = threading.Thread(target=self._loop.run_forever, name="agentcache-client", daemon=True)
         thread.start()
         self.renderer = self.tokenizer = self.model = RemoteModel(_caller(weakref.ref(self)))
-        self._end = weakref.finalize(self, _end, os.getpid(), self._loop, self._http, thread)
+        self._gate = threading.Lock()  # held while a call is given to the loop: none comes after that which ends all
+        self._end = weakref.finalize(self, _end, os.getpid(), self._loop, self._http, thread, self._gate)
 
     @classmethod
     def shared(cls, model: str | None = None, *, lease: EngineLease, base_url: str, api_key: str | None = None) -> RemoteEngine:
@@ -286,7 +287,7 @@ class RemoteEngine(ProcessOwned):
             await response.aread()
             checked(response)
         request = RemoteRequest(RemoteEvents(self._loop))
-        request.events.reader = asyncio.ensure_future(read(response, request))
+        request.events.begin(asyncio.ensure_future(read(response, request)))
         return request
 
     async def _sent(self, request: httpx.Request) -> httpx.Response:
@@ -306,7 +307,13 @@ class RemoteEngine(ProcessOwned):
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine on the client's thread."""
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._gate:
+            try:
+                self.check_open()
+            except EngineClosedError:
+                work.close()
+                raise
+            running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result()
         except futures.CancelledError as error:
@@ -345,7 +352,9 @@ def _plain(said: Any) -> Any:
     raise errors.MessageError(f"messages must be a list of messages or a string prompt, got {type(said).__name__}")
 
 
-def _end(process: int, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, thread: threading.Thread) -> None:
+def _end(
+    process: int, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, thread: threading.Thread, gate: threading.Lock
+) -> None:  # fmt: skip
     if process != os.getpid() or loop.is_closed():  # the thread stayed in the parent
         return
 
@@ -358,7 +367,9 @@ def _end(process: int, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient,
 
     if thread is threading.current_thread():
         return
-    asyncio.run_coroutine_threadsafe(end(), loop).result()
+    with gate:
+        ended = asyncio.run_coroutine_threadsafe(end(), loop)
+    ended.result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

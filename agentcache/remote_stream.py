@@ -20,6 +20,7 @@ from .receipt import Receipt
 from .stream import Completion, Stream
 
 _COMPLETION = TypeAdapter(Completion)
+_CLOSED = "the stream was closed by its caller"
 _STATUS: dict[int, type[AgentCacheError]] = {503: EngineClosedError}  # of errors that come from the server and not from its engine
 
 
@@ -37,6 +38,11 @@ class RemoteEvents(Events):
         super().__init__()
         self._loop = loop
         self.reader: asyncio.Task[None] | None = None
+
+    def begin(self, reader: asyncio.Task[None]) -> None:
+        """Take the events of a reader. One that is cancelled before its first turn puts no end itself."""
+        self.reader = reader
+        reader.add_done_callback(lambda task: self.put(CancelledError(_CLOSED)) if task.cancelled() else None)
 
     def cancel(self) -> None:
         """Say that the caller wants no more events, and leave."""
@@ -94,7 +100,7 @@ async def read(response: httpx.Response, request: RemoteRequest) -> None:
         request.receipt = request.completion.receipt
         events.put(Done())
     except asyncio.CancelledError:
-        events.put(CancelledError("the stream was closed by its caller"))
+        events.put(CancelledError(_CLOSED))
     except AgentCacheError as error:
         events.put(error)
     except FAULTS as error:  # the caller waits for it

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from agentcache import PASSAGES, Constraint, Engine, Message, RemoteEngine, Sampling, client, remote_stream
 from agentcache.cli.app import app
 from agentcache.errors import (
+    AgentCacheError,
     CancelledError,
     ConfigError,
     ContextOverflowError,
@@ -187,6 +189,74 @@ def test_closing_ends_its_requests(served: Served) -> None:
         list(stream)
     with pytest.raises(EngineClosedError):
         engine.stream(ASKED)
+    _idle(served)
+
+
+def error_of(work: Callable[[], object]) -> list[AgentCacheError]:
+    """What a call raises; nothing if it does not come back."""
+    found: list[AgentCacheError] = []
+
+    def run() -> None:
+        try:
+            work()
+        except AgentCacheError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="asks", daemon=True)
+    thread.start()
+    thread.join(30)
+    return found
+
+
+def test_a_call_that_meets_the_close_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, stopping, asked = RemoteEngine(served.url), threading.Event(), threading.Event()
+    closing = threading.Thread(target=engine.close)
+    check, stop, run = engine.check_open, engine._loop.stop, asyncio.run_coroutine_threadsafe
+
+    def checked() -> None:
+        check()
+        closing.start()
+        assert stopping.wait(30)
+
+    def stopped() -> None:
+        stop()
+        stopping.set()
+        assert asked.wait(30)
+
+    def scheduled(*given: Any) -> Any:
+        try:
+            return run(*given)
+        finally:
+            if threading.current_thread().name == "asks":
+                asked.set()
+
+    def ask() -> None:
+        try:
+            engine._call("GET", "/v1/engine/stats", {})
+        finally:
+            asked.set()
+
+    monkeypatch.setattr(engine, "check_open", checked)
+    monkeypatch.setattr(engine._loop, "stop", stopped)
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", scheduled)
+    assert [type(error) for error in error_of(ask)] == [EngineClosedError]
+    closing.join(30)
+
+
+def test_a_stream_closed_before_it_is_read_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = asyncio.ensure_future
+
+    def cancelled(work: Any) -> Any:
+        task = begin(work)
+        if work.__name__ == "read":
+            task.cancel()  # as `close` does, where its turn comes before the reader's first
+        return task
+
+    with RemoteEngine(served.url) as engine:
+        monkeypatch.setattr(asyncio, "ensure_future", cancelled)
+        stream = engine.stream("The keeper of the", sampling=SHORT)
+        monkeypatch.undo()
+        assert [type(error) for error in error_of(lambda: list(stream))] == [CancelledError]
     _idle(served)
 
 
