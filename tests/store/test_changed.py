@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,27 @@ def test_pruned_pinned_pages_are_rewritten_or_reported_by_flush(model: Any, tmp_
 # -- evicted and pruned pages are told as such ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["evicted", "deleted", "lost"])
+def being_deleted(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread deletes: blobs are gone and their rows are not, until this one has quarantined a row."""
+    unlinked, quarantined, unlink, quarantine = threading.Event(), threading.Event(), blob_files.unlink, Index.quarantine
+
+    def unlinks(*given: Any) -> bool:
+        found = unlink(*given)
+        unlinked.set()
+        assert quarantined.wait(30)
+        return found
+
+    def delete() -> None:
+        with Index(Folder.open(folder.path)) as index:
+            prune(folder, index, namespace="default")
+
+    monkeypatch.setattr(blob_files, "unlink", unlinks)
+    monkeypatch.setattr(Index, "quarantine", lambda *given: (quarantined.set(), quarantine(*given))[1])
+    threading.Thread(target=delete).start()
+    assert unlinked.wait(30)
+
+
+@pytest.mark.parametrize("how", ["evicted", "deleted", "being deleted", "lost"])
 def test_a_page_that_vanishes_before_reading_is_named_so(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     with engine(model=model, store=unread(tmp_path / "store")) as running:
         wanted = running.generate(PROMPT, **ASK).ids
@@ -116,6 +137,8 @@ def test_a_page_that_vanishes_before_reading_is_named_so(model: Any, tmp_path: P
 
         def late(folder: Folder, jobs: Any, **more: Any) -> Any:
             monkeypatch.setattr(blob_io, "read_many", read_many)
+            if how == "being deleted":
+                being_deleted(folder, monkeypatch)
             with Index(Folder.open(folder.path)) as index:
                 if how == "evicted":
                     prune(folder, index, max_bytes=0)
@@ -129,7 +152,7 @@ def test_a_page_that_vanishes_before_reading_is_named_so(model: Any, tmp_path: P
         monkeypatch.setattr(blob_io, "read_many", late)
         done = running.generate(PROMPT, **ASK)
         assert done.ids == wanted
-        told = {"evicted": Reason.EVICTED, "deleted": Reason.DELETED, "lost": Reason.BAD_BLOB}[how]
+        told = {"evicted": Reason.EVICTED, "lost": Reason.BAD_BLOB}.get(how, Reason.DELETED)
         assert told in reasons(done)
         assert (Reason.BAD_BLOB in reasons(done)) == (how == "lost"), "a row without its file is damage"
         assert (disk.audit()["refused_pages"] > 0) == (how == "lost")

@@ -162,6 +162,8 @@ def _problem(folder: Folder, row: Row) -> Problem | None:
 
 def _still(index: Index, row: Row) -> bool:
     """Tell whether the row is as it was listed: others evict and replace pages while we look at them."""
+    if index.folder.writable:  # a deletion whose blobs go first is waited for
+        index.database.write(lambda connection: None)
     now = index.row(row.page_key, row.fingerprint, row.precision)
     return now is not None and (now.id, now.blob) == (row.id, row.blob)
 

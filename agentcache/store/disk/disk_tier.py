@@ -130,7 +130,8 @@ class DiskTier:
             gone = self._why_gone(row) if isinstance(error, BlobError) else None
             if isinstance(error, BlobError) and gone is None:
                 self._bad.add(row.id)
-                self.index.quarantine(row.id, str(error))
+                if not self.index.quarantine(row.id, str(error)) and (gone := self._why_gone(row)):  # a deletion whose blobs go first
+                    self._bad.discard(row.id)
             if error is not None:
                 first = first or (gone or Reason.BAD_BLOB, str(error))
         return first

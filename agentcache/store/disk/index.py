@@ -347,9 +347,9 @@ class Index(IndexMetadata):
 
         return self._snapshot(choose)
 
-    def quarantine(self, id: int, why: str) -> None:
-        """Never serve this page again."""
-        self._execute("UPDATE pages SET bad = ? WHERE id = ?", (why or "quarantined", id))
+    def quarantine(self, id: int, why: str) -> bool:
+        """Never serve this page again; returns whether it was there."""
+        return bool(self._execute("UPDATE pages SET bad = ? WHERE id = ?", (why or "quarantined", id)))
 
     # -- damage ----------------------------------------------------------------------------------------------------
 

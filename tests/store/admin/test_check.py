@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from agentcache.store.admin import check
 from agentcache.store.admin.check import pages_of, verify
 from agentcache.store.admin.prune import prune
 from agentcache.store.disk import blob_files, blob_io, process_identity
+from agentcache.store.disk.database import Database
 from agentcache.store.disk.folder import Folder
 from agentcache.store.disk.index import Index
 from agentcache.store.disk.schema import Row
@@ -179,6 +183,38 @@ def test_a_page_evicted_during_a_check_is_no_problem(shop: Shop) -> None:
                 blob_files.unlink(shop.folder, row.blob)
 
         assert verify(shop.folder, progress=evict).problems == []
+
+
+@pytest.mark.parametrize("fix", [False, True])
+def test_pages_that_are_being_deleted_are_no_problem(shop: Shop, index: Index, monkeypatch: pytest.MonkeyPatch, fix: bool) -> None:
+    """Their blobs go first, in one transaction with their rows."""
+    unlinked, looked, unlink, still, write = threading.Event(), threading.Event(), blob_files.unlink, check._still, Database.write
+
+    def unlinks(*given: Any) -> bool:
+        found = unlink(*given)
+        unlinked.set()
+        assert looked.wait(30)
+        return found
+
+    def stands(*given: Any) -> bool:
+        found = still(*given)
+        looked.set()
+        return found
+
+    def writes(*given: Any, **more: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and unlinked.is_set():
+            looked.set()  # it has to wait for the deletion
+        return write(*given, **more)
+
+    monkeypatch.setattr(blob_files, "unlink", unlinks)
+    monkeypatch.setattr(check, "_still", stands)
+    monkeypatch.setattr(check, "index_problems", lambda *given: [])
+    monkeypatch.setattr(Database, "write", writes)
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(prune, shop.folder, index)
+        assert unlinked.wait(30)
+        assert verify(shop.folder, fix=fix).problems == []
+        assert done.result().pages == 5
 
 
 # -- the index -------------------------------------------------------------------------------------------------------
