@@ -289,7 +289,7 @@ def test_rows_go_by_namespace_age_and_last_use(index: Index, monkeypatch: pytest
     later.refresh(SCOPE)
     assert [bool(later.find(SCOPE, prompt(), window)) for window in windows] == [True, False, False, False]
     assert MOST_ROWS > 1000
-    assert index.drop_segments(older_than=60.0) == 0
+    assert index.drop_segments(before=time.time() - 60.0) == 0
     assert index.drop_segments("default") == 2
 
 

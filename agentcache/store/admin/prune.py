@@ -69,16 +69,17 @@ def prune(
     """
     if not folder.writable and not dry_run:
         raise StorePermissionError(f"the store {str(folder.path)!r} is read-only: nothing can be deleted")
+    before = None if older_than is None else time.time() - older_than  # once: what is made from now on stays
     # first what frees room: on a full disk nothing can be written before
     left, _ = (blob_files.orphans if dry_run else blob_files.sweep)(folder, index.has_blobs)
     if not dry_run:
         session_rows.end_leases(index)
-    untold = None if dry_run or max_bytes is not None else _told(index, namespace, older_than, group, force)
+    untold = None if dry_run or max_bytes is not None else _told(index, namespace, before, group, force)
     if untold is not None:
         with suppress(StoreFullError):  # before anything goes: what running processes have written by then is found below
             index.record_deletion(untold)
             untold = None
-    note = "" if dry_run or max_bytes is not None else _note(index, namespace, older_than, group, force)
+    note = "" if dry_run or max_bytes is not None else _note(index, namespace, before, group, force)
     held = set() if force else _held(index)
     if max_bytes is not None:
         wanted, names = _surplus(index, max_bytes, force), []
@@ -89,9 +90,8 @@ def prune(
         wanted = _continuing(index, group)
         names = [group]
     else:
-        wanted = [_item(row) for row in index.rows(namespace=namespace, older_than=older_than)]
-        before = time.time() - (older_than or 0.0)
-        names = [found for found in index.groups(namespace) if older_than is None or found.created < before]
+        wanted = [_item(row) for row in index.rows(namespace=namespace, before=before)]
+        names = [found for found in index.groups(namespace) if before is None or found.created < before]
     names = [found for found in names if not any(row is not None and row.id in held for row in pages_of(index, found))]
     going = [item for item in wanted if item.id not in held]
     done = Pruned(groups=[found.name for found in names])
@@ -104,10 +104,10 @@ def prune(
     if untold is not None:  # the disk was full, for all who write
         index.record_deletion(untold)
     for found in names:
-        index.drop_group(found.namespace, found.name, found.fingerprint)
+        index.drop_group(found.namespace, found.name, found.fingerprint, found.created or None)  # not one that was recorded meanwhile
     if max_bytes is None and group is None:
-        done.splices = index.drop_splices(namespace, older_than)
-        index.drop_segments(namespace, older_than)
+        done.splices = index.drop_splices(namespace, before)
+        index.drop_segments(namespace, before)
     if isinstance(group, ToolGroup):
         others = {name for other in index.groups(group.namespace) for name in other.splices}
         done.splices = index.drop_named_splices(group.namespace, [name for name in group.splices if name not in others])
@@ -145,9 +145,9 @@ def finish(folder: Folder, index: Index) -> None:
         index.drop_meta(key)
 
 
-def _note(index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | str | None, force: bool) -> str:
+def _note(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None, force: bool) -> str:
     """Write down what is deleted now, for `finish`; the key, empty on a full disk."""
-    before = time.time() - (older_than or 0.0)  # what comes later stays
+    before = time.time() if before is None else before  # what comes later stays
     whole, adapter = (group.to_json(), None) if isinstance(group, ToolGroup) else ("", group)
     key = f"{DELETING}/{secrets.token_hex(4)}/{process_identity.token()}"
     with suppress(StoreFullError):
@@ -157,11 +157,11 @@ def _note(index: Index, namespace: str | None, older_than: float | None, group: 
     return ""
 
 
-def _told(index: Index, namespace: str | None, older_than: float | None, group: ToolGroup | str | None, force: bool) -> Deletion:
+def _told(index: Index, namespace: str | None, before: float | None, group: ToolGroup | str | None, force: bool) -> Deletion:
     if isinstance(group, str):
         return Deletion(namespace, forced=force, fingerprint=f"+{group}")
     if group is None:
-        return Deletion(namespace, None if older_than is None else time.time() - older_than, force)
+        return Deletion(namespace, before, force)
     return Deletion.of_group(group, (other for other in index.groups() if _name(other) != _name(group)), force)
 
 

@@ -7,7 +7,6 @@ found by    page_key = BLAKE3(parent key ‖ ids) for whole pages, then under th
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -145,9 +144,9 @@ class Index(IndexMetadata):
 
     def rows(
         self, *, namespace: str | None = None, fingerprint: str | None = None, role: int | None = None, parent: bytes | None = None,
-        key: bytes | None = None, bad: bool | None = None, older_than: float | None = None,
+        key: bytes | None = None, bad: bool | None = None, before: float | None = None,
     ) -> Iterator[Row]:  # fmt: skip
-        """All rows with these properties, in the order in which they came; damaged ones are left out (check). older_than: seconds."""
+        """All rows with these properties, in the order in which they came; damaged ones are left out (check). before: by time.time()."""
         where: list[str] = ["1"]
         values: list[object] = []
         for name, value in (("namespace", namespace), ("fingerprint", fingerprint), ("role", role), ("parent", parent), ("page_key", key)):
@@ -156,9 +155,9 @@ class Index(IndexMetadata):
                 values.append(value)
         if bad is not None:
             where.append(f"bad IS {'NOT ' if bad else ''}NULL")
-        if older_than is not None:
+        if before is not None:
             where.append("created < ?")
-            values.append(time.time() - older_than)
+            values.append(before)
         sql = f"SELECT id FROM pages WHERE {' AND '.join(where)} ORDER BY id"
         ids = self._all(sql, *values)
         for first in range(0, len(ids), LISTED):

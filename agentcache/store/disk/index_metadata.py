@@ -175,9 +175,9 @@ class IndexMetadata:
         except StoreError:
             return None
 
-    def drop_group(self, namespace: str, name: str, fingerprint: str | None = None) -> int:
-        """Forget the manifests of that name, not their pages; returns how many."""
-        where, values = _where({"namespace": namespace, "name": name, "fingerprint": fingerprint})
+    def drop_group(self, namespace: str, name: str, fingerprint: str | None = None, created: float | None = None) -> int:
+        """Forget the manifests of that name, or the one made then, not their pages; returns how many."""
+        where, values = _where({"namespace": namespace, "name": name, "fingerprint": fingerprint, "created": created})
         return self._execute(f"DELETE FROM groups{where}", values)
 
     # -- the model's own ids ---------------------------------------------------------------------------------------
@@ -208,9 +208,9 @@ class IndexMetadata:
         found = self._db.read(lambda c: c.execute("SELECT ids FROM splices WHERE namespace = ? AND key = ?", (namespace, key)).fetchone())
         return None if found is None else unguard(self.folder, found[0], named("splice", namespace, key))
 
-    def drop_splices(self, namespace: str | None = None, older_than: float | None = None) -> int:
-        """Forget those of a namespace (None: of all), that are so many seconds old (None: of any age); returns how many."""
-        return self._drop("splices", namespace, older_than)
+    def drop_splices(self, namespace: str | None = None, before: float | None = None) -> int:
+        """Forget those of a namespace (None: of all), made before that time (None: at any time); returns how many."""
+        return self._drop("splices", namespace, before)
 
     def drop_named_splices(self, namespace: str, names: Iterable[str]) -> int:
         """Forget those of these names, in hexadecimal; returns how many."""
@@ -218,9 +218,9 @@ class IndexMetadata:
         sql = "DELETE FROM splices WHERE namespace = ? AND key = ?"
         return self._write(lambda connection: connection.executemany(sql, wanted).rowcount, 0) if wanted else 0
 
-    def drop_segments(self, namespace: str | None = None, older_than: float | None = None) -> int:
+    def drop_segments(self, namespace: str | None = None, before: float | None = None) -> int:
         """The same for the rows by which repeated text is found."""
-        return self._drop("segments", namespace, older_than)
+        return self._drop("segments", namespace, before)
 
     def drop_segments_under(self, namespace: str, fingerprint: str, parents: Collection[bytes]) -> int:
         """Delete the rows of all text in pages under these; returns how many."""
@@ -237,10 +237,10 @@ class IndexMetadata:
 
         return self._write(drop, 0) if parents else 0
 
-    def _drop(self, table: str, namespace: str | None, older_than: float | None) -> int:
+    def _drop(self, table: str, namespace: str | None, before: float | None) -> int:
         where, values = _where({"namespace": namespace})
-        if older_than is not None:
-            where, values = f"{where} {'AND' if where else 'WHERE'} created < ?", (*values, time.time() - older_than)
+        if before is not None:
+            where, values = f"{where} {'AND' if where else 'WHERE'} created < ?", (*values, before)
         return self._execute(f"DELETE FROM {table}{where}", values)
 
     # -- rates and counters ----------------------------------------------------------------------------------------

@@ -332,6 +332,30 @@ def index(shop: Shop) -> Iterator[Index]:
         yield opened
 
 
+@pytest.mark.parametrize(("step", "what"), [("record_deletion", {"older_than": 0.0}), ("remove", {"namespace": "tests"})])
+def test_a_group_warmed_during_a_deletion_stays(
+    shop: Shop, index: Index, monkeypatch: pytest.MonkeyPatch, step: str, what: dict[str, Any]
+) -> None:
+    real = getattr(index, step)
+
+    def then_warm(*given: Any, **more: Any) -> Any:
+        found = real(*given, **more)
+        monkeypatch.undo()
+        with shop.index() as other:
+            store_group(other, random_ids(600, 2), "quay")
+            store_group(other, PROMPT, "harbour")
+            other.put_splices([("tests", b"l" * 32, b"abcd")])
+        return found
+
+    monkeypatch.setattr(index, step, then_warm)
+    assert prune(shop.folder, index, **what).pages == 5
+    assert {group.name for group in index.groups()} == {"harbour", "quay"}
+    assert index.total()[0] == (2 if step == "record_deletion" else 5), "old pages of a new group go: it writes them again"
+    assert index.splice("tests", b"k" * 32) is None
+    if "older_than" in what:
+        assert index.splice("tests", b"l" * 32)
+
+
 def test_a_dry_run_deletes_nothing(shop: Shop, index: Index) -> None:
     file, before = orphan(shop.folder), blob_bytes(shop.folder)
     done = prune(shop.folder, index, dry_run=True)

@@ -183,7 +183,7 @@ def test_rows_are_filtered(index: Index) -> None:
     index.add(rows_of_prompt(random_ids(20, 2), Scope("b", "other"), created=time.time() - 1000))
     assert len(list(index.rows())) == 302
     assert [row.role for row in index.rows(role=2)] == [2]
-    assert [row.namespace for row in index.rows(namespace="b")] == ["b"] == [row.namespace for row in index.rows(older_than=500)]
+    assert [row.namespace for row in index.rows(namespace="b")] == ["b"] == [row.namespace for row in index.rows(before=time.time() - 500)]
     assert [row.fingerprint for row in index.rows(fingerprint="other")] == ["other"]
     assert [row.place for row in index.rows(parent=chain(SCOPE.root, random_ids(512))[0])] == [1]
     assert len(list(index.rows(parent=SCOPE.root))) == 2
