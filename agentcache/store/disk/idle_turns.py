@@ -19,6 +19,7 @@ from ...types import PAGE_TOKENS, Precision
 from . import blob_io, quantize
 from .blob import Blob, opened, tensors, view
 from .blob_format import plan
+from .folder import Folder
 from .index import Index
 from .schema import Row
 
@@ -39,9 +40,7 @@ def rewrite_all(disk: DiskTier, idle_s: float, told: Callable[[int], None]) -> N
         disk.writer.after(one)
         id, spare = rewrite(disk.index, *left.popleft(), disk.precision)
         told(id)
-        for row in spare:
-            with suppress(StoreError):  # what stays is in no index: it is swept later
-                blob_io.remove(disk.folder, row)
+        unlink(disk.folder, spare)
 
     one()
 
@@ -72,9 +71,22 @@ def rewrite(index: Index, key: bytes, fingerprint: str, precision: Precision) ->
     except BlobError as error:
         index.quarantine(row.id, str(error))
         return 0, ()
-    twin = index.row(key, fingerprint, precision)
-    spare = index.remove([twin.id], force=True) if twin is not None else []
-    return row.id, [*spare, index.exchange(row, written)]
+    spare = [written]
+    try:
+        if (twin := index.row(key, fingerprint, precision)) is not None:
+            spare += index.remove([twin.id], force=True)
+        spare[0] = index.exchange(row, written)
+    except StoreError:  # no row names them, and nobody sweeps what a running process has written
+        unlink(index.folder, spare)
+        raise
+    return row.id, spare
+
+
+def unlink(folder: Folder, rows: Sequence[Row]) -> None:
+    """Delete blobs of rows that are in no index any more."""
+    for row in rows:
+        with suppress(StoreError):  # what stays is swept later
+            blob_io.remove(folder, row)
 
 
 def _size(index: Index, key: bytes, fingerprint: str, precision: Precision) -> int:

@@ -10,12 +10,17 @@ import pytest
 import torch
 
 from agentcache import Completion, Engine, Reason, sessions
-from agentcache.errors import CalibrationError
-from agentcache.store.disk import idle_turns
+from agentcache.errors import CalibrationError, StoreBusyError
+from agentcache.store.disk import blob_files, blob_io, idle_turns
+from agentcache.store.disk.folder import Folder
+from agentcache.store.disk.index import Index
+from agentcache.store.keys import Scope
 from agentcache.turn_precision import TurnsFound, place, save
 from agentcache.types import StoreOptions
 from tests.asking import user
 from tests.engines import SYSTEM, TOOLS, Spy, chat, check_store, decode, engine, long_text
+from tests.store.index_rows import random_ids
+from tests.store.stocked_store import page_of_row, rows_of_group, store_group
 
 STABLE = SYSTEM + long_text(80)  # system prompt and tools: more than a page
 FIRST, SECOND = "What was the wind? " + long_text(150, 1), "And the tide?"
@@ -80,6 +85,23 @@ def test_turns_of_idle_sessions_take_half_the_bytes(tmp_path: Path, idle: None, 
             assert (row.id, row.tokens, row.created, row.role) == (old.id, old.tokens, old.created, old.role)
             assert row.bytes - 8192 < (old.bytes - 8192) * 1.4 / item
         check_store(running.store)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_busy_index_leaves_no_file_of_a_rewriting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    def busy(*_: object) -> Any:
+        raise StoreBusyError("another process writes")
+
+    prompt = random_ids(512)
+    with Index(Folder.open(tmp_path)) as index:
+        [row] = store_group(index, prompt)
+        if known:
+            lossy = rows_of_group(prompt, Scope("tests", "weights", precision="int8"))[0]
+            index.restore([blob_io.write(index.folder, lossy, page_of_row(lossy))])
+        monkeypatch.setattr(index, "exchange", busy)
+        with pytest.raises(StoreBusyError):
+            idle_turns.rewrite(index, row.page_key, row.fingerprint, "int8")
+        assert [file.name for file in blob_files.files(index.folder)] == [one.blob for one in index.rows()] == [row.blob]
 
 
 def test_an_exact_request_never_gets_pages_of_fewer_bits(tmp_path: Path, model: Any, said: list[Any]) -> None:
