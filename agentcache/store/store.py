@@ -341,9 +341,14 @@ class Store:
             return False
         lost = self._unwritten(disk)
         for name, path in lost:
-            disk.writer.after(lambda name=name, path=path: disk.pin(name, path, again=True))  # type: ignore[misc]
+            disk.writer.after(lambda name=name, path=path: self._pin_again(disk, name, path))  # type: ignore[misc]
         left = None if until is None else until - time.monotonic()
         return not lost or (disk.writer.flush(left) and not self._unwritten(disk))
+
+    def _pin_again(self, disk: DiskTier, name: PinName, path: list[Entry]) -> None:
+        """Pin a prefix that is pinned still; what releases it later comes after this on the writing thread."""
+        if any(name == other for other, _ in self.tree.pinned()):
+            disk.pin(name, path, again=True)
 
     def _unwritten(self, disk: DiskTier) -> list[tuple[PinName, list[Entry]]]:
         """Pinned prefixes that are not whole on disk, and pinned there."""

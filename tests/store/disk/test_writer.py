@@ -109,7 +109,7 @@ def test_a_page_cut_while_it_is_offered_is_sound(store: Store, monkeypatch: pyte
 def test_a_wrong_page_that_pinning_writes_is_quarantined(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, seen = store.disk, threading.Event()
     assert disk
-    store.admit(SCOPE, IDS, [LONG], "n")
+    store.admit(SCOPE, IDS, [noise_page(tokens=200)], "n")
     assert store.flush()
     [row] = disk.index.rows()
     disk.index.remove([row.id], force=True)  # as another process that needed room
@@ -133,3 +133,23 @@ def test_a_wrong_page_that_pinning_writes_is_quarantined(store: Store, monkeypat
     store.flush()
     quarantining.join(30)
     assert [one.bad for one in disk.index.rows()] in ([], ["wrong"])
+
+
+def test_a_prefix_released_during_a_flush_is_not_pinned(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.disk
+    index, unwritten = store.disk.index, store._unwritten
+    store.admit(SCOPE, IDS, [LONG], "n")
+    assert store.pin(SCOPE, IDS) == 1
+    assert store.flush()
+    assert len(index.pinned()) == 1
+    index.remove([row.id for row in index.rows()], force=True)  # as `agentcache prune --force`
+
+    def then_released(*given: Any) -> Any:
+        found = unwritten(*given)
+        monkeypatch.undo()
+        store.release_pin(SCOPE.pin_name(IDS))
+        return found
+
+    monkeypatch.setattr(store, "_unwritten", then_released)
+    store.flush()
+    assert index.pinned() == set()
