@@ -272,12 +272,14 @@ class Sessions:
         """Record a session's last answers under another name. ConfigError: that has one of its own."""
         check_name("name", name)
         for group in groups:
-            if _key(group)[2] in self._records(group.namespace, name):
-                said = f"name={name!r}: a session of that name is in namespace {group.namespace!r}"
-                raise ConfigError(f"{said}; close it, or take another name")
             now = time.time()
             copied = replace(group, name=SESSION + name, created=now, lease_end=now + lease_s)
             with self._lock:
+                if group.fingerprint in self._records(group.namespace, name):
+                    said = f"name={name!r}: a session of that name is in namespace {group.namespace!r}"
+                    raise ConfigError(f"{said}; close it, or take another name")
+                if (over := self._held.get(_key(copied))) is not None:  # its lease is
+                    self._unpin(over)
                 self._held[_key(copied)] = _Held(copied, time.monotonic())
             self._store.record(copied)
 

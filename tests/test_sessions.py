@@ -144,6 +144,46 @@ def test_two_threads_leave_a_session_at_one_of_their_answers(running: Engine) ->
     check_store(running.store)
 
 
+@pytest.mark.parametrize("when", ["before, and its lease ended", "meanwhile"])
+def test_a_fork_over_an_answer_leaves_no_pin(running: Engine, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    alice, sessions, moved = running.session("alice"), running._groups.sessions, threading.Event()
+    talk(alice, FIRST)
+    records, lock = sessions._records, sessions._lock
+    answering = threading.Thread(target=lambda: (talk(running.session("bob"), SECOND), moved.set()))
+
+    class Contended:
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                moved.set()  # it has to wait
+                lock.acquire()
+
+        def __exit__(self, *exc: object) -> None:
+            lock.release()
+
+    def then_answered(namespace: str, name: str) -> Any:
+        found = records(namespace, name)
+        if threading.current_thread() is not answering:
+            monkeypatch.setattr(sessions, "_records", records)
+            answering.start()
+            assert moved.wait(30)
+        return found
+
+    if when == "meanwhile":
+        monkeypatch.setattr(sessions, "_lock", Contended())
+        known = alice._last()
+        monkeypatch.setattr(sessions, "_records", then_answered)
+        sessions.copy([known], "bob", 60.0)
+        answering.join(30)
+    else:
+        said = chat(SECOND, system=LONG)
+        known = alice._last()
+        running.session("bob", lease_s=1e-9).generate(said, sampling=decode(4))
+        sessions.copy([known], "bob", 60.0)
+    for name in ("alice", "bob"):
+        running.session(name).close()
+    assert pinned(running) == (0, 0)
+
+
 class LookedAt:
     """A session of an engine; another thread's answer begins one of its own while this one is looked at."""
 
