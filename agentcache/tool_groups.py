@@ -274,7 +274,8 @@ class TimedPins:
                     del held.ends[lease]
                 if not held.ends:
                     del self._held[key]
-                    self._groups.release(*key)
+                    if held.group in self._groups.all:  # else another is made under its name
+                        self._groups.release(*key)
 
     def drop(self, lease: EngineLease) -> None:
         """Unpin what only this lease wants pinned."""

@@ -187,6 +187,22 @@ def test_what_was_unpinned_otherwise_is_pinned_anew(running: Engine) -> None:
     assert other.computed_tokens == again.prefix_tokens, "other weights, other pages"
 
 
+def test_a_time_that_ends_meanwhile_unpins_no_new_group(running: Engine, now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    held = running.pin(TALK[:2], TOOLS, ttl_s=60)
+    running.release(held.name)
+    groups, hold = running._groups, running._groups.hold
+
+    def then_asked(*given: Any) -> Any:
+        made = hold(*given)
+        now[0] += 61
+        groups.lapse()  # as another thread's request does
+        return made
+
+    monkeypatch.setattr(groups, "hold", then_asked)
+    made = running.pin(TALK[:2], TOOLS, ttl_s=60)
+    assert running.groups == (made,)
+
+
 def test_of_two_that_ask_at_once_one_computes(running: Engine) -> None:
     made: list[Any] = []
     threads = [threading.Thread(target=lambda: made.append(running.pin(TALK[:2], TOOLS, ttl_s=60))) for _ in range(2)]
