@@ -140,7 +140,10 @@ class ToolGroups:
 
     def settle(self, group: ToolGroup) -> None:
         """Write a group, with the texts that it names now, and leave it to the disk: pinned there, evictable in memory."""
-        self.renew(group)
+        with self._store.deletions.lock:
+            if (group.namespace, group.name) not in self._held:  # forgotten since it was computed
+                return
+            self.renew(group)
         if self._store.disk is None:
             return
         if not self._store.flush():

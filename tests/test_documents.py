@@ -13,6 +13,7 @@ import pytest
 from agentcache import PASSAGES, Sampling
 from agentcache.errors import ConfigError, StoreFullError
 from agentcache.store.tool_group import ToolGroup
+from agentcache.tool_groups import ToolGroups
 from tests.engines import engine, long_text
 from tests.processes import Child
 
@@ -206,3 +207,18 @@ def test_a_kill_costs_the_passages_that_were_cut(tmp_path: Path, learnt: int, pa
         assert (finished.known, len(finished.documents)) == (len(kept), len(TEXTS))
         assert finished.computed_tokens <= left + 8 * (len(TEXTS) - len(kept)), "what was told is not computed again"
         assert running.learn(TEXTS, pack_tokens=1).computed_tokens == 0
+
+
+def test_texts_forgotten_while_they_are_learnt_leave_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = ToolGroups.settle
+
+    def forgotten(self: ToolGroups, group: ToolGroup) -> None:
+        running.forget(namespace="default")
+        settle(self, group)
+
+    monkeypatch.setattr(ToolGroups, "settle", forgotten)
+    with engine(store=tmp_path) as running:
+        assert running.learn({"a": TEXTS["text-1"]}).documents == ()
+        assert running.flush()
+        assert running.store.disk
+        assert running.store.disk.index.groups() == []
