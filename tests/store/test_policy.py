@@ -703,11 +703,13 @@ def test_pages_that_a_stuck_disk_never_gets_to_are_computed(small: Any, tmp_path
 def test_a_busy_device_thread_makes_no_slow_disk(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(small, tmp_path / "store")
     learnt: list[float] = []
+    took: list[float] = []
     monkeypatch.setattr(Rate, "learn", lambda self, amount, ms, load_bytes=None: learnt.append(ms))
     arrived = PagePrefetch._arrived
 
     def late(self: PagePrefetch, read: Any) -> None:
         assert read.over.wait(20)
+        took.append((time.perf_counter() - read.asked) * 1e3)  # once it is over; what comes later is none of reading's
         time.sleep(0.5)
         arrived(self, read)
 
@@ -715,7 +717,7 @@ def test_a_busy_device_thread_makes_no_slow_disk(small: Any, tmp_path: Path, mon
     with engine(model=small, store=tmp_path / "store") as running:
         assert running.generate(TURNS, sampling=decode(4)).receipt.disk_tokens > 0
     assert learnt
-    assert max(learnt) < 400
+    assert all(ms <= most for ms, most in zip(learnt, took, strict=True))
 
 
 def test_a_locked_index_is_no_reason_to_wait(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
