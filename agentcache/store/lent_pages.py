@@ -20,6 +20,6 @@ def lend(tree: PrefixTree, scope: Scope, ids: Ids) -> None:
             return
         path = tree.admit(scope, ids[: exact.tokens], exact.pages, exact.numerics, evict=False)
         for entry, own in zip(path, exact.entries, strict=True):
-            entry.role = max(entry.role, own.role)
+            entry.role, entry.made = max(entry.role, own.role), min(entry.made, own.made)
             if entry.key == own.key:
                 entry.row = entry.row or own.row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from agentcache.errors import ConfigError
 from agentcache.kv import PAGE_TOKENS, Page
 from agentcache.kv_spec import KVSpec
+from agentcache.store.deletion import Deletion
 from agentcache.store.entry import Entry, Match
 from agentcache.store.keys import Ids, Scope, as_ids, page_key
+from agentcache.store.lent_pages import lend
 from agentcache.store.memory.eviction_log import EvictionLog
 from agentcache.store.memory.prefix_tree import CHILDREN, LONGER, OTHER, PrefixTree
 from agentcache.types import Reason
@@ -232,6 +235,17 @@ def test_clear_of_one_namespace_leaves_the_others() -> None:
     assert reason(store, page_of(1), Scope("b", "weights")) == Reason.LAST_TOKEN
     assert len(store) == 1
     assert not store.release_pin(HERE.pin_name(as_ids(page_of(1))))
+
+
+def test_lent_pages_are_forgotten_with_those_they_share() -> None:
+    store, lossy, ids = PrefixTree(1 << 20), replace(HERE, precision="int8"), page_of(1, 200)
+    keep(store, ids)
+    for entry in store.entries():
+        entry.made -= 3600
+    lend(store, lossy, as_ids([*ids, 0]))
+    assert store.match(lossy, as_ids([*ids, 0])).tokens == 200
+    store.remove(Deletion(before=time.time() - 1800))
+    assert store.entries() == []
 
 
 def test_changes_tells_whether_a_match_may_differ() -> None:
