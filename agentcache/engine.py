@@ -25,7 +25,7 @@ from .model.hf import HFModel
 from .model.loading import Loading
 from .model.opening import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
-from .process_owned import ProcessOwned
+from .process_owned import ProcessOwned, elsewhere
 from .receipt import Account
 from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, fitted
 from .runner import Runner
@@ -126,7 +126,7 @@ class Engine(ProcessOwned, Documents):
         if self._policy is not None:
             self._policy.attach(self.name, self.scheduler.lifecycle)
         # also when the last reference goes, or the process ends: a thread that computes while Python ends aborts the process
-        self._end = weakref.finalize(self, _end, os.getpid(), self.scheduler, self.store, self.model)
+        self._end = weakref.finalize(self, elsewhere(_end), os.getpid(), self.scheduler, self.store, self.model)
         self.renderer = Renderer(self.tokenizer, chat_template=chat_template, kept=self.store.splices, tail=tail)
         self._approximate: Segments | None = None
         self._tool_groups: ToolGroups | None = None

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from .errors import ConfigError, EngineClosedError, EngineForkedError
+
+OF_STORES = ("agentcache-writer", "agentcache-read")  # begin the names of threads that a store waits for when it is closed
+
+
+def elsewhere(end: Callable[..., None]) -> Callable[..., None]:
+    """Let a thread of a store hand `end` to a new thread: garbage is collected on any thread, and that one would wait for itself."""
+
+    def call(*given: Any) -> None:
+        if threading.current_thread().name.startswith(OF_STORES):
+            threading.Thread(target=end, args=given, name="agentcache-end").start()
+        else:
+            end(*given)
+
+    return call
 
 
 class ProcessOwned:

@@ -504,6 +504,23 @@ def test_a_match_ends_where_the_device_memory_does() -> None:
         assert found.tokens >= 512
 
 
+@pytest.mark.parametrize("thread", ["writing", "reading"])
+def test_an_engine_collected_by_its_own_thread_is_closed(model: Any, tmp_path: Path, thread: str) -> None:
+    """Garbage is collected on any thread."""
+    with engine(model=model, store=tmp_path) as running:
+        running.generate(TURNS, sampling=decode(4))
+        disk = running.store.disk
+        assert disk
+        (disk.writer.after if thread == "writing" else disk.submit)(running.close)
+        assert wait_until(lambda: disk.index.database._closed)
+        for ending in threading.enumerate():
+            if ending.name == "agentcache-end":
+                ending.join(20)
+    with Index(disk.folder) as index:
+        assert index.total()[0] > 2, "what waited was written"
+        assert index.pinned() == set()
+
+
 def test_an_index_in_use_is_closed_with_its_engine(model: Any, tmp_path: Path) -> None:
     with engine(model=model, store=tmp_path / "store") as running:
         index: Index = running.store.disk.index
