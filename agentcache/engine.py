@@ -19,7 +19,7 @@ from .answer.expected import asks_for_thought, expect, tool_name
 from .answer.grammar import Grammars
 from .documents import Documents
 from .errors import ConfigError
-from .layout import Renderer, Volatile
+from .layout import Renderer, Volatile, in_transformers_form
 from .matching import fingerprint_of
 from .model.hf import HFModel
 from .model.loading import Loading
@@ -115,9 +115,10 @@ class Engine(ProcessOwned, Documents):
         named = getattr(getattr(model, "config", None), "_name_or_path", "")
         self.name = model if isinstance(model, str) else str(named or type(model).__name__)
         tail = layout if isinstance(layout, LayoutOptions) else LayoutOptions(layout)
-        self.model, self.tokenizer = open_model(model, tokenizer, loading)
+        self.model, tokenizer = open_model(model, tokenizer, loading)
         self.fingerprint = self.model.fingerprint
         try:
+            self.tokenizer = in_transformers_form(tokenizer)
             self.store = Store.open(*budgets(str(self.model.device), memory_bytes), None if reuse == "off" else store)
         except BaseException:
             self.model.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tempfile
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
-from ..errors import MessageError
+from ..errors import ConfigError, MessageError
 
 BACK = 64  # tokens re-encoded before the divergence: pre-token rules look ahead, added tokens may straddle it
 RUN = 32  # of them must agree in one run; the join is in its middle, 16 tokens of context on each side
@@ -112,6 +113,24 @@ def common_ids(one: Sequence[int], other: Sequence[int]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
     return low
+
+
+def in_transformers_form(tokenizer: Any) -> Any:
+    """The tokenizer; one of mistral-common, which renders no template, as transformers converts it: it has the same ids, and a template.
+
+    ConfigError: it cannot be converted.
+    """
+    if type(tokenizer).__name__ != "MistralCommonBackend":
+        return tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder, save_format="hf")
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        advice = "load it by AutoTokenizer.from_pretrained(NAME, mistral_format=False)"
+        raise ConfigError(f"tokenizer 'MistralCommonBackend' cannot be converted ({type(error).__name__}: {error}): {advice}") from error
 
 
 class Encoder:

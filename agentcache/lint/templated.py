@@ -17,7 +17,7 @@ from ..layout.canonical import Turn
 from ..layout.plain import plain_messages
 from ..layout.spans import Frame
 from ..layout.template import Template
-from ..layout.tokenise import EMPTY, Encoded, Encoder, common_chars
+from ..layout.tokenise import EMPTY, Encoded, Encoder, common_chars, in_transformers_form
 from ..types import Span
 from .render import Prompt
 from .retokenise import resumed
@@ -42,7 +42,7 @@ def load(name: str, chat_template: Path | None = None) -> Loaded:
         try:
             from transformers import AutoTokenizer
 
-            return Loaded(AutoTokenizer.from_pretrained(name), given)
+            return Loaded(in_transformers_form(AutoTokenizer.from_pretrained(name)), given)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"tokenizer {name!r} cannot be loaded ({error}); give a folder with tokenizer.json or an id") from first
 

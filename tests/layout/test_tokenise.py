@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agentcache.errors import MessageError
-from agentcache.layout.tokenise import BACK, EMPTY, Encoded, Encoder, Neutraliser, Splice, common_chars
+from agentcache.errors import ConfigError, MessageError
+from agentcache.layout.tokenise import BACK, EMPTY, Encoded, Encoder, Neutraliser, Splice, common_chars, in_transformers_form
 from tests.chat_templates import CORPUS, KINDS, SPECIAL, tokenizer
 
 PIECES = [
@@ -131,3 +132,27 @@ def test_a_slow_tokenizer_tokenises_the_whole() -> None:
     known = encoder.whole("abc")
     longer, spent = encoder.resume(known, 3, "abcd")
     assert (longer.ids, longer.ends, spent) == ([97, 98, 99, 100], [], 4)
+
+
+class MistralCommonBackend:
+    """As transformers' class of this name: it renders no template, and saves itself in transformers' form."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def save_pretrained(self, folder: str, *, save_format: str) -> None:
+        assert save_format == "hf"
+        if self.inner is None:
+            raise OSError("tekken.json file is unavailable")
+        self.inner.save_pretrained(folder)
+
+
+def test_a_tokenizer_of_mistral_common_is_converted(toy_tokenizer: Any) -> None:
+    made = in_transformers_form(MistralCommonBackend(toy_tokenizer))
+    assert (made.chat_template, made.encode(CORPUS[0])) == (toy_tokenizer.chat_template, toy_tokenizer.encode(CORPUS[0]))
+    assert in_transformers_form(toy_tokenizer) is toy_tokenizer
+
+
+def test_one_that_cannot_be_converted_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tekken.json file is unavailable\): load it by AutoTokenizer"):
+        in_transformers_form(MistralCommonBackend(None))
