@@ -13,6 +13,7 @@ pre-tokens, and breaks ties by the rounding of their sums). Otherwise the whole 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 import tempfile
@@ -116,10 +117,15 @@ def common_ids(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def in_transformers_form(tokenizer: Any) -> Any:
-    """The tokenizer; one of mistral-common, which renders no template, as transformers converts it: it has the same ids, and a template.
+    """The tokenizer; the one in a processor; one of mistral-common, which renders no template, as transformers converts it: to equal ids.
 
     ConfigError: it cannot be converted.
     """
+    if any(base.__name__ == "ProcessorMixin" for base in type(tokenizer).__mro__):
+        template, tokenizer = getattr(tokenizer, "chat_template", None), tokenizer.tokenizer
+        if template and not getattr(tokenizer, "chat_template", None):
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.chat_template = template
     if type(tokenizer).__name__ != "MistralCommonBackend":
         return tokenizer
     from transformers import PreTrainedTokenizerFast

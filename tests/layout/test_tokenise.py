@@ -153,6 +153,19 @@ def test_a_tokenizer_of_mistral_common_is_converted(toy_tokenizer: Any) -> None:
     assert in_transformers_form(toy_tokenizer) is toy_tokenizer
 
 
+def test_a_processor_gives_its_tokenizer_and_template(toy_tokenizer: Any) -> None:
+    class ProcessorMixin:
+        tokenizer, chat_template = toy_tokenizer, toy_tokenizer.chat_template
+
+    class Processor(ProcessorMixin):
+        pass
+
+    assert in_transformers_form(Processor()) is toy_tokenizer
+    toy_tokenizer.chat_template = None
+    made = in_transformers_form(Processor())
+    assert (made.chat_template, toy_tokenizer.chat_template) == (ProcessorMixin.chat_template, None)
+
+
 def test_one_that_cannot_be_converted_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tekken.json file is unavailable\): load it by AutoTokenizer"):
         in_transformers_form(MistralCommonBackend(None))
