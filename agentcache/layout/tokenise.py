@@ -119,7 +119,7 @@ def common_ids(one: Sequence[int], other: Sequence[int]) -> int:
 def in_transformers_form(tokenizer: Any) -> Any:
     """The tokenizer; the one in a processor; one of mistral-common, which renders no template, as transformers converts it: to equal ids.
 
-    ConfigError: it cannot be converted.
+    ConfigError: it cannot be converted, or has no vocabulary.
     """
     if any(base.__name__ == "ProcessorMixin" for base in type(tokenizer).__mro__):
         template, tokenizer = getattr(tokenizer, "chat_template", None), tokenizer.tokenizer
@@ -127,6 +127,7 @@ def in_transformers_form(tokenizer: Any) -> Any:
             tokenizer = copy.copy(tokenizer)
             tokenizer.chat_template = template
     if type(tokenizer).__name__ != "MistralCommonBackend":
+        _check_vocabulary(tokenizer)
         return tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -137,6 +138,16 @@ def in_transformers_form(tokenizer: Any) -> Any:
     except (OSError, ValueError, TypeError, KeyError) as error:
         advice = "load it by AutoTokenizer.from_pretrained(NAME, mistral_format=False)"
         raise ConfigError(f"tokenizer 'MistralCommonBackend' cannot be converted ({type(error).__name__}: {error}): {advice}") from error
+
+
+def _check_vocabulary(tokenizer: Any) -> None:
+    """ConfigError: all words have the same ids. So it is where transformers finds a model's config and no files of its tokenizer."""
+    words = {tuple(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in ("a", "the", "7", "{")}
+    if len(words) == 1:
+        raise ConfigError(
+            f"tokenizer={getattr(tokenizer, 'name_or_path', '')!r} has no vocabulary ({len(tokenizer)} tokens): save the model's own "
+            "into that folder, tokenizer.save_pretrained(FOLDER), or pass it as tokenizer="
+        )
 
 
 class Encoder:

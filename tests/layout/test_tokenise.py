@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -151,6 +154,13 @@ def test_a_tokenizer_of_mistral_common_is_converted(toy_tokenizer: Any) -> None:
     made = in_transformers_form(MistralCommonBackend(toy_tokenizer))
     assert (made.chat_template, made.encode(CORPUS[0])) == (toy_tokenizer.chat_template, toy_tokenizer.encode(CORPUS[0]))
     assert in_transformers_form(toy_tokenizer) is toy_tokenizer
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma"])  # no ids at all; one unknown id for all words
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match=f"{tmp_path.name}.*has no vocabulary .* tokenizer.save_pretrained"):
+        in_transformers_form(transformers.AutoTokenizer.from_pretrained(tmp_path))
 
 
 def test_a_processor_gives_its_tokenizer_and_template(toy_tokenizer: Any) -> None:
