@@ -27,7 +27,7 @@ from .model.opening import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
 from .process_owned import ProcessOwned, elsewhere
 from .receipt import Account
-from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, fitted
+from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, fitted, known
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.memory.eviction import budgets
@@ -178,7 +178,7 @@ class Engine(ProcessOwned, Documents):
             messages, tools, rendering=rendering, tools_order=tools_order, namespace=namespace, template_kwargs=template_kwargs,
             volatile=volatile, sticky=() if group is None else self._groups.tools(namespace, group, chosen),
         )  # fmt: skip
-        sampling = fitted(sampling or Sampling(), len(layout.ids), self.model.context_tokens)
+        sampling = fitted(sampling, layout, self.model)
         consent = reuse or self.reuse
         accepted: Reuse = check_reuse(consent) if isinstance(consent, str) else "approximate"
         account = Account.open(layout, namespace, self.name, called, self.redact, self.model.weights, chosen.digest if chosen else "")
@@ -190,7 +190,7 @@ class Engine(ProcessOwned, Documents):
             account.record_note(note)
         asked = Asked(
             layout, namespace, sampling, self._stop_ids, received, called, expected, accepted, turn,
-            adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout) if chosen else 0, **callbacks,
+            adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout) if chosen else 0, **known(callbacks),
         )  # fmt: skip
         running = self._running(asked, account, guide)
         finish: Callable[[Running], Completion] = self._completions.finish
@@ -335,7 +335,7 @@ class Engine(ProcessOwned, Documents):
             filled, layout = at_multiple(layout, CHECKPOINT_TOKENS)
         if not layout.ids:
             raise ConfigError("nothing to warm: messages and tools give no common prefix under this chat template, or too short a one")
-        sampling = fitted(Sampling(max_tokens=1), len(filled.ids), self.model.context_tokens)
+        sampling = fitted(Sampling(max_tokens=1), filled, self.model)
         asked = Asked(
             filled, namespace, sampling, self._stop_ids, received, called, fill_only=True, on_progress=on_progress,
             adapter=chosen, acts_from=self._adapters.acts_from(chosen, filled, whole=False) if chosen else 0,

@@ -12,7 +12,7 @@ import torch
 
 from .answer.expected import Expected
 from .answer.parser import AnswerParser
-from .errors import ConfigError, ContextOverflowError
+from .errors import ConfigError, ContextOverflowError, MessageError
 from .events import Events
 from .kv import Sequence
 from .model.sampling import Sampler, TextStream
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # of a request with a constraint, an adapter or repeated text
     from .answer.guide import Guide
     from .attached_ranges import AttachedRanges
     from .model.adapters import Adapter
+    from .model.hf import HFModel
     from .store.page_prefetch import PagePrefetch
 
 RENEWALS = 5  # a request begins anew so often because weights changed
@@ -39,6 +40,15 @@ class Callbacks(TypedDict, total=False):
     on_progress: Callable[[int, int], None] | None
     on_logits: Callable[[torch.Tensor], None] | None
     diagnose: Literal["", "routes"]
+
+
+def known(callbacks: Callbacks) -> Callbacks:
+    """The callbacks; TypeError, as of any call, for what is none: it names the place of a misplaced setting."""
+    for name, value in callbacks.items():
+        if name not in Callbacks.__annotations__:
+            way = f"pass sampling=Sampling({name}={value!r:.50})" if name in Sampling.__dataclass_fields__ else "docs/configure.md has all"
+            raise TypeError(f"{name}={value!r:.200}: a request has no such option; {way}")
+    return callbacks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,9 +256,17 @@ class Running:
         return Work(self.sequence, ids, regime, len(ids) == self.remaining and not self.asked.fill_only, weights, pieces)
 
 
-def fitted(sampling: Sampling, prompt_tokens: int, context_tokens: int) -> Sampling:
-    """Settings with max_tokens of the room that a prompt leaves. ContextOverflowError: it leaves none."""
-    asked = sampling.context_tokens
+def fitted(sampling: Sampling | None, layout: Layout, model: HFModel) -> Sampling:
+    """Settings with max_tokens of the room that a prompt leaves. ContextOverflowError: it leaves none. MessageError: the prompt is
+    empty. ConfigError: these are no settings, or ids of another model's tokenizer."""
+    sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling={sampling!r:.200}: must be a Sampling, such as Sampling(max_tokens=64)")
+    prompt_tokens, context_tokens, asked = len(layout.ids), model.context_tokens, sampling.context_tokens
+    if not layout.ids:
+        raise MessageError(f"the prompt {layout.text!r:.100} has no tokens: the tokenizer leaves out all of it")
+    if (largest := max(layout.ids)) >= model.embedded:
+        raise ConfigError(f"the tokenizer gave id {largest!r}, and the model has {model.embedded!r}: pass the tokenizer that belongs to it")
     context = context_tokens if asked is None else min(asked, context_tokens)
     if prompt_tokens + 1 > context:
         raise ContextOverflowError(prompt_tokens, context, 1, f"context_tokens={asked!r}" if context == asked else "")

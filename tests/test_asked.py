@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers.normalizers import Strip
 
 from agentcache import Constraint, Engine, Sampling
-from agentcache.errors import ConfigError, ContextOverflowError, ModelLoadError
+from agentcache.errors import ConfigError, ContextOverflowError, MessageError, ModelLoadError
 from tests.models import build, toy_tokenizer
 
 PROMPT = "The keeper writes down the wind,"
@@ -144,3 +145,47 @@ def test_what_cannot_be_had_is_said(model_folder: Path) -> None:
             Engine(build("llama"), toy_tokenizer(), store=None, **options)
     with Engine(str(model_folder), dtype="torch.bfloat16", store=None, memory_bytes=0) as made:
         assert made.model.dtype is torch.bfloat16, "as a dtype is printed"
+
+
+# -- what new users try ------------------------------------------------------------------------------------------------
+
+
+def test_misplaced_settings_name_their_place(engine: Engine, model_folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"max_tokens=4: a request has no such option; pass sampling=Sampling\(max_tokens=4\)"):
+        engine.generate(PROMPT, max_tokens=4)
+    with pytest.raises(TypeError, match=r"max_token=4: a request has no such option; docs/configure.md has all"):
+        engine.generate(PROMPT, max_token=4)
+    with pytest.raises(TypeError, match=r"max_tokens=4: an engine has no such option; it is a field of Sampling"):
+        Engine(model_folder, store=None, max_tokens=4)  # type: ignore[call-arg]
+
+
+def test_values_of_other_kinds_are_named(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match=r"sampling=\{'max_tokens': 4\}: must be a Sampling, such as Sampling\(max_tokens=64\)"):
+        engine.generate(PROMPT, sampling={"max_tokens": 4})
+    with pytest.raises(ConfigError, match=r"constraint='any': must be a Constraint, such as Constraint\('any'\)"):
+        engine.generate(PROMPT, constraint="any")
+
+
+def test_what_is_no_model_is_named() -> None:
+    with pytest.raises(ConfigError, match="model=None: must be a Hugging Face id, a folder, or a loaded model"):
+        Engine(None)
+    pipe = transformers.TextGenerationPipeline(build("llama"), toy_tokenizer())
+    with pytest.raises(ConfigError, match=r"of a pipeline pass pipe.model and pipe.tokenizer"):
+        Engine(pipe, pipe.tokenizer)
+
+
+def test_a_tokenizer_of_another_model_is_named() -> None:
+    model, tokenizer = build("llama"), toy_tokenizer()
+    model.resize_token_embeddings(max(tokenizer(PROMPT)["input_ids"]))  # one too few
+    with Engine(model, tokenizer, store=None) as running:
+        with pytest.raises(ConfigError, match=r"the tokenizer gave id \d+, and the model has \d+: pass the tokenizer that belongs"):
+            running.generate(PROMPT)
+        with pytest.raises(ConfigError, match="the tokenizer gave id"):
+            running.warm(PROMPT)
+
+
+def test_a_prompt_without_tokens_is_named() -> None:
+    tokenizer = toy_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = Strip()
+    with Engine(build("llama"), tokenizer, store=None) as running, pytest.raises(MessageError, match="the prompt '  ' has no tokens"):
+        running.generate("  ")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AgentCacheError
+from ..errors import AgentCacheError, ConfigError
 from ..types import Constraint, Layout, Sampling, Tool, ToolCall
 from .call_forms import CallForm
 from .family_forms import PROBE_ARGUMENTS, PROBE_TOOL
@@ -84,6 +84,8 @@ def expect(
             constraint = None
             notes.append(f"calls are not held to their schemas: {'(redacted)' if redact else error}")
     elif constraint is not None:
+        if not isinstance(constraint, Constraint):
+            raise ConfigError(f"constraint={constraint!r:.200}: must be a Constraint, such as Constraint('any')")
         bounded = (constraint.structured or constraint.calls) and not forced  # words, and calls among them, may end anywhere
         room = sampling.max_tokens if bounded else None
         guide = grammars.guide(constraint, listed, layout.text, namespace, max_tokens=room, thinks=thinks)

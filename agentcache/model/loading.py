@@ -88,7 +88,10 @@ def load(
 
 
 def _check_given(model: Any, tokenizer: Any, loading: Any) -> None:
-    """Refuse a loaded model without its tokenizer, or with options of loading."""
+    """Refuse what is no model, a loaded one without its tokenizer, or with options of loading."""
+    if not isinstance(model, torch.nn.Module):
+        of = "; of a pipeline pass pipe.model and pipe.tokenizer" if hasattr(model, "model") else ""
+        raise ConfigError(f"model={model!r:.100}: must be a Hugging Face id, a folder, or a loaded model with its tokenizer{of}")
     if tokenizer is None:
         raise ConfigError(f"tokenizer=None with a loaded model {type(model).__name__!r}: pass its tokenizer too")
     if not callable(tokenizer):
@@ -169,6 +172,14 @@ def decoder_of(model: Any) -> Any:
         return found
     layered = [module for module in model.modules() if isinstance(getattr(module, "layers", None), torch.nn.ModuleList)]
     return next((module for module in layered if hasattr(module, "embed_tokens")), layered[0] if layered else found)
+
+
+def embedded_ids(model: Any, vocab: int) -> int:
+    """The number of ids that a model has embeddings of: `vocab`, or those it was resized to."""
+    try:
+        return int(getattr(model.get_input_embeddings(), "num_embeddings", vocab))
+    except NotImplementedError:  # transformers does not know where they are
+        return vocab
 
 
 def unwrap(wrapper: Any) -> Any:

@@ -7,12 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..errors import ReuseWarning
+from ..types import Sampling
 from .hf import HFModel
 from .loading import Loading, load
 
 
 def open_model(model: Any, tokenizer: Any, loading: Loading) -> tuple[HFModel, Any]:
     """A model ready for packed forwards, and its tokenizer, from what `load` takes."""
+    for name in loading.keys() - Loading.__annotations__.keys():
+        way = "it is a field of Sampling, which a request takes" if name in Sampling.__dataclass_fields__ else "docs/configure.md has all"
+        raise TypeError(f"{name}={loading.get(name)!r:.200}: an engine has no such option; {way}")
     with ThreadPoolExecutor(1, "agentcache-loader") as loader:  # a thread that forked left its OpenMP team in the parent
         opened, tokenizer = loader.submit(_opened, model, tokenizer, loading).result()
     used, asked = opened.threads
