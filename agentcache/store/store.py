@@ -50,6 +50,7 @@ class Store:
         self._renewals: list[Callable[[], None]] = []
         self._lost: list[DiskTier] = []  # whose folder was deleted while it was used
         self._renew_at = 0.0  # by time.monotonic()
+        self._warned = False  # that pages are not written
 
     @classmethod
     def open(cls, budget_bytes: int, host_bytes: int, store: StoreOptions | str | os.PathLike[str] | None) -> Store:
@@ -217,6 +218,8 @@ class Store:
             with self.deletions.lock:
                 if disk is self.disk:  # else another thread has noticed, too
                     self._heed(disk)
+        elif disk is not None and disk.writer.failure:
+            self._warn_unwritten(disk, 4)
         return Moment(self.deletions.generation, time.time())
 
     def _heed(self, disk: DiskTier) -> None:
@@ -254,6 +257,14 @@ class Store:
         for renewed in self._renewals:
             renewed()
         return "what is used from now on is written to a new one"
+
+    def _warn_unwritten(self, disk: DiskTier, depth: int) -> None:
+        """Say once that pages are not written, and why: requests go on without."""
+        if not self._warned:
+            self._warned = True
+            with suppress(StoreWarning):  # an error where warnings are errors: the request is right all the same
+                said = f"pages are not written to {str(disk.folder.path)!r}, later processes compute them again: {disk.writer.failure}"
+                warnings.warn(said, StoreWarning, stacklevel=depth)
 
     def let_go(self, done: Deletion) -> tuple[int, int]:
         """Drop pages in memory and on their way to disk; returns how many were in memory, and their bytes. Under the lock."""
@@ -360,4 +371,6 @@ class Store:
         """Write what waits, leave the measured cost of a token to the next process, free all pages."""
         for disk in filter(None, (self.disk, *self._lost)):
             disk.close(fingerprint, ms_per_token)
+            if disk is self.disk and disk.writer.failure:
+                self._warn_unwritten(disk, 3)
         self.tree.clear()

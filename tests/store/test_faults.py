@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -416,6 +417,27 @@ def test_a_full_disk_at_every_write(model: Any, tmp_path: Path, monkeypatch: pyt
         assert again.ids == ids
         assert running.flush(), "it goes on once there is room"
         assert running.store.disk.index.total()[0] >= 3
+
+
+@pytest.mark.parametrize("asks_again", [True, False])
+def test_a_full_disk_is_told_once(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks_again: bool) -> None:
+    def full(*args: Any, **more: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with engine(model=model, store=tmp_path / "store") as running, monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", full)
+            running.generate(TURNS, sampling=decode(4))
+            assert not running.flush(10)
+            if asks_again:  # else the end of the engine tells it
+                for _ in range(2):
+                    running.stream(TURNS, sampling=decode(4)).close()
+                assert heard, "told by the next request"
+                assert heard[0].filename == __file__
+    said = [str(each.message) for each in heard if each.category is StoreWarning]
+    assert len(said) == 1
+    assert re.match("pages are not written to .*/store', later processes compute them again: .*No space left on device; free", said[0])
 
 
 def test_an_index_that_cannot_grow(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
