@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..deletion import Deletion
 
 CHILDREN = 256  # continuations of one page; the oldest unpinned leaf goes first
-LONGER = "new behind all that is kept"  # the cached prompt ended
+LONGER = "new after all that is cached"  # the cached prompt ended
 OTHER = "kept prompts go on differently from here"
 Key = bytes  # inside the class that name is a property
 
