@@ -98,9 +98,10 @@ class Requests:
     @cached_property
     def report(self) -> TemplateReport:
         """The report of the chat template: loaded for the first request to whose notes it matters."""
+        from .rendering import bounded
         from .template_report import report_of
 
-        return report_of(self._template)
+        return bounded(lambda: report_of(self._template))
 
     def forget(self, deletion: Covering) -> None:
         """Forget the messages and tools of namespaces of which something was deleted on purpose."""

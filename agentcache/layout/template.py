@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import PromptError, TemplateError
 from .plain import Plain
-from .rendering import EndlessError, Rendering
+from .rendering import EndlessError, bounded
 from .tokenise import common_chars
 
 SYSTEM, FIRST, ANSWER, SECOND = "Zsysqa words.", "Zuserqb words?", "Zansqc words.", "Zuserqd words?"
@@ -83,7 +83,7 @@ class Template:
             **{**self._dated, **(kwargs or {})},
         )
         try:
-            text = Rendering(render).text()
+            text = str(bounded(render))
         except (
             jinja2.TemplateError,
             TypeError,
@@ -133,7 +133,7 @@ class Template:
     def shape(self, tools: bool) -> Shape:
         with self._lock:
             if tools not in self._shapes:
-                self._shapes[tools] = self._probe_shape(tools)
+                self._shapes[tools] = bounded(partial(self._probe_shape, tools))  # one thread for all: it costs more than a rendering
             return self._shapes[tools]
 
     @property
@@ -161,7 +161,8 @@ class Template:
         user: Plain = {"role": "user", "content": SENTINEL}
         more: list[Plain] = [{"role": "assistant", "content": "Qzanswer"}, {"role": "user", "content": "qzmore"}]
         tried = ([user], [user, *more], [user, *tool_step(1, 0)])
-        shown = [text for later in tried if (text := self.attempt([*leading, *later], tools, True, kwargs)) is not None]
+        found = bounded(lambda: [self.attempt([*leading, *later], tools, True, kwargs) for later in tried])
+        shown = [text for text in found if text is not None]
         return shown + [shown[0].replace(SENTINEL, opening, 1) for opening in _OPENINGS if shown and SENTINEL in shown[0]]
 
     def attempt(
@@ -188,15 +189,22 @@ class Template:
         headers: dict[tuple[str, str], str] = {}
         closers: dict[str, str] = {}
         seen: list[tuple[list[Plain], str, list[str | None]]] = []
-        generation = ""
+        generation, shown = "", dict[tuple[int | bool, ...], str | None]()
+
+        def attempt(messages: Sequence[Plain], listed: Sequence[Plain], generation: bool) -> str | None:
+            key = (*map(id, messages), bool(listed), generation)  # candidates share messages
+            if key not in shown:
+                shown[key] = self.attempt(messages, listed, generation)
+            return shown[key]
+
         for listed, conversation in candidates:
-            joint = self.attempt(conversation, listed)
+            joint = attempt(conversation, listed, True)
             if joint is None:
                 continue
-            bare = self.attempt(conversation, listed, False)
+            bare = attempt(conversation, listed, False)
             if bare is not None and joint.startswith(bare):
                 generation = generation or joint[len(bare) :]
-            parts = [self.attempt(conversation[: count + 1], listed, False) for count in range(len(conversation))]
+            parts = [attempt(conversation[: count + 1], listed, False) for count in range(len(conversation))]
             seen.append((conversation, joint, parts))
             _learn(conversation, joint, parts, headers, closers)
         start_of_any = _shared_start(headers)

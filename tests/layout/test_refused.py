@@ -10,7 +10,7 @@ import pytest
 from agentcache.errors import ConfigError, MessageError, TemplateError, ToolSchemaError
 from agentcache.layout import Renderer, rendering, template
 from agentcache.types import Message, Tool, ToolCall
-from tests.chat_templates import tokenizer
+from tests.chat_templates import CHATML, tokenizer
 from tests.layout.renderers import renderer_of
 
 
@@ -120,9 +120,18 @@ def test_a_template_that_multiplies_text(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_template_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "LIMIT_S", 0.2)
-    for made in (renderer_of(LOOPS), Renderer(tokenizer("byte_bpe"), chat_template=LOOPS + "{{ messages[0].content }}")):
+    probed = f"{{% if messages[0].content == {template.SYSTEM!r} %}}{LOOPS}{{% endif %}}{{{{ messages[0].content }}}}"
+    of_all = Renderer(tokenizer("byte_bpe"), chat_template=LOOPS + "{{ messages[0].content }}")
+    for made in (renderer_of(LOOPS), of_all, renderer_of(probed)):
         with pytest.raises(TemplateError, match=r"not done after 0\.2 s"):
             made.render([Message("user", "Go")])
     for left in [thread for thread in threading.enumerate() if thread.name == "agentcache-template"]:
         left.join(30)
         assert not left.is_alive()
+
+
+def test_a_shape_is_probed_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(rendering.Rendering, "start", lambda self: (started.append(self.name), threading.Thread.start(self)))
+    assert template.Template(tokenizer("byte_bpe"), CHATML).shape(True).closers
+    assert started == ["agentcache-template"]
