@@ -62,31 +62,54 @@ def settings(module: torch.nn.Module, written: Collection[str] = ()) -> dict[str
     }  # fmt: skip
 
 
-def traits(module: torch.nn.Module, names: Names, code: dict[type, str], written: Collection[str] = ()) -> str:
-    """All but tensors, and but what it writes itself, by which one module computes; the order of its children. code: of classes; grows."""
+class Code:
+    """Digests of classes, and descriptions of the namespaces of their forwards, as long as nobody changes either."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[type, str] = {}
+        self._spaces: dict[str, str] = {}
+
+    def of(self, kind: type[torch.nn.Module], names: Names) -> str:
+        """The digest of one class, made at the first request for it."""
+        if kind not in self._kinds:
+            self._kinds[kind] = _code_of(kind, names, self._spaces)
+        return self._kinds[kind]
+
+    def of_libraries(self) -> Code:
+        """The same without users' own classes, which are edited in place."""
+        kept = Code()
+        kept._kinds = {kind: digest for kind, digest in self._kinds.items() if not foreign_class(kind)}
+        kept._spaces = self._spaces
+        return kept
+
+
+def traits(module: torch.nn.Module, names: Names, code: Code, written: Collection[str] = ()) -> str:
+    """All but tensors, and but what it writes itself, by which one module computes; the order of its children. code: grows."""
     hooks = [f"{getattr(hook, '__qualname__', '')} {names.of(hook)}" for hook in foreign_hooks(module)]
-    kind = type(module)
-    if kind not in code:
-        code[kind] = _code_of(kind, names)
     wrapped = describe(found, names) if (found := wrapped_weights.settings(module)) else ""
-    return f"{code[kind]} {hooks} {list(module._modules)} {describe(settings(module, written), names)}{wrapped}"
+    return f"{code.of(type(module), names)} {hooks} {list(module._modules)} {describe(settings(module, written), names)}{wrapped}"
 
 
-def _code_of(kind: type[torch.nn.Module], names: Names) -> str:
-    """Digest of a class: its forward, what else it is made of, the functions beside those of libraries, the release that it comes from."""
+def _code_of(kind: type[torch.nn.Module], names: Names, spaces: dict[str, str]) -> str:
+    """Digest of a class: its forward, what else it is made of, the functions beside those of libraries, the release that it comes from.
+
+    spaces: descriptions of the modules of libraries, by name; grows.
+    """
     told = [f"{kind.__module__}.{kind.__qualname__} {release(kind.__module__)}"]
     told.append(describe((kind, kind.forward, kind.__call__), names))
     for space in [space for space in namespaces([kind]) if root(space.__name__) in _LIBRARIES]:
-        functions = {name: value for name, value in list(vars(space).items()) if isinstance(value, types.FunctionType)}
-        told.append(f"{space.__name__} {describe(functions, names)}")
+        if space.__name__ not in spaces:
+            functions = {name: value for name, value in list(vars(space).items()) if isinstance(value, types.FunctionType)}
+            spaces[space.__name__] = describe(functions, names)
+        told.append(f"{space.__name__} {spaces[space.__name__]}")
     return blake3("\n".join(told).encode()).hexdigest(16)
 
 
 def own_words(modules: Iterable[torch.nn.Module], names: Names, written: Mapping[torch.nn.Module, Collection[str]]) -> str:
     """The modules of users' own classes in words, with what their code names and their attributes hold."""
     own = [module for module in modules if foreign_class(type(module))]
-    code = {kind: _code_of(kind, names) for kind in dict.fromkeys(map(type, own))}
-    return " ".join(f"{code[type(module)]} {describe(settings(module, written.get(module, ())), names)}" for module in own)
+    code = Code()
+    return " ".join(f"{code.of(type(module), names)} {describe(settings(module, written.get(module, ())), names)}" for module in own)
 
 
 def patched_functions() -> dict[str, Any]:

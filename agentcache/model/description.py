@@ -141,12 +141,11 @@ class _Description:
                 cells.append(cell.cell_contents)
             except ValueError:  # not filled yet
                 cells.append("empty")
-        digest = blake3()
-        named = sorted(_absorb(digest, function.__code__))
+        digest, named = _digested(function.__code__)
         given = (function.__defaults__, function.__kwdefaults__, cells)
         if root(source) not in INSTALLED:
             given = (*given, {name: function.__globals__[name] for name in named if name in function.__globals__})  # type: ignore[assignment]
-        return f"{source}.{function.__qualname__} {digest.hexdigest(8)} {self.of(given, depth)}"
+        return f"{source}.{function.__qualname__} {digest} {self.of(given, depth)}"
 
     def _module(self, module: torch.nn.Module, depth: int) -> str:
         """One outside of the model's tree, or around which a patch was put: its settings, tensors and children."""
@@ -182,6 +181,14 @@ class _Description:
 
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@functools.lru_cache(maxsize=1 << 12)  # code does not change: a function gets another one
+def _digested(code: types.CodeType) -> tuple[str, list[str]]:
+    """The digest of code, and the names in it."""
+    digest = blake3()
+    named = sorted(_absorb(digest, code))
+    return digest.hexdigest(8), named
 
 
 def _absorb(digest: Any, code: types.CodeType) -> set[str]:

@@ -20,7 +20,7 @@ from blake3 import blake3
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import behaviour
-from .description import Names, describe, foreign_class, root
+from .description import Names, describe, root
 from .kernels import linear_library
 from .loading import decoder_of
 from .state_token import StateToken, tensors_of
@@ -58,7 +58,7 @@ class Fingerprint:
         self._lock = threading.RLock()
         self._names = Names()
         self._digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each tensor: its version and address then, and its digest
-        self._code: dict[type, str] = {}
+        self._code = behaviour.Code()
         self._written: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()  # by the model's own forward
         self._learned = 0  # attempts since a forward left everything as it was
         self._layers: tuple[str, ...] = ()
@@ -169,8 +169,8 @@ class Fingerprint:
             token = StateToken(self._model, self._written)
         behaviour.refuse_activated(token.modules)
         if self.token is None or self.token.code_moved():
-            self._code = {}
-        self._code = {kind: code for kind, code in self._code.items() if not foreign_class(kind)}  # edited in place
+            self._code = behaviour.Code()
+        self._code = self._code.of_libraries()
         model, decoder = self._model, decoder_of(self._model)
         running = blake3(self._base().encode())
         later = [m for layer in decoder.layers for m in layer.modules()] + list(getattr(decoder, "norm", torch.nn.Module()).modules())

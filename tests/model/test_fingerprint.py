@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -104,7 +105,7 @@ def test_type_kernel_and_versions_count(monkeypatch: pytest.MonkeyPatch) -> None
             patch.setattr(module, name, "0.0")
             assert first_difference(before, layers(model, "aten")) == 0, name
     with monkeypatch.context() as patch:
-        patch.setattr(behaviour, "_code_of", lambda kind, names: "patched")
+        patch.setattr(behaviour, "_code_of", lambda *_: "patched")
         assert first_difference(before, layers(model, "aten")) == 0
     assert layers(model, "aten") == before
 
@@ -260,3 +261,12 @@ def test_models_loaded_before_change_no_fingerprint() -> None:
     own, other = fingerprints(LOADED), child.end()
     assert all(own.values())
     assert own == other
+
+
+def test_a_function_beside_a_forward_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once others were described."""
+    model = models.build("llama")
+    known = Fingerprint(model, "aten")
+    before = known.layers
+    monkeypatch.setattr(sys.modules[type(model.model.rotary_emb).__module__], "rotate_half", lambda x: x)
+    assert first_difference(before, known.layers) == first_difference(before, layers(model, "aten")) == 0
