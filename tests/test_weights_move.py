@@ -24,7 +24,7 @@ from tests import models
 from tests.changes import adapted
 from tests.engines import chat, decode, engine, long_text
 
-PROMPTS = [chat(long_text(90 + 45 * salt, salt)) for salt in range(4)]
+PROMPTS = [chat(long_text(90 + 60 * salt, salt)) for salt in range(3)]
 SHORT = chat("The wind turns to the north and the tide is high at three. What did the keeper write down?")  # filled in one forward
 Answer = tuple[tuple[int, ...], torch.Tensor]
 
@@ -150,7 +150,7 @@ def run(changes: int, folder: Path, seed: int) -> tuple[Counter[str], Counter[st
         for part in range(1, 3):
             end = changes * part // 2
             with moments(model, chance) as met, engine(model=model.wrapped, store=store, chunk_tokens=64) as running:
-                model.odds = 0.004
+                model.odds = 0.01
                 threads = [
                     threading.Thread(target=ask, args=(running, random.Random(seed + i), lambda end=end: model.changes >= end))
                     for i in range(4)

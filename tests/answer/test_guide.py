@@ -63,7 +63,7 @@ def test_objects_end_within_max_tokens(name: str) -> None:
     with pytest.raises(ConfigError, match=f"max_tokens={least - 1}: the shortest answer .* has {least} tokens"):
         made.guide(constraint, [], "", max_tokens=least - 1)
     whole = 0
-    for room, likes in ((0, ""), (1, ","), (5, 'a{["'), (40, "0123456789"), (160, 'a{["'), (260, "")):
+    for room, likes in ((0, ""), (1, ","), (5, 'a{["'), (40, "0123456789"), (90, 'a{["'), (140, "")):
         guide = made.guide(constraint, [], "", max_tokens=least + room)
         text = written(made, guide, least + room, room, likes)
         if not guide.cut:
@@ -78,7 +78,7 @@ def test_calls_end_within_max_tokens(family: str, name: str) -> None:
     made, tools, whole = grammars(family), [Tool("act", "", SCHEMAS[name][0]), Tool("ping")], 0
     for constraint in (Constraint("any"), Constraint("act")):
         least = need(made, constraint, tools)
-        for room in (0, 3, 100, 160):
+        for room in (0, 3, 60, 110):
             guide = made.guide(constraint, tools, "", max_tokens=least + room)
             calls = parse(written(made, guide, least + room, room), ("act", "ping")).tool_calls
             assert calls or guide.cut

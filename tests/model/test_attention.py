@@ -61,13 +61,13 @@ def plain(sequence: kv.Sequence, q: torch.Tensor, window: int, dtype: torch.dtyp
 @SHAPES
 @pytest.mark.parametrize("window", [0, 1, 96, 513])
 def test_error_against_float64(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int) -> None:
-    sequence, q = case(700, heads, kv_heads, dim, dtype)
+    sequence, q = case(580, heads, kv_heads, dim, dtype)
     truth = plain(sequence, q, window, torch.float64)
-    ours = run(sequence, q, 0, 700, window).double() - truth
+    ours = run(sequence, q, 0, 580, window).double() - truth
     stock = plain(sequence, q, window, dtype).double() - truth
     assert ours.abs().max() <= (1e-5 if dtype == torch.float32 else 4 * stock.abs().max())
     assert ours.pow(2).mean() <= max(16 * stock.pow(2).mean(), 1e-12)
-    gathered = attend_gathered(Part(sequence, 300, 400), 0, q[300:], Attention(dim**-0.5, window)).double()
+    gathered = attend_gathered(Part(sequence, 300, 280), 0, q[300:], Attention(dim**-0.5, window)).double()
     assert (gathered - truth[300:]).abs().max() <= (1e-5 if dtype == torch.float32 else 4 * stock.abs().max())
 
 

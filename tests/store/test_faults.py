@@ -630,7 +630,7 @@ def test_a_page_that_is_evicted_at_once_is_no_failure(tmp_path: Path, monkeypatc
 
 
 def test_eight_processes_on_one_store(tmp_path: Path) -> None:
-    crowd(tmp_path / "store", 8, 3.0)
+    crowd(tmp_path / "store", 8, 2.0)
 
 
 @pytest.mark.slow
