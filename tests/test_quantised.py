@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from tests import models
 from tests.asking import SYSTEM, TOOLS, Asking, user
 from tests.processes import Child
 
-pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
+pytestmark = [
+    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="no bitsandbytes"),  # importing it takes seconds of each worker
+    pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
+]
 KINDS = {"window": "gemma3_text", "sinks": "gpt_oss", "recurrent": "qwen3_5_text", "latent": "youtu"}
 FIRST = [SYSTEM, user("How high is the tide?")]
 
