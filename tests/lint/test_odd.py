@@ -44,7 +44,7 @@ ODD = {
     "text nested without end": ({"body": "[" * 200_000}, "no request"),
     "tools that are none": ({"tools": 7, **said("user")}, "tools=7"),
     "content nested deeply": (said("user", content=deep(480)), ""),
-    "content nested more deeply": (said("user", content=deep(2_000)), "nested too deeply"),
+    "content nested more deeply": (said("user", content=deep(50_000)), "nested too deeply"),
 }
 
 

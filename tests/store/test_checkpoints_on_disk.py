@@ -158,7 +158,8 @@ def test_checkpoints_that_memory_drops_leave_the_disk(
     first.engine.close()
     files = list((tmp_path / "store").rglob("*.safetensors"))
     assert len(files) == len(rows)
-    assert sum(path.stat().st_size for path in files) == sum(row.bytes for row in rows) == Index(Folder.open(tmp_path / "store")).total()[1]
+    with Index(Folder.open(tmp_path / "store")) as index:
+        assert sum(path.stat().st_size for path in files) == sum(row.bytes for row in rows) == index.total()[1]
     assert verify(Folder.open(tmp_path / "store")).sound
     again, found = asking("qwen3_5_text", StoreOptions(tmp_path / "store"))(messages[:-1], tokens=2)
     assert again.receipt.disk_tokens == again.receipt.cached_tokens > 512 * last

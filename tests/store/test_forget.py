@@ -547,7 +547,7 @@ SECRET = "zqxj-lighthouse-4711"
 def remembered(running: Engine) -> list[str]:
     """Where the engine, or a module of the package, holds the secret: the way to it."""
     roots = [("engine", running), *((name, module) for name, module in sys.modules.items() if name.partition(".")[0] == "agentcache")]
-    seen, way, found = {id(remembered)}, [(name, vars(root), None) for name, root in roots], []
+    seen, way, found = {id(remembered)}, [(name, root, None) for name, root in roots], []
     while way:
         at = way.pop()
         for each in gc.get_referents(at[1]):
