@@ -138,9 +138,9 @@ def test_a_shape_is_probed_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_each_probe_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tools, and without them those of 6 and 5 messages: each start of them, with the generation prompt only the whole."""
+    """With tools, and without them those of 8 and 7 messages: each start of them, with the generation prompt only the whole."""
     asked, attempt = list[tuple[Any, ...]](), template.Template.attempt
     monkeypatch.setattr(template.Template, "attempt", lambda self, *given: (asked.append(given), attempt(self, *given))[1])
     template.Template(tokenizer("byte_bpe"), CHATML).shape(True)
     assert len(set(map(repr, asked))) == len(asked)
-    assert sum(not listed for _, listed, _ in asked) == (6 + 1) + (5 + 1) - 1, "both begin with the same message"
+    assert sum(not listed for _, listed, _ in asked) == (8 + 1) + (7 + 1) - 1, "both begin with the same message"
