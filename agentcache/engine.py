@@ -27,7 +27,7 @@ from .model.opening import open_model
 from .model.sampling import Sampler, TextStream, forced_ids
 from .process_owned import ProcessOwned, elsewhere
 from .receipt import Account
-from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, fitted, known
+from .request import Asked, Callbacks, Decoding, Provenance, Running, TokenIds, check_callbacks, fitted
 from .runner import Runner
 from .scheduler import Scheduler
 from .store.memory.eviction import budgets
@@ -190,7 +190,7 @@ class Engine(ProcessOwned, Documents):
             account.record_note(note)
         asked = Asked(
             layout, namespace, sampling, self._stop_ids, received, called, expected, accepted, turn,
-            adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout) if chosen else 0, **known(callbacks),
+            adapter=chosen, acts_from=self._adapters.acts_from(chosen, layout) if chosen else 0, **check_callbacks(callbacks),
         )  # fmt: skip
         running = self._running(asked, account, guide)
         finish: Callable[[Running], Completion] = self._completions.finish

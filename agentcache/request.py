@@ -42,7 +42,7 @@ class Callbacks(TypedDict, total=False):
     diagnose: Literal["", "routes"]
 
 
-def known(callbacks: Callbacks) -> Callbacks:
+def check_callbacks(callbacks: Callbacks) -> Callbacks:
     """The callbacks; TypeError, as of any call, for what is none: it names the place of a misplaced setting."""
     for name, value in callbacks.items():
         if name not in Callbacks.__annotations__:
@@ -265,8 +265,10 @@ def fitted(sampling: Sampling | None, layout: Layout, model: HFModel) -> Samplin
     prompt_tokens, context_tokens, asked = len(layout.ids), model.context_tokens, sampling.context_tokens
     if not layout.ids:
         raise MessageError(f"the prompt {layout.text!r:.100} has no tokens: the tokenizer leaves out all of it")
-    if (largest := max(layout.ids)) >= model.embedded:
-        raise ConfigError(f"the tokenizer gave id {largest!r}, and the model has {model.embedded!r}: pass the tokenizer that belongs to it")
+    if (largest := max(layout.ids)) >= model.known_ids:
+        raise ConfigError(
+            f"the tokenizer gave id {largest!r}, the model has {model.known_ids!r} ids: pass the tokenizer that belongs to it"
+        )
     context = context_tokens if asked is None else min(asked, context_tokens)
     if prompt_tokens + 1 > context:
         raise ContextOverflowError(prompt_tokens, context, 1, f"context_tokens={asked!r}" if context == asked else "")

@@ -112,8 +112,7 @@ class Files:
 
     def write(self) -> None:
         """All pages, each complete and in the index; those of the last time go first."""
-        for row in self.index.remove([row.id for row in self.index.rows()], force=True):
-            blob_io.remove(self.folder, row)
+        blob_io.remove(self.folder, self.index.remove([row.id for row in self.index.rows()], force=True))
         written = [blob_io.write(self.folder, row, page) for row, page in zip(self.wanted, self.pages, strict=True)]
         assert not self.index.add(written)
         self.rows = sorted(self.index.rows(), key=lambda row: row.place)

@@ -117,9 +117,9 @@ def common_ids(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def in_transformers_form(tokenizer: Any) -> Any:
-    """The tokenizer; the one in a processor; one of mistral-common, which renders no template, as transformers converts it: to equal ids.
+    """A tokenizer that renders a chat template: this one, that of a processor, or transformers' conversion of mistral-common's.
 
-    ConfigError: it cannot be converted, or has no vocabulary.
+    The conversion has equal ids. ConfigError: it fails, or the tokenizer has no vocabulary.
     """
     if any(base.__name__ == "ProcessorMixin" for base in type(tokenizer).__mro__):
         template, tokenizer = getattr(tokenizer, "chat_template", None), tokenizer.tokenizer

@@ -172,6 +172,6 @@ def foreign(modules: Iterable[torch.nn.Module]) -> bool:
         source = getattr(forward, "__globals__", {}).get("__name__", "")
         if root(source) not in ("torch", "transformers", "bitsandbytes", "agentcache") and not source.startswith("peft.tuners.lora"):
             return True
-        if any(foreign_hooks(module)):
+        if any(foreign_hooks(module)) or wrapped_weights.wrappers(module):  # which multiply by code of their own
             return True
     return bool(patched_functions()) or any(bool(getattr(torch_module, name)) for name in EVERY_MODULE)

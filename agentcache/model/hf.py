@@ -26,7 +26,7 @@ from .behaviour import foreign_hooks, refuse_activated
 from .family import STEPPED, Layer, Support, examine, first_use, has_experts, obstacle, slots_of
 from .fingerprint import Fingerprint
 from .kernels.dispatch import SINGLE_ROW_OUTS, Int8Linear, RowPureLinear, by_itself, linear
-from .loading import decoder_of, embedded_ids, load, one_device, unwrap
+from .loading import decoder_of, known_ids, load, one_device, unwrap
 from .numerics import Numerics, probe
 from .rope import Rotary, changes_by_length, rotary_of, unrotated
 from .wrapped_weights import is_quantized
@@ -62,7 +62,7 @@ class HFModel:
         self.context_tokens = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
         self.support = Support(getattr(self.config, "model_type", "") or type(self.config).__name__, False)
         self.vocab = int(self.config.vocab_size)
-        self.embedded = embedded_ids(self.model, self.vocab)
+        self.known_ids = known_ids(self.model, self.vocab)
         self.spec: KVSpec | None = None
         self.rotary: Rotary | None = None
         self.fingerprint: Fingerprint | None = None
@@ -282,7 +282,8 @@ class HFModel:
         numerics = self.numerics
         assert numerics is not None
         state: Any = parts[0].sequence.state
-        even = numerics.rows if state is None and self.support.row_pure and not self.quantized else 1  # padding would be part of a state
+        pure = self.support.row_pure and not self.quantized  # where no bits are promised, one row takes kernels made for one
+        even = numerics.rows if state is None and pure else 1  # padding would be part of a state, and see experts
         rows = -(-len(ids) // even) * even
         positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in parts])
         ids, positions = (nn.functional.pad(t, (0, rows - len(t))).to(self.device) for t in (ids, positions))

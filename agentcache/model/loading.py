@@ -174,7 +174,7 @@ def decoder_of(model: Any) -> Any:
     return next((module for module in layered if hasattr(module, "embed_tokens")), layered[0] if layered else found)
 
 
-def embedded_ids(model: Any, vocab: int) -> int:
+def known_ids(model: Any, vocab: int) -> int:
     """The number of ids that a model has embeddings of: `vocab`, or those it was resized to."""
     try:
         return int(getattr(model.get_input_embeddings(), "num_embeddings", vocab))

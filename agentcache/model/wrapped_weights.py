@@ -40,7 +40,7 @@ def settings(module: torch.nn.Module) -> list[Any]:
 
 def is_quantized(model: torch.nn.Module) -> bool:
     """Tell whether weights are stored as other numbers than they multiply as. Those that loading has dequantised are not."""
-    if any(map(is_wrapper, model.parameters())):
+    if any(map(wrappers, model.modules())):
         return True
     asked = getattr(model, "hf_quantizer", None) is not None or bool(getattr(model, "quantization_method", None))
     plain = all(f"{type(module).__module__}.".startswith(_LIBRARIES) for module in model.modules())

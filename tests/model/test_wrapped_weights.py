@@ -133,3 +133,16 @@ def test_parameters_may_lie_in_a_mapping_of_others() -> None:
 def test_int8_of_our_own_refuses_quantised_weights() -> None:
     with pytest.raises(ConfigError, match="whose weights are quantised already"):
         quantize(wrapped.build())
+
+
+def test_weights_wrapped_under_a_running_engine_promise_no_bits() -> None:
+    model = models.build("qwen3")
+    with engine(model=model) as running:
+        assert running.generate(TURNS, sampling=ANSWER).receipt.bitwise
+        wrapped.wrap(model)
+        first = running.generate(TURNS, sampling=ANSWER)
+        hit = running.generate(TURNS, sampling=ANSWER)
+        off = running.generate(TURNS, sampling=ANSWER, reuse="off")
+        assert (first.receipt.cached_tokens, hit.receipt.computed_tokens) == (0, 1)
+        assert first.ids == hit.ids == off.ids
+        assert not any(one.receipt.bitwise for one in (first, hit))

@@ -180,7 +180,7 @@ def test_a_blob_exchanged_before_it_is_read_is_no_damage(
             written = blob_io.write(folder, row, read_page(folder, row))
             gone = disk.index.exchange(row, written)
             assert (gone.blob, disk.index.exchange(row, written).blob) == (row.blob, written.blob)
-            blob_io.remove(folder, gone)
+            blob_io.remove(folder, [gone])
         return read(folder, jobs, **options)
 
     monkeypatch.setattr(blob_io, "read_many", late)

@@ -188,7 +188,7 @@ def import_group(
         found = pages_of(index, group, [row.precision for row in rows])
         missing = [(row, page) for row, page, known in zip(rows, pages, found, strict=True) if known is None]
         written = _take(folder, index, missing, progress)
-        _unlink(folder, index.promote([row.id for row in found if row is not None], role))
+        blob_io.remove(folder, index.promote([row.id for row in found if row is not None], role))
         index.put_group(group)
         return Imported(group, len(written), len(rows) - len(written), sum(row.bytes for row in written))
 
@@ -325,13 +325,7 @@ def _take(folder: Folder, index: Index, missing: Sequence[tuple[Row, Blob]], pro
         bad = [old.id for row in written if (old := index.row(row.page_key, row.fingerprint, row.precision)) is not None and old.bad]
         spare = index.remove(bad, force=True) + index.add(written)
     except BaseException:
-        _unlink(folder, written)
+        blob_io.remove(folder, written)
         raise
-    _unlink(folder, spare)
+    blob_io.remove(folder, spare)
     return written
-
-
-def _unlink(folder: Folder, rows: Sequence[Row]) -> None:
-    for row in rows:
-        with suppress(StoreError):  # what stays, such as a page that a process has mapped, is in no index: it is swept later
-            blob_io.remove(folder, row)

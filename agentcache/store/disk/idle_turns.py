@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from ...types import PAGE_TOKENS, Precision
 from . import blob_io, quantize
 from .blob import Blob, opened, tensors, view
 from .blob_format import plan
-from .folder import Folder
 from .index import Index
 from .schema import Row
 
@@ -40,7 +38,7 @@ def rewrite_all(disk: DiskTier, idle_s: float, told: Callable[[int], None]) -> N
         disk.writer.after(one)
         id, spare = rewrite(disk.index, *left.popleft(), disk.precision)
         told(id)
-        unlink(disk.folder, spare)
+        blob_io.remove(disk.folder, spare)
 
     one()
 
@@ -77,16 +75,9 @@ def rewrite(index: Index, key: bytes, fingerprint: str, precision: Precision) ->
             spare += index.remove([twin.id], force=True)
         spare[0] = index.exchange(row, written)
     except StoreError:  # no row names them, and nobody sweeps what a running process has written
-        unlink(index.folder, spare)
+        blob_io.remove(index.folder, spare)
         raise
     return row.id, spare
-
-
-def unlink(folder: Folder, rows: Sequence[Row]) -> None:
-    """Delete blobs of rows that are in no index any more."""
-    for row in rows:
-        with suppress(StoreError):  # what stays is swept later
-            blob_io.remove(folder, row)
 
 
 def _size(index: Index, key: bytes, fingerprint: str, precision: Precision) -> int:

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
-from ...errors import StoreError
 from ..keys import Role
 from ..tool_group import ToolGroup
-from . import blob_files
+from . import blob_io
 from .index import Index
 
 
 def keep(index: Index, keys: Iterable[str], fingerprint: str) -> None:
     """Let pages (keys in hexadecimal) be evicted after all turns."""
-    for shorter in index.promote(_ids(index, keys, fingerprint), Role.PREFIX):
-        with suppress(StoreError):  # what stays, such as a page that a process has mapped, is in no index: it is swept later
-            blob_files.unlink(index.folder, shorter.blob)
+    blob_io.remove(index.folder, index.promote(_ids(index, keys, fingerprint), Role.PREFIX))
 
 
 def retire(index: Index, keys: Iterable[str], fingerprint: str) -> frozenset[bytes]:
